@@ -1,0 +1,66 @@
+"""The log of commits: write-once, linked by digests, read one after the other.
+
+    commit 0 ◀─prev─ commit 1 ◀─prev─ commit 2 ◀─ …        head = first step without a commit
+
+A reader only ever goes from t to t+1, so a gap cannot be skipped; LIST is never believed.
+"""
+
+from rendezvous import layout
+from rendezvous.errors import ChainBroken
+from rendezvous.records import Commit, digest
+from rendezvous.store import Store
+
+
+class Chain:
+    """The newest `window` commits that this replica has read, verified as they came."""
+
+    def __init__(self, store: Store, window: int) -> None:
+        self._store, self._window = store, window
+        self._commits: dict[int, Commit] = {}
+        self._digests: dict[int, str] = {}
+
+    def forget(self) -> None:
+        self._commits.clear()
+        self._digests.clear()
+
+    def read(self, t: int) -> Commit | None:
+        """Commit t, or None while the step is open."""
+        if t not in self._commits:
+            body = self._store.get(layout.commit(t))
+            if body is None:
+                return None
+            self.accept(t, body)
+        return self._commits[t]
+
+    def accept(self, t: int, body: bytes) -> Commit:
+        """Take `body` as commit t after checking that it follows what is known."""
+        commit = Commit.decode(body)
+        before = self._digests.get(t - 1)
+        if commit.t != t or (before is not None and commit.prev != before):
+            raise ChainBroken(
+                f"commit {t} does not follow commit {t - 1}: it names {commit.prev} before it, we read {before}. "
+                "Two runs share this URL, or the bucket was edited; `diloco export --step` of an earlier step still works"
+            )
+        for slot, generation in (self.fence(t)).items():
+            if commit.fence.get(slot, 0) < generation:
+                raise ChainBroken(f"commit {t} lowers the fence of {slot} below generation {generation}")
+        self._commits[t], self._digests[t] = commit, digest(body)
+        for old in [u for u in self._commits if u < t - self._window]:
+            del self._commits[old], self._digests[old]
+        return commit
+
+    def known(self, t: int) -> Commit | None:
+        return self._commits.get(t)
+
+    def digest(self, t: int) -> str | None:
+        """Digest of commit t's bytes; None before the first step."""
+        return self._digests.get(t)
+
+    def fence(self, t: int) -> dict[str, int]:
+        """The fence that step t's offers must respect: the one of commit t−1."""
+        before = self._commits.get(t - 1)
+        return before.fence if before else {}
+
+    def recent(self, t: int, count: int) -> list[Commit]:
+        """Known commits t−1, …, t−count."""
+        return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]

@@ -1,0 +1,85 @@
+"""What can go wrong between a replica and its bucket.
+
+    RendezvousError
+    ├── StoreError                a request to the store did not end well
+    │   ├── KeyExists             definite: another object stands under that key
+    │   ├── StoreRefused          definite: nothing was written, and asking again changes nothing
+    │   │   ├── StoreReadOnly     the folder or bucket cannot be written
+    │   │   └── StoreFull         no space left
+    │   └── StoreUnclear          indefinite: it may have happened; read back before you believe anything
+    ├── Terminal                  this replica's life is over; the run is not
+    │   ├── Fenced                a higher generation holds the slot
+    │   ├── Leaving               asked to go; its work is durable
+    │   ├── Diverged              its θ is not the chain's; a new life heals from the bucket
+    │   └── GaveUp                nothing moved for too long; the same command resumes the run
+    ├── ChainBroken               a commit does not follow the one before it
+    ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
+    ├── BadDelta                  a pseudogradient that must not be offered
+    └── WrongRun                  the URL holds a run with another mathematics or layout
+
+A definite error may be retried freely.  After an indefinite one, read first (`store.put_once` does).
+"""
+
+
+class RendezvousError(RuntimeError):
+    """Base of everything this room raises on purpose."""
+
+
+class StoreError(RendezvousError):
+    """A request to the store did not end well."""
+
+
+class KeyExists(StoreError):
+    """Definite: another object stands under that key."""
+
+
+class StoreRefused(StoreError):
+    """Definite: nothing was written, and asking again changes nothing until somebody acts."""
+
+
+class StoreReadOnly(StoreRefused):
+    """The folder or bucket cannot be written."""
+
+
+class StoreFull(StoreRefused):
+    """No space left."""
+
+
+class StoreUnclear(StoreError):
+    """Indefinite: the request may or may not have happened."""
+
+
+class Terminal(RendezvousError):
+    """This replica's life is over; the run is not."""
+
+
+class Fenced(Terminal):
+    """A higher generation holds the slot."""
+
+
+class Leaving(Terminal):
+    """Asked to go; what it had is durable."""
+
+
+class Diverged(Terminal):
+    """This replica's θ is not the chain's."""
+
+
+class GaveUp(Terminal):
+    """Nothing moved for too long."""
+
+
+class ChainBroken(RendezvousError):
+    """A commit does not follow the one before it."""
+
+
+class Corrupt(RendezvousError):
+    """Bytes that do not have their announced digest, after repeated reading."""
+
+
+class BadDelta(RendezvousError):
+    """A pseudogradient that must not be offered."""
+
+
+class WrongRun(RendezvousError):
+    """The URL holds a run with another mathematics or layout."""

@@ -1,0 +1,108 @@
+"""Where everything lives in the bucket.  The only file that spells a key.
+
+    {run}/
+    ├── run.json                                   the run's mathematics and parameter layout          put_once
+    ├── code/{digest}/{name}                       the user's own files, as launched                   put_once
+    ├── model/{name}                               θ₀'s folder; manifest.json goes last                put_once
+    ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences      put_once
+    ├── alive/{slot}.json                          heartbeat; advisory                                 own key, overwritten
+    ├── steps/{t:010d}/
+    │   ├── delta/{slot}-{generation}-{nonce}.bin  a pseudogradient                                    put, never overwritten
+    │   ├── offer/{slot}.{attempt}.json            "my delta for t"                                    put_once
+    │   ├── commit.json                            THE decision: who counts, in order, with weights    put_once
+    │   └── mean/{shard:04d}.json, {nonce}.bin     the mean, announced with its digest                 put_once
+    ├── snapshots/{t:010d}/manifest.json, {nonce}.safetensors    θ_t and outer momentum                put_once
+    ├── leave/{slot}-{generation}.json             a graceful goodbye                                  put_once
+    ├── control/{n:06d}.json                       what the operator wants                             put_once, numbered
+    └── log/{slot}-{generation}/{n:06d}.jsonl      metrics and events                                  own key
+
+Zero-padded numbers sort as they count.  Registers (put_once) are never deleted within a run: a deleted one
+could be "won" again by a replica that slept.
+
+Not promised: that a key listed under `alive/` belongs to a living process.
+"""
+
+RUN = "run.json"
+MODEL_MANIFEST = "model/manifest.json"
+SNAPSHOTS = "snapshots/"
+LOGS = "log/"
+
+
+def slot_name(index: int) -> str:
+    """0 -> "r00".  Slots are dense, so that all of them can be found by GETs."""
+    return f"r{index:02d}"
+
+
+def slot_index(slot: str) -> int:
+    """ "r07" -> 7; anything else is a ValueError."""
+    if not (slot.startswith("r") and slot[1:].isdigit()):
+        raise ValueError(f"{slot!r} is not a slot name; slots are called r00, r01, ...")
+    return int(slot[1:])
+
+
+def code(digest: str, name: str) -> str:
+    return f"code/{digest}/{name}"
+
+
+def model_file(name: str) -> str:
+    return f"model/{name}"
+
+
+def claim(slot: str, generation: int) -> str:
+    return f"replicas/{slot}/{generation:06d}.json"
+
+
+def beat(slot: str) -> str:
+    return f"alive/{slot}.json"
+
+
+def delta(t: int, slot: str, generation: int, nonce: str) -> str:
+    return f"steps/{t:010d}/delta/{slot}-{generation}-{nonce}.bin"
+
+
+def offer(t: int, slot: str, attempt: int) -> str:
+    return f"steps/{t:010d}/offer/{slot}.{attempt}.json"
+
+
+def commit(t: int) -> str:
+    return f"steps/{t:010d}/commit.json"
+
+
+def mean(t: int, shard: int) -> str:
+    return f"steps/{t:010d}/mean/{shard:04d}.json"
+
+
+def mean_blob(t: int, nonce: str) -> str:
+    return f"steps/{t:010d}/mean/{nonce}.bin"
+
+
+def snapshot(t: int) -> str:
+    return f"{SNAPSHOTS}{t:010d}/manifest.json"
+
+
+def snapshot_blob(t: int, nonce: str) -> str:
+    return f"{SNAPSHOTS}{t:010d}/{nonce}.safetensors"
+
+
+def snapshot_step(key: str) -> int | None:
+    """The step of a snapshot's manifest, or None for any other key below `snapshots/`."""
+    parts = key.split("/")
+    return int(parts[1]) if len(parts) == 3 and parts[2] == "manifest.json" else None
+
+
+def leave(slot: str, generation: int) -> str:
+    return f"leave/{slot}-{generation}.json"
+
+
+def control(n: int) -> str:
+    return f"control/{n:06d}.json"
+
+
+def log(slot: str, generation: int, n: int) -> str:
+    return f"{LOGS}{slot}-{generation}/{n:06d}.jsonl"
+
+
+def log_owner(key: str) -> tuple[str, int]:
+    """log/r01-2/000003.jsonl -> ("r01", 2)"""
+    slot, _, generation = key.split("/")[1].rpartition("-")
+    return slot, int(generation)

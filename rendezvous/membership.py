@@ -1,0 +1,195 @@
+"""Who holds a slot, who seems alive, and what the operator wants.
+
+    claim     replicas/{slot}/{g}, g = 1, 2, …  by put_once: the holder of the highest g may act
+    beat      alive/{slot}.json, overwritten; believed only while its counter changes
+    control   control/000000, 000001, …  folded in order: the operator's present wishes
+
+`Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
+A tick that the store refuses is skipped: beats are advisory.
+
+Not promised: that a beating slot makes progress, or that a silent one is dead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.errors import Fenced, StoreError
+from rendezvous.records import Beat, Claim, Control, nonce
+from rendezvous.rules import Peer, Timing
+from rendezvous.store import Store, put_once
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist)."""
+
+    replicas: int = 0
+    universe: int = 0
+    steps: int = 0
+    min_replicas: int = 1
+    drains: frozenset[str] = frozenset()
+    stop: bool = False
+    records: int = 0
+
+    def after(self, control: Control) -> "Wanted":
+        """These wishes changed by one more control record."""
+        replicas = self.replicas if control.replicas is None else control.replicas
+        return Wanted(
+            replicas=replicas,
+            universe=max(self.universe, replicas),
+            steps=self.steps if control.steps is None else control.steps,
+            min_replicas=self.min_replicas if control.min_replicas is None else control.min_replicas,
+            drains=self._drains(control),
+            stop=(self.stop or control.stop) and not control.resume,
+            records=control.n + 1,
+        )
+
+    def _drains(self, control: Control) -> frozenset[str]:
+        if control.resume or control.replicas is not None:
+            return frozenset()
+        return self.drains | {control.drain} if control.drain else self.drains
+
+    def leaves(self, slot: str) -> bool:
+        """Is this slot to go?"""
+        return self.stop or slot in self.drains or layout.slot_index(slot) >= self.replicas > 0
+
+    @property
+    def slots(self) -> list[str]:
+        return [layout.slot_name(i) for i in range(self.universe)]
+
+
+def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
+    """All control records from `wanted.records` on, folded."""
+    wanted = wanted or Wanted()
+    while (body := store.get(layout.control(wanted.records))) is not None:
+        wanted = wanted.after(Control.decode(body))
+    return wanted
+
+
+def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
+    """Append one control record; -> the wishes with it folded in."""
+    while True:
+        wanted = read_control(store)
+        record = Control(n=wanted.records, nonce=nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
+        won, _ = put_once(store, clock, layout.control(record.n), record.encode())
+        if won:
+            return wanted.after(record)
+
+
+def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0) -> int:
+    """Take the next generation of a slot.  Two launches for one slot: the loser goes, for good.
+
+    If it took the generation after, two launchers would fence each other for ever.
+    """
+    generation = 1
+    while store.get(layout.claim(slot, generation)) is not None:
+        generation += 1
+    mine = Claim(slot, generation, nonce(), clock.wall(), host, pid)
+    won, value = put_once(store, clock, layout.claim(slot, generation), mine.encode())
+    if not won:
+        other = Claim.decode(value)
+        raise Fenced(
+            f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
+            f"(generation {generation}); this process goes"
+        )
+    return generation
+
+
+@dataclass
+class Status:
+    """What this replica says of itself in its next beat; its owner overwrites the fields."""
+
+    phase: str = "boot"
+    step: int = 0
+    inner: int = 0
+    rate: float = 0.0
+    note: str = ""
+
+
+class Membership:
+    """One replica's view of the others, kept fresh by `tick`."""
+
+    def __init__(
+        self, store: Store, clock: Clock, slot: str, generation: int, timing: Timing, *, host: str = "", pid: int = 0
+    ) -> None:
+        self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
+        self._timing, self._host, self._pid = timing, host, pid
+        self._beats, self._looked_at = 0, clock.now()
+        self.status, self.wanted = Status(), Wanted()
+        self.peers: dict[str, Peer] = {}
+        self.fenced_by = 0  # the generation that took the slot, once seen
+        self.decided = -1  # highest step whose commit a tick has seen
+
+    def tick(self) -> None:
+        """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
+        for act in (self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen):
+            try:
+                act()
+            except StoreError:
+                continue  # advisory: the next tick tries again
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Tick until stopped."""
+        while not stopped():
+            self.tick()
+            self._clock.sleep(self._timing.beat)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        s = self.status
+        beat = Beat(
+            self.slot, self.generation, self._beats, s.phase, s.step, s.inner, s.rate,
+            self._clock.wall(), self._host, self._pid, s.note,
+        )  # fmt: skip
+        self._store.put(layout.beat(self.slot), beat.encode())
+
+    def goodbye(self) -> None:
+        """A last beat that says so."""
+        self.status.phase = "left"
+        try:
+            self._beat()
+        except StoreError:
+            return
+
+    def _look_for_successor(self) -> None:
+        if self._store.get(layout.claim(self.slot, self.generation + 1)) is not None:
+            self.fenced_by = self.generation + 1
+
+    def _look_for_commit(self) -> None:
+        step = self.status.step
+        if self.decided < step and self._store.get(layout.commit(step)) is not None:
+            self.decided = step
+
+    def _look_around(self) -> None:
+        now = self._clock.now()
+        elapsed, self._looked_at = min(now - self._looked_at, 4 * self._timing.beat), now
+        for slot in self.wanted.slots:
+            if slot != self.slot:
+                body = self._store.get(layout.beat(slot))
+                if body is not None:
+                    self.peers[slot] = seen(self.peers.get(slot), Beat.decode(body), elapsed)
+
+    def _listen(self) -> None:
+        self.wanted = read_control(self._store, self.wanted)
+
+
+def seen(old: Peer | None, beat: Beat, elapsed: float) -> Peer:
+    """The observation `old`, `elapsed` seconds later, when `beat` is what stands there.
+
+    Beats of a lower generation are ignored: a zombie shares the key with its successor.
+    """
+    if old is None:
+        return Peer(beat)
+    if beat.generation < old.beat.generation:
+        return replace(old, silent=old.silent + elapsed, still=old.still + elapsed)
+    changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
+    moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)
+    return Peer(
+        beat,
+        changes=old.changes + changed,
+        silent=0.0 if changed else old.silent + elapsed,
+        still=0.0 if moved else old.still + elapsed,
+        liar=old.liar,
+    )

@@ -1,0 +1,240 @@
+"""The small JSON records of a run, and their bytes.
+
+Every record carries `wire` (the version of these formats) and, where it is written by put_once, a `nonce` of its
+writer, so that equal bytes mean "mine".  A record's digest is the xxh3-128 of its bytes.
+
+    Claim ─▶ Offer ─▶ Commit ─▶ Mean        Snapshot   Leave   Control        Beat (overwritten, advisory)
+
+Weights are written as the shortest decimal of an fp32 number: a reader that parses it and rounds to fp32 has it
+back exactly.
+"""
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+import xxhash
+
+from rendezvous.errors import RendezvousError
+from rendezvous.store import Buffer
+
+WIRE = 1
+
+
+class WireError(RendezvousError):
+    """A record of another version of these formats."""
+
+
+def digest(body: Buffer) -> str:
+    """xxh3-128 in hex: finds accidents, not forgers."""
+    return xxhash.xxh3_128_hexdigest(body)
+
+
+def nonce() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Record:
+    kind: ClassVar[str]
+
+    def encode(self) -> bytes:
+        body = {"kind": self.kind, "wire": WIRE, **asdict(self)}
+        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        raw = json.loads(body)
+        if raw.get("kind") != cls.kind or raw.get("wire") != WIRE:
+            raise WireError(
+                f"expected a {cls.kind} of wire version {WIRE}, found {raw.get('kind')} of version {raw.get('wire')}; "
+                "run the release that started this run, or start a new one"
+            )
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
+        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+
+
+@dataclass(frozen=True)
+class Claim(Record):
+    """Generation `generation` of a slot belongs to this process."""
+
+    kind = "claim"
+    slot: str
+    generation: int
+    nonce: str
+    at: float
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Offer(Record):
+    """ "My pseudogradient for outer step `step` is durable."
+
+    base: digest of every fragment's θ and outer momentum that it started from.   h: inner steps inside.
+    took: seconds from the last outer step to this offer.    size: bytes of the blob.
+    norm: ‖Δ‖₂.    zero: every element is 0.    leaving: the writer goes away after this.
+    """
+
+    kind = "offer"
+    step: int
+    slot: str
+    generation: int
+    nonce: str
+    base: str
+    h: int
+    blob: str
+    size: int
+    digest: str
+    took: float
+    at: float
+    samples: float = 0.0
+    norm: float = 0.0
+    zero: bool = False
+    leaving: bool = False
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One offer as a commit names it: all that a reader needs to fetch and weigh it."""
+
+    step: int
+    slot: str
+    generation: int
+    nonce: str
+    blob: str
+    size: int
+    digest: str
+    h: int
+    weight: float
+    zero: bool = False
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class Commit(Record):
+    """The decision for outer step `t`: these offers, in this order, with these weights.
+
+    prev: digest of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
+    fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer went by.
+    pace: seconds an outer step should take (median `took` + half the patience).
+    snapshot: newest snapshot known to the closer.   by: "{slot}-{generation}" of the closer.
+    """
+
+    kind = "commit"
+    t: int
+    prev: str | None
+    base: str
+    offers: tuple[Listed, ...]
+    fence: dict[str, int]
+    m: int
+    pace: float
+    snapshot: int
+    by: str
+    nonce: str
+    at: float
+    mode: str = "direct"
+    owners: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
+        listed = tuple(Listed(**o) for o in raw["offers"])
+        return super().from_dict({**raw, "offers": listed, "owners": tuple(raw.get("owners", ()))})
+
+    def lists(self, step: int, slot: str) -> bool:
+        return any(o.step == step and o.slot == slot for o in self.offers)
+
+    @property
+    def fresh(self) -> tuple[Listed, ...]:
+        return tuple(o for o in self.offers if o.step == self.t)
+
+    @property
+    def carried(self) -> tuple[Listed, ...]:
+        return tuple(o for o in self.offers if o.step < self.t)
+
+
+@dataclass(frozen=True)
+class Mean(Record):
+    """The mean of step `t`, as bytes that everybody would compute."""
+
+    kind = "mean"
+    t: int
+    blob: str
+    size: int
+    digest: str
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Snapshot(Record):
+    """θ_t and the outer momentum, before commit t.
+
+    base: their digest (equal to commit t's base).   prev: digest of commit t−1, so that a reader can check the
+    chain from here.   confirmed: two replicas had this digest.
+    """
+
+    kind = "snapshot"
+    t: int
+    base: str
+    prev: str | None
+    blob: str
+    size: int
+    digest: str
+    nonce: str
+    confirmed: bool = True
+
+
+@dataclass(frozen=True)
+class Leave(Record):
+    """A graceful goodbye: the last write of a generation."""
+
+    kind = "leave"
+    slot: str
+    generation: int
+    step: int
+    base: str
+    reason: str
+    nonce: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Control(Record):
+    """What the operator wants; absent fields leave things as they are."""
+
+    kind = "control"
+    n: int
+    nonce: str
+    at: float
+    replicas: int | None = None
+    steps: int | None = None
+    min_replicas: int | None = None
+    drain: str | None = None
+    stop: bool = False
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Beat(Record):
+    """ "I am here": overwritten, advisory, believed only while `n` changes.
+
+    phase: boot, heal, train, wait, left.   rate: seconds per inner step, 0 if unknown.
+    """
+
+    kind = "beat"
+    slot: str
+    generation: int
+    n: int
+    phase: str
+    step: int
+    inner: int
+    rate: float
+    at: float
+    host: str = ""
+    pid: int = 0
+    note: str = ""

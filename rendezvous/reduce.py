@@ -1,0 +1,112 @@
+"""The mean of a commit, in the same bits for every reader.
+
+    mean = ( fl(w₁·x₁) + fl(w₂·x₂) + … ) / fl(Σ wᵢ)        in listed order, each operation rounded to fp32
+
+direct     every reader fetches every listed blob
+announced  the closer wrote the mean and its digest, so that a later reader fetches one blob instead of N, and a
+           blob that rots after it was listed can be done without
+
+numpy multiplies and adds in two roundings on every CPU, so there is nothing here to make replicas differ.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.errors import Corrupt
+from rendezvous.records import Commit, Mean, digest, nonce
+from rendezvous.store import Store, put_once
+from rendezvous.wire import fetch, payload
+
+_CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
+
+
+class Reducer:
+    """Means of commits, with what it takes to get round a bad blob."""
+
+    def __init__(self, store: Store, clock: Clock, tell: Callable[..., None]) -> None:
+        self._store, self._clock, self._tell = store, clock, tell
+
+    def mean(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None = None) -> None:
+        """Write the mean of `commit` into `out` (fp32, the fragment's length).
+
+        mine: (key, vector) of this replica's own blob; rewritten if the store's copy is bad.  `out` may be that
+        vector: it is overwritten last.
+        """
+        if mine is None and self._announced(commit, out):
+            return
+        for pause in (0.1, 0.5, 2.0, 5.0):
+            trouble = self._direct(commit, out, mine)
+            if trouble is None or self._announced(commit, out):
+                return
+            self._tell("bad_blob", step=commit.t, trouble=trouble)
+            self._clock.sleep(pause)
+        raise Corrupt(
+            f"step {commit.t}: {trouble}, and there is no announced mean to use instead. Nothing was averaged; "
+            "restore the object from a backup, or start again from an exported earlier step"
+        )
+
+    def announce(self, commit: Commit, mean: np.ndarray) -> None:
+        """Write the mean down, once, for those who come later."""
+        record = self._record(commit, mean)
+        if self._store.get(layout.mean(commit.t, 0)) is None:
+            self._store.put(record.blob, payload(mean))
+            put_once(self._store, self._clock, layout.mean(commit.t, 0), record.encode())
+
+    def _record(self, commit: Commit, mean: np.ndarray) -> Mean:
+        n = nonce()
+        return Mean(commit.t, layout.mean_blob(commit.t, n), mean.nbytes, digest(payload(mean)), n)
+
+    def _announced(self, commit: Commit, out: np.ndarray) -> bool:
+        body = self._store.get(layout.mean(commit.t, 0))
+        if body is None:
+            return False
+        record = Mean.decode(body)
+        trouble = fetch(self._store, self._clock, record.blob, record.size, record.digest, out)
+        if trouble is None:
+            return True
+        self._tell("bad_blob", step=commit.t, trouble=trouble)
+        return self._mend(commit, record, out)
+
+    def _mend(self, commit: Commit, record: Mean, out: np.ndarray) -> bool:
+        """The announced mean is bad: compute it again and put the same bytes back."""
+        if self._direct(commit, out, None) is not None or digest(payload(out)) != record.digest:
+            return False
+        self._store.put(record.blob, payload(out))
+        self._tell("repaired", step=commit.t, blob=record.blob)
+        return True
+
+    def _direct(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None) -> str | None:
+        total, x = np.zeros_like(out), np.empty_like(out)
+        for listed in commit.offers:
+            trouble = fetch(self._store, self._clock, listed.blob, listed.size, listed.digest, x)
+            if trouble is not None:
+                if mine is None or listed.blob != mine[0]:
+                    return trouble
+                self._tell("repaired", step=commit.t, blob=listed.blob)
+                self._store.put(listed.blob, payload(mine[1]))
+                x[:] = mine[1]
+            accumulate(total, x, listed.weight, first=listed is commit.offers[0])
+        np.divide(total, total_weight(commit), out=out)
+        return None
+
+
+def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
+    """total += fl(weight·x), in cache-sized pieces; `x` is used up.  The first term is stored, not added to 0
+    (0 + −0 would lose a sign)."""
+    w = np.float32(weight)
+    for at in range(0, total.size, _CHUNK):
+        piece = x[at : at + _CHUNK]
+        np.multiply(piece, w, out=piece)
+        target = total[at : at + _CHUNK]
+        if first:
+            target[:] = piece
+        else:
+            np.add(target, piece, out=target)
+
+
+def total_weight(commit: Commit) -> np.float32:
+    """fl(Σ wᵢ): the sum of fp32 weights, rounded once."""
+    return np.float32(sum(o.weight for o in commit.offers))

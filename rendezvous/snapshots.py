@@ -1,0 +1,65 @@
+"""θ_t and the outer momentum, written down so that nobody has to replay a run from its beginning.
+
+    snapshots/{t}/{nonce}.safetensors   first
+    snapshots/{t}/manifest.json         last, by put_once: a writer that is killed between leaves nothing visible
+
+A snapshot of step t is written only after commit t confirmed its digest, so that a corrupt writer cannot become
+the truth.  Snapshot 0 is θ₀, from whoever came first.
+
+Not promised: that the newest one is good.  `load` checks the digest; callers fall back to an older one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.records import Snapshot, digest, nonce
+from rendezvous.store import Store, put_once
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def write(
+    store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
+) -> Snapshot:
+    """Publish a snapshot; -> the one that stands for step t (ours, or that of somebody faster)."""
+    body = save_tensors(dict(arrays))
+    n = nonce()
+    mine = Snapshot(t, base, prev, layout.snapshot_blob(t, n), len(body), digest(body), n, confirmed)
+    store.put(mine.blob, body)
+    _, value = put_once(store, clock, layout.snapshot(t), mine.encode())
+    return Snapshot.decode(value)
+
+
+def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Iterator[Snapshot]:
+    """Complete snapshots, newest first.  LIST is a hint; `hint` and step 0 are always tried."""
+    steps = {0, hint} | {s for k in store.list(layout.SNAPSHOTS) if (s := layout.snapshot_step(k)) is not None}
+    for t in sorted(steps, reverse=True):
+        if at_most is None or t <= at_most:
+            body = store.get(layout.snapshot(t))
+            if body is not None:
+                yield Snapshot.decode(body)
+
+
+def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[str, np.ndarray] | None:
+    """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced."""
+    for _ in range(3):
+        body = store.get(snapshot.blob)
+        if body is not None and digest(body) == snapshot.digest:
+            return load_tensors(body)
+    found = "nothing" if body is None else f"{len(body)} bytes, digest {digest(body)}"
+    tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
+    return None
+
+
+def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
+    """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
+    body = save_tensors(dict(arrays))
+    if digest(body) != snapshot.digest:
+        return False
+    store.put(snapshot.blob, body)
+    return True

@@ -1,0 +1,166 @@
+"""Six verbs on bytes, and the one primitive that all agreement rests on.
+
+    put_once(key, body) -> (won, value)
+
+        GET key ── there ──▶ that is the value; it is mine iff its bytes are mine
+           │
+         absent
+           │
+        create ── done ──▶ mine
+           │
+        any other outcome: back to GET, proposing the same bytes
+
+A status code says nothing about who won (a retried request can lose to itself; a store may answer "exists"
+with no object there), so the register's content decides.  Hence every body carries a nonce of its writer.
+
+Not promised: that a key seen by `list` can be read, or that one which can be read is listed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+from rendezvous.clock import Clock
+from rendezvous.errors import GaveUp, KeyExists, StoreRefused, StoreUnclear
+
+Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """An object store: whole objects under keys, read-after-write consistent, thread-safe."""
+
+    url: str
+
+    def put(self, key: str, body: Buffer) -> None:
+        """Write a whole object; readers see the old one or the new one.  (PUT)"""
+        ...
+
+    def create(self, key: str, body: Buffer) -> None:
+        """Write a whole object if there is none, else KeyExists.  (PUT, If-None-Match: *)"""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """The whole object, or None.  (GET)"""
+        ...
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        """Fill `out` from byte `start` on; False if the object is missing or too short.  (ranged GETs)"""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that start with `prefix`, sorted.  A hint: may lag behind.  (LIST)"""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Forget these objects; never called on a register.  (DELETE)"""
+        ...
+
+
+def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, bytes]:
+    """Write `body` under `key` if nothing stands there.  -> (mine stands, what stands).
+
+    `body` must contain a nonce of this writer and this proposal.
+    """
+    for pause in _backoff():
+        value = store.get(key)
+        if value is not None:
+            return value == body, value
+        try:
+            store.create(key, body)
+            return True, body
+        except (KeyExists, StoreUnclear):
+            clock.sleep(pause)  # ours, somebody's, or nobody's: the next read tells
+    raise AssertionError("the back-off never ends")
+
+
+def open_store(url: str) -> Store:
+    """A store for `url`: a bare path, file://… or memory://name."""
+    scheme, colon, rest = url.partition("://")
+    if not colon:
+        scheme, rest = "file", url
+    if scheme == "file":
+        from rendezvous.stores.files import FileStore
+
+        return FileStore(rest)
+    if scheme == "memory":
+        from rendezvous.stores.memory import MemoryStore
+
+        return MemoryStore.named(rest)
+    raise ValueError(
+        f"no store for {url!r}: this version reads a folder (runs/demo or file:///abs/path) and memory://name; "
+        "s3://, gs:// and az:// come with a later one"
+    )
+
+
+class PatientStore:
+    """A store that retries what may be retried, so that its caller sees only answers.
+
+    StoreUnclear is retried with back-off, StoreRefused every few seconds and with a loud word, since a person
+    can mend it (free some space, renew a token) and the run goes on.  After `patience_s` without an answer:
+    GaveUp.  `create` still says StoreUnclear: only `put_once` knows how to read that.
+    `alert` is called before every pause and may raise (a replica that is asked to leave must not wait here).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        patience_s: float,
+        alert: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.url, self._store, self._clock = store.url, store, clock
+        self._patience_s, self.alert, self._tell = patience_s, alert, tell
+
+    def put(self, key: str, body: Buffer) -> None:
+        self._persist(lambda: self._store.put(key, body))
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._persist(lambda: self._store.create(key, body), unclear=False)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self._store.get(key)  # the common case costs nothing
+        except StoreUnclear:
+            return self._persist(lambda: self._store.get(key))
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        return self._persist(lambda: self._store.get_into(key, out, start))
+
+    def list(self, prefix: str) -> list[str]:
+        return self._persist(lambda: self._store.list(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        self._persist(lambda: self._store.delete(keys))
+
+    def _persist(self, request: Callable[[], T], unclear: bool = True) -> T:
+        began = self._clock.now()
+        for pause in _backoff():
+            try:
+                return request()
+            except StoreUnclear as error:
+                if not unclear:
+                    raise
+                self._wait(error, began, pause)
+            except StoreRefused as error:
+                self._tell(f"{error}; trying again until {self._patience_s:.0f} s have passed")
+                self._wait(error, began, max(pause, 1.0))
+        raise AssertionError("the back-off never ends")
+
+    def _wait(self, error: Exception, began: float, pause: float) -> None:
+        self.alert()
+        if self._clock.now() - began > self._patience_s:
+            raise GaveUp(
+                f"the store gave no usable answer for {self._patience_s:.0f} s. Last: {error}. "
+                "Nothing that was committed is lost: mend the store and run the same command again."
+            ) from error
+        self._clock.sleep(pause)
+
+
+def _backoff() -> Iterator[float]:
+    """0.05, 0.1, … 2, 2, … seconds."""
+    pause = 0.05
+    while True:
+        yield pause
+        pause = min(2.0, 2 * pause)

@@ -1,0 +1,126 @@
+"""A bucket that is a folder.
+
+    put      write .tmp/x, then rename over the key        readers see the old object or the new one
+    create   write .tmp/x, then link to the key            the kernel lets one of many links win, complete
+
+A link of a finished temporary file is exclusive *and* whole.  O_EXCL on the final name would be exclusive, but a
+reader could see half of it, and a crash would leave a register that is truncated for ever.
+
+Not promised: survival of a power cut (nothing is fsynced), nor a folder that several machines share through a
+file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers).
+"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreUnclear
+from rendezvous.store import Buffer
+
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_CHUNK = 8 << 20
+
+
+class FileStore:
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        if not str(root):
+            raise ValueError("an empty path is no folder for a run; give one, e.g. runs/demo")
+        self.root = Path(root).absolute()
+        self.url = f"file://{self.root}"
+        self._tmp = self.root / ".tmp"
+
+    def put(self, key: str, body: Buffer) -> None:
+        with self._written(key, body) as tmp:
+            os.replace(tmp, self._path(key))
+
+    def create(self, key: str, body: Buffer) -> None:
+        with self._written(key, body) as tmp:
+            os.link(tmp, self._path(key))
+
+    def get(self, key: str) -> bytes | None:
+        with self._errors("read", key):
+            try:
+                with open(self.root / key, "rb") as f:
+                    return f.read()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        with self._errors("read", key):
+            try:
+                fd = os.open(self.root / key, os.O_RDONLY)
+            except FileNotFoundError:
+                return False
+            try:
+                return _fill(fd, out.cast("B"), start)
+            finally:
+                os.close(fd)
+
+    def list(self, prefix: str) -> list[str]:
+        folder = prefix.rpartition("/")[0]
+        found: list[str] = []
+        for path, folders, files in os.walk(self.root / folder):
+            if ".tmp" in folders:
+                folders.remove(".tmp")
+            found += [os.path.relpath(os.path.join(path, f), self.root) for f in files]
+        return sorted(k for k in found if k.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._errors("delete", key), suppress(FileNotFoundError):
+                os.unlink(self.root / key)
+
+    def _path(self, key: str) -> Path:
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextmanager
+    def _written(self, key: str, body: Buffer) -> Iterator[str]:
+        """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
+        with self._errors("write", key):
+            self._tmp.mkdir(parents=True, exist_ok=True)
+            fd, tmp = tempfile.mkstemp(dir=self._tmp)
+            try:
+                _write(fd, memoryview(body).cast("B"))
+                yield tmp
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(tmp)
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileExistsError as error:
+            raise KeyExists(f"{self.url}/{key} exists") from error
+        except OSError as error:
+            where = f"cannot {verb} {self.url}/{key}: {error.strerror}"
+            if error.errno in _READ_ONLY:
+                raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
+            if error.errno in _FULL:
+                raise StoreFull(f"{where}. Free some space on that disk") from error
+            raise StoreUnclear(where) from error
+
+
+def _write(fd: int, body: memoryview) -> None:
+    try:
+        done = 0
+        while done < len(body):
+            done += os.write(fd, body[done : done + _CHUNK])
+    finally:
+        os.close(fd)
+
+
+def _fill(fd: int, out: memoryview, start: int) -> bool:
+    done = 0
+    while done < len(out):
+        n = os.preadv(fd, [out[done : done + _CHUNK]], start + done)
+        if n == 0:
+            return False
+        done += n
+    return True

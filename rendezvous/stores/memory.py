@@ -1,0 +1,50 @@
+"""A bucket in this process's memory: tests, simulations, and replicas that are threads.
+
+Not promised: anything to another process.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from rendezvous.errors import KeyExists
+from rendezvous.store import Buffer
+
+_named: dict[str, "MemoryStore"] = {}
+
+
+class MemoryStore:
+    def __init__(self, url: str = "memory://") -> None:
+        self.url = url
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def named(cls, name: str) -> "MemoryStore":
+        """The same store for the same name, anywhere in this process."""
+        return _named.setdefault(name, cls(f"memory://{name}"))
+
+    def put(self, key: str, body: Buffer) -> None:
+        self._objects[key] = bytes(body)
+
+    def create(self, key: str, body: Buffer) -> None:
+        with self._lock:
+            if key in self._objects:
+                raise KeyExists(f"{self.url}/{key} exists")
+            self._objects[key] = bytes(body)
+
+    def get(self, key: str) -> bytes | None:
+        return self._objects.get(key)
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        body = self._objects.get(key)
+        if body is None or len(body) < start + len(out):
+            return False
+        out[:] = body[start : start + len(out)]
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(k for k in list(self._objects) if k.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._objects.pop(key, None)
