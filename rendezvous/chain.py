@@ -64,3 +64,10 @@ class Chain:
     def recent(self, t: int, count: int) -> list[Commit]:
         """Known commits t−1, …, t−count."""
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
+
+
+def head(store: Store, known: int = 0) -> int:
+    """The first step without a commit, by GETs from a step that is known to be decided (or 0) on."""
+    while store.get(layout.commit(known)) is not None:
+        known += 1
+    return known

@@ -1,0 +1,209 @@
+"""run.toml in, one frozen object out; the same object goes into the bucket as run.json.
+
+    run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      what the run computes
+                     └─────── fleet ──────────▶ control/000000.json     what the operator wants now
+
+Two commands with equal mathematics are the same run; `fleet` may differ from one to the next.
+Unknown or contradictory settings are errors that name the next thing to do.  No torch here.
+"""
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from inner import InnerConfig, InnerError
+from rendezvous.rules import Rules, Timing
+
+USER_FILES = ("reward", "environment", "prompts", "text")  # settings of [inner] that name a file
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run as it stands."""
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
+
+    sync_every: H, inner steps inside a full pseudogradient.   fragments: F; one of them is synchronised every H/F.
+    fragment_sync_delay: τ, inner steps between sending a fragment and applying it.
+    fragment_update_alpha: α, how much of the local value a fragment keeps when it is applied (0: none).
+    lr, momentum: of the Nesterov outer step.
+    max_carry, age_discount: how long a late pseudogradient may wait to be listed, and what it is worth per sync.
+    """
+
+    sync_every: int = 10
+    fragments: int = 1
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    lr: float = 0.7
+    momentum: float = 0.5
+    max_carry: int = 2
+    age_discount: float = 0.5
+    snapshot_every: int = 10
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.fragments, self.sync_every, self.max_carry, self.age_discount, self.snapshot_every)
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """The operator's wishes when the run starts; each may change later without touching the mathematics.
+
+    replicas: how many to keep running.   steps: outer steps in all.
+    min_replicas: fresh pseudogradients without which no outer step is taken (default min(2, replicas)).
+    give_up_s: seconds without progress after which a replica exits, resumable.
+    """
+
+    replicas: int = 3
+    steps: int = 10
+    min_replicas: int | None = None
+    give_up_s: float = 600.0
+    start_patience_s: float = 30.0
+
+    @property
+    def quorum(self) -> int:
+        return min(2, self.replicas) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(give_up=self.give_up_s, start_patience=self.start_patience_s)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run.   folder: where relative paths in [inner] start (not part of the run)."""
+
+    name: str = "run"
+    seed: int = 0
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    folder: Path = field(default=Path(), compare=False)
+
+    def mathematics(self) -> dict[str, Any]:
+        """What may never change under one URL.  Names of the user's files are not in it: their digests are."""
+        inner = {k: v for k, v in self.inner.to_dict().items() if k not in USER_FILES}
+        entry_points = {k: _entry_point(getattr(self.inner, k)) for k in USER_FILES if getattr(self.inner, k)}
+        return {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
+        return {"name": self.name, "seed": self.seed, **parts}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
+        """Raises ConfigError."""
+        sections = {"outer": OuterConfig, "inner": InnerConfig, "fleet": FleetConfig}
+        values = _checked(cls, {k: v for k, v in raw.items() if k not in sections}, "", extra=sections)
+        for name, section in sections.items():
+            table = raw.get(name, {})
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"[{name}] must be a table, found {table!r}")
+            values[name] = _built(section, table, name)
+        config = cls(**values, folder=folder)
+        config.check()
+        return config
+
+    def user_files(self) -> dict[str, Path]:
+        """Setting -> path of the file that it names; for reward and environment the part before the colon."""
+        named = {k: getattr(self.inner, k) for k in USER_FILES if getattr(self.inner, k)}
+        return {k: self.folder / v.rpartition(":")[0] if k in ("reward", "environment") else self.folder / v
+                for k, v in named.items()}  # fmt: skip
+
+    def check(self) -> None:
+        """Contradictions between settings; the single sections check themselves."""
+        _check_outer(self.outer, self.inner.boundary)
+        _check_fleet(self.fleet)
+        for setting, path in self.user_files().items():
+            if not path.is_file():
+                raise ConfigError(f"inner.{setting}: there is no file {path}. Give a path relative to the config file")
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read a run.toml.  Raises ConfigError with the reason and the next thing to do."""
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}. `diloco demo` shows a working one") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    try:
+        return RunConfig.from_dict(raw, path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _check_outer(outer: OuterConfig, boundary: int) -> None:
+    h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
+    if h < 1 or f < 1:
+        raise ConfigError(f"outer.sync_every = {h} and outer.fragments = {f} must be at least 1")
+    if h % f:
+        raise ConfigError(
+            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: every fragment needs its turn after the "
+            f"same number of inner steps. Use sync_every = {f * max(1, round(h / f))} or another number of fragments"
+        )
+    if not 0 <= delay < h // f:
+        raise ConfigError(f"outer.fragment_sync_delay = {delay} must be below sync_every/fragments = {h // f}")
+    if (h // f) % boundary:
+        raise ConfigError(
+            f"a sync every {h // f} inner steps would fall inside a generation batch, which lasts {boundary} "
+            f"(steps_per_generation × num_iterations / gradient_accumulation_steps). Make sync_every a multiple of {f * boundary}"
+        )
+    if not 0 <= outer.fragment_update_alpha <= 1:
+        raise ConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")
+    if outer.lr <= 0 or not 0 <= outer.momentum < 1:
+        raise ConfigError(f"outer.lr = {outer.lr} must be above 0, outer.momentum = {outer.momentum} in [0, 1)")
+    if outer.max_carry < 0 or not 0 <= outer.age_discount <= 1 or outer.snapshot_every < 1:
+        raise ConfigError("outer.max_carry must be at least 0, age_discount in [0, 1], snapshot_every at least 1")
+
+
+def _check_fleet(fleet: FleetConfig) -> None:
+    if fleet.replicas < 1 or fleet.steps < 1:
+        raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
+    if not 1 <= fleet.quorum <= fleet.replicas:
+        raise ConfigError(
+            f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "
+            f"taken. Use a number from 1 to {fleet.replicas}"
+        )
+
+
+def _built(section: type, table: Mapping[str, Any], name: str) -> Any:
+    try:
+        return section(**_checked(section, table, f"{name}."))
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _checked(cls: type, table: Mapping[str, Any], prefix: str, extra: typing.Iterable[str] = ()) -> dict[str, Any]:
+    """The table's values, each known and of its type (an int does for a float)."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name: hints[f.name] for f in fields(cls) if f.name != "folder" and not is_dataclass(hints[f.name])}
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, [*known, *extra], n=1)
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted([*known, *extra]))}"
+            raise ConfigError(f"unknown setting {prefix}{key}; {advice}")
+    return {k: _typed(v, known[k], f"{prefix}{k}") for k, v in table.items()}
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) in options or (value is None and type(None) in options):
+        return value
+    if float in options and type(value) is int:
+        return float(value)
+    wanted = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
+    raise ConfigError(f"{name} = {value!r} must be {wanted}, not {type(value).__name__}")
+
+
+def _entry_point(value: str) -> str:
+    """ "rewards.py:exact" -> "exact"; a data file has none."""
+    return value.rpartition(":")[2] if ":" in value else ""

@@ -1,0 +1,156 @@
+"""A StoreManager without `make_diloco`: what a plain torchft class needs from a Manager.
+
+    allreduce × n ─▶ one blob ─▶ offer ─▶ (first wait) settle, mean ─▶ the n tensors
+    should_commit  ─▶ if no allreduce came: an empty offer, so that the round is decided like any other
+    first hook after a commit ─▶ the registered states, complete now, become snapshot t
+    first hook of a life ─▶ heal: load the newest published state
+
+The rendezvous cannot step θ here (it is inside torchft and the user's optimizer), so a life that heals from an older
+state catches up by living those rounds again: each ends with the mean that was committed for it.
+
+Not promised: a check that replicas started from equal θ (there is no flat θ to digest).
+"""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.life import Life
+from rendezvous import snapshots
+from rendezvous.records import Commit
+from rendezvous.rules import Rules
+
+UNVERIFIED = "unverified"
+RULES = Rules(snapshot_every=1 << 40)  # the states are published here, not by the rendezvous
+
+
+class OpaqueState:
+    """The rendezvous' view of a state that it cannot see into."""
+
+    def digest(self) -> str:
+        return UNVERIFIED
+
+    def size(self, fragment: int) -> int:
+        return 0
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        raise AssertionError("a bare manager replays rounds through torchft, never by itself")
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load(self, arrays: snapshots.Arrays) -> None:
+        raise AssertionError("a bare manager loads through the registered functions")
+
+
+class DropIn:
+    """Rounds and healing for a bare manager."""
+
+    def __init__(self, life: Life, load: Callable[[Any], None] | None, save: Callable[[], Any] | None) -> None:
+        self._life, self._joined = life, False
+        self._fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        if load is not None and save is not None:
+            self._fns["default"] = (load, save)
+        self._tensors: list[Tensor] = []
+        self._commit: Commit | None = None  # applied by torchft after should_commit
+        self._published = -1
+
+    @property
+    def step(self) -> int:
+        return self._life.rv.step
+
+    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        if key in self._fns and key != "default":
+            raise ValueError(f"state functions for {key!r} are registered already: use one Manager per DiLoCo object")
+        self._fns[key] = (load, save)
+
+    def states(self) -> dict[str, Any]:
+        return {key: save() for key, (_, save) in self._fns.items()}
+
+    # ---------------------------------------------------------------- rounds
+
+    def add(self, tensor: Tensor) -> Callable[[], None]:
+        """Take a tensor into this round; -> what its Work must do."""
+        self._tensors.append(tensor)
+        return self.reduce
+
+    def reduce(self) -> None:
+        """Once per round: everything collected so far becomes one blob, and comes back as the mean."""
+        if self._commit is not None or not self._tensors:
+            return
+        flat = torch.cat([t.detach().reshape(-1).float().cpu() for t in self._tensors])
+        mean = self._round(flat.numpy())
+        at = 0
+        for tensor in self._tensors:
+            part = torch.from_numpy(mean[at : at + tensor.numel()])
+            tensor.detach().copy_(part.view(tensor.shape))
+            at += tensor.numel()
+
+    def close_round(self) -> None:
+        """should_commit: the step is decided when this returns, and counted."""
+        self.join()
+        self.reduce()
+        if self._commit is None:
+            self._round(np.zeros(0, np.float32))
+        assert self._commit is not None
+        self._tensors, commit, self._commit = [], self._commit, None
+        self._life.rv.advance(commit)
+
+    def _round(self, delta: np.ndarray) -> np.ndarray:
+        self._life.rv.offer(delta, 1)
+        self._commit = self._life.rv.settle()
+        if all(o.size != delta.nbytes for o in self._commit.offers):
+            return delta  # ours was late and the others' round was empty: nothing to average
+        self._life.rv.mean(self._commit, delta)
+        return delta
+
+    # ---------------------------------------------------------------- healing
+
+    def join(self) -> None:
+        """Once: load the newest published state, or publish ours as the first."""
+        if self._joined:
+            return
+        self._joined = True
+        rv = self._life.under(RULES)
+        rv.state, rv.base = OpaqueState(), UNVERIFIED
+        for snapshot in snapshots.newest_first(rv.store):
+            arrays = snapshots.load(rv.store, snapshot, rv.tell)
+            if arrays is not None:
+                self._load(arrays)
+                self._stand_at(snapshot.t)
+                return
+        self.publish()
+
+    def _stand_at(self, t: int) -> None:
+        for u in range(max(0, t - self._life.rv.rules.window), t):
+            self._life.rv.chain.read(u)
+        self._life.rv.step = self._published = t
+        self._life.rv.members.status.step = t
+
+    def publish(self) -> None:
+        """The registered states as snapshot `step`, unless somebody was faster."""
+        if self._published >= self._life.rv.step or not self._fns:
+            return
+        self._published = self._life.rv.step
+        stands = next(snapshots.newest_first(self._life.rv.store, self._life.rv.step), None)
+        if stands is None or stands.t < self._life.rv.step:
+            prev = self._life.rv.chain.digest(self._life.rv.step - 1)
+            snapshots.write(
+                self._life.rv.store, self._life.rv.clock, self._life.rv.step, _packed(self.states()), base=UNVERIFIED, prev=prev
+            )  # fmt: skip
+
+    def _load(self, arrays: snapshots.Arrays) -> None:
+        states = torch.load(io.BytesIO(arrays["states"].tobytes()), weights_only=True)
+        for key, (load, _) in self._fns.items():
+            if key in states:
+                load(states[key])
+
+
+def _packed(states: dict[str, Any]) -> dict[str, np.ndarray]:
+    body = io.BytesIO()
+    torch.save(states, body)
+    return {"states": np.frombuffer(body.getvalue(), np.uint8)}

@@ -1,0 +1,13 @@
+"""How a replica's process ends, for whoever started it.
+
+Anything not listed (a signal, 1, …) is a crash: start the slot again.
+"""
+
+DONE = 0  # the run has all its outer steps
+USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
+FENCED = 3  # another process holds this slot; do not start again
+LEFT = 4  # asked to go; its work is durable
+DIVERGED = 5  # its memory was not the chain's θ; starting again heals
+GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
+
+NAMES = {DONE: "done", USER_ERROR: "user error", FENCED: "fenced", LEFT: "left", DIVERGED: "diverged", GAVE_UP: "gave up"}

@@ -1,0 +1,104 @@
+"""θ of any committed step, from the bucket alone: export, audit, fork.
+
+    θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
+
+Replaying is what a joining replica does; here nobody joins.  Not promised: speed for a step far from a snapshot.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.config import ConfigError, OuterConfig
+from diloco.launch import ModelRecord, Run, fetch_model, read_run
+from diloco.outer import Nesterov, OuterState, cut, trainable
+from rendezvous import layout, snapshots
+from rendezvous.chain import Chain, head
+from rendezvous.clock import SystemClock
+from rendezvous.reduce import Reducer
+from rendezvous.rendezvous import no_tell
+from rendezvous.store import PatientStore
+
+
+def export(url: str, step: int | None, to: Path) -> int:
+    """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written."""
+    from transformers import AutoModelForCausalLM
+
+    run = read_run(url)
+    record = _model_record(run)
+    at, state = state_at(run, record, step)
+    with tempfile.TemporaryDirectory() as scratch:
+        start = fetch_model(run.store, record, Path(scratch) / "model")
+        model = AutoModelForCausalLM.from_pretrained(start, dtype="auto")
+        put_into(model, state)
+        _copy_others(start, to)
+        model.save_pretrained(to)
+    return at
+
+
+def state_at(
+    run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_tell
+) -> tuple[int, OuterState]:
+    """θ and outer momentum before commit `step` (default: after the last one), replayed."""
+    store, clock = PatientStore(run.store, SystemClock(), 10.0), SystemClock()
+    state, rules = empty_state(record, run.config.outer), run.config.outer.rules
+    chain, reducer = Chain(store, 2), Reducer(store, clock, tell)
+    at = _nearest_snapshot(store, state, step, tell)
+    goal = head(store, at) if step is None else step
+    for t in range(at, goal):
+        commit = chain.read(t)
+        if commit is None:
+            raise ConfigError(f"step {step} has not been taken yet: the run stands at {t}. Use --step {t} or less")
+        mean = np.empty(state.size(t % rules.fragments), np.float32)
+        reducer.mean(commit, mean)
+        state.apply(t % rules.fragments, mean)
+    return goal, state
+
+
+def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
+    """Zeros in the shape of the run's θ and momentum."""
+    sizes = [math.prod(shape) for _, shape, _ in record.layout]
+    thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut(sizes, outer.fragments)]
+    optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]
+    return OuterState([theta.data for theta in thetas], optimizers)
+
+
+@torch.no_grad()
+def put_into(model: nn.Module, state: OuterState) -> None:
+    """model's trainable parameters ← θ, rounded to their dtype."""
+    flat, at = torch.cat(state.thetas), 0
+    for _, p in trainable(model):
+        part: Tensor = flat[at : at + p.numel()]
+        p.copy_(part.view(p.shape))
+        at += p.numel()
+
+
+def _nearest_snapshot(store: Any, state: OuterState, step: int | None, tell: Callable[..., None]) -> int:
+    for snapshot in snapshots.newest_first(store, at_most=step):
+        arrays = snapshots.load(store, snapshot, tell)
+        if arrays is not None:
+            state.load(arrays)
+            return snapshot.t
+    raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
+
+
+def _model_record(run: Run) -> ModelRecord:
+    body = run.store.get(layout.MODEL_MANIFEST)
+    if body is None:
+        raise ConfigError(f"{run.url} has no model to export yet: it is published when the first replicas start")
+    return ModelRecord.decode(body)
+
+
+def _copy_others(start: Path, to: Path) -> None:
+    """Tokenizer, chat template, generation config: everything but the weights."""
+    to.mkdir(parents=True, exist_ok=True)
+    for path in sorted(p for p in start.rglob("*") if p.is_file() and p.suffix != ".safetensors"):
+        target = to / path.relative_to(start)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())

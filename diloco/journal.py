@@ -1,0 +1,63 @@
+"""What one life of a replica writes down for people: one small object of JSON lines per outer step.
+
+    log/{slot}-{generation}/000000.jsonl, 000001.jsonl, …        {"at": …, "event": "step", "step": 3, "reward": 0.4, …}
+
+A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.errors import StoreError
+from rendezvous.store import Store
+
+LOUD = {"nothing_learned", "store_trouble", "bad_blob", "bad_snapshot", "base_differs", "replay_differs", "warning"}
+
+
+class Journal:
+    """Collects events; `flush` makes them an object.  Loud ones also go to stderr, at once."""
+
+    def __init__(self, store: Store, clock: Clock, slot: str, generation: int) -> None:
+        self._store, self._clock, self._slot, self._generation = store, clock, slot, generation
+        self._lines: list[str] = []
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_rounded(fields)})
+        if event in LOUD:
+            print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
+        with self._lock:
+            self._lines.append(line)
+
+    def flush(self) -> None:
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if not lines:
+                return
+            try:
+                body = "\n".join(lines).encode() + b"\n"
+                self._store.put(layout.log(self._slot, self._generation, self._written), body)
+                self._written += 1
+            except StoreError as error:
+                print(f"{self._slot}: log not written: {error}", file=sys.stderr, flush=True)
+
+
+def read_journal(store: Store) -> Iterator[dict[str, Any]]:
+    """Every event of a run with "slot" and "generation", in no particular order; damaged lines are skipped."""
+    for key in store.list(layout.LOGS):
+        slot, generation = layout.log_owner(key)
+        for line in (store.get(key) or b"").decode(errors="replace").splitlines():
+            try:
+                yield {**json.loads(line), "slot": slot, "generation": generation}
+            except ValueError:
+                continue
+
+
+def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in fields.items()}

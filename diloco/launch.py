@@ -1,0 +1,229 @@
+"""Found a run in a bucket, or find the one that is there.
+
+    open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      light: no torch
+    publish    model/{nonce}/… and then model/manifest.json: θ₀'s folder and the parameter layout   heavy, in a child
+    fetch_…    the same, in the other direction, for a replica
+
+The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from diloco.config import ConfigError, FleetConfig, RunConfig
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Corrupt, StoreError, WrongRun
+from rendezvous.membership import Wanted, read_control, write_control
+from rendezvous.records import Record, digest, nonce
+from rendezvous.store import Store, open_store, put_once
+
+
+@dataclass(frozen=True)
+class RunRecord(Record):
+    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched."""
+
+    kind: ClassVar[str] = "run"
+    config: dict[str, Any]
+    mathematics: dict[str, Any]
+    files: dict[str, dict[str, str]]
+    nonce: str
+    at: float
+
+
+@dataclass(frozen=True)
+class ModelRecord(Record):
+    """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order."""
+
+    kind: ClassVar[str] = "model"
+    files: dict[str, dict[str, str]]
+    layout: list[list[Any]]
+    nonce: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run."""
+
+    url: str
+    store: Store
+    record: RunRecord
+    resumed: bool = True
+
+    @property
+    def config(self) -> RunConfig:
+        """As launched; the user's files are read with `fetch_files`."""
+        raw = self.record.config
+        inner = {k: v for k, v in raw["inner"].items() if k not in self.record.files}
+        entry = self.record.mathematics["entry_points"]
+        for setting, stored in self.record.files.items():
+            inner[setting] = stored["key"] + (f":{entry[setting]}" if entry.get(setting) else "")
+        root = getattr(self.store, "root", Path())
+        return RunConfig.from_dict({**raw, "inner": inner}, root if root != Path() else Path())
+
+
+def open_run(
+    config: RunConfig,
+    url: str,
+    clock: Clock,
+    *,
+    replicas: int | None = None,
+    steps: int | None = None,
+    min_replicas: int | None = None,
+) -> Run:
+    """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError."""
+    store = open_store(url)
+    files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
+    mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
+    for setting, body in files.items():
+        put_once(store, clock, mine.files[setting]["key"], body)
+    won, value = put_once(store, clock, layout.RUN, mine.encode())
+    stands = RunRecord.decode(value)
+    refuse_another(url, stands, mine)
+    fleet = FleetConfig(
+        replicas=replicas or config.fleet.replicas,
+        steps=steps or config.fleet.steps,
+        min_replicas=min_replicas or (config.fleet.min_replicas if replicas is None else None),
+    )
+    wish(store, clock, fleet)
+    return Run(url, store, stands, resumed=not won)
+
+
+def read_run(url: str) -> Run:
+    """Open the run at `url`; ConfigError if there is none."""
+    store = open_store(url)
+    body = store.get(layout.RUN)
+    if body is None:
+        raise ConfigError(f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}")
+    return Run(url, store, RunRecord.decode(body))
+
+
+def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
+    """Make the operator's wishes stand, with a new control record if they do not yet (or the run was stopped)."""
+    wanted = read_control(store)
+    asked = {"replicas": fleet.replicas, "steps": fleet.steps, "min_replicas": fleet.quorum}
+    news = {k: v for k, v in asked.items() if getattr(wanted, k) != v or wanted.records == 0}
+    if not news and not wanted.stop and not wanted.drains:
+        return wanted
+    return write_control(store, clock, **news, resume=wanted.stop or bool(wanted.drains))
+
+
+def refuse_another(url: str, stands: RunRecord, mine: RunRecord) -> None:
+    """WrongRun with what differs, if run.json describes other mathematics or other user files."""
+    differs = sorted(_differences(stands.mathematics, mine.mathematics))
+    differs += [
+        f"{s} file (digest {stands.files.get(s, {}).get('digest', 'none')[:8]} there, {mine.files.get(s, {}).get('digest', 'none')[:8]} here)"
+        for s in sorted(set(stands.files) | set(mine.files))
+        if stands.files.get(s, {}).get("digest") != mine.files.get(s, {}).get("digest")
+    ]
+    if differs:
+        raise WrongRun(
+            f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
+            "use another --run URL for this config, or the config that the run was started with"
+        )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key in set(there) | set(here):
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key} is {a!r} there, {b!r} here")
+    return found
+
+
+def _named(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+    paths = config.user_files()
+    return {s: {"key": layout.code(digest(b), paths[s].name), "digest": digest(b)} for s, b in files.items()}
+
+
+# -------------------------------------------------------------------- θ₀
+
+
+def publish(url: str) -> int:
+    """Entry point of a child process: put θ₀ into the bucket unless it is there; -> an exit code."""
+    from diloco import exitcodes
+    from inner import InnerError
+
+    try:
+        publish_model(read_run(url), SystemClock())
+    except (InnerError, ConfigError, StoreError, OSError) as error:
+        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
+        return exitcodes.USER_ERROR
+    return exitcodes.DONE
+
+
+def publish_model(run: Run, clock: Clock) -> ModelRecord:
+    """Build or load the start model, check the user's code, upload; the manifest goes last."""
+    body = run.store.get(layout.MODEL_MANIFEST)
+    if body is not None:
+        return ModelRecord.decode(body)
+    from transformers import AutoModelForCausalLM
+
+    import inner
+    from diloco.outer import layout_of
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        files = fetch_files(run, folder / "code")
+        inner.check_inner(run.config.inner, files)
+        inner.publish_model(run.config.inner, folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+        mine = ModelRecord(_upload(run.store, folder / "model"), layout_of(model), nonce(), clock.wall())
+    _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())
+    return ModelRecord.decode(value)
+
+
+def _upload(store: Store, folder: Path) -> dict[str, dict[str, str]]:
+    mark, files = nonce(), {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name, body = path.relative_to(folder).as_posix(), path.read_bytes()
+        files[name] = {"key": layout.model_file(f"{mark}/{name}"), "digest": digest(body)}
+        store.put(files[name]["key"], body)
+    return files
+
+
+def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
+    """Download θ₀'s folder; -> `folder`, a normal from_pretrained folder."""
+    for name, stored in record.files.items():
+        _save(folder / name, _verified(store, stored))
+    return folder
+
+
+def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
+    """Download the user's own files, checked against run.json; -> setting -> local path."""
+    local: dict[str, Path] = {}
+    for setting, stored in run.record.files.items():
+        local[setting] = folder / stored["digest"] / os.path.basename(stored["key"])
+        _save(local[setting], _verified(run.store, stored))
+    return local
+
+
+def _verified(store: Store, stored: Mapping[str, str]) -> bytes:
+    for _ in range(3):
+        body = store.get(stored["key"])
+        if body is not None and digest(body) == stored["digest"]:
+            return body
+    raise Corrupt(
+        f"{stored['key']} is missing or damaged: announced digest {stored['digest']}, "
+        f"found {'nothing' if body is None else digest(body)}. Restore it, or start a new run"
+    )
+
+
+def _save(path: Path, body: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)
+
+
+def describe(run: Run) -> str:
+    """run.json for people."""
+    return json.dumps({"config": run.record.config, "wanted": asdict(read_control(run.store))}, indent=1, default=list)

@@ -1,0 +1,129 @@
+"""One life of a slot: claimed, beating, able to be asked to leave.  Light: a replica has this before it imports torch.
+
+    Life(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
+
+The only thread of a replica that we start.  It ticks the membership (rendezvous/membership.py) and watches the
+process that launched us, if there is one to watch.
+"""
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from diloco import exitcodes
+from diloco.journal import Journal
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.membership import read_control, write_control
+from rendezvous.rendezvous import Rendezvous
+from rendezvous.rules import Rules, Timing
+from rendezvous.store import Store
+
+ORPHAN_GRACE_S = 40.0  # an orphan that has not left by then ends itself
+
+
+class Life:
+    """A claimed, beating slot.   rv: its side of the agreement, under `rules` once they are known."""
+
+    def __init__(
+        self,
+        store: Store,
+        slot: str,
+        timing: Timing,
+        *,
+        clock: Clock | None = None,
+        parent_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.clock, self.timing, self._store, self._slot = clock or SystemClock(), timing, store, slot
+        self._journal: Journal | None = None
+        self._parent_alive, self._orphan_since = parent_alive, 0.0
+        self._ended = threading.Event()
+        self.rv = self._rendezvous(Rules())
+        self.rv.claim()
+        self._journal = Journal(store, self.clock, slot, self.rv.generation)
+        self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=socket.gethostname())
+        threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True).start()
+
+    def under(self, rules: Rules) -> Rendezvous:
+        """The same life, now that the run's rules are known."""
+        old, self.rv = self.rv, self._rendezvous(rules)
+        self.rv.generation, self.rv.members = old.generation, old.members
+        if old._leave_at is not None:
+            self.rv.ask_to_leave()
+        return self.rv
+
+    def _rendezvous(self, rules: Rules) -> Rendezvous:
+        host, pid = socket.gethostname(), os.getpid()
+        return Rendezvous(self._store, self.clock, self._slot, rules, self.timing, tell=self.tell, host=host, pid=pid)
+
+    def tell(self, event: str, **fields: Any) -> None:
+        if self._journal is not None:
+            self._journal.tell(event, **fields)
+
+    def flush(self) -> None:
+        if self._journal is not None:
+            self._journal.flush()
+
+    def ask_to_leave(self, why: str = "asked to leave") -> None:
+        """Offer what there is at the next inner step, and go.  Safe in a signal handler."""
+        self.rv.ask_to_leave()
+        self.why = why
+
+    why = "asked to leave"
+
+    def end(self) -> None:
+        """Stop beating.  The slot stays claimed; a successor takes the next generation."""
+        self.flush()
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self.timing.beat):
+            self.rv.members.tick()
+            if not self._parent_alive():
+                self._orphaned()
+
+    def _orphaned(self) -> None:
+        now = self.clock.now()
+        if not self._orphan_since:
+            self._orphan_since = now
+            print(f"{self._slot}: the process that launched this replica is gone; leaving", file=sys.stderr, flush=True)
+            self.ask_to_leave("its launcher is gone")
+        elif now - self._orphan_since > ORPHAN_GRACE_S:
+            os._exit(exitcodes.LEFT)
+
+
+def make_room(
+    store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
+) -> None:
+    """A run without control records gets its first; a slot beyond the known ones makes room for itself first."""
+    wanted, needed = read_control(store), layout.slot_index(slot) + 1
+    if wanted.records == 0:
+        count = max(needed, replicas or 0)
+        quorum = min_replicas if min_replicas is not None else min(2, count)
+        write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
+    elif needed > wanted.universe:
+        write_control(store, clock, replicas=needed)
+
+
+def process_alive(pid: int, started: str) -> bool:
+    """Is the process with this pid still the one that started then?  started: `start_time` of it, or ""."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not started or start_time(pid) in ("", started)
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in the kernel's ticks; "" where that cannot be known.  A zombie counts as gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            after_name = f.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "gone" if after_name[0] in "ZX" else after_name[19]

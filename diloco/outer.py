@@ -1,0 +1,321 @@
+"""θ, Δ, H: torchft's DiLoCo, unmodified, over flat fp32 fragments of any model.
+
+    model (any dtype) ── gather ──▶ flat fp32 fragment ── torchft: Δ = θ − flat ──▶ manager.allreduce
+          ▲                                                                              │ mean
+          └──── scatter ◀── θ ← θ − lr·(ḡ + μm),  m ← μm + ḡ   (one rounding each) ◀─────┘
+
+    gather   flat = θ + (local − base), base = what was last scattered, in the model's dtype: so neither rounding
+             nor α's merge ever enters a pseudogradient
+    hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
+
+Each fragment is one vector: one allreduce per sync, fp32 masters under bf16 models, tied weights once, frozen ones
+never, one outer optimizer each (a shared one would apply stale inner gradients).
+
+Not promised: anything about inner steps after the last sync when the `with` ends; they stay in the model only.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from rendezvous.errors import Leaving
+from rendezvous.rules import Rules
+
+if TYPE_CHECKING:
+    from diloco.manager import StoreManager
+
+
+class OuterError(RuntimeError):
+    """The model or the settings do not fit the outer loop."""
+
+
+@torch.no_grad()
+def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: float) -> None:
+    """DiLoCo's outer step (arXiv 2311.08105, Alg. 1 with Nesterov), in place on flat fp32 vectors:
+
+        m ← μ·m + ḡ        θ ← θ − lr·(ḡ + μ·m)
+
+    Every operation is rounded by itself: fused multiply-adds would give other bits on other CPUs.
+    """
+    momentum.mul_(mu).add_(mean)
+    theta.sub_(momentum.mul(mu).add_(mean).mul_(lr))
+
+
+class Nesterov(torch.optim.Optimizer):
+    """`nesterov` as the optimizer of one flat parameter; within 1 ulp of torch.optim.SGD(nesterov=True)."""
+
+    def __init__(self, flat: nn.Parameter, *, lr: float, momentum: float) -> None:
+        super().__init__([flat], {"lr": lr, "momentum": momentum})
+        self.flat = flat
+        self.state[flat]["momentum"] = torch.zeros_like(flat)
+
+    @property
+    def momentum(self) -> Tensor:
+        return self.state[self.flat]["momentum"]
+
+    def apply(self, theta: Tensor, mean: Tensor) -> None:
+        """One step on `theta` with `mean` as the gradient."""
+        group = self.param_groups[0]
+        nesterov(theta, self.momentum, mean, lr=group["lr"], mu=group["momentum"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.flat.grad is not None, "torchft sets the mean as the gradient before it steps"
+        self.apply(self.flat.data, self.flat.grad)
+
+
+class FlatFragment(nn.Module):
+    """One fp32 vector on the CPU over some trainable parameters of a live model; what torchft optimizes."""
+
+    def __init__(self, live: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.live = list(live)  # a plain list: they stay the model's own
+        self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
+        self.merged: Tensor | None = None  # what α's merge scattered, when that was not θ
+
+    @torch.no_grad()
+    def gather(self, theta: Tensor) -> None:
+        """flat = θ + (local − base)."""
+        base = theta if self.merged is None else self.merged
+        at = 0
+        for p in self.live:
+            to = at + p.numel()
+            rounded = base[at:to].to(p.dtype).float()
+            torch.add(theta[at:to], p.detach().reshape(-1).float().cpu().sub_(rounded), out=self.flat.data[at:to])
+            at = to
+
+    @torch.no_grad()
+    def scatter(self, theta: Tensor) -> None:
+        """model ← flat."""
+        self.merged = None if torch.equal(self.flat.data, theta) else self.flat.data.clone()
+        at = 0
+        for p in self.live:
+            p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
+            at += p.numel()
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every trainable parameter once (tied weights under their first name), in the model's order."""
+    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not found:
+        raise OuterError("the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter")
+    return found
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[slice]:
+    """`fragments` runs of consecutive parameters with about equal numbers of elements."""
+    if fragments > len(sizes):
+        raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
+    parts: list[slice] = []
+    at, left = 0, sum(sizes)
+    for remaining in range(fragments, 0, -1):
+        goal, to, size = left / remaining, at + 1, sizes[at]
+        while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
+            size, to = size + sizes[to], to + 1
+        parts.append(slice(at, to))
+        at, left = to, left - size
+    return parts
+
+
+def layout_of(model: nn.Module) -> list[list[Any]]:
+    """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
+    return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable(model)]
+
+
+class OuterState:
+    """θ and the outer momentum of every fragment: views of the very tensors that torchft and our optimizers step.
+
+    The `State` that the rendezvous digests, snapshots and heals.
+    """
+
+    def __init__(self, thetas: Sequence[Tensor], optimizers: Sequence[Nesterov]) -> None:
+        self.thetas, self.optimizers = list(thetas), list(optimizers)
+
+    def digest(self) -> str:
+        h = xxhash.xxh3_128()
+        for array in self.arrays().values():
+            h.update(memoryview(array).cast("B"))
+        return h.hexdigest()
+
+    def size(self, fragment: int) -> int:
+        return self.thetas[fragment].numel()
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        self.optimizers[fragment].apply(self.thetas[fragment], torch.from_numpy(mean))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        named: dict[str, np.ndarray] = {}
+        for i, (theta, optimizer) in enumerate(zip(self.thetas, self.optimizers, strict=True)):
+            named[f"theta.{i}"] = theta.numpy()
+            named[f"momentum.{i}"] = optimizer.momentum.numpy()
+        return named
+
+    def load(self, arrays: Any) -> None:
+        for name, target in self.arrays().items():
+            if name not in arrays or arrays[name].shape != target.shape:
+                raise OuterError(
+                    f"the snapshot has no {name} of {target.size} elements: this URL holds a run of another model or "
+                    "with other fragments. Use another URL, or the model and settings of that run"
+                )
+            target[:] = arrays[name]
+
+
+class OuterLoop:
+    """`with make_diloco(...)`: hooks on the inner optimizer for as long as the block lasts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        manager: "StoreManager",
+        *,
+        rules: Rules,
+        lr: float,
+        momentum: float,
+        delay: int,
+        alpha: float,
+        boundary: int = 1,
+    ) -> None:
+        from torchft.local_sgd import DiLoCo
+
+        _refuse_distributed()
+        self.manager, self.optimizer, self.rules, self.boundary = manager, optimizer, rules, boundary
+        self.model = model
+        self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
+        self.prepare_at = self.interval - delay
+        self.alpha = alpha
+        params = [p for _, p in trainable(model)]
+        self.fragments = [FlatFragment(params[s]) for s in cut([p.numel() for p in params], rules.fragments)]
+        outers = [Nesterov(f.flat, lr=lr, momentum=momentum) for f in self.fragments]
+        self.diloco = DiLoCo(
+            cast("Any", manager), list(self.fragments), optimizer, list(outers), sync_every=rules.sync_every,
+            fragment_sync_delay=delay, fragment_update_alpha=alpha,
+        )  # fmt: skip
+        self.thetas = [f.original_parameters["flat"] for f in self.diloco._fragments]
+        self.state = OuterState(self.thetas, outers)
+        self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
+        self._mark = time.monotonic()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "OuterLoop":
+        self.manager.join(self)
+        self.scatter_all()
+        self._mark = time.monotonic()
+        self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
+        self.diloco.__enter__()
+        self._hooks.append(self.optimizer.register_step_post_hook(self._after_torchft))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.diloco.__exit__(kind, error, trace)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if kind is None or kind is Leaving:
+            self.manager.close("done" if kind is None else "asked to leave")
+        return kind is Leaving
+
+    # ---------------------------------------------------------------- hooks
+
+    def _before_torchft(self, *_: object) -> None:
+        """Count, shorten the round if there is a reason, and gather what torchft is about to read."""
+        self.h = [h + 1 for h in self.h]
+        local = self.diloco._local_step + 1
+        self.manager.progress(local, (time.monotonic() - self._mark) / local)
+        if local < self.prepare_at and self._sync_now(local):
+            self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
+        if local == self.prepare_at or (local == self.interval and self.alpha > 0):
+            due = self.manager.current_step() % self.rules.fragments
+            self.fragments[due].gather(self.thetas[due])
+
+    def _sync_now(self, local: int) -> bool:
+        if self.manager.leaving or self.manager.fenced:
+            return True
+        enough = local * self.rules.fragments >= self.manager.h_cap
+        return local % self.boundary == 0 and (enough or self.manager.behind)
+
+    def _after_torchft(self, *_: object) -> None:
+        """When torchft has taken an outer step: model ← θ, then whatever was decided without us."""
+        fragment = self.manager.finish_round()
+        if fragment is None:
+            return
+        self.scatter(fragment)
+        self.manager.catch_up(self._late)
+        self.scatter_all(only_changed=True)
+        self._mark = time.monotonic()
+
+    def _late(self, step: int) -> None:
+        """Before a missed step is applied: offer the inner steps that its fragment has seen."""
+        self.scatter_all(only_changed=True)
+        fragment = step % self.rules.fragments
+        if self.h[fragment]:
+            part = self.fragments[fragment]
+            part.gather(self.thetas[fragment])
+            self.manager.offer((self.thetas[fragment] - part.flat.data).numpy(), self.h[fragment])
+        self._stale = fragment
+
+    _stale: int | None = None  # the fragment whose θ a caught-up step has moved
+
+    # ---------------------------------------------------------------- the model
+
+    def scatter(self, fragment: int) -> None:
+        """model ← this fragment, as torchft left it (θ, or θ merged with α)."""
+        self.fragments[fragment].scatter(self.thetas[fragment])
+        self.h[fragment] = 0
+
+    def scatter_all(self, only_changed: bool = False) -> None:
+        """model ← θ, for all fragments or for the one that catching up has moved."""
+        for i in range(len(self.fragments)) if not only_changed else [] if self._stale is None else [self._stale]:
+            self.fragments[i].flat.data.copy_(self.thetas[i])
+            self.scatter(i)
+        self._stale = None
+
+
+def make_diloco(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manager: "StoreManager",
+    *,
+    sync_every: int,
+    fragments: int = 1,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float = 0.0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    max_carry: int = 2,
+    age_discount: float = 0.5,
+    snapshot_every: int = 10,
+    boundary: int = 1,
+) -> OuterLoop:
+    """Make any PyTorch loop elastic:
+
+        with make_diloco(model, optimizer, manager, sync_every=50):
+            for batch in loader: ...        # unchanged
+
+    optimizer: the inner one; its `step` drives everything.   manager: a StoreManager.
+    Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for settings that
+    do not fit, WrongRun if the URL holds another run; the block swallows `Leaving` (see `manager.left`).
+    """
+    if sync_every < 1 or fragments < 1 or sync_every % fragments:
+        better = fragments * max(1, math.ceil(sync_every / max(1, fragments)))
+        raise OuterError(f"sync_every={sync_every} is not divisible by fragments={fragments}; use sync_every={better}")
+    if not 0 <= fragment_sync_delay < sync_every // fragments:
+        raise OuterError(f"fragment_sync_delay={fragment_sync_delay} must be below {sync_every // fragments}")
+    return OuterLoop(
+        model, optimizer, manager, lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
+        alpha=fragment_update_alpha, boundary=boundary,
+        rules=Rules(fragments, sync_every, max_carry, age_discount, snapshot_every),
+    )  # fmt: skip
+
+
+def _refuse_distributed() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise OuterError("a replica is one process on one device for now; WORLD_SIZE > 1 is not supported")

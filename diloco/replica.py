@@ -1,0 +1,177 @@
+"""One replica: a process that is given a run's URL and a slot, and nothing else.
+
+    python -m diloco.replica RUN_URL --slot r00
+
+    claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ goodbye
+    SIGTERM / SIGINT: offer the inner steps done so far, leave.   kill -9: the run goes on without.
+
+The exit code says why it ended (diloco/exitcodes.py).  Not promised: several devices per replica.
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco import exitcodes
+from diloco.config import ConfigError, RunConfig
+from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run
+from diloco.life import Life, process_alive
+from inner import InnerError, Seeds
+from rendezvous import layout
+from rendezvous.chain import head
+from rendezvous.errors import Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreRefused, WrongRun
+
+if TYPE_CHECKING:
+    from diloco.manager import StoreManager
+    from inner import InnerLoop
+
+REJOIN_WARMUP = 3  # inner steps of lr warm-up for a life that starts with an empty Adam in the middle of a run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        return _life_of(args.url, args.slot, _watcher(args.parent))
+    except (ConfigError, InnerError, WrongRun) as error:
+        return _say(args.slot, error, exitcodes.USER_ERROR)
+    except StoreRefused as error:
+        return _say(args.slot, error, exitcodes.GAVE_UP)
+
+
+def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
+    run = read_run(url)
+    try:
+        life = Life(run.store, slot, run.config.fleet.timing, parent_alive=parent_alive)
+    except Fenced as error:
+        return _say(slot, error, exitcodes.FENCED)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: life.ask_to_leave("got a signal to end"))
+    try:
+        return _live(run, life)
+    except RendezvousError as error:
+        return _ended(life, error)
+    except Exception as error:
+        life.tell("crashed", error=f"{type(error).__name__}: {error}")
+        life.flush()
+        raise
+
+
+def _live(run: Run, life: Life) -> int:
+    record = _wait_for_model(run, life)
+    with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
+        model_dir = fetch_model(run.store, record, Path(scratch) / "model")
+        files = fetch_files(run, Path(scratch) / "code")
+        _leave_now(life)
+        return _train(run.config, life, model_dir, files)
+
+
+def _train(config: RunConfig, life: Life, model_dir: Path, files: dict[str, Path]) -> int:
+    import torch  # heavy imports only now: the slot is claimed and beating
+
+    from diloco.manager import StoreManager
+    from diloco.outer import make_diloco
+    from inner import build_inner
+
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(1)
+    at = head(life.rv.store)
+    warmup = REJOIN_WARMUP if at else 0
+    loop = build_inner(config.inner, model_dir, files, seeds(config, life, at), warmup)
+    manager, outer = StoreManager(life), config.outer
+    manager.stats = lambda: _finite(loop.harvest())
+    with make_diloco(
+        loop.model, loop.optimizer, manager, sync_every=outer.sync_every, fragments=outer.fragments,
+        fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=outer.fragment_update_alpha,
+        outer_lr=outer.lr, outer_momentum=outer.momentum, max_carry=outer.max_carry,
+        age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, boundary=loop.boundary,
+    ):  # fmt: skip
+        _run_inner(loop, manager)
+    return exitcodes.LEFT if manager.left else exitcodes.DONE
+
+
+def _run_inner(loop: "InnerLoop", manager: "StoreManager") -> None:
+    if not manager.done:
+        loop.train(lambda: manager.done)
+
+
+def seeds(config: RunConfig, life: Life, at: int) -> Seeds:
+    """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this life."""
+    slot, start = life.rv.slot, at * (config.outer.sync_every // config.outer.fragments)
+    return Seeds(_seed(config.seed, slot), _seed(config.seed, slot, life.rv.generation), start)
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little") >> 1
+
+
+def _wait_for_model(run: Run, life: Life) -> ModelRecord:
+    """θ₀'s manifest, which the launcher publishes while replicas start."""
+    began = life.clock.now()
+    while (body := run.store.get(layout.MODEL_MANIFEST)) is None:
+        _leave_now(life)
+        life.rv.members.status.note = "waits for the model"
+        if life.clock.now() - began > life.timing.give_up:
+            raise GaveUp(f"no model was published within {life.timing.give_up:.0f} s; look at the launcher's log")
+        life.clock.sleep(life.timing.poll * 4)
+    return ModelRecord.decode(body)
+
+
+def _leave_now(life: Life) -> None:
+    if life.rv.leaving:
+        raise Leaving("asked to leave before the first inner step; nothing was lost")
+    if life.rv.members.fenced_by > life.rv.generation:
+        raise Fenced(f"{life.rv.slot} now belongs to generation {life.rv.members.fenced_by}; this process goes")
+
+
+def _ended(life: Life, error: RendezvousError) -> int:
+    """Terminal errors become an exit code and a last word in the journal."""
+    codes: list[tuple[type[RendezvousError], int, str]] = [
+        (Leaving, exitcodes.LEFT, "left"),
+        (Fenced, exitcodes.FENCED, "fenced"),
+        (Diverged, exitcodes.DIVERGED, "diverged"),
+        (GaveUp, exitcodes.GAVE_UP, "gave_up"),
+    ]
+    for kind, code, event in codes:
+        if isinstance(error, kind):
+            life.tell(event, step=life.rv.step, text=str(error))
+            if not isinstance(error, Fenced):
+                life.rv.members.goodbye()
+            life.end()
+            return _say(life.rv.slot, error, code)
+    raise error
+
+
+def _say(slot: str, error: Exception, code: int) -> int:
+    print(f"{slot}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _finite(stats: dict[str, float]) -> dict[str, float]:
+    return {k: float(v) for k, v in stats.items() if math.isfinite(v)}
+
+
+def _watcher(parent: str) -> Callable[[], bool]:
+    """ "PID:STARTTIME" -> is that process still there?"""
+    if not parent:
+        return lambda: True
+    pid, _, started = parent.partition(":")
+    return lambda: process_alive(int(pid), started)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
+    parser.add_argument("url", help="the run: a folder, file://… or memory://…")
+    parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
+    parser.add_argument("--parent", default="", help="PID:STARTTIME of a process without which this replica leaves")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

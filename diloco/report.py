@@ -1,0 +1,364 @@
+"""A run, read back from its bucket alone.
+
+    control · commits · offers · claims · beats · leaves · logs ──▶ Reader ──▶ Report ──┬▶ summary      one screen
+                                                                                         ├▶ checks       said honestly
+                                                                                         └▶ write_report report.html, .png
+Anybody who can read the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only what
+is new.  No torch here, and matplotlib only inside `write_report`.
+
+Not promised: times of different machines on one scale (they are the clocks of whoever wrote them), nor what a
+replica said after its last outer step before a `kill -9`.
+"""
+
+import html
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rendezvous import layout
+from rendezvous.membership import Wanted, read_control
+from rendezvous.records import Beat, Claim, Commit, Leave, Offer, digest
+from rendezvous.store import Store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
+PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
+PART_NAMES = ("train", "offer", "wait", "mean")
+
+
+@dataclass
+class Step:
+    """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later."""
+
+    t: int
+    at: float
+    by: str
+    fresh: tuple[str, ...]
+    carried: tuple[tuple[str, int], ...]
+    linked: bool
+    reward: dict[str, float] = field(default_factory=dict)
+    h: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> part -> seconds
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    thetas: dict[str, str] = field(default_factory=dict)  # life -> digest of θ after this step
+
+    @property
+    def mean_reward(self) -> float | None:
+        rewards = [self.reward[s] for s in self.fresh if s in self.reward]
+        return fmean(rewards) if rewards else None
+
+    def part(self, name: str) -> float:
+        """Seconds of one part, mean over the replicas that told."""
+        told = [s[name] for s in self.seconds.values() if name in s]
+        return fmean(told) if told else 0.0
+
+
+@dataclass
+class Life:
+    """One generation of a slot.   how: running, silent, killed, lost, left, done, fenced, gave up, …"""
+
+    slot: str
+    generation: int
+    pid: int
+    host: str
+    claimed: float
+    joined: float | None = None
+    joined_step: int = 0
+    commits: list[tuple[int, float]] = field(default_factory=list)
+    ended: float | None = None
+    how: str = "running"
+
+    @property
+    def name(self) -> str:
+        return f"{self.slot}-{self.generation}"
+
+
+@dataclass
+class Report:
+    """Everything a person asks about a run."""
+
+    name: str
+    url: str
+    config: dict[str, Any]
+    wanted: Wanted
+    steps: list[Step]
+    lives: list[Life]
+    events: list[dict[str, Any]]  # by time; "who" is the life or "supervisor-N"
+    beats: dict[str, Beat]
+    twice: int  # pseudogradients that were listed more than once
+
+    @property
+    def head(self) -> int:
+        return len(self.steps)
+
+    @property
+    def done(self) -> bool:
+        return 0 < self.wanted.steps <= self.head
+
+    @property
+    def began(self) -> float:
+        times = [e["at"] for e in self.events] + [x.claimed for x in self.lives] + [s.at for s in self.steps]
+        return min(times, default=0.0)
+
+    @property
+    def ended(self) -> float:
+        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.lives]
+        return max(times, default=self.began)
+
+    @property
+    def slots(self) -> list[str]:
+        return sorted({x.slot for x in self.lives} | set(self.wanted.slots))
+
+    def setting(self, section: str, name: str, default: Any = None) -> Any:
+        return self.config.get(section, {}).get(name, default)
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] in kinds]
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_report(store: Store) -> Report:
+    return Reader(store).refresh()
+
+
+class Reader:
+    """Reads a bucket again and again; what is write-once is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._run: dict[str, Any] = {}
+        self._wanted = Wanted()
+        self._steps: list[Step] = []
+        self._last: bytes | None = None  # the newest commit's bytes
+        self._listed: set[tuple[int, str]] = set()
+        self._twice = 0
+        self._logs: dict[str, list[dict[str, Any]]] = {}
+        self._lives: dict[tuple[str, int], Life] = {}
+
+    def refresh(self) -> Report:
+        if not self._run:
+            self._run = json.loads(self._store.get(layout.RUN) or b"{}").get("config", {})
+        self._wanted = read_control(self._store, self._wanted)
+        self._read_commits()
+        self._read_claims()
+        self._read_logs()
+        events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
+        beats = {s: Beat.decode(b) for s in self._wanted.slots if (b := self._store.get(layout.beat(s))) is not None}
+        self._tell_steps(events)
+        self._tell_lives(events, beats)
+        lives = [self._lives[k] for k in sorted(self._lives)]
+        name = self._run.get("name", "run")
+        return Report(
+            name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice
+        )
+
+    def _read_commits(self) -> None:
+        while (body := self._store.get(layout.commit(len(self._steps)))) is not None:
+            c = Commit.decode(body)
+            linked = c.prev == (digest(self._last) if self._last is not None else None)
+            fresh, carried = tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried)
+            self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked))
+            self._last = body
+            for o in c.offers:
+                self._twice += (o.step, o.slot) in self._listed
+                self._listed.add((o.step, o.slot))
+                self._read_offer(o.step, o.slot, o.nonce)
+            self._credit(c)
+
+    def _read_offer(self, t: int, slot: str, nonce: str) -> None:
+        attempt = 0
+        while (body := self._store.get(layout.offer(t, slot, attempt))) is not None:
+            offer = Offer.decode(body)
+            if offer.nonce == nonce:
+                self._steps[t].h[slot] = offer.h
+                if "reward" in offer.stats:
+                    self._steps[t].reward[slot] = offer.stats["reward"]
+                return
+            attempt += 1
+
+    def _credit(self, commit: Commit) -> None:
+        for o in commit.offers:
+            life = self._life(o.slot, o.generation)
+            if life is not None:
+                life.commits.append((commit.t, commit.at))
+
+    def _read_claims(self) -> None:
+        for slot in self._wanted.slots:
+            generation = 1
+            while self._life(slot, generation) is not None:
+                generation += 1
+
+    def _life(self, slot: str, generation: int) -> Life | None:
+        if (slot, generation) not in self._lives:
+            body = self._store.get(layout.claim(slot, generation))
+            if body is None:
+                return None
+            c = Claim.decode(body)
+            self._lives[slot, generation] = Life(slot, generation, c.pid, c.host, c.at)
+        return self._lives[slot, generation]
+
+    def _read_logs(self) -> None:
+        for key in self._store.list(layout.LOGS):
+            if key not in self._logs:
+                owner, generation = layout.log_owner(key)
+                body = (self._store.get(key) or b"").decode(errors="replace")
+                self._logs[key] = [e for line in body.splitlines() if (e := _event(line, owner, generation)) is not None]
+
+    def _tell_steps(self, events: Iterable[dict[str, Any]]) -> None:
+        for e in events:
+            t = e.get("step", -1)
+            if e["event"] == "step" and 0 <= t < len(self._steps):
+                step, slot = self._steps[t], e["slot"]
+                step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
+                step.up[slot], step.down[slot] = e.get("bytes_up", 0), e.get("bytes_down", 0)
+                if "theta" in e:
+                    step.thetas[e["who"]] = e["theta"]
+                if e.get("reward") is not None:
+                    step.reward.setdefault(slot, e["reward"])
+
+    def _tell_lives(self, events: Iterable[dict[str, Any]], beats: Mapping[str, Beat]) -> None:
+        for life in self._lives.values():
+            self._end_by_records(life, beats.get(life.slot))
+        for e in events:
+            self._tell_life(e)
+
+    def _end_by_records(self, life: Life, beat: Beat | None) -> None:
+        if life.how == "running" and (body := self._store.get(layout.leave(life.slot, life.generation))) is not None:
+            leave = Leave.decode(body)
+            life.ended, life.how = leave.at, leave.reason
+        successor = self._lives.get((life.slot, life.generation + 1))
+        if life.how in ("running", "silent") and successor is not None:
+            life.ended, life.how = successor.claimed, "replaced"
+
+    def _tell_life(self, e: dict[str, Any]) -> None:
+        if e["event"] in ("killed", "lost"):
+            life = next((x for x in self._lives.values() if (x.slot, x.pid) == (e.get("slot"), e.get("pid"))), None)
+            if life is not None and life.how != "killed":
+                life.ended, life.how = e["at"], e["event"]
+            return
+        life = self._lives.get((e["slot"], e["generation"]))
+        if life is None:
+            return
+        if e["event"] == "joined":
+            life.joined, life.joined_step = e["at"], e.get("step", 0)
+        if e["event"] in ("fenced", "gave_up"):
+            life.ended, life.how = e["at"], e["event"].replace("_", " ")
+
+
+def _event(line: str, owner: str, generation: int) -> dict[str, Any] | None:
+    """One log line; a supervisor's lines speak of other slots, a replica's of its own."""
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        return None
+    about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
+    return {"slot": "", "generation": 0, **raw, **about, "who": f"{owner}-{generation}"}
+
+
+# -------------------------------------------------------------------- telling
+
+
+@dataclass(frozen=True)
+class Check:
+    ok: bool
+    text: str
+
+
+def checks(report: Report) -> list[Check]:
+    """What this product promises, looked up in the bucket."""
+    linked = all(s.linked for s in report.steps)
+    told = [s for s in report.steps if s.thetas]
+    forks = [s.t for s in told if len(set(s.thetas.values())) > 1]
+    compared = sum(len(s.thetas) for s in told)
+    same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
+    fork = f"θ differs between replicas after outer steps {forks}"
+    return [
+        Check(
+            report.done and linked,
+            f"{report.head} of {report.wanted.steps} outer steps committed, "
+            + ("none lost, the chain has no gap" if linked else "but the chain of commits is broken"),
+        ),
+        Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
+        Check(bool(told) and not forks, fork if forks else same),
+    ]
+
+
+def first_and_last(report: Report) -> tuple[float, float] | None:
+    """Mean reward of the first and of the last outer step that has one."""
+    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
+    return (rewards[0], rewards[-1]) if rewards else None
+
+
+def summary(report: Report) -> str:
+    """One screen: at most 24 lines of 80 columns."""
+    lines = [_headline(report), ""]
+    lines += _reward_lines(report)
+    lines += _cost_lines(report)
+    lines += ["", *_life_lines(report, room=21 - len(lines) - 5), ""]
+    lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
+    return "\n".join(line[:80] for line in lines[:24])
+
+
+def _headline(report: Report) -> str:
+    seconds = report.ended - report.began
+    h = report.setting("outer", "sync_every", "?")
+    return (
+        f"{report.name}: {report.head} of {report.wanted.steps} outer steps in {seconds:.1f} s, "
+        f"{report.wanted.replicas} replicas, H = {h}"
+    )
+
+
+def _reward_lines(report: Report) -> list[str]:
+    means = [s.mean_reward for s in report.steps]
+    known = [m for m in means if m is not None]
+    if not known:
+        return ["  no rewards yet"]
+    lines = [f"  mean reward  {known[0]:.3f} {sparkline(known[-48:])} {known[-1]:.3f}"]
+    if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
+        lines.append(f"  counted later than their step: {', '.join(late)}")
+    return lines
+
+
+def _cost_lines(report: Report) -> list[str]:
+    told = [s for s in report.steps if s.seconds]
+    if not told:
+        return []
+    parts = " · ".join(f"{n} {fmean(s.part(p) for s in told):.2f}" for n, p in zip(PART_NAMES, PARTS, strict=True))
+    up, down = (fmean(b for s in told for b in getattr(s, way).values()) for way in ("up", "down"))
+    return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {nice_bytes(up)} up, {nice_bytes(down)} down"]
+
+
+def _life_lines(report: Report, room: int) -> list[str]:
+    lines = [f"  {x.name:8s} {_life_words(x, report.began)}" for x in report.lives]
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more lives"]
+    return lines
+
+
+def _life_words(life: Life, began: float) -> str:
+    joined = "never joined" if life.joined is None else f"joined at {life.joined - began:.1f} s (step {life.joined_step})"
+    end = "" if life.ended is None else f" at {life.ended - began:.1f} s"
+    return f"{joined}, counted in {len(life.commits)} steps, {life.how}{end}"
+
+
+def sparkline(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (v - low) / (high - low)) if high > low else 0] for v in values)
+
+
+def nice_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
