@@ -25,7 +25,7 @@ from rendezvous.records import Commit
 from rendezvous.rules import Rules
 
 UNVERIFIED = "unverified"
-RULES = Rules(snapshot_every=1 << 40)  # the states are published here, not by the rendezvous
+RULES = Rules(snapshot_every=1 << 40, max_carry=0)  # states are published here; which fragment a blob was is unknown
 
 
 class OpaqueState:
@@ -115,7 +115,7 @@ class DropIn:
         if self._joined:
             return
         self._joined = True
-        rv = self._life.under(RULES)
+        rv = self._life.rv.under(RULES)
         rv.state, rv.base = OpaqueState(), UNVERIFIED
         for snapshot in snapshots.newest_first(rv.store):
             arrays = snapshots.load(rv.store, snapshot, rv.tell)

@@ -26,7 +26,7 @@ ORPHAN_GRACE_S = 40.0  # an orphan that has not left by then ends itself
 
 
 class Life:
-    """A claimed, beating slot.   rv: its side of the agreement, under `rules` once they are known."""
+    """A claimed, beating slot.   rv: its side of the agreement."""
 
     def __init__(
         self,
@@ -41,23 +41,13 @@ class Life:
         self._journal: Journal | None = None
         self._parent_alive, self._orphan_since = parent_alive, 0.0
         self._ended = threading.Event()
-        self.rv = self._rendezvous(Rules())
+        self.rv = Rendezvous(
+            store, self.clock, slot, Rules(), timing, tell=self.tell, host=socket.gethostname(), pid=os.getpid()
+        )
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=socket.gethostname())
         threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True).start()
-
-    def under(self, rules: Rules) -> Rendezvous:
-        """The same life, now that the run's rules are known."""
-        old, self.rv = self.rv, self._rendezvous(rules)
-        self.rv.generation, self.rv.members = old.generation, old.members
-        if old._leave_at is not None:
-            self.rv.ask_to_leave()
-        return self.rv
-
-    def _rendezvous(self, rules: Rules) -> Rendezvous:
-        host, pid = socket.gethostname(), os.getpid()
-        return Rendezvous(self._store, self.clock, self._slot, rules, self.timing, tell=self.tell, host=host, pid=pid)
 
     def tell(self, event: str, **fields: Any) -> None:
         if self._journal is not None:

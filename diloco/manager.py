@@ -168,7 +168,7 @@ class StoreManager:
 
     def join(self, loop: "OuterLoop") -> None:
         """Heal: afterwards the loop's θ is the run's."""
-        rv, self._loop = self.life.under(loop.rules), loop
+        rv, self._loop = self.life.rv.under(loop.rules), loop
         rv.join(loop.state)
         self.life.tell("joined", step=rv.step)
         self.life.flush()

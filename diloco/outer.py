@@ -81,13 +81,16 @@ class FlatFragment(nn.Module):
 
     @torch.no_grad()
     def gather(self, theta: Tensor) -> None:
-        """flat = θ + (local − base)."""
+        """flat = θ + (local − base); for an fp32 model without a merge that is local itself, and is copied."""
         base = theta if self.merged is None else self.merged
         at = 0
         for p in self.live:
-            to = at + p.numel()
-            rounded = base[at:to].to(p.dtype).float()
-            torch.add(theta[at:to], p.detach().reshape(-1).float().cpu().sub_(rounded), out=self.flat.data[at:to])
+            to, local = at + p.numel(), p.detach().reshape(-1).float().cpu()
+            if p.dtype == torch.float32 and self.merged is None:
+                self.flat.data[at:to].copy_(local)
+            else:
+                moved = local - base[at:to].to(p.dtype).float()
+                torch.add(theta[at:to], moved, out=self.flat.data[at:to])
             at = to
 
     @torch.no_grad()

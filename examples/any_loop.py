@@ -1,0 +1,38 @@
+"""Any PyTorch loop, made elastic: two processes that meet in a folder every 10 steps.
+
+    python examples/any_loop.py              kill -9 one of the two while it runs, start the same command again: it goes on
+"""
+
+import multiprocessing
+import sys
+import tempfile
+
+import torch
+from torch import nn
+
+from diloco import StoreManager, make_diloco
+
+
+def train(url: str, slot: str) -> None:
+    torch.manual_seed(int(slot[1:]))  # each replica sees its own data; the weights become equal by joining
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = StoreManager(url, slot, replicas=2, steps=20)
+    with make_diloco(model, optimizer, manager, sync_every=10) as loop:
+        while not manager.done:
+            x = torch.randn(64, 8)
+            loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"{slot}: {manager.current_step()} outer steps, loss {loss.item():.3f}, θ {loop.state.digest()[:12]}")
+
+
+if __name__ == "__main__":
+    url = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="any-loop-")
+    print("the run is", url)
+    fleet = [multiprocessing.get_context("spawn").Process(target=train, args=(url, slot)) for slot in ("r00", "r01")]
+    for replica in fleet:
+        replica.start()
+    for replica in fleet:
+        replica.join()

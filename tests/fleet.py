@@ -1,0 +1,123 @@
+"""Fleets of real replica processes on one machine, for tests.
+
+    fleet = Fleet(tmp_path, steps=6)      a supervised run on a tiny model: founded and published
+    fleet.start("r00"); fleet.start("r01", die="after:create:/offer/@3")
+    fleet.wait() -> {"r00": [0], "r01": [-9]}
+
+Children come from a forkserver that has the heavy modules loaded, so that starting one costs a fraction of a second.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diloco.config import RunConfig
+from diloco.launch import Run, open_run, publish_model
+from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.records import Beat, Commit
+from tests import victim
+
+TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
+PRELOAD = [
+    "torch", "transformers", "diloco.replica", "diloco.manager", "diloco.outer", "diloco.history", "inner.build",
+    "inner.supervised", "inner.check", "tests.victim",
+]  # fmt: skip
+
+
+@cache
+def context() -> Any:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOAD)
+    return forkserver
+
+
+def config(folder: Path, **changes: dict[str, Any]) -> RunConfig:
+    """A supervised run of a tiny model.  changes: per section."""
+    (folder / "text.txt").write_text(TEXT)
+    base: dict[str, dict[str, Any]] = {
+        "outer": {"sync_every": 4, "snapshot_every": 2},
+        "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4, "context_length": 16},
+        "fleet": {"replicas": 3, "steps": 6, "give_up_s": 60.0},
+    }
+    return RunConfig.from_dict({"name": "test", **{s: {**v, **changes.get(s, {})} for s, v in base.items()}}, folder)
+
+
+class Fleet:
+    """A run and its replica processes."""
+
+    def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
+        self.folder, self.url = folder, str(folder / "run")
+        self.config = config(folder, **changes)
+        self.run: Run = open_run(self.config, self.url, SystemClock())
+        self.model = publish_model(self.run, SystemClock())
+        self.store = self.run.store
+        self.lives: dict[str, list[Any]] = {}
+
+    def start(self, slot: str, die: str = "", **environ: str) -> Any:
+        child = context().Process(target=victim.replica, args=(self.url, slot, str(self.log(slot)), die, environ))
+        child.start()
+        self.lives.setdefault(slot, []).append(child)
+        return child
+
+    def start_all(self) -> None:
+        for i in range(self.config.fleet.replicas):
+            self.start(layout.slot_name(i))
+
+    def wait(self, timeout: float = 90.0) -> dict[str, list[int | None]]:
+        """Exit codes of every life of every slot, once all have ended."""
+        end = time.monotonic() + timeout
+        for child in [c for lives in self.lives.values() for c in lives]:
+            child.join(max(0.0, end - time.monotonic()))
+        codes = {slot: [c.exitcode for c in lives] for slot, lives in self.lives.items()}
+        if any(code is None for lives in codes.values() for code in lives):
+            self.kill_all()
+            raise AssertionError(f"replicas still ran after {timeout} s: {codes}\n{self.logs()}")
+        return codes
+
+    def kill_all(self) -> None:
+        for child in [c for lives in self.lives.values() for c in lives]:
+            child.kill()
+            child.join()
+
+    def signal(self, slot: str, number: signal.Signals) -> None:
+        os.kill(self.lives[slot][-1].pid, number)
+
+    def wait_for(self, what: Any, timeout: float = 60.0) -> Any:
+        """The first truthy value of `what()`."""
+        end = time.monotonic() + timeout
+        while not (value := what()):
+            if time.monotonic() > end:
+                raise AssertionError(f"did not happen within {timeout} s\n{self.logs()}")
+            time.sleep(0.01)
+        return value
+
+    def beat(self, slot: str) -> Beat | None:
+        body = self.store.get(layout.beat(slot))
+        return Beat.decode(body) if body else None
+
+    def training(self, slot: str, step: int) -> bool:
+        """Is the slot inside the inner steps of outer step `step` or a later one?"""
+        beat = self.beat(slot)
+        return beat is not None and beat.step >= step and beat.inner >= 1 and beat.phase == "train"
+
+    def commit(self, t: int) -> Commit | None:
+        body = self.store.get(layout.commit(t))
+        return Commit.decode(body) if body else None
+
+    def commits(self) -> list[Commit]:
+        found: list[Commit] = []
+        while (commit := self.commit(len(found))) is not None:
+            found.append(commit)
+        return found
+
+    def log(self, slot: str) -> Path:
+        return self.folder / f"{slot}.log"
+
+    def logs(self) -> str:
+        return "\n".join(f"== {p.name}\n{p.read_text()[-2000:]}" for p in sorted(self.folder.glob("*.log")))

@@ -1,0 +1,274 @@
+"""The arithmetic of the outer loop: reference, bits, property, and torchft's class unmodified around it."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.manager import MockManager, StoreManager, likely_cause
+from diloco.outer import FlatFragment, Nesterov, OuterError, OuterState, cut, layout_of, make_diloco, nesterov
+from rendezvous.clock import SystemClock
+from rendezvous.membership import write_control
+from rendezvous.rendezvous import Rendezvous
+from rendezvous.rules import Rules, Timing
+from rendezvous.stores.memory import MemoryStore
+
+RNG = np.random.default_rng(7)
+
+
+@pytest.fixture
+def fresh() -> Iterator[str]:
+    """A name of a memory store that no other test has."""
+    yield f"test-{RNG.integers(1 << 60)}"
+
+
+def vector(n: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.from_numpy(RNG.standard_normal(n, dtype=np.float32) * np.float32(scale))
+
+
+# ---------------------------------------------------------------- the step
+
+
+def test_nesterov_is_sgd_nesterov_within_an_ulp() -> None:
+    start = vector(4096)
+    param = nn.Parameter(start.clone())
+    reference = torch.optim.SGD([param], lr=0.7, momentum=0.9, nesterov=True)
+    ours, momentum = start.clone(), torch.zeros(4096)
+    mean = vector(4096, 1e-2)
+    param.grad = mean.clone()
+    reference.step()
+    nesterov(ours, momentum, mean, lr=0.7, mu=0.9)
+    differ = np.abs(param.detach().numpy() - ours.numpy())
+    moved, size = np.abs(ours.numpy() - start.numpy()), np.abs(start.numpy())
+    assert (differ <= np.where(size > 2 * moved, np.spacing(size), 2 * np.spacing(np.maximum(size, moved)))).all()
+
+
+def test_nesterov_follows_a_float64_reference() -> None:
+    theta, momentum = vector(1000), torch.zeros(1000)
+    ref_theta, ref_momentum = theta.double().numpy(), np.zeros(1000)
+    for _ in range(20):
+        mean = vector(1000, 1e-2)
+        nesterov(theta, momentum, mean, lr=0.7, mu=0.9)
+        ref_momentum = 0.9 * ref_momentum + mean.double().numpy()
+        ref_theta = ref_theta - 0.7 * (mean.double().numpy() + 0.9 * ref_momentum)
+    assert np.abs(theta.numpy() - ref_theta).max() < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_outer_step_of_n_replicas_against_float64(n: int, partial: bool) -> None:
+    """The whole path (offer, commit, weighted mean, Nesterov) for N = 1 … 4, with h < H in some."""
+    store, clock, h = MemoryStore(), SystemClock(), [6, 3, 1, 5] if partial else [6] * 4
+    write_control(store, clock, replicas=n, min_replicas=n, steps=1)
+    start, deltas = vector(257), [vector(257, 0.1) for _ in range(n)]
+    states, lives = [], []
+    for i in range(n):
+        theta = nn.Parameter(start.clone())
+        states.append(OuterState([theta.data], [Nesterov(theta, lr=0.7, momentum=0.9)]))
+        lives.append(Rendezvous(store, clock, f"r{i:02d}", Rules(1, 6), Timing()))
+        lives[i].claim()
+        lives[i].join(states[i])
+        lives[i].offer(deltas[i].clone().numpy(), h[i])
+    for i in range(n):
+        commit, out = lives[i].settle(), np.empty(257, np.float32)
+        lives[i].mean(commit, out)
+        states[i].apply(0, out)
+        lives[i].advance(commit)
+    weights = np.array(h[:n]) / 6
+    mean = sum(w * d.double().numpy() for w, d in zip(weights, deltas, strict=True)) / weights.sum()
+    expected = start.double().numpy() - 0.7 * (mean + 0.9 * mean)
+    for state in states:
+        assert np.abs(state.thetas[0].numpy() - expected).max() < 1e-6
+        assert state.digest() == states[0].digest()
+
+
+# ---------------------------------------------------------------- flat fragments
+
+
+class Net(nn.Module):
+    """Tied, partly frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(torch.tanh(self.mid(self.emb(x)))))
+
+
+def test_layout_has_every_trainable_parameter_once() -> None:
+    assert [name for name, _, _ in layout_of(Net())] == ["emb.weight", "mid.weight", "mid.bias"]
+
+
+def test_cut_keeps_order_and_balances() -> None:
+    assert cut([1, 1, 1, 1], 2) == [slice(0, 2), slice(2, 4)]
+    assert cut([100, 1, 1, 1], 2) == [slice(0, 1), slice(1, 4)]
+    assert cut([5], 1) == [slice(0, 1)]
+    for sizes in ([3, 9, 2, 2, 8, 1], list(range(1, 20)), [1] * 7):
+        for fragments in range(1, len(sizes) + 1):
+            parts = cut(sizes, fragments)
+            assert [i for p in parts for i in range(p.start, p.stop)] == list(range(len(sizes)))
+            assert all(p.start < p.stop for p in parts)
+    with pytest.raises(OuterError, match="cannot be cut"):
+        cut([1, 1], 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_never_enters_a_pseudogradient(dtype: torch.dtype) -> None:
+    live = nn.Parameter(vector(500).to(dtype))
+    fragment = FlatFragment([live])
+    theta = vector(500)  # fp32 master that the model's dtype cannot hold
+    fragment.flat.data.copy_(theta)
+    fragment.scatter(theta)
+    fragment.gather(theta)
+    assert torch.equal(fragment.flat.data, theta), "an untouched model must have a pseudogradient of exactly 0"
+    before = live.detach().float().clone()
+    with torch.no_grad():
+        live.add_(0.5)
+    fragment.gather(theta)
+    moved = (live.detach().float() - before).double()
+    assert ((fragment.flat.data.double() - theta.double()) - moved).abs().max() < 1e-6
+
+
+def test_a_merge_is_not_part_of_the_next_pseudogradient() -> None:
+    live = nn.Parameter(vector(64))
+    fragment, theta = FlatFragment([live]), vector(64)
+    fragment.flat.data.copy_(theta + 0.25)  # what torchft leaves for α > 0
+    fragment.scatter(theta)
+    fragment.gather(theta)
+    assert torch.equal(fragment.flat.data, theta)
+
+
+# ---------------------------------------------------------------- with torchft's DiLoCo
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[torch.Tensor]:
+    """Plain training steps; the flat parameters after each."""
+    seen = []
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        x = torch.randint(0, 16, (8,), generator=generator)
+        loss = nn.functional.cross_entropy(model(x).float(), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(torch.cat([p.detach().reshape(-1).clone() for p in model.parameters() if p.requires_grad]))
+    return seen
+
+
+def test_n1_h1_lr1_mu0_is_plain_training_within_one_ulp(fresh: str) -> None:
+    """Each step from the same θ: the outer step with one replica must be the inner step."""
+    torch.manual_seed(0)
+    model, twin = Net(), Net()
+    manager = MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    generator = torch.Generator().manual_seed(3)
+    with make_diloco(model, optimizer, manager, sync_every=1, outer_lr=1.0, outer_momentum=0.0):
+        for _ in range(20):
+            twin.load_state_dict(model.state_dict())
+            theta = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).numpy()
+            inner = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.3)
+            x = torch.randint(0, 16, (8,), generator=generator)
+            for net, opt in ((twin, inner), (model, optimizer)):
+                opt.zero_grad()
+                nn.functional.cross_entropy(net(x), x).backward()
+                opt.step()
+            want = torch.cat([p.detach().reshape(-1) for p in twin.parameters() if p.requires_grad]).numpy()
+            got = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).numpy()
+            ulp = np.spacing(np.maximum(np.abs(theta), np.abs(theta - want)))
+            assert (np.abs(got - want) <= ulp).all()
+    assert manager.current_step() == 20
+    manager.shutdown()
+
+
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 0, 0.0), (3, 1, 0.0), (3, 0, 0.5)])
+def test_bf16_tied_frozen_model_trains_alone(fresh: str, fragments: int, delay: int, alpha: float) -> None:
+    torch.manual_seed(0)
+    model = Net().to(torch.bfloat16)
+    frozen = model.frozen.weight.detach().clone()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    manager = MockManager(fresh, replicas=1)
+    with make_diloco(
+        model, optimizer, manager, sync_every=6, fragments=fragments, fragment_sync_delay=delay, fragment_update_alpha=alpha
+    ) as loop:
+        plain_steps(model, optimizer, 36)
+    assert manager.current_step() == 36 // (6 // fragments)
+    assert torch.equal(model.frozen.weight, frozen)
+    assert model.head.weight is model.emb.weight
+    sizes = [loop.state.size(i) for i in range(fragments)]
+    assert sum(sizes) == sum(math.prod(shape) for _, shape, _ in layout_of(model))
+    manager.shutdown()
+
+
+def test_torchft_asks_for_the_eight_names_and_no_more(fresh: str) -> None:
+    """If a torchft release asks for another name, or moves `_local_step`, this says so."""
+    surface = {
+        "_use_async_quorum", "start_quorum", "allreduce", "should_commit", "current_step",
+        "register_state_dict_fn", "allow_state_dict_read", "disallow_state_dict_read",
+    }  # fmt: skip
+    asked: set[str] = set()
+
+    class Recorder:
+        def __init__(self, manager: StoreManager) -> None:
+            self._manager = manager
+
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            return getattr(self._manager, name)
+
+    model, manager = Net(), MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    loop = make_diloco(model, optimizer, manager, sync_every=3)
+    recorder = Recorder(manager)
+    loop.diloco._manager = recorder  # type: ignore[assignment]
+    for fragment in loop.diloco._fragments:
+        fragment._manager = recorder  # type: ignore[assignment]
+        fragment.register_state_dict_fn = lambda: None  # type: ignore[method-assign]
+    with loop:
+        plain_steps(model, optimizer, 6)
+        assert loop.diloco._local_step == 0
+    assert asked | {"_use_async_quorum", "register_state_dict_fn"} == surface
+    manager.shutdown()
+
+
+def test_settings_that_do_not_fit(fresh: str) -> None:
+    model, manager = Net(), MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OuterError, match="not divisible by fragments=4; use sync_every=8"):
+        make_diloco(model, optimizer, manager, sync_every=6, fragments=4)
+    with pytest.raises(OuterError, match="must be below 3"):
+        make_diloco(model, optimizer, manager, sync_every=6, fragments=2, fragment_sync_delay=3)
+    with pytest.raises(OuterError, match="no trainable parameter"):
+        make_diloco(Net().requires_grad_(False), optimizer, manager, sync_every=6)
+    manager.shutdown()
+
+
+def test_another_model_under_the_same_url_is_refused(fresh: str) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(5, 5)
+    one = MockManager(fresh, replicas=2)
+    with make_diloco(first, torch.optim.SGD(first.parameters(), lr=0.1), one, sync_every=6):
+        pass
+    two = MockManager(fresh, "r01")
+    with (
+        pytest.raises(OuterError, match="a run of another model"),
+        make_diloco(second, torch.optim.SGD(second.parameters(), lr=0.1), two, sync_every=6),
+    ):
+        pass
+    one.shutdown()
+    two.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("stats", "word"),
+    [({"lr": 0.0}, "learning rate is 0"), ({"reward": 0.0, "grad_norm": 0.0}, "too hard or too easy"),
+     ({"grad_norm": 0.0}, "all gradients are 0"), ({}, "optimizer")],
+)  # fmt: skip
+def test_likely_causes(stats: dict[str, float], word: str) -> None:
+    assert word in likely_cause(stats)

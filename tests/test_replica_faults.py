@@ -1,0 +1,171 @@
+"""Real replica processes that are killed, paused, asked to leave, started late, and started twice.
+
+Whatever happens: no outer step is lost, no work counts twice, and an independent replay (tests/audit.py) reproduces
+the θ of every replica after every commit, bit for bit.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from diloco import exitcodes
+from rendezvous.clock import SystemClock
+from rendezvous.membership import write_control
+from tests.audit import check_run
+from tests.fleet import Fleet
+
+POINTS = {
+    "before blob": "before:put:/delta/@3",
+    "after blob": "after:put:/delta/@3",
+    "before offer": "before:create:/offer/@3",
+    "after offer": "after:create:/offer/@3",
+    "before commit": "before:create:/commit.json@1",
+    "after commit": "after:create:/commit.json@1",
+    "in a snapshot": "after:put:snapshots/@1",
+    "before the mean is announced": "before:put:/mean/@1",
+}
+
+
+SLOW = {"outer": {"sync_every": 60, "snapshot_every": 2}}  # an outer step lasts for some beats, so that tests can aim
+
+
+def test_a_fleet_learns_and_agrees(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}
+    found = check_run(tmp_path / "run", 6)
+    assert len(found.listed) == 18 and found.late == 0
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_death_at_every_point(tmp_path: Path, point: str) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.start("r00")
+    fleet.start("r01", die=POINTS[point])
+    fleet.start("r02")
+    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    assert fleet.lives["r01"][0].exitcode == -signal.SIGKILL, fleet.logs()
+    fleet.start("r01")
+    codes = fleet.wait()
+    assert codes == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
+    found = check_run(tmp_path / "run", 6)
+    if point in ("after offer", "before commit", "after commit"):
+        assert (2, "r01") in found.listed or point != "after offer", "a durable offer outlives its writer"
+
+
+def test_two_fragments_delay_and_another_cpu(tmp_path: Path) -> None:
+    """F = 2, τ = 1, and one replica whose kernels use no vector instructions."""
+    fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 6}, fleet={"steps": 8})
+    fleet.start("r00")
+    fleet.start("r01", ATEN_CPU_CAPABILITY="default")
+    fleet.start("r02")
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}
+    check_run(tmp_path / "run", 8)
+
+
+def test_a_merge_of_local_and_global_values_never_enters_a_pseudogradient(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "sync_every": 6})
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}
+    check_run(tmp_path / "run", 6)
+
+
+def test_two_fragments_survive_a_kill(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 80}, fleet={"steps": 10})
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.training("r01", 3))
+    fleet.signal("r01", signal.SIGKILL)
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}
+    check_run(tmp_path / "run", 10)
+
+
+def test_a_paused_zombie_is_fenced_and_says_so(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": 8})
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.training("r02", 1))
+    fleet.signal("r02", signal.SIGSTOP)
+    zombie = fleet.lives["r02"][0]
+    fleet.start("r02")
+    fleet.wait_for(lambda: any(o.slot == "r02" and o.generation == 2 for c in fleet.commits() for o in c.offers))
+    os.kill(zombie.pid, signal.SIGCONT)
+    codes = fleet.wait()
+    assert codes["r02"] == [exitcodes.FENCED, 0], fleet.logs()
+    assert "now belongs to generation 2" in fleet.log("r02").read_text()
+    check_run(tmp_path / "run", 8)
+
+
+def test_the_whole_fleet_dies_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.commit(2))
+    fleet.kill_all()
+    before = len(fleet.commits())
+    fleet.start_all()
+    codes = fleet.wait()
+    assert all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    assert before >= 3
+    check_run(tmp_path / "run", 6)
+
+
+def test_a_late_starter_heals_before_its_first_inner_step(tmp_path: Path) -> None:
+    """Its first offer starts from the chain's θ: the audit checks the base of every listed offer's commit."""
+    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": 10})
+    fleet.start("r00")
+    fleet.start("r01")
+    fleet.wait_for(lambda: fleet.commit(3))
+    fleet.start("r02")
+    codes = fleet.wait()
+    assert codes["r02"] == [0]
+    listed = [(c.t, o) for c in fleet.commits() for o in c.offers if o.slot == "r02"]
+    assert listed and listed[0][0] >= 4
+    check_run(tmp_path / "run", 10)
+
+
+def test_sigterm_offers_partial_work_and_leaves(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, outer={"sync_every": 40}, inner={"batch_size": 8}, fleet={"steps": 4})
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.training("r01", 1))
+    fleet.signal("r01", signal.SIGTERM)
+    codes = fleet.wait()
+    assert codes == {"r00": [0], "r01": [exitcodes.LEFT], "r02": [0]}, fleet.logs()
+    partial = [o for c in fleet.commits() for o in c.offers if o.slot == "r01" and o.h < 40]
+    assert partial and partial[-1].leaving and partial[-1].weight == pytest.approx(partial[-1].h / 40)
+    check_run(tmp_path / "run", 4)
+
+
+def test_two_processes_for_one_slot(tmp_path: Path) -> None:
+    """The second claim fences the first, which ends and says why; the run goes on with one of them."""
+    fleet = Fleet(tmp_path, **SLOW)
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.training("r00", 1))
+    fleet.start("r00")
+    codes = fleet.wait()
+    assert codes["r00"] == [exitcodes.FENCED, 0], fleet.logs()
+    assert "now belongs to generation 2" in fleet.log("r00").read_text()
+    check_run(tmp_path / "run", 6)
+
+
+def test_stop_ends_all_and_resume_goes_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, **SLOW)
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.commit(1))
+    write_control(fleet.store, SystemClock(), stop=True)
+    codes = fleet.wait()
+    assert all(lives == [exitcodes.LEFT] for lives in codes.values()), fleet.logs()
+    write_control(fleet.store, SystemClock(), resume=True)
+    fleet.start_all()
+    codes = fleet.wait()
+    assert all(lives == [exitcodes.LEFT, 0] for lives in codes.values()), fleet.logs()
+    check_run(tmp_path / "run", 6)
+
+
+def test_fewer_than_min_replicas_says_what_it_waits_for(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, fleet={"give_up_s": 2.0})
+    fleet.start("r00")
+    codes = fleet.wait()
+    assert codes == {"r00": [exitcodes.GAVE_UP]}
+    said = fleet.log("r00").read_text()
+    assert "min_replicas=2" in said and "r01 was never seen" in said
