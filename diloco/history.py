@@ -29,7 +29,9 @@ from rendezvous.store import PatientStore
 def export(url: str, step: int | None, to: Path) -> int:
     """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     run = read_run(url)
     record = _model_record(run)
     at, state = state_at(run, record, step)

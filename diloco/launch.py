@@ -7,12 +7,11 @@
 The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
 """
 
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -168,10 +167,12 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
     if body is not None:
         return ModelRecord.decode(body)
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     import inner
     from diloco.outer import layout_of
 
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
@@ -222,8 +223,3 @@ def _verified(store: Store, stored: Mapping[str, str]) -> bytes:
 def _save(path: Path, body: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(body)
-
-
-def describe(run: Run) -> str:
-    """run.json for people."""
-    return json.dumps({"config": run.record.config, "wanted": asdict(read_control(run.store))}, indent=1, default=list)

@@ -49,7 +49,7 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 
 
 class Nesterov(torch.optim.Optimizer):
-    """`nesterov` as the optimizer of one flat parameter; within 1 ulp of torch.optim.SGD(nesterov=True)."""
+    """`nesterov` as the optimizer of one flat parameter: torch.optim.SGD(nesterov=True) without fused rounding (≤ 2 ulp)."""
 
     def __init__(self, flat: nn.Parameter, *, lr: float, momentum: float) -> None:
         super().__init__([flat], {"lr": lr, "momentum": momentum})

@@ -241,7 +241,7 @@ class Reader:
     def _end_by_records(self, life: Life, beat: Beat | None) -> None:
         if life.how == "running" and (body := self._store.get(layout.leave(life.slot, life.generation))) is not None:
             leave = Leave.decode(body)
-            life.ended, life.how = leave.at, leave.reason
+            life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
         successor = self._lives.get((life.slot, life.generation + 1))
         if life.how == "running" and successor is not None:
             life.ended, life.how = successor.claimed, "replaced"

@@ -33,7 +33,7 @@ def vector(n: int, scale: float = 1.0) -> torch.Tensor:
 # ---------------------------------------------------------------- the step
 
 
-def test_nesterov_is_sgd_nesterov_within_an_ulp() -> None:
+def test_nesterov_is_sgd_nesterov_but_for_fused_rounding() -> None:
     start = vector(4096)
     param = nn.Parameter(start.clone())
     reference = torch.optim.SGD([param], lr=0.7, momentum=0.9, nesterov=True)
@@ -42,9 +42,9 @@ def test_nesterov_is_sgd_nesterov_within_an_ulp() -> None:
     param.grad = mean.clone()
     reference.step()
     nesterov(ours, momentum, mean, lr=0.7, mu=0.9)
-    differ = np.abs(param.detach().numpy() - ours.numpy())
     moved, size = np.abs(ours.numpy() - start.numpy()), np.abs(start.numpy())
-    assert (differ <= np.where(size > 2 * moved, np.spacing(size), 2 * np.spacing(np.maximum(size, moved)))).all()
+    ulps = np.abs(param.detach().numpy() - ours.numpy()) / np.spacing(np.maximum(size, moved))
+    assert ulps.max() <= 2 and (ulps <= 1).mean() > 0.99  # 2: results next to a power of two
 
 
 def test_nesterov_follows_a_float64_reference() -> None:
