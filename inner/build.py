@@ -1,0 +1,87 @@
+"""From a config to a model folder, and from a folder to a running loop.
+
+    publish_model(config, folder)                        once: the starting model, as any from_pretrained folder
+    build_inner(config, folder, files, seeds) -> loop    in every life
+
+    toolworld    built and warm-started in code          tiny    built in code
+    else         loaded from the folder or the Hub at `revision`, saved again
+
+Not promised: that a Hub id without `revision` means the same model tomorrow.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from inner.base import Files, InnerConfig, InnerError, InnerLoop, Seeds
+from inner.supervised import SupervisedLoop, load_tokens
+from inner.task import load_task
+from inner.userfiles import local_file
+from inner.worlds.tiny import tiny_model, tiny_tokenizer
+from inner.worlds.toolworld import ToolWorld
+
+
+def build_inner(config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0) -> InnerLoop:
+    """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`."""
+    model, tokenizer = _load(str(model_dir), config, revision=None, local=True)
+    if config.loop == "supervised":
+        path = local_file("text", str(config.text), files)
+        tokens = load_tokens(path, str(config.text), tokenizer, model.config.vocab_size)
+        return SupervisedLoop(config, model, tokens, seeds, warmup_steps)
+    try:
+        from inner.grpo import GrpoLoop
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"build_inner needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
+    return GrpoLoop(config, model, tokenizer, load_task(config, files), seeds, warmup_steps)
+
+
+def publish_model(config: InnerConfig, out_dir: Path) -> None:
+    """Write the starting model to `out_dir`: weights, config, tokenizer, chat template."""
+    if config.model == "toolworld":
+        world = ToolWorld(kinds=config.world_kinds, names=config.world_names)
+        tokenizer: PreTrainedTokenizerBase = world.tokenizer()
+        model: Any = world.model(seed=0)
+        world.warm_start(model, world.tokenizer(), config.warm_start_steps)
+        model = model.to(getattr(torch, config.dtype))
+    elif config.model == "tiny":
+        tokenizer, model = tiny_tokenizer(), tiny_model(config.context_length)
+        model = model.to(getattr(torch, config.dtype))
+    else:
+        model, tokenizer = _load(config.model, config, config.revision, local=False)
+    _quiet()
+    model.eval().save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+
+
+def _load(
+    source: str, config: InnerConfig, revision: str | None, local: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    _quiet()
+    where = {"revision": revision} if revision is not None else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, config.dtype), local_files_only=local, **where
+        )
+    except (OSError, ValueError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise InnerError(
+            f"the model {source}{at} could not be loaded: {str(error).splitlines()[0]}. Check inner.model and "
+            "inner.revision, and the Hub token if it is a private one."
+        ) from error
+    if tokenizer.pad_token_id is None:  # batches of different lengths need one; loss never counts it
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def _quiet() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

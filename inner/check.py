@@ -1,0 +1,104 @@
+"""Is what the user gave us usable? Asked on the laptop, before anything is rented.
+
+    reward        imports · is callable · (without an environment) answers one call on two empty completions
+    environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
+    prompts       every line parses · the same columns
+    text          is there · is not empty
+
+Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from inner.base import Files, InnerConfig, InnerError
+from inner.userfiles import load_object, load_prompts, load_reward, local_file, user_lines
+
+
+def check_inner(config: InnerConfig, files: Files) -> None:
+    """Raise InnerError on the first thing that cannot work."""
+    config.validate()
+    if config.loop == "supervised":
+        _check_text(config, files)
+        return
+    environment = load_environment(config, files)
+    rows = load_prompts(config.prompts, files) if config.prompts is not None else []
+    if config.reward is not None:
+        reward = load_reward(config.reward, files)
+        if rows and environment is None:  # an environment's state cannot be faked
+            reward(**_empty_call(rows))
+
+
+def load_environment(config: InnerConfig, files: Files) -> type | None:
+    """The user's environment class, looked at; None when there is none."""
+    if config.environment is None:
+        return None
+    found = load_object("environment", config.environment, files)
+    path = local_file("environment", config.environment, files)
+    try:
+        instance = found()
+    except Exception as error:
+        raise InnerError(f"environment {config.environment} cannot be built.\n{user_lines(error, path)}") from error
+    _check_members(config, type(instance))
+    for tool in tool_names(type(instance)):
+        _check_schema(config.environment, getattr(instance, tool), path)
+    return found
+
+
+def tool_names(environment: type) -> list[str]:
+    """TRL's rule: every public method but reset and get_reward."""
+    members = inspect.getmembers(environment, predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
+
+
+def _check_members(config: InnerConfig, environment: type) -> None:
+    if not hasattr(environment, "reset"):
+        raise InnerError(
+            f"environment {config.environment} has no `reset(self, **row)`. Add it; it gets the prompt's row."
+        )
+    if config.reward is None and config.model != "toolworld" and not hasattr(environment, "get_reward"):
+        raise InnerError(
+            f"environment {config.environment} has no `get_reward` and there is no reward. Add the method, or set "
+            'inner.reward = "file.py:function".'
+        )
+    if config.alpha_sdpo > 0 and not tool_names(environment):
+        raise InnerError(
+            f"alpha_sdpo = {config.alpha_sdpo} learns at tool errors, and environment {config.environment} has no "
+            "public method, so no tool can fail. Add a tool, or set inner.alpha_sdpo = 0."
+        )
+
+
+def _check_schema(spelling: str, tool: Any, path: Path) -> None:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        get_json_schema(tool)
+    except Exception as error:
+        raise InnerError(
+            f"environment {spelling}: tool {tool.__name__} cannot be described to the model ({error}). In {path.name}, "
+            'give every argument a type and a line under "Args:" in the docstring.'
+        ) from error
+
+
+def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The keyword arguments that TRL would pass, for two rollouts that said nothing."""
+    two = [rows[0], rows[min(1, len(rows) - 1)]]
+    chat = isinstance(two[0]["prompt"], list)
+    nothing: Any = [{"role": "assistant", "content": ""}] if chat else ""
+    columns = {name: [row[name] for row in two] for name in two[0] if name != "prompt"}
+    return {
+        "prompts": [row["prompt"] for row in two],
+        "completions": [nothing, nothing],
+        "completion_ids": [[], []],
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+        **columns,
+    }
+
+
+def _check_text(config: InnerConfig, files: Files) -> None:
+    path = local_file("text", str(config.text), files)
+    if path.stat().st_size == 0:
+        raise InnerError(f"text = {config.text!r} is empty. Give a file with something to learn.")

@@ -1,0 +1,183 @@
+"""The RL inner loop: one ComposerReplicationTrainer for the life of the process, stopped from outside.
+
+    train(stop):   generate ─ reward ─ loss ─ backward ─▶ optimizer.step() ─▶ stop()? ─▶ …
+                   └ every `boundary` inner steps         └ hooks on the raw optimizer
+
+One trainer per life, because a second one on the same model nests its forward once more, and starting `train` costs
+half a second. The optimizer is ours and raw, because accelerate's wrapper has no step hooks.
+
+Quiet: no prints, no progress bars, no reports, no files but a temporary folder that goes away.
+
+Not promised: a second life with the same bits; sampling is seeded by `seeds.noise`.
+"""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl.trainer.grpo_config import GRPOConfig
+
+from inner.base import InnerConfig, Seeds
+from inner.optim import make_optimizer, warm_up
+from inner.tally import Tally
+from inner.task import Task
+from inner.trainer import ComposerReplicationTrainer
+
+FOREVER = 10**9  # inner steps; the real end is `stop`
+HARVESTED = {
+    "loss/total": "loss",
+    "loss/grpo": "loss/grpo",
+    "loss/sdpo_kl": "loss/sdpo_kl",
+    "reward": "reward",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "completions/mean_length": "completion_length",
+    "tools/failure_frequency": "tool_failures",
+    "sdpo/coverage": "sdpo_coverage",
+    "sdpo/error_turns": "sdpo_error_turns",
+}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """TRL 1.16 uses names that transformers 5.23 deprecates, and says at each construction that environments may
+    change."""
+    transformers_logging.set_verbosity_error()
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+        yield
+
+
+class GrpoLoop:
+    """An InnerLoop."""
+
+    def __init__(
+        self,
+        config: InnerConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        seeds: Seeds,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.config, self.boundary = config, config.boundary
+        self.model: nn.Module = model
+        self.optimizer: Optimizer = make_optimizer(config, model)
+        self._tally = Tally()
+        self._folder = tempfile.TemporaryDirectory(prefix="inner-")
+        self.trainer = self._trainer(model, tokenizer, task, seeds, warmup_steps)
+        self.trainer.remove_callback(PrinterCallback)
+        self._watch = _Watch(self.trainer, self.optimizer, self._tally, config)
+        self.trainer.add_callback(self._watch)
+
+    @_quietly()
+    def _trainer(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        seeds: Seeds,
+        warmup_steps: int,
+    ) -> ComposerReplicationTrainer:
+        config = self.config
+        return ComposerReplicationTrainer(
+            model=model,
+            reward_funcs=task.reward,
+            args=trainer_arguments(config, seeds, self._folder.name),
+            train_dataset=_dataset(task.rows),
+            processing_class=tokenizer,
+            optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),
+            environment_factory=task.environment,
+            alpha_sdpo=config.alpha_sdpo,
+            sdpo_jsd_beta=config.sdpo_jsd_beta,
+            sdpo_temperature=config.sdpo_temperature,
+            sdpo_token_clip=config.sdpo_token_clip,
+            sdpo_teacher=config.sdpo_teacher,
+            hint=task.hint,
+            data_seed=seeds.data,
+            start=seeds.start,
+        )
+
+    def train(self, stop: Callable[[], bool]) -> None:
+        """Inner steps until `stop()`."""
+        self._watch.stop = stop
+        with _quietly():
+            self.trainer.train()
+
+    def harvest(self) -> dict[str, float]:
+        return self._tally.harvest()
+
+
+class _Watch(TrainerCallback):
+    """Reads a step's numbers before the optimizer's hooks run, and asks `stop` after every step."""
+
+    def __init__(
+        self,
+        trainer: ComposerReplicationTrainer,
+        optimizer: Optimizer,
+        tally: Tally,
+        config: InnerConfig,
+    ) -> None:
+        self.trainer, self.optimizer, self.tally = trainer, optimizer, tally
+        self.rollouts = config.batch_size * config.gradient_accumulation_steps
+        self.stop: Callable[[], bool] = lambda: True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        metrics = self.trainer._metrics["train"]
+        for source, name in HARVESTED.items():
+            for value in metrics.get(source, ()):
+                self.tally.note(name, value)
+        metrics.clear()  # nobody else reads them: TRL's own log is off
+        self.tally.note("lr", self.optimizer.param_groups[0]["lr"])
+        self.tally.count("samples", self.rollouts)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop():
+            control.should_training_stop = True
+
+
+def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> GRPOConfig:
+    """TRL's settings. Its defaults are for large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
+    steps."""
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,  # the model's own dtype decides
+        activation_checkpointing=config.gradient_checkpointing,
+        max_steps=FOREVER,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        steps_per_generation=config.steps_per_generation,
+        num_iterations=config.num_iterations,
+        num_generations=config.num_generations,
+        max_completion_length=config.completion_length,
+        max_tool_calling_iterations=config.max_tool_calling_iterations,
+        temperature=config.temperature,
+        loss_type=config.loss_type,
+        scale_rewards=config.scale_rewards,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate=config.learning_rate,
+        seed=seeds.noise % 2**32,  # numpy's limit; it seeds sampling only, the data order is ours
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _dataset(rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)

@@ -1,0 +1,89 @@
+"""TAID: a target that moves from the student to the teacher (arXiv 2501.16937).
+
+    p_t = softmax((1 - t) sg(S) + t T_)          in logit space; sg = no gradient
+    L   = - Σ_tok mask Σ_v p_t log softmax(S) / Σ mask          eq. (4), as in SakanaAI/TAID
+
+t = 0: the student's own entropy, no gradient. t = 1: the teacher's cross-entropy. It is a cross-entropy, so equal
+distributions give their entropy, not 0.
+
+Not promised: that the scheduler adapts. With the defaults its own step (≤ 1.5e-4) is below the linear slope .6/N unless
+N is above ~4000 steps; raise `alpha` for short runs.
+"""
+
+from math import exp
+
+import torch
+from torch import Tensor
+
+from inner.losses.divergence import log_probs, zero_on_graph
+
+
+def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: float) -> Tensor:
+    """Logits (..., V), 0/1 mask (...) over positions (already shifted). An empty mask gives 0, on the graph."""
+    if not 0 <= t <= 1:
+        raise ValueError(f"t = {t} is outside [0, 1].")
+    if student_logits.shape != teacher_logits.shape or mask.shape != student_logits.shape[:-1]:
+        raise ValueError(
+            f"student {tuple(student_logits.shape)}, teacher {tuple(teacher_logits.shape)} and mask "
+            f"{tuple(mask.shape)} do not fit: (..., V), (..., V), (...)."
+        )
+    kept = mask.bool()
+    student, teacher = student_logits[kept], teacher_logits[kept]
+    if student.numel() == 0:
+        return zero_on_graph(student_logits)
+    target = _blend(student.detach(), teacher, t).softmax(-1)
+    logq = log_probs(student)
+    return -(target * torch.where(target > 0, logq, 0.0)).sum() / kept.sum()
+
+
+def _blend(student: Tensor, teacher: Tensor, t: float) -> Tensor:
+    """(1 - t) S + t T_, where a zero weight silences even -inf."""
+    student = student if student.dtype == torch.float64 else student.float()
+    if t == 0:
+        return student
+    return teacher.to(student.dtype) if t == 1 else (1 - t) * student + t * teacher.to(student.dtype)
+
+
+class TAIDScheduler:
+    """t over training: at least the straight line from t_start to t_end, ahead of it while the loss falls fast.
+
+    r = (previous - loss) / (previous + 1e-15);  m ← β m + (1 - β) r;  t ← min(t_end, max(line, t + α σ(m) (1 - t)))
+    """
+
+    def __init__(
+        self,
+        num_train_steps: int,
+        t_start: float = 0.4,
+        t_end: float = 1.0,
+        alpha: float = 5e-4,
+        beta: float = 0.99,
+        disable_adaptive: bool = False,
+    ) -> None:
+        if num_train_steps < 1:
+            raise ValueError(f"num_train_steps = {num_train_steps} must be 1 or more.")
+        if not 0 <= t_start <= t_end <= 1:
+            raise ValueError(f"0 <= t_start = {t_start} <= t_end = {t_end} <= 1 does not hold.")
+        self.num_train_steps, self.t_start, self.t_end = num_train_steps, t_start, t_end
+        self.alpha, self.beta, self.disable_adaptive = alpha, beta, disable_adaptive
+        self.t, self.momentum = t_start, 0.0
+        self.previous: float | None = None
+
+    def update_t(self, loss: Tensor | float, global_step: int) -> float:
+        """After a step. The first call only remembers the loss; an exact 0 (an empty batch) says nothing and is
+        skipped."""
+        value = float(loss)
+        line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
+        if value == 0:
+            return self.t
+        if self.previous is None:
+            self.previous = value
+            return self.t
+        if self.disable_adaptive:  # upstream runs past t_end when global_step > num_train_steps; we stop there
+            self.t = min(self.t_end, line)
+            return self.t
+        progress = (self.previous - value) / (self.previous + 1e-15)
+        self.momentum = self.beta * self.momentum + (1 - self.beta) * progress
+        ahead = self.t + self.alpha / (1 + exp(-self.momentum)) * (1 - self.t)
+        self.t = min(self.t_end, max(line, ahead))
+        self.previous = value
+        return self.t

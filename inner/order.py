@@ -1,0 +1,32 @@
+"""Which data an inner step sees: a pure function of (data seed, index), so that a second life goes on where the first
+stopped.
+
+    prompts      epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | …      one endless line
+                 ├─ g=0 ─┼─ g=1 ─┼─ g=2 ─┤                                             P prompts per generation
+    windows      step i: batch random windows of the token file, drawn from (seed, i)
+
+Not promised: that the order survives a change of the batch size, or of the number of prompts.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def prompt_order(n_prompts: int, seed: int) -> Callable[[int], int]:
+    """position in the endless line -> prompt index. Remembers one epoch at a time."""
+    epoch_now, order = -1, np.empty(0, dtype=np.int64)
+
+    def at(position: int) -> int:
+        nonlocal epoch_now, order
+        epoch, offset = divmod(position, n_prompts)
+        if epoch != epoch_now:
+            epoch_now, order = epoch, np.random.default_rng([seed, epoch]).permutation(n_prompts)
+        return int(order[offset])
+
+    return at
+
+
+def window_starts(n_tokens: int, width: int, batch: int, seed: int, index: int) -> np.ndarray:
+    """First token of each of `batch` windows of `width` tokens, for inner step (or micro-batch) `index`."""
+    return np.random.default_rng([seed, index]).integers(0, n_tokens - width + 1, size=batch)

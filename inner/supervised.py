@@ -1,0 +1,111 @@
+"""The plain inner loop: next-token loss on one line of tokens.
+
+    tokens   ………┊──── window ────┊………          batch_size random windows of context_length + 1 tokens
+    step i   is made of micro-batches i·GA … i·GA + GA - 1, each drawn from (data seed, its number): see inner.order
+
+Not promised: that every token is seen once per epoch; windows are drawn with replacement. No trl here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from inner.base import InnerConfig, InnerError, Seeds
+from inner.optim import make_optimizer, warm_up
+from inner.order import window_starts
+from inner.tally import Tally
+
+
+class SupervisedLoop:
+    """An InnerLoop. One `train` call after another goes on in the data."""
+
+    boundary = 1
+
+    def __init__(
+        self,
+        config: InnerConfig,
+        model: nn.Module,
+        tokens: np.ndarray,
+        seeds: Seeds,
+        warmup_steps: int = 0,
+    ) -> None:
+        if len(tokens) <= config.context_length:
+            raise InnerError(
+                f"text = {config.text!r} has {len(tokens)} tokens, fewer than one window of context_length + 1 = "
+                f"{config.context_length + 1}. Give a longer text, or lower inner.context_length."
+            )
+        torch.manual_seed(seeds.noise)
+        self.config, self.tokens, self.seeds = config, tokens, seeds
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model: nn.Module = model.to(self.device)
+        self.optimizer: Optimizer = make_optimizer(config, self.model)
+        self._schedule = warm_up(self.optimizer, config, seeds.start, warmup_steps)
+        self._next = seeds.start
+        self._tally = Tally()
+
+    def train(self, stop: Callable[[], bool]) -> None:
+        """Inner steps until `stop()`."""
+        self.model.train()
+        while True:
+            self._step()
+            if stop():
+                return
+
+    def harvest(self) -> dict[str, float]:
+        return self._tally.harvest()
+
+    def batch(self, micro: int) -> Tensor:
+        """Micro-batch number `micro` of the data order -> ids (B, context_length + 1)."""
+        width, size = self.config.context_length + 1, self.config.batch_size
+        starts = window_starts(len(self.tokens), width, size, self.seeds.data, micro)
+        ids_B_T = np.stack([self.tokens[start : start + width] for start in starts]).astype(np.int64)
+        return torch.from_numpy(ids_B_T).to(self.device)
+
+    def _step(self) -> None:
+        ga = self.config.gradient_accumulation_steps
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = sum(self._backward(self._next * ga + k) for k in range(ga))
+        limit = self.config.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self._tally.note("loss", loss)
+        self._tally.note("grad_norm", float(norm))
+        self._tally.note("lr", self.optimizer.param_groups[0]["lr"])
+        self._tally.count("samples", ga * self.config.batch_size)
+        self._next += 1  # before the hooks: what they see as done is done
+        self.optimizer.step()
+        self._schedule.step()
+
+    def _backward(self, micro: int) -> float:
+        ids_B_T = self.batch(micro)
+        logits = self.model(input_ids=ids_B_T[:, :-1]).logits.float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids_B_T[:, 1:].flatten())
+        loss = loss / self.config.gradient_accumulation_steps
+        loss.backward()
+        return float(loss.detach())
+
+
+def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
+    """.txt is tokenised; .npy holds token ids; .bin holds raw uint16 token ids."""
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r")
+    elif path.suffix == ".bin":
+        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    else:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        tokens = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InnerError(
+            f"text = {spelling!r} holds {tokens.dtype} of shape {tokens.shape}; token ids are one line of integers. "
+            "Save a one-dimensional integer array."
+        )
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise InnerError(
+            f"text = {spelling!r} holds token ids from {tokens.min()} to {tokens.max()}; the model knows 0 to "
+            f"{vocabulary - 1}. Tokenise it with this model's tokenizer."
+        )
+    return tokens

@@ -1,0 +1,42 @@
+"""What is to be learned by rollouts: prompts, how a completion is scored, what it may call, what to tell after an
+error.
+
+    the user's files, and where the user gave none and the model is "toolworld": ToolWorld's own
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inner.base import Files, InnerConfig
+from inner.check import load_environment
+from inner.hints import Hint
+from inner.userfiles import load_module, load_prompts, load_reward
+from inner.worlds.toolworld import ToolWorld
+
+
+@dataclass(frozen=True)
+class Task:
+    rows: list[dict[str, Any]]
+    reward: Callable[..., Sequence[float | None]] | None  # None: the environment has get_reward
+    environment: type | None
+    hint: Hint | None  # None: the templates of inner.hints
+
+
+def load_task(config: InnerConfig, files: Files) -> Task:
+    """Raises InnerError where a file cannot be used."""
+    reward = load_reward(config.reward, files) if config.reward is not None else None
+    environment = load_environment(config, files)
+    rows = load_prompts(config.prompts, files) if config.prompts is not None else []
+    hint = None
+    if config.environment is not None:
+        hint = getattr(load_module("environment", config.environment, files), "hint", None)
+    if config.model != "toolworld":
+        return Task(rows, reward, environment, hint)
+    world = ToolWorld(kinds=config.world_kinds, names=config.world_names)
+    return Task(
+        rows=rows or world.rows(),
+        reward=reward or world.reward,
+        environment=environment or world.environment(),
+        hint=hint if environment else world.hint,
+    )

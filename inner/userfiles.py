@@ -1,0 +1,158 @@
+"""The user's own files: "reward.py:score" -> a function, "prompts.jsonl" -> rows, "text.txt" -> token ids.
+
+    config.reward = "reward.py:score"     what the user wrote; the name after the last ":" is what we look up
+    files["reward"] = Path("/…/reward.py")    the local copy, wherever it came from
+
+Everything that is wrong with a user's file is an InnerError that shows the user's own line.
+"""
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from inner.base import Files, InnerError
+
+
+def local_file(kind: str, spelling: str, files: Files) -> Path:
+    """The local copy of the file that the config calls `spelling`."""
+    path = files.get(kind)
+    if path is None:
+        raise InnerError(f'{kind} = {spelling!r}: no local copy was handed in. Pass files={{"{kind}": path}}.')
+    if not Path(path).is_file():
+        raise InnerError(f"{kind} = {spelling!r}: there is no file {path}. Check the path in inner.{kind}.")
+    return Path(path)
+
+
+def load_object(kind: str, spelling: str, files: Files) -> Any:
+    """The function or class that "file.py:name" names."""
+    module = load_module(kind, spelling, files)
+    name = spelling.rpartition(":")[2]
+    if not hasattr(module, name):
+        defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise InnerError(
+            f"{kind} = {spelling!r}: the file defines no {name!r}; it defines "
+            f"{', '.join(defined) or 'nothing callable'}. Correct the name behind the colon in inner.{kind}."
+        )
+    found = getattr(module, name)
+    if not callable(found):
+        raise InnerError(f"{kind} = {spelling!r}: {name} is a {type(found).__name__}, which cannot be called.")
+    return found
+
+
+def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
+    """Run the user's file once per process."""
+    if not spelling.rpartition(":")[0]:
+        raise InnerError(f'{kind} = {spelling!r} names no object. Write inner.{kind} = "file.py:name".')
+    path = local_file(kind, spelling, files)
+    name = f"inner_user_{kind}_{sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InnerError(f"{kind} = {spelling!r}: {path.name} is not a Python file. Give a .py file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InnerError(f"{kind} = {spelling!r} could not be imported.\n{user_lines(error, path)}") from error
+    return module
+
+
+def user_lines(error: BaseException, path: Path) -> str:
+    """The error, with the last line of the user's file that was running, as Python would show it."""
+    what = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
+    return (
+        f"{where}  {what}\n  next: run `python {path.name}` where this runs; mend the line, or install what it imports."
+    )
+
+
+def load_prompts(spelling: str, files: Files, limit: int | None = None) -> list[dict[str, Any]]:
+    """Rows of a .jsonl file, each with a `prompt` and the same columns."""
+    path = local_file("prompts", spelling, files)
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                rows.append(_prompt_row(spelling, number, line, rows[0] if rows else None))
+            if limit is not None and len(rows) == limit:
+                break
+    if not rows:
+        raise InnerError(f"prompts = {spelling!r} is empty. One JSON object with a `prompt` per line.")
+    return rows
+
+
+def _prompt_row(spelling: str, number: int, line: str, first: dict[str, Any] | None) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InnerError(
+            f"prompts = {spelling!r}, line {number} is not JSON: {error}. One JSON object per line."
+        ) from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+        raise InnerError(
+            f"prompts = {spelling!r}, line {number} has no `prompt`: {line.strip()[:80]}. "
+            'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the '
+            "columns of your reward."
+        )
+    if first is not None and set(row) != set(first):
+        odd = ", ".join(sorted(set(row) ^ set(first)))
+        raise InnerError(
+            f"prompts = {spelling!r}, line {number}: column {odd} is not in every line. Write it everywhere."
+        )
+    return row
+
+
+def load_reward(spelling: str, files: Files) -> Callable[..., list[float | None]]:
+    """The user's reward, guarded: what it returns is checked at every call."""
+    function = load_object("reward", spelling, files)
+    path = local_file("reward", spelling, files)
+    return guard_reward(function, spelling, path)
+
+
+def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None = None) -> Callable[..., Any]:
+    """The same function; an exception, a wrong length or a NaN becomes an InnerError that names it."""
+
+    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        try:
+            values = function(completions=completions, **columns)
+        except Exception as error:
+            shown = user_lines(error, path) if path is not None else f"  {error!r}"
+            raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
+        return checked_rewards(values, len(completions), spelling)
+
+    reward.__name__ = getattr(function, "__name__", "reward")  # TRL's metrics carry this name
+    return reward
+
+
+def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:
+    """One finite number (or None: "cannot say") per completion."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise InnerError(
+            f"reward {spelling} returned a {type(values).__name__}. Return a list with one number "
+            f"per completion" + (" (and write `def`, not `async def`)." if hasattr(values, "__await__") else ".")
+        )
+    if len(values) != expected:
+        raise InnerError(
+            f"reward {spelling} returned {len(values)} values for {expected} completions. Return one number each."
+        )
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or value != value or value in (float("inf"), float("-inf")):
+            raise InnerError(
+                f'reward {spelling} returned {value!r} for completion {i}. Return a finite number, or None for "cannot '
+                'say".'
+            )
+    return list(values)

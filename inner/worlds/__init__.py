@@ -1,0 +1,1 @@
+"""Small worlds to learn in, built in code: no downloads."""

@@ -1,0 +1,35 @@
+"""The smallest language model that learns text: bytes in, bytes out, built in code.
+
+    tokenizer   257 tokens: id = byte, and <end> = 256
+    model       2 layers of width 64, about 0.1 M parameters
+
+Not promised: good text.
+"""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from inner.worlds.body import tiny_llama
+
+END = "<end>"
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    core = Tokenizer(models.BPE(vocab={**vocabulary, END: 256}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def tiny_model(context_length: int, seed: int = 0) -> LlamaForCausalLM:
+    return tiny_llama(tiny_tokenizer(), positions=max(128, context_length), seed=seed)
+
+
+def _byte_symbols() -> list[str]:
+    """GPT-2's printable stand-in for each byte: itself where it prints, else the next free character from 256 on."""
+    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    free = iter(range(256, 512))
+    return [chr(byte) if byte in prints else chr(next(free)) for byte in range(256)]

@@ -1,0 +1,254 @@
+"""ToolWorld: a tiny language model, its tokenizer and a tool environment, all built in code.
+
+    <user> op3 4 5 <end>
+    <assistant> <call> t3_9 a 4 b 5 </call> <end>       one of `names` names per kind, all equally likely at the start
+    <tool> {'error': 'Tool t3_9 not found.'} <end>      TRL's own error turn: only one name per kind exists
+    <assistant> giveup <end>                            reward 0
+
+    <assistant> <call> t3_6 a 4 b 5 </call> <end>       the right name
+    <tool> 1 <end>                                      (3 + 1) · 4 + 5 mod 20
+    <assistant> 1 <end>                                 reward 1: the final answer is right
+
+The warm start teaches the format, copying the tool's result, and following "hint use t3_6"; it never learns which name
+is right. So plain RL has to find 1 name in `names` per kind, and a hint after the error says which.
+
+Not promised: any claim about language models. It shows that the wiring carries signal, in seconds on a CPU.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from inner.hints import gate
+from inner.worlds.body import tiny_llama
+
+NUMBERS = 20  # operands and results are 0 .. NUMBERS - 1
+SPECIAL = [
+    "<pad>",
+    "<unk>",
+    "<end>",
+    "<user>",
+    "<assistant>",
+    "<tool>",
+    "<system>",
+    "<call>",
+    "</call>",
+]
+TEMPLATE = (
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}<user> {{ m.content }} <end> "
+    "{%- elif m.role == 'system' -%}<system> {{ m.content }} <end> "
+    "{%- elif m.role == 'tool' -%}<tool> {{ m.content }} <end> "
+    "{%- elif m.role == 'assistant' -%}<assistant> {% generation %}"
+    "{%- if m.tool_calls -%}{%- for c in m.tool_calls -%}<call> {{ c.function.name }} "
+    "{%- for k, v in c.function.arguments.items() %} {{ k }} {{ v }} {% endfor -%} </call> "
+    "{% endfor -%}{%- endif -%}"
+    "{{ m.content }} <end>{% endgeneration %} "
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<assistant> {%- endif -%}"
+)
+# How transformers' response parser reads "<call> t3_6 a 4 b 5 </call>" and a plain answer back from generated text.
+CALL_FIELD = {
+    "open_pattern": r"\s*<call>\s*(?P<name>\S+)",
+    "close_pattern": r"</call>\s*",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"(?P<key>[ab]) (?P<value>\d+)",
+        "value_parser": {"name": "int"},
+    },
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "tool_calls": CALL_FIELD,
+        "content": {"close_pattern": r"<end>\s*", "content": "text"},
+    },
+}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolWorld:
+    """`kinds` operations with `names` possible tool names each. Chance of a right first call: 1 / names."""
+
+    kinds: int = 6
+    names: int = 32
+
+    def name(self, kind: int, synonym: int) -> str:
+        return f"t{kind}_{synonym}"
+
+    def right_name(self, kind: int) -> str:
+        """The one name per kind that exists. The same in every process; no prompt and no warm start reveals it."""
+        return self.name(kind, random.Random(1234 + kind).randrange(self.names))
+
+    def result(self, kind: int, a: int, b: int) -> int:
+        return ((kind + 1) * a + b) % NUMBERS
+
+    # the student
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token per word; chat template and response template included."""
+        words = SPECIAL + [str(i) for i in range(NUMBERS)] + ["a", "b", "hint", "use", "error", "giveup"]
+        words += [f"op{k}" for k in range(self.kinds)]
+        words += [self.name(k, s) for k in range(self.kinds) for s in range(self.names)]
+        words += ["{'error':", "'Tool", "not", "found.'}", "found."]
+        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        core.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core,
+            pad_token="<pad>",
+            unk_token="<unk>",
+            eos_token="<end>",
+            padding_side="left",
+            model_max_length=128,
+            clean_up_tokenization_spaces=False,
+        )
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.response_template = RESPONSE_TEMPLATE
+        return tokenizer
+
+    def model(self, seed: int = 0) -> LlamaForCausalLM:
+        """About 0.1 M parameters, random."""
+        return tiny_llama(self.tokenizer(), positions=128, seed=seed)
+
+    # the warm start
+
+    def dialogue(self, rng: random.Random) -> list[Message]:
+        """Names uniform over the synonyms; a hint, when there is one, is followed; the tool's result is copied."""
+        kind, a, b = rng.randrange(self.kinds), rng.randrange(NUMBERS), rng.randrange(NUMBERS)
+        fails = rng.random() < 0.35
+        name = self.name(kind, rng.randrange(self.names))
+        messages: list[Message] = [{"role": "user", "content": f"op{kind} {a} {b}"}]
+        if rng.random() < 0.85:  # following a hint is the slow part to learn; the rest keeps the names equally likely
+            messages.append({"role": "system", "content": f"hint use {name}"})
+        call = {"type": "function", "function": {"name": name, "arguments": {"a": a, "b": b}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        if fails:
+            tool, answer = f"{{'error': 'Tool {name} not found.'}}", "giveup"
+        else:  # any number: what is to be learned is to copy it
+            tool = answer = str(rng.randrange(NUMBERS))
+        return [
+            *messages,
+            {"role": "tool", "content": tool},
+            {"role": "assistant", "content": answer},
+        ]
+
+    def warm_start(
+        self,
+        model: LlamaForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        steps: int = 450,
+        seed: int = 0,
+    ) -> float:
+        """Supervised steps on assistant tokens, in place. Returns the last loss."""
+        rng = random.Random(seed)
+        ids, labels, mask = _supervised_rows(tokenizer, [self.dialogue(rng) for _ in range(4000)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=5e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False
+        )
+        picks = torch.Generator().manual_seed(seed)
+        model.train()
+        last = float("nan")
+        for _ in range(steps):
+            rows = torch.randint(0, len(ids), (16,), generator=picks)
+            states = model.base_model(input_ids=ids[rows], attention_mask=mask[rows]).last_hidden_state[:, :-1]
+            targets = labels[rows][:, 1:]
+            told = targets != -100
+            loss = torch.nn.functional.cross_entropy(model.lm_head(states[told]), targets[told])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            last = float(loss.detach())
+        return last
+
+    # the task
+
+    def rows(self, n: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
+        """`n` prompts: prompt (messages), kind, a, b, answer."""
+        rng = random.Random(seed)
+        drawn = [(rng.randrange(self.kinds), rng.randrange(NUMBERS), rng.randrange(NUMBERS)) for _ in range(n)]
+        return [
+            {
+                "prompt": [{"role": "user", "content": f"op{kind} {a} {b}"}],
+                "kind": kind,
+                "a": a,
+                "b": b,
+                "answer": self.result(kind, a, b),
+            }
+            for kind, a, b in drawn
+        ]
+
+    def dataset(self, n: int = 2000, seed: int = 0) -> Any:
+        """The rows as a `datasets.Dataset`."""
+        from datasets import Dataset
+
+        return Dataset.from_list(self.rows(n, seed))
+
+    def environment(self) -> type:
+        """TRL's environment class: one method per kind, named by the name that exists."""
+        tools = {self.right_name(kind): self._tool(kind) for kind in range(self.kinds)}
+
+        def reset(self: Any, **row: Any) -> None:
+            self._kind = row["kind"]
+
+        return type("ToolWorldEnvironment", (), {"reset": reset, **tools})
+
+    def _tool(self, kind: int) -> Callable[..., int]:
+        world = self
+
+        def tool(self, a: int, b: int) -> int:  # no type on self: the JSON schema would want to describe it
+            """Compute.
+
+            Args:
+                a: first operand
+                b: second operand
+            """
+            return world.result(kind, a, b) if self._kind == kind else -1
+
+        tool.__name__ = self.right_name(kind)
+        tool.__qualname__ = f"ToolWorldEnvironment.{tool.__name__}"
+        return tool
+
+    def reward(self, completions: list[list[Message]], answer: list[int], **columns: Any) -> list[float]:
+        """1 when the last turn is the right number."""
+        return [float(final_answer(turns) == str(want)) for turns, want in zip(completions, answer, strict=True)]
+
+    def hint(self, row: Mapping[str, Any], error: str) -> str | None:
+        """After a name that does not exist: which one does."""
+        right = self.right_name(row["kind"])
+        return gate(f"hint use {right}" if "not found" in error else None, right, error)
+
+
+def final_answer(turns: list[Message]) -> str | None:
+    """What the assistant said last, or None when a tool had the last word."""
+    last = turns[-1]
+    return (last.get("content") or "").replace("<end>", "").strip() if last["role"] == "assistant" else None
+
+
+def _supervised_rows(
+    tokenizer: PreTrainedTokenizerFast, dialogues: list[list[Message]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, labels (-100 outside the assistant's tokens) and attention mask, each (N, T), padded on the right."""
+    rows: Any = tokenizer.apply_chat_template(
+        dialogues,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
+    ids, assistant = rows["input_ids"], torch.as_tensor(rows["assistant_masks"])
+    return ids, ids.masked_fill(assistant == 0, -100), rows["attention_mask"]
