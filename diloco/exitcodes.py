@@ -8,6 +8,15 @@ USER_ERROR = 2  # the config, a file or the model is wrong; starting again chang
 FENCED = 3  # another process holds this slot; do not start again
 LEFT = 4  # asked to go; its work is durable
 DIVERGED = 5  # its memory was not the chain's θ; starting again heals
+BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
 GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
 
-NAMES = {DONE: "done", USER_ERROR: "user error", FENCED: "fenced", LEFT: "left", DIVERGED: "diverged", GAVE_UP: "gave up"}
+NAMES = {
+    DONE: "done",
+    USER_ERROR: "user error",
+    FENCED: "fenced",
+    LEFT: "left",
+    DIVERGED: "diverged",
+    BAD_DELTA: "bad delta",
+    GAVE_UP: "gave up",
+}

@@ -100,7 +100,9 @@ def read_run(url: str) -> Run:
     store = open_store(url)
     body = store.get(layout.RUN)
     if body is None:
-        raise ConfigError(f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}")
+        raise ConfigError(
+            f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
+        )
     return Run(url, store, RunRecord.decode(body))
 
 
@@ -210,6 +212,7 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
 
 
 def _verified(store: Store, stored: Mapping[str, str]) -> bytes:
+    body: bytes | None = None
     for _ in range(3):
         body = store.get(stored["key"])
         if body is not None and digest(body) == stored["digest"]:

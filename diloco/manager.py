@@ -272,7 +272,7 @@ class StoreManager:
         self.life.flush()
 
 
-def MockManager(name: str = "mock", slot: str = "r00", **settings: Any) -> StoreManager:  # noqa: N802
+def MockManager(name: str = "mock", slot: str = "r00", **settings: Any) -> StoreManager:
     """The notes' name for a Manager without servers: a StoreManager on memory://name."""
     return StoreManager(f"memory://{name}", slot, **settings)
 
@@ -286,4 +286,5 @@ def likely_cause(stats: dict[str, float]) -> str:
         return f"every group's rewards are equal (mean {level:.2f}), so no advantage: the task is too hard or too easy"
     if stats.get("grad_norm") == 0:
         return "all gradients are 0: is the loss connected to trainable parameters?"
-    return "parameters did not change: is the optimizer given the model's trainable parameters?"
+    rate = f"a learning rate of {stats['lr']:g} may be too small for their dtype" if "lr" in stats else "look at the lr"
+    return f"parameters did not change: {rate}, or the optimizer does not hold the model's parameters"

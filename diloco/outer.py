@@ -107,7 +107,9 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every trainable parameter once (tied weights under their first name), in the model's order."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
-        raise OuterError("the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter")
+        raise OuterError(
+            "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
+        )
     return found
 
 
@@ -143,7 +145,7 @@ class OuterState:
     def digest(self) -> str:
         h = xxhash.xxh3_128()
         for array in self.arrays().values():
-            h.update(memoryview(array).cast("B"))
+            h.update(array)
         return h.hexdigest()
 
     def size(self, fragment: int) -> int:
@@ -185,8 +187,7 @@ class OuterLoop:
         alpha: float,
         boundary: int = 1,
     ) -> None:
-        from torchft.local_sgd import DiLoCo
-
+        DiLoCo = _torchft_diloco()
         _refuse_distributed()
         self.manager, self.optimizer, self.rules, self.boundary = manager, optimizer, rules, boundary
         self.model = model
@@ -320,5 +321,17 @@ def make_diloco(
 
 
 def _refuse_distributed() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise OuterError("a replica is one process on one device for now; WORLD_SIZE > 1 is not supported")
+
+
+def _torchft_diloco() -> Any:
+    try:
+        from torchft.local_sgd import DiLoCo
+    except ImportError as missing:
+        raise ImportError("make_diloco needs torchft: pip install 'serverless-diloco[diloco]'") from missing
+    return DiLoCo

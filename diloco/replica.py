@@ -26,7 +26,7 @@ from diloco.life import Life, process_alive
 from inner import InnerError, Seeds
 from rendezvous import layout
 from rendezvous.chain import head
-from rendezvous.errors import Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreRefused, WrongRun
+from rendezvous.errors import BadDelta, Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreRefused, WrongRun
 
 if TYPE_CHECKING:
     from diloco.manager import StoreManager
@@ -131,21 +131,21 @@ def _leave_now(life: Life) -> None:
 
 
 def _ended(life: Life, error: RendezvousError) -> int:
-    """Terminal errors become an exit code and a last word in the journal."""
+    """What the rendezvous says becomes an exit code and a last word in the journal."""
     codes: list[tuple[type[RendezvousError], int, str]] = [
         (Leaving, exitcodes.LEFT, "left"),
         (Fenced, exitcodes.FENCED, "fenced"),
         (Diverged, exitcodes.DIVERGED, "diverged"),
         (GaveUp, exitcodes.GAVE_UP, "gave_up"),
+        (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
+        (RendezvousError, 1, "crashed"),
     ]
-    for kind, code, event in codes:
-        if isinstance(error, kind):
-            life.tell(event, step=life.rv.step, text=str(error))
-            if not isinstance(error, Fenced):
-                life.rv.members.goodbye()
-            life.end()
-            return _say(life.rv.slot, error, code)
-    raise error
+    code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
+    life.tell(event, step=life.rv.step, text=str(error))
+    if not isinstance(error, Fenced):
+        life.rv.members.goodbye()
+    life.end()
+    return _say(life.rv.slot, error, code)
 
 
 def _say(slot: str, error: Exception, code: int) -> int:

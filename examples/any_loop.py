@@ -1,6 +1,6 @@
 """Any PyTorch loop, made elastic: two processes that meet in a folder every 10 steps.
 
-    python examples/any_loop.py              kill -9 one of the two while it runs, start the same command again: it goes on
+python examples/any_loop.py              kill -9 one of the two while it runs, start the same command again: it goes on
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
 """An independent reading of a run: json, numpy and the files, none of the product's code.
 
-    θ₀ = snapshots/0 ;  for every commit: check the chain, weigh and sum the listed blobs, step with Nesterov in fp32
-    and compare the digest of (θ, momentum) with what the next commit says it started from.
+θ₀ = snapshots/0 ;  for every commit: check the chain, weigh and sum the listed blobs, step with Nesterov in fp32
+and compare the digest of (θ, momentum) with what the next commit says it started from.
 """
 
 import json

@@ -196,7 +196,13 @@ def test_bf16_tied_frozen_model_trains_alone(fresh: str, fragments: int, delay: 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     manager = MockManager(fresh, replicas=1)
     with make_diloco(
-        model, optimizer, manager, sync_every=6, fragments=fragments, fragment_sync_delay=delay, fragment_update_alpha=alpha
+        model,
+        optimizer,
+        manager,
+        sync_every=6,
+        fragments=fragments,
+        fragment_sync_delay=delay,
+        fragment_update_alpha=alpha,
     ) as loop:
         plain_steps(model, optimizer, 36)
     assert manager.current_step() == 36 // (6 // fragments)

@@ -66,7 +66,9 @@ def test_two_fragments_delay_and_another_cpu(tmp_path: Path) -> None:
 
 
 def test_a_merge_of_local_and_global_values_never_enters_a_pseudogradient(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "sync_every": 6})
+    fleet = Fleet(
+        tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "sync_every": 6}
+    )
     fleet.start_all()
     assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}
     check_run(tmp_path / "run", 6)

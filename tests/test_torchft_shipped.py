@@ -1,6 +1,6 @@
 """torchft's own tests, as shipped, with our Manager in the place of theirs.
 
-    torchft.Manager(pg, replica_id, lighthouse_addr, …)  ──▶  StoreManager("memory://…", slot)       nothing else changes
+    torchft.Manager(pg, replica_id, lighthouse_addr, …)  ──▶  StoreManager("memory://…", slot)     nothing else changes
 
 local_sgd_test needs no Manager; local_sgd_integ_test and diloco_regression_test run replicas as threads with injected
 failures.  Golden files are not in torchft's wheel, so the regression tests fall back to their own arithmetic checks.
@@ -87,7 +87,7 @@ def test_there_are_tests() -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.id().removeprefix("torchft."))
 def test_shipped(case: unittest.TestCase) -> None:
-    with contextless_patches():
+    with Patched():
         result = unittest.TestResult()
         case.run(result)
     problems = [trace for _, trace in result.errors + result.failures]
@@ -95,7 +95,7 @@ def test_shipped(case: unittest.TestCase) -> None:
     assert not result.skipped, result.skipped
 
 
-class contextless_patches:  # noqa: N801
+class Patched:
     """All PATCHES for the time of one test."""
 
     def __enter__(self) -> None:

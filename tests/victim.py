@@ -1,19 +1,27 @@
 """A replica that dies, or sleeps, at a named store call: the fault points of real processes.
 
-    die = "after:put:/delta/@3"        kill -9 itself right after the put of a key with "/delta/" for the 3rd time
-    when: before | after      verb: put | create
+die = "after:put:/delta/@3"        kill -9 itself right after the put of a key with "/delta/" for the 3rd time
+when: before | after      verb: put | create
+die = "fail:ENOSPC:10@3.0"         from the 10th write on, writes fail with that error for 3 seconds
 """
 
+import errno
 import os
 import signal
+import tempfile
+import time
 from typing import Any
 
+from diloco.config import FleetConfig
+from rendezvous.rules import Timing
 from rendezvous.stores.files import FileStore
 
 
 def arm(spec: str) -> None:
     """Make this process kill itself at the call that `spec` names."""
     when, verb, rest = spec.split(":")
+    if when == "fail":
+        return _fail(getattr(errno, verb), *rest.split("@"))
     pattern, _, nth = rest.partition("@")
     original, seen = getattr(FileStore, verb), [0]
 
@@ -29,6 +37,20 @@ def arm(spec: str) -> None:
     setattr(FileStore, verb, call)
 
 
+def _fail(code: int, nth: str, seconds: str) -> None:
+    original, seen, since = tempfile.mkstemp, [0], [0.0]
+
+    def mkstemp(*args: Any, **kwargs: Any) -> tuple[int, str]:
+        seen[0] += 1
+        if seen[0] >= int(nth):
+            since[0] = since[0] or time.monotonic()
+            if time.monotonic() - since[0] < float(seconds):
+                raise OSError(code, os.strerror(code))
+        return original(*args, **kwargs)
+
+    tempfile.mkstemp = mkstemp  # the file store's way to write anything
+
+
 def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str] | None = None) -> None:
     """Entry point of a child process: diloco.replica with its output in a file."""
     os.environ.update(environ or {})
@@ -37,11 +59,11 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     os.dup2(fd, 2)
     if die:
         arm(die)
+    if patience := os.environ.get("TEST_STORE_PATIENCE"):
+        FleetConfig.timing = property(lambda self: Timing(store_patience=float(patience)))  # type: ignore[assignment]
     import torch
 
     torch.set_num_threads(1)
     from diloco.replica import main
 
     os._exit(main([url, "--slot", slot]))
-
-

@@ -1,0 +1,167 @@
+"""What may go wrong while a run lives, with real replica processes: said clearly, and nothing is lost."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from diloco import exitcodes
+from diloco.config import RunConfig
+from diloco.history import export, state_at
+from diloco.launch import open_run, publish
+from rendezvous.clock import SystemClock
+from tests.audit import check_run
+from tests.fleet import Fleet
+
+SLOW = {"outer": {"sync_every": 60, "snapshot_every": 2}}
+
+
+def events(fleet: Fleet, kind: str) -> list[dict[str, object]]:
+    lines = [ln for p in (fleet.folder / "run").glob("log/*/*.jsonl") for ln in p.read_text().splitlines()]
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+@pytest.mark.parametrize(("error", "words"), [("ENOSPC", "Free some space"), ("EROFS", "Make the folder writable")])
+def test_a_store_that_cannot_be_written_for_a_while(tmp_path: Path, error: str, words: str) -> None:
+    """One replica's disk is full (read-only) from its 10th write on for some seconds: it says so, waits, goes on."""
+    fleet = Fleet(tmp_path)
+    fleet.start("r00", die=f"fail:{error}:10@3.0")
+    fleet.start("r01")
+    fleet.start("r02")
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    assert words in fleet.log("r00").read_text()
+    check_run(tmp_path / "run", 6)
+
+
+def test_a_store_that_stays_full_ends_the_replica_resumable(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.start("r00", die="fail:ENOSPC:10@1000", TEST_STORE_PATIENCE="2")
+    fleet.start("r01")
+    fleet.start("r02")
+    codes = fleet.wait()
+    assert codes == {"r00": [exitcodes.GAVE_UP], "r01": [0], "r02": [0]}, fleet.logs()
+    assert "run the same command again" in fleet.log("r00").read_text()
+    check_run(tmp_path / "run", 6)
+
+
+def grown(fleet: Fleet, steps: int) -> None:
+    """A run with `steps` committed steps whose whole fleet is dead."""
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.commit(steps - 1))
+    fleet.kill_all()
+
+
+def test_a_damaged_snapshot_is_detected_and_mended(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, **SLOW)
+    grown(fleet, 4)
+    newest = max((tmp_path / "run" / "snapshots").glob("*/manifest.json"))
+    blob = tmp_path / "run" / json.loads(newest.read_text())["blob"]
+    body = blob.read_bytes()
+    blob.write_bytes(body[: len(body) // 2])
+    fleet.start_all()
+    codes = fleet.wait()
+    assert all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    assert events(fleet, "bad_snapshot") and events(fleet, "repaired")
+    assert blob.read_bytes() == body
+    check_run(tmp_path / "run", 6)
+
+
+def test_a_damaged_delta_is_never_averaged(tmp_path: Path) -> None:
+    """A rotten blob of a committed step: later readers take the announced mean, which has the same bits."""
+    fleet = Fleet(tmp_path, outer={"snapshot_every": 100})
+    fleet.start_all()
+    fleet.wait()
+    _, good = state_at(fleet.run, fleet.model, None)
+    for path in (tmp_path / "run" / "steps").glob("*/delta/r01-*.bin"):
+        path.write_bytes(bytes(len(path.read_bytes())))
+    for snapshot in sorted((tmp_path / "run" / "snapshots").glob("*"))[1:]:
+        (snapshot / "manifest.json").unlink()  # replay from the very beginning
+    at, replayed = state_at(fleet.run, fleet.model, None)
+    assert at == 6 and replayed.digest() == good.digest()
+
+
+def test_a_damaged_mean_is_computed_again(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, outer={"snapshot_every": 100})
+    fleet.start_all()
+    fleet.wait()
+    _, good = state_at(fleet.run, fleet.model, 4)
+    blob = next((tmp_path / "run" / "steps" / f"{2:010d}" / "mean").glob("*.bin"))
+    body = blob.read_bytes()
+    blob.write_bytes(body[:-8])
+    _, replayed = state_at(fleet.run, fleet.model, 4)
+    assert replayed.digest() == good.digest()
+    assert blob.read_bytes() == body
+
+
+def test_a_pseudogradient_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, inner={"lr": 1e30})
+    fleet.start_all()
+    codes = fleet.wait()
+    assert codes == {s: [exitcodes.BAD_DELTA] for s in ("r00", "r01", "r02")}, fleet.logs()
+    assert "not finite" in fleet.log("r00").read_text()
+    assert fleet.commits() == []
+
+
+def test_a_fleet_that_learns_nothing_is_told_loudly(tmp_path: Path) -> None:
+    """Zero pseudogradients are honest and count; three steps of nothing but zeros are reported with a cause."""
+    fleet = Fleet(tmp_path, inner={"lr": 1e-30})
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}
+    assert all(o.zero for c in fleet.commits() for o in c.offers)
+    assert "nothing_learned" in fleet.log("r00").read_text() and "too small" in fleet.log("r00").read_text()
+    check_run(tmp_path / "run", 6)
+
+
+REWARDS = {
+    "raises at import": ("import nonexistent_module_xyz\n", "nonexistent_module_xyz"),
+    "lacks the function": ("def other(completions, **_): return [0.0] * len(completions)\n", "exact"),
+    "is no Python": ("def exact(:\n", "rewards.py"),
+}
+
+
+@pytest.mark.parametrize("case", REWARDS)
+def test_a_reward_that_cannot_be_used(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, word = REWARDS[case]
+    (tmp_path / "rewards.py").write_text(text)
+    config = RunConfig.from_dict({"inner": {"reward": "rewards.py:exact", "warm_start_steps": 1}}, tmp_path)
+    open_run(config, str(tmp_path / "run"), SystemClock())
+    assert publish(str(tmp_path / "run")) == exitcodes.USER_ERROR
+    said = capsys.readouterr().err
+    assert word in said and "cannot publish" in said
+
+
+def test_export_of_any_step_loads_generates_and_repeats(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    fleet = Fleet(tmp_path)
+    fleet.start_all()
+    fleet.wait()
+    assert export(fleet.url, 3, tmp_path / "three") == 3
+    assert export(fleet.url, None, tmp_path / "head") == 6
+    export(fleet.url, None, tmp_path / "again")
+    names = sorted(p.name for p in (tmp_path / "head").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "again").iterdir())
+    for name in names:
+        assert (tmp_path / "head" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+    assert (tmp_path / "three" / "model.safetensors").read_bytes() != (
+        tmp_path / "head" / "model.safetensors"
+    ).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "head")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "head")("1 plus 2", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=4).shape[1] > tokens["input_ids"].shape[1]
+    theta = check_run(tmp_path / "run", 6).theta[0]
+    flat = [p.detach().reshape(-1).numpy() for p in model.parameters()]
+    assert sum(f.size for f in flat) == theta.size
+    assert b"".join(f.tobytes() for f in flat) == theta.tobytes(), "the export is the audited θ, bit for bit"
+
+
+def test_a_step_that_was_not_taken_cannot_be_exported(tmp_path: Path) -> None:
+    from diloco.config import ConfigError
+
+    fleet = Fleet(tmp_path)
+    fleet.start_all()
+    fleet.wait()
+    with pytest.raises(ConfigError, match="has not been taken yet: the run stands at 6"):
+        export(fleet.url, 9, tmp_path / "x")
+    assert not os.path.exists(tmp_path / "x" / "model.safetensors")

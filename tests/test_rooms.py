@@ -1,0 +1,117 @@
+"""The house: rooms resolve from this checkout, public names import, optional packages are optional, docs are true."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("diloco", "executors", "inner", "rendezvous")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_this_checkouts(room: str) -> None:
+    """Another distribution may install a package of the same name; ours must win."""
+    assert Path(str(import_module(room).__file__)).parent.parent == ROOT
+
+
+def test_the_wheel_has_exactly_the_four_rooms() -> None:
+    assert sorted(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == sorted(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_imports_from_its_room(room: str) -> None:
+    module = import_module(room)
+    assert module.__all__ == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
+    heavy = "{'torch', 'trl', 'torchft', 'transformers', 'matplotlib'}"
+    done = run(f"import sys, {room}; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "use", "extra"),
+    [
+        ("torchft", "from diloco import make_diloco, MockManager; import torch; m = torch.nn.Linear(2, 2); "
+         "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco"),
+        ("trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train"),
+        ("matplotlib", "from pathlib import Path; from diloco.report import write_report; write_report(None, Path('x'))", "report"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_fails_when_used_and_names_its_extra(missing: str, use: str, extra: str) -> None:
+    block = f"import sys; sys.modules[{missing!r}] = None; "
+    done = run(block + use)
+    assert done.returncode != 0
+    assert f"serverless-diloco[{extra}]" in done.stderr, done.stderr[-2000:]
+
+
+def test_the_notes_extras_resolve() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert set(["train", "replay", "replaysim", "diloco", "serverless", "prime-rl", "monarch", "dev"]) <= set(extras)
+
+
+def test_constraints_satisfy_the_requirements() -> None:
+    from packaging.requirements import Requirement
+
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and line[0] != "#"
+    )
+    named = [*PROJECT["project"]["dependencies"], *sum(PROJECT["project"]["optional-dependencies"].values(), [])]
+    for text in named:
+        requirement = Requirement(text)
+        pin = {k.lower().replace("_", "-"): v for k, v in pins.items()}.get(requirement.name.lower().replace("_", "-"))
+        if pin is not None:
+            assert requirement.specifier.contains(pin), f"{text} is pinned to {pin}"
+
+
+LINK = re.compile(r"\]\(([^)#]+?)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readmes_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(
+        r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text(), re.M
+    ):
+        assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+    from executors import cli
+
+    verbs = subprocess.run(
+        [sys.executable, "-m", cli.__name__, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    ).stdout
+    for verb in re.findall(r"bin/diloco (\w+)", (ROOT / "README.md").read_text()):
+        assert f"    {verb} " in verbs
+
+
+def test_no_machine_of_ours_is_named() -> None:
+    """No path of a developer's machine and no registry host in what we ship."""
+    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout.split()
+    texts = [p for f in files if (p := ROOT / f).suffix in (".py", ".md", ".toml", ".txt", ".yml") and p.exists()]
+    bad = [
+        p.name for p in texts if p != Path(__file__) and re.search(r"/root/|/work/|/home/\w+/|/tmp/w/", p.read_text())
+    ]
+    assert not bad
