@@ -147,7 +147,7 @@ def _check_outer(outer: OuterConfig, boundary: int) -> None:
         raise ConfigError(f"outer.sync_every = {h} and outer.fragments = {f} must be at least 1")
     if h % f:
         raise ConfigError(
-            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: every fragment needs its turn after the "
+            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each needs its turn after the "
             f"same number of inner steps. Use sync_every = {f * max(1, round(h / f))} or another number of fragments"
         )
     if not 0 <= delay < h // f:
@@ -155,7 +155,8 @@ def _check_outer(outer: OuterConfig, boundary: int) -> None:
     if (h // f) % boundary:
         raise ConfigError(
             f"a sync every {h // f} inner steps would fall inside a generation batch, which lasts {boundary} "
-            f"(steps_per_generation × num_iterations / gradient_accumulation_steps). Make sync_every a multiple of {f * boundary}"
+            "(steps_per_generation × num_iterations / gradient_accumulation_steps). "
+            f"Make sync_every a multiple of {f * boundary}"
         )
     if not 0 <= outer.fragment_update_alpha <= 1:
         raise ConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")

@@ -138,10 +138,9 @@ class DropIn:
         self._published = self._life.rv.step
         stands = next(snapshots.newest_first(self._life.rv.store, self._life.rv.step), None)
         if stands is None or stands.t < self._life.rv.step:
-            prev = self._life.rv.chain.digest(self._life.rv.step - 1)
-            snapshots.write(
-                self._life.rv.store, self._life.rv.clock, self._life.rv.step, _packed(self.states()), base=UNVERIFIED, prev=prev
-            )  # fmt: skip
+            rv = self._life.rv
+            prev = rv.chain.digest(rv.step - 1)
+            snapshots.write(rv.store, rv.clock, rv.step, _packed(self.states()), base=UNVERIFIED, prev=prev)
 
     def _load(self, arrays: snapshots.Arrays) -> None:
         states = torch.load(io.BytesIO(arrays["states"].tobytes()), weights_only=True)

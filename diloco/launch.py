@@ -119,11 +119,10 @@ def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord) -> None:
     """WrongRun with what differs, if run.json describes other mathematics or other user files."""
     differs = sorted(_differences(stands.mathematics, mine.mathematics))
-    differs += [
-        f"{s} file (digest {stands.files.get(s, {}).get('digest', 'none')[:8]} there, {mine.files.get(s, {}).get('digest', 'none')[:8]} here)"
-        for s in sorted(set(stands.files) | set(mine.files))
-        if stands.files.get(s, {}).get("digest") != mine.files.get(s, {}).get("digest")
-    ]
+    for setting in sorted(set(stands.files) | set(mine.files)):
+        there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
+        if there != here:
+            differs.append(f"{setting} file (digest {there[:8]} there, {here[:8]} here)")
     if differs:
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "

@@ -57,8 +57,9 @@ class Work:
 class StoreManager:
     """One replica's Manager.  Claims its slot and beats from construction on.
 
-    run: its URL, an open Store, or a Life that has claimed the slot already.   slot: r00, r01, ….   replicas, min_replicas, steps: first wishes for a run that
-    has none yet (min_replicas defaults to min(2, replicas)).   load_state_dict, state_dict: only for a bare manager.
+    run: its URL, an open Store, or a Life that has claimed the slot already.   slot: r00, r01, ….
+    replicas, min_replicas, steps: first wishes for a run that has none yet (min_replicas: min(2, replicas)).
+    load_state_dict, state_dict: only for a bare manager.
     """
 
     _use_async_quorum = False  # torchft reads this private name; it must be falsy
@@ -264,8 +265,9 @@ class StoreManager:
         mine = offer if offer is not None and offer.step == commit.t else None
         stats = mine.stats if mine else {}
         self.life.tell(
-            "step", step=commit.t, h=mine.h if mine else 0, listed=commit.lists(commit.t, self.slot), theta=self.life.rv.base,
-            bytes_up=mine.size if mine else 0, bytes_down=sum(o.size for o in commit.offers), **self._spent, **stats,
+            "step", step=commit.t, h=mine.h if mine else 0, listed=commit.lists(commit.t, self.slot),
+            theta=self.life.rv.base, bytes_up=mine.size if mine else 0,
+            bytes_down=sum(o.size for o in commit.offers), **self._spent, **stats,
         )  # fmt: skip
         if self.life.rv.idle_steps in (3, 6, 12, 24) or (self.life.rv.idle_steps and self.life.rv.idle_steps % 50 == 0):
             self.life.tell("nothing_learned", steps=self.life.rv.idle_steps, cause=likely_cause(stats))

@@ -49,7 +49,7 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 
 
 class Nesterov(torch.optim.Optimizer):
-    """`nesterov` as the optimizer of one flat parameter: torch.optim.SGD(nesterov=True) without fused rounding (≤ 2 ulp)."""
+    """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp)."""
 
     def __init__(self, flat: nn.Parameter, *, lr: float, momentum: float) -> None:
         super().__init__([flat], {"lr": lr, "momentum": momentum})
@@ -145,7 +145,7 @@ class OuterState:
     def digest(self) -> str:
         h = xxhash.xxh3_128()
         for array in self.arrays().values():
-            h.update(array)
+            h.update(array.data)
         return h.hexdigest()
 
     def size(self, fragment: int) -> int:
