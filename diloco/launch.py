@@ -21,7 +21,10 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Corrupt, StoreError, WrongRun
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.records import Record, digest, nonce
-from rendezvous.store import Store, open_store, put_once
+from rendezvous.store import PatientStore, Store, open_store, put_once
+
+
+LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def open_run(
     min_replicas: int | None = None,
 ) -> Run:
     """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError."""
-    store = open_store(url)
+    raw = open_store(url)
+    store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
     for setting, body in files.items():
@@ -92,7 +96,7 @@ def open_run(
         min_replicas=min_replicas or (config.fleet.min_replicas if replicas is None else None),
     )
     wish(store, clock, fleet)
-    return Run(url, store, stands, resumed=not won)
+    return Run(url, raw, stands, resumed=not won)
 
 
 def read_run(url: str) -> Run:
