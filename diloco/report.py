@@ -193,8 +193,8 @@ class Reader:
             attempt += 1
 
     def _credit(self, commit: Commit) -> None:
-        for o in commit.offers:
-            life = self._life(o.slot, o.generation)
+        for slot, generation in sorted({(o.slot, o.generation) for o in commit.offers}):
+            life = self._life(slot, generation)
             if life is not None:
                 life.commits.append((commit.t, commit.at))
 
@@ -284,16 +284,14 @@ def checks(report: Report) -> list[Check]:
     told = [s for s in report.steps if s.thetas]
     forks = [s.t for s in told if len(set(s.thetas.values())) > 1]
     compared = sum(len(s.thetas) for s in told)
+    so_far = "" if report.done else " so far"
+    gaps = "none lost, the chain has no gap" if linked else "but the chain of commits is broken"
     same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
     fork = f"θ differs between replicas after outer steps {forks}"
     return [
-        Check(
-            report.done and linked,
-            f"{report.head} of {report.wanted.steps} outer steps committed, "
-            + ("none lost, the chain has no gap" if linked else "but the chain of commits is broken"),
-        ),
+        Check(linked, f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}"),
         Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
-        Check(bool(told) and not forks, fork if forks else same),
+        Check(not forks, fork if forks else same),
     ]
 
 

@@ -1,0 +1,175 @@
+"""What every place that runs replicas can do, in plain data.
+
+    specs ──plan──▶ what it would do
+      └──launch_replicas──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
+                               ├──cancel──▶ (asked to go)                                  ├▶ FAILED    its own fault
+                               ├──collect─▶ results                                        ├▶ CANCELLED we asked
+                               └──logs────▶ lines                                          └▶ LOST      killed, gone
+    find(run) ──▶ handles, from another process and with no local state
+
+A replica's whole input is the run's URL and its slot.  Specs, handles and statuses survive JSON.
+An executor reports; only the supervisor replaces.
+
+Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket tells.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Protocol, Self
+
+RANK_ENV = "REPLICA_RANK"
+REPLICA = "diloco.replica:main"
+
+
+class State(StrEnum):
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+
+    @property
+    def ended(self) -> bool:
+        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.LOST)
+
+
+class Plain:
+    """A dataclass that goes to JSON and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known})
+
+
+@dataclass(frozen=True)
+class ReplicaSpec(Plain):
+    """One process to start.
+
+    entrypoint: "package.module[:function]"; without a function, `main`.
+    argv: called as function(list(argv)), and what it returns is the exit code (None: 0).
+    kwargs: called as function(**kwargs) instead, and what it returns is the result.
+    env: set before anything heavy is imported only where `fresh`, which asks for a new interpreter.
+    """
+
+    run: str
+    slot: str
+    attempt: int = 1
+    entrypoint: str = REPLICA
+    argv: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Handle(Plain):
+    """One launched process, as anybody on the same platform can find it again.
+
+    pid and started (clock ticks since boot) together name a process for ever; `files` is the stem of its files.
+    """
+
+    run: str
+    slot: str
+    attempt: int
+    executor: str
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+    files: str = ""
+
+
+@dataclass(frozen=True)
+class Status(Plain):
+    """What an executor knows of a handle now.  exit_code: negative for a signal, None if nobody saw it."""
+
+    handle: Handle
+    state: State
+    reason: str = ""
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class Result(Plain):
+    """How one replica ended.  value: what its function returned; tail: its last log lines if it failed."""
+
+    handle: Handle
+    state: State
+    reason: str = ""
+    exit_code: int | None = None
+    value: Any = None
+    tail: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.state is State.SUCCEEDED
+
+
+@dataclass(frozen=True)
+class LaunchPlan(Plain):
+    """What a launch would do and cost.   usd_per_hour: None when nobody knows."""
+
+    lines: tuple[str, ...]
+    usd_per_hour: float | None = 0.0
+
+
+class ServerlessExecutor(Protocol):
+    """Starts processes somewhere, and tells what became of them."""
+
+    name: str
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        """What launching these would do; no side effects."""
+        ...
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        """Start them; the same (run, slot, attempt) again gives the same handle.  A failed start is a FAILED handle."""
+        ...
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        """All at once; never blocks, never raises for a dead one."""
+        ...
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        """Ask them to go; returns at once.  Who is still there after `grace_s` is killed by a later poll."""
+        ...
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        """Wait for all; results in the order of the handles.  After `timeout` seconds, those that still run say so."""
+        ...
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        """Its output so far; the last `tail` lines only."""
+        ...
+
+    def find(self, run: str) -> list[Handle]:
+        """The newest process of each slot of a run, from what is durable alone."""
+        ...
+
+    def close(self) -> None:
+        """Let go.  Never stops a replica."""
+        ...
+
+
+def ranked_specs(
+    run: str, slots: Sequence[str], entrypoint: str, kwargs: Mapping[str, Any] | None, rank_env: str
+) -> list[ReplicaSpec]:
+    """The short form: the same function n times, told its rank by an environment variable."""
+    return [
+        ReplicaSpec(run, slot, 1, entrypoint, kwargs=dict(kwargs or {}), env={rank_env: str(rank)})
+        for rank, slot in enumerate(slots)
+    ]

@@ -1,0 +1,115 @@
+"""One supervisor per run: the slot called "supervisor", held like any other.
+
+    replicas/supervisor/{g}   by put_once: the highest generation may launch
+    alive/supervisor          its beat; another process takes over only once that stands still, or its process is gone
+
+Not promised: exclusion by time.  A supervisor that slept and wakes reads the claim after its own before it acts.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from diloco.report import SUPERVISOR
+from executors import processes
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.errors import Fenced, StoreError
+from rendezvous.membership import claim
+from rendezvous.records import Beat, Claim
+from rendezvous.store import Store
+
+FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
+
+
+class Supervised(RuntimeError):
+    """Another process supervises this run."""
+
+
+@dataclass
+class Lease:
+    """The right to launch replicas of one run."""
+
+    store: Store
+    clock: Clock
+    generation: int
+    beats: int = 0
+
+    @classmethod
+    def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
+        """Raises Supervised while another supervisor lives, or wins the race for it."""
+        holder = _holder(store)
+        if holder is not None and _lives(store, clock, holder, fresh_s):
+            raise Supervised(f"process {holder.pid} on {holder.host} supervises this run already")
+        try:
+            generation = claim(store, clock, SUPERVISOR, host=socket.gethostname(), pid=os.getpid())
+        except Fenced as lost_race:
+            raise Supervised(str(lost_race)) from None
+        lease = cls(store, clock, generation)
+        lease.beat("starting")
+        return lease
+
+    def beat(self, phase: str) -> None:
+        self.beats += 1
+        host, pid, now = socket.gethostname(), os.getpid(), self.clock.wall()
+        body = Beat(SUPERVISOR, self.generation, self.beats, phase, 0, 0, 0.0, now, host, pid)
+        try:
+            self.store.put(layout.beat(SUPERVISOR), body.encode())
+        except StoreError:
+            return  # advisory
+
+    @property
+    def lost(self) -> bool:
+        """Has another supervisor taken over?"""
+        return self.store.get(layout.claim(SUPERVISOR, self.generation + 1)) is not None
+
+
+def _holder(store: Store) -> Claim | None:
+    generation, newest = 1, None
+    while (body := store.get(layout.claim(SUPERVISOR, generation))) is not None:
+        newest, generation = body, generation + 1
+    return None if newest is None else Claim.decode(newest)
+
+
+def supervisor_of(store: Store) -> Claim | None:
+    """Who supervises this run, as far as a look without waiting can tell."""
+    holder, beat = _holder(store), _beat(store)
+    if holder is None or _said_goodbye(holder, beat) or _known_dead(holder):
+        return None
+    return holder
+
+
+def _lives(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
+    """Is it a process of this machine, or does its beat move (or come at all) within `fresh_s`?"""
+    first, until = _beat(store), clock.now() + fresh_s
+    while not (_said_goodbye(holder, first) or _known_dead(holder)):
+        if holder.host == socket.gethostname():
+            return True
+        if _beat(store) != first:
+            return True
+        if clock.now() >= until:
+            return False
+        clock.sleep(0.05)
+    return False
+
+
+def _beat(store: Store) -> tuple[int, int, str] | None:
+    body = store.get(layout.beat(SUPERVISOR))
+    if body is None:
+        return None
+    beat = Beat.decode(body)
+    return beat.generation, beat.n, beat.phase
+
+
+def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
+    return beat is not None and beat[0] == holder.generation and beat[2] == "left"
+
+
+def _known_dead(holder: Claim) -> bool:
+    """A process of this machine that is not there any more."""
+    if holder.host != socket.gethostname():
+        return False
+    started = processes.start_ticks(holder.pid)
+    if started is None or not processes.alive(holder.pid, started):
+        return True
+    return processes.started_at(started) > holder.at + 2.0  # a younger process with its pid

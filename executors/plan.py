@@ -1,0 +1,153 @@
+"""What the supervisor should do now: a pure function of what is wanted and what was seen.
+
+    desired ─┐                    Launch    nobody runs this slot
+             ├─▶ plan ─▶ actions  Replace   who ran it is gone, or stands still
+    observed ┘                    Drain     runs, and is not wanted any more
+                                  Wait      not now, and why
+                                  GiveUp    starting it again would change nothing
+
+A slot is one replica's place.  What ended well (DONE), or because we asked, is never started again; nor is one
+that a newer generation holds, as long as that one beats.
+
+Not promised: that two supervisors never launch one slot twice.  They would; the supervisor's own claim prevents
+two of them, and the claim of the slot fences the older replica if all else fails.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco import exitcodes
+from executors.base import State
+from executors.processes import describe
+
+Holder = Literal["none", "unknown", "beating", "silent", "left"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """failures: ends in a row by a replica's own fault, without one pseudogradient counted, before we give up.
+
+    losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
+    silent_s: a running process whose beat stands still for so long is replaced.
+    """
+
+    failures: int = 3
+    losses: int = 10
+    backoff_s: float = 1.0
+    backoff_most_s: float = 60.0
+    silent_s: float = 120.0
+
+    def pause(self, losses: int) -> float:
+        """Seconds between the latest of `losses` ends in a row and the next start."""
+        return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
+
+
+@dataclass(frozen=True)
+class Desired:
+    """slots: who should run.   done: the run has all its steps.   ending: somebody asked us to stop."""
+
+    slots: frozenset[str]
+    done: bool = False
+    ending: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One slot.   state, exit_code: of the process launched last (None: none known).
+
+    holder: what the slot's newest generation does, by its heartbeat, whoever launched it.
+    silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
+    """
+
+    slot: str
+    state: State | None = None
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    holder: Holder = "none"
+    silent_s: float = 0.0
+    losses: int = 0
+    failures: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.state is not None and not self.state.ended
+
+
+@dataclass(frozen=True)
+class Action:
+    slot: str
+    why: str
+
+
+class Launch(Action):
+    """Start it."""
+
+
+class Replace(Action):
+    """End what is left of it, and start it again."""
+
+
+class Drain(Action):
+    """Ask it to go."""
+
+
+class Wait(Action):
+    """Nothing yet."""
+
+
+class GiveUp(Action):
+    """End the run: this slot cannot be brought to life."""
+
+
+def plan(desired: Desired, observed: Iterable[Seen], now: float, limits: Limits = Limits()) -> list[Action]:
+    """What to do about each slot; nothing for those that are as they should be."""
+    found = [_about(desired, seen, now, limits) for seen in observed]
+    return [action for action in found if action is not None]
+
+
+def _about(desired: Desired, s: Seen, now: float, limits: Limits) -> Action | None:
+    if s.running:
+        return _about_running(desired, s, limits)
+    if desired.done or desired.ending or s.slot not in desired.slots:
+        return None
+    if s.exit_code == exitcodes.DONE or s.state is State.CANCELLED:
+        return None
+    if s.holder == "beating":
+        return Wait(s.slot, "a process that was launched elsewhere holds it")
+    if s.holder == "unknown":
+        return Wait(s.slot, "looking whether its heartbeat moves")
+    return _about_ended(s, now, limits)
+
+
+def _about_running(desired: Desired, s: Seen, limits: Limits) -> Action | None:
+    if desired.ending or (s.slot not in desired.slots and not desired.done):
+        return Drain(s.slot, "no longer wanted")
+    if s.silent_s >= limits.silent_s and not desired.done:
+        return Replace(s.slot, f"its heartbeat has stood still for {s.silent_s:.0f} s")
+    return None
+
+
+def _about_ended(s: Seen, now: float, limits: Limits) -> Action:
+    if s.state is None:
+        return Launch(s.slot, "nobody runs it")
+    ended = "fenced by a generation that is silent now" if s.exit_code == exitcodes.FENCED else describe(s.exit_code)
+    if (hopeless := _hopeless(s, limits)) is not None:
+        return GiveUp(s.slot, hopeless)
+    left = s.ended_at + limits.pause(s.losses) - now
+    if left > 0:
+        return Wait(s.slot, f"{ended}; trying again in {left:.0f} s")
+    return Replace(s.slot, ended)
+
+
+def _hopeless(s: Seen, limits: Limits) -> str | None:
+    """Why another start would change nothing, or None."""
+    if s.exit_code == exitcodes.USER_ERROR:
+        return "its configuration, files or model are wrong"
+    if s.exit_code == exitcodes.GAVE_UP:
+        return "nothing moved for too long"
+    if s.failures >= limits.failures:
+        return f"failed {s.failures} times in a row ({describe(s.exit_code)})"
+    if s.losses >= limits.losses:
+        return f"ended {s.losses} times in a row before its work counted ({describe(s.exit_code)})"
+    return None

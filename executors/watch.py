@@ -1,0 +1,209 @@
+"""What a run looks like while it goes on, from the bucket alone.
+
+    a terminal        a small table, redrawn in place
+    not a terminal    one key=value line per committed step and per event
+
+    demo  outer step 5 of 12  reward 0.12 ▁▂▃▅ 0.41  14 s
+      slot   phase  step  inner  reward  counted   beat
+      r00-1  train     5    3/6   0.412        5   0.1 s
+      r01-1  -                    killed at 12.2 s in step 4
+      r01-2  heal      5                       0   0.1 s
+    ! r02 has offers of ['r02'], needs min_replicas=2
+
+Not promised: that a line is the newest truth; the bucket is, and it is read a few times per second.
+"""
+
+import shutil
+from typing import Any, Protocol, TextIO
+
+from diloco.report import Life, Report, Step, first_and_last, sparkline
+from rendezvous.records import Beat
+
+# What people want to hear of; everything else stays in the log.
+EVENTS = {
+    "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
+    "gave_up_on", "diverged", "crashed", "stopped",
+}  # fmt: skip
+LOUD = {
+    "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
+    "replay_differs",
+}  # fmt: skip
+SAID = ("at", "event", "slot", "who", "generation", "tail")  # of an event, told in another place or not at all
+SILENT_S = 3.0
+OLD_LIVES = 4
+
+
+class View(Protocol):
+    def show(self, report: Report) -> None:
+        """The run as it is now."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A word from whoever shows it, with the next picture.  Safe in a signal handler."""
+        ...
+
+
+def view_for(out: TextIO) -> View:
+    return Screen(out) if out.isatty() else Lines(out)
+
+
+class Lines:
+    """One line per committed step and per event, each once."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._steps, self._events = out, 0, set[tuple[Any, ...]]()
+        self._said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def show(self, report: Report) -> None:
+        while self._said:
+            print(key_values({"note": self._said.pop(0)}), file=self._out, flush=True)
+        news = [(s.at, step_line(s, report)) for s in report.steps[self._steps :]]
+        news += [(e["at"], event_line(e, report.began)) for e in report.of_kind(*EVENTS, *LOUD) if self._is_new(e)]
+        for _, line in sorted(news):
+            print(line, file=self._out, flush=True)
+        self._steps = report.head
+
+    def _is_new(self, event: dict[str, Any]) -> bool:
+        mark = (event["who"], event["at"], event["event"], event["slot"])
+        known = mark in self._events
+        self._events.add(mark)
+        return not known
+
+
+def step_line(step: Step, report: Report) -> str:
+    mean = {} if step.mean_reward is None else {"mean_reward": round(step.mean_reward, 4)}
+    late = {"late": ",".join(f"{s}@{t}" for s, t in step.carried)} if step.carried else {}
+    rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
+    fresh = ",".join(step.fresh)
+    fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
+    return key_values({**fields, "fresh": fresh, **late, "by": step.by})
+
+
+def event_line(event: dict[str, Any], began: float) -> str:
+    about = {"slot": event["slot"]} if event["slot"] else {}
+    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
+    generation = {"generation": event["generation"]} if event["generation"] else {}
+    return key_values({"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest})
+
+
+def key_values(fields: dict[str, Any]) -> str:
+    return " ".join(f"{k}={_value(v)}" for k, v in fields.items())
+
+
+def _value(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text
+
+
+class Screen:
+    """A table that is drawn over itself."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._drawn, self._said = out, 0, ""
+
+    def say(self, text: str) -> None:
+        self._said = text
+
+    def show(self, report: Report) -> None:
+        size = shutil.get_terminal_size()
+        words = [f"! {self._said}"] if self._said else []
+        lines = [line[: size.columns - 1] for line in [*table(report)[: size.lines - 2], *words]]
+        up = f"\x1b[{self._drawn}F" if self._drawn else ""
+        self._out.write(up + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+        self._out.flush()
+        self._drawn = len(lines)
+
+
+def table(report: Report, now: float | None = None) -> list[str]:
+    """The whole picture, for people.   now: wall time, for ages (default: the newest beat's)."""
+    now = now or max((b.at for b in report.beats.values()), default=report.ended)
+    lines = [_title(report, now), "  slot      phase   step  inner  reward  counted  beat"]
+    shown = _lives_to_show(report)
+    for slot in report.wanted.slots:
+        lives = [_life_line(x, report, now) for x in shown if x.slot == slot]
+        lines += lives or [f"  {slot:9s} starting"]
+    return [*lines, *remarks(report, now)]
+
+
+def _lives_to_show(report: Report) -> list[Life]:
+    """Every slot's newest life, and the latest few of those before."""
+    newest = {x.slot: x for x in report.lives}
+    before = sorted((x for x in report.lives if x is not newest[x.slot]), key=lambda x: x.ended or 0.0)[-OLD_LIVES:]
+    return [x for x in report.lives if x is newest[x.slot] or x in before]
+
+
+def _title(report: Report, now: float) -> str:
+    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
+    ends = first_and_last(report)
+    curve = f"  reward {ends[0]:.2f} {sparkline(rewards[-24:])} {ends[1]:.2f}" if ends else ""
+    where = f"outer step {report.head} of {report.wanted.steps}"
+    seconds = (report.ended if report.done else max(now, report.began)) - report.began
+    return f"{report.name}  {where}{curve}  {seconds:.0f} s"
+
+
+def _life_line(life: Life, report: Report, now: float) -> str:
+    beat = report.beats.get(life.slot)
+    if beat is None or beat.generation != life.generation or life.how != "running":
+        when = "" if life.ended is None else f" at {life.ended - report.began:.1f} s"
+        return f"  {life.name:9s} {life.how}{when}, counted in {len(life.commits)} steps"
+    reward = next((s.reward[life.slot] for s in reversed(report.steps) if life.slot in s.reward), None)
+    shown = "" if reward is None else f"{reward:.3f}"
+    phase = "silent" if now - beat.at > SILENT_S and beat.phase != "left" else beat.phase
+    inner = f"{beat.inner}/{_round(report)}" if phase == "train" else ""
+    age = f"{max(0.0, now - beat.at):.1f} s"
+    return f"  {life.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(life.commits):8d}  {age}"
+
+
+def _round(report: Report) -> int:
+    """Inner steps between two meetings."""
+    return report.setting("outer", "sync_every", 1) // report.setting("outer", "fragments", 1)
+
+
+def remarks(report: Report, now: float) -> list[str]:
+    """What is being waited for, and the latest loud words."""
+    lines = [f"! {e['who']}: {_words(e)}" for e in report.of_kind(*LOUD)[-2:]]
+    lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _listening(b, report, now)]
+    if report.wanted.stop:
+        lines.append("! a stop was asked for; the same `diloco train` command resumes")
+    return lines[:6]
+
+
+def _listening(beat: Beat, report: Report, now: float) -> bool:
+    return beat.phase != "left" and now - beat.at <= SILENT_S and not report.done
+
+
+def _words(event: dict[str, Any]) -> str:
+    said = event.get("text") or event.get("cause") or event.get("trouble")
+    return f"{event['event'].replace('_', ' ')}: {said}" if said else event_line(event, event["at"])
+
+
+def status(report: Report, now: float) -> dict[str, Any]:
+    """`diloco status --json`."""
+    ends = first_and_last(report)
+    return {
+        "name": report.name,
+        "url": report.url,
+        "outer_step": report.head,
+        "steps": report.wanted.steps,
+        "done": report.done,
+        "stop": report.wanted.stop,
+        "replicas": report.wanted.replicas,
+        "min_replicas": report.wanted.min_replicas,
+        "mean_reward": None if ends is None else ends[1],
+        "lives": [_life_status(x, report, now) for x in report.lives],
+        "remarks": remarks(report, now),
+    }
+
+
+def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
+    beat = report.beats.get(life.slot)
+    mine = beat if beat is not None and beat.generation == life.generation else None
+    told = {}
+    if mine is not None:
+        told = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
+        told["beat_age_s"] = round(now - mine.at, 2)
+    fixed = {"slot": life.slot, "generation": life.generation, "pid": life.pid, "host": life.host, "how": life.how}
+    return {**fixed, "counted_in": len(life.commits), **told}

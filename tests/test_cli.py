@@ -1,0 +1,238 @@
+"""The command line: what it says, how fast, and that nothing it answers needs torch."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.config import load_config
+from diloco.launch import Run, open_run
+from executors import cli, demo
+from executors.lease import Lease
+from rendezvous.clock import SystemClock
+from rendezvous.membership import read_control
+from tests.test_report import killed_and_replaced
+
+ROOT = Path(__file__).parent.parent
+VERBS = ("train", "status", "stop", "export", "report", "demo")
+CONFIG = """
+name = "tiny"
+[fleet]
+replicas = 2
+steps = 6
+[outer]
+sync_every = 6
+[inner]
+loop = "supervised"
+model = "tiny"
+text = "text.txt"
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    (tmp_path / "text.txt").write_text("one two three")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path / "run.toml"
+
+
+@pytest.fixture
+def run(config) -> Run:
+    """A run with a history, in a folder."""
+    founded = open_run(load_config(config), str(config.parent / "run"), SystemClock())
+    killed_and_replaced(founded.store)
+    return founded
+
+
+def say(capsys, *argv: object) -> tuple[int, str, str]:
+    code = cli.main([str(a) for a in argv])
+    return code, *capsys.readouterr()
+
+
+def complaint(capsys, *argv: object) -> str:
+    """What a mistaken command says: exit code 2, one paragraph, no traceback."""
+    code, out, err = say(capsys, *argv)
+    assert code == 2 and "Traceback" not in err and out == ""
+    assert err.startswith(f"diloco {argv[0]}: ") and len(err.strip().splitlines()) == 1
+    return err
+
+
+# -------------------------------------------------------------------- speed
+
+
+def python(code: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=True)
+
+
+QUICK = """
+import sys
+from executors.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+heavy = {"torch", "trl", "transformers", "torchft", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def best_of_three(*argv: object) -> float:
+    """Seconds; the machine may be busy with something else."""
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        python(QUICK, *argv)
+        times.append(time.monotonic() - began)
+    return min(times)
+
+
+def test_help_answers_at_once_and_without_torch():
+    assert best_of_three("--help") <= 0.5
+
+
+def test_status_answers_at_once_and_without_torch(run):
+    assert best_of_three("status", run.url) <= 1.5
+
+
+def test_help_documents_every_verb_and_exit_code():
+    text = python("from executors.cli import _parser; _parser().print_help()").stdout
+    assert all(f"    {verb} " in text for verb in VERBS)
+    assert all(f"\n  {code} " in text for code in ("0", "1", "2", "3", "4", "75"))
+    assert "DILOCO_DEBUG" in text
+
+
+# -------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("verb", ["status", "stop", "report"])
+def test_a_run_that_is_not_there(capsys, tmp_path, verb):
+    err = complaint(capsys, verb, tmp_path / "nothing")
+    assert "there is no run at" in err and "diloco train CONFIG --run" in err
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_export_of_a_run_that_is_not_there_is_told_before_torch_is_imported(tmp_path):
+    done = python(QUICK, "export", tmp_path / "nothing", "--to", tmp_path / "out")
+    assert "there is no run at" in done.stderr
+
+
+def test_a_store_that_this_version_cannot_read(capsys):
+    assert "s3://, gs:// and az:// come with a later one" in complaint(capsys, "status", "s3://bucket/run")
+
+
+def test_a_run_in_memory_cannot_have_several_processes(capsys, config):
+    assert "use a folder" in complaint(capsys, "train", config, "--run", "memory://x")
+
+
+def test_a_config_that_is_not_there(capsys, tmp_path):
+    assert "there is no file" in complaint(capsys, "train", tmp_path / "nix.toml", "--run", tmp_path / "run")
+
+
+def test_an_unknown_setting_names_the_nearest_one(capsys, config):
+    config.write_text(CONFIG.replace("sync_every", "sync_evry"))
+    err = complaint(capsys, "train", config, "--run", config.parent / "run")
+    assert "outer.sync_evry" in err and "did you mean outer.sync_every?" in err
+    assert not (config.parent / "run").exists()
+
+
+def test_another_mathematics_under_one_url(capsys, run, config):
+    config.write_text(CONFIG.replace("sync_every = 6", "sync_every = 8"))
+    err = complaint(capsys, "train", config, "--run", run.url)
+    assert "outer.sync_every is 6 there, 8 here" in err and "another --run" in err
+
+
+def test_a_folder_that_cannot_be_written(capsys, config):
+    (config.parent / "file").write_text("")
+    err = complaint(capsys, "train", config, "--run", config.parent / "file" / "run")
+    assert "cannot make the folder" in err and "another one" in err
+
+
+@pytest.mark.parametrize("wish", ["--replicas", "--steps", "--min-replicas"])
+def test_wishes_are_whole_numbers(capsys, config, wish):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", str(config), "--run", "x", wish, "0"])
+    assert left.value.code == 2 and "'0' must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_debugging_shows_the_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("DILOCO_DEBUG", "1")
+    with pytest.raises(ValueError, match="there is no run at"):
+        cli.main(["status", str(tmp_path)])
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch, run):
+    monkeypatch.setattr("diloco.report.read_report", lambda store: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["status", run.url])
+
+
+# -------------------------------------------------------------------- answers
+
+
+def test_status(capsys, run):
+    code, out, _ = say(capsys, "status", run.url)
+    assert code == 0 and "tiny  outer step 6 of 6" in out and "r01-1     killed at" in out
+    assert out.strip().endswith("done")
+
+
+def test_status_for_programs(capsys, run):
+    code, out, _ = say(capsys, "status", run.url, "--json")
+    told = json.loads(out)
+    assert code == 0 and told["outer_step"] == 6 and told["done"] and told["supervisor"] is None
+    assert [x["how"] for x in told["lives"]] == ["done", "killed", "running"]
+
+
+def test_report_draws_into_the_runs_folder(capsys, run):
+    code, out, _ = say(capsys, "report", run.url)
+    folder = Path(run.url.removeprefix("file://"))
+    assert code == 0 and "6 of 6 outer steps" in out
+    assert (folder / "report.html").exists() and (folder / "report.png").exists()
+
+
+def test_stop_of_a_run_where_nobody_runs(capsys, run):
+    code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
+    assert code == 0 and "nobody runs any more" in out and "r01-2" in out
+    assert read_control(run.store).stop
+
+
+def test_a_supervised_run_is_not_started_twice(capsys, run, config):
+    lease = Lease.take(run.store, SystemClock())
+    code, out, _ = say(capsys, "train", config, "--run", run.url, "--detach", "--steps", "9")
+    assert code == 0 and f"process {os.getpid()} on" in out and "supervises this run already" in out
+    assert read_control(run.store).steps == 9  # but it has heard the wishes
+    lease.beat("left")
+
+
+def test_train_looks_on_when_somebody_else_supervises(capsys, run, config):
+    lease = Lease.take(run.store, SystemClock())
+    beating = threading.Event()
+
+    def beat() -> None:
+        while not beating.wait(0.05):
+            lease.beat("watching")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        code, out, err = say(capsys, "train", config, "--run", run.url)
+    finally:
+        beating.set()
+        thread.join()
+    assert code == 0 and "supervises this run already; watching it" in err and "step=5" in out
+
+
+def test_a_finished_demo_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    first = demo._open(None)
+    assert first.url.endswith("runs/demo") and not first.resumed
+    assert demo._open(None).resumed  # unfinished: the same one goes on
+    open_run(load_config("runs/demo/demo.toml"), "runs/demo", SystemClock(), steps=6)
+    killed_and_replaced(first.store)
+    assert demo._open(None).url.endswith("runs/demo-2")

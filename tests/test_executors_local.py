@@ -1,0 +1,315 @@
+"""LocalProcessExecutor on real processes: this module is also what they run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from executors import processes
+from executors.base import Handle, ReplicaSpec, State, Status
+from executors.local import LocalProcessExecutor, process_folder
+from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.membership import claim, write_control
+from rendezvous.stores.files import FileStore
+
+HERE = __name__
+ROOT = Path(__file__).parent.parent
+
+# -------------------------------------------------------------------- what the children do
+
+
+def sleeps(argv: list[str]) -> int:
+    print("here I am", flush=True)
+    time.sleep(60)
+    return 0
+
+
+def stubborn(argv: list[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return sleeps(argv)
+
+
+def polite(argv: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+    return sleeps(argv)
+
+
+def crashes(argv: list[str]) -> int:
+    print("line 1\nline 2", flush=True)
+    raise ValueError("this is how it ends")
+
+
+def exits(argv: list[str]) -> int:
+    return int(argv[0])
+
+
+def says_goodbye(argv: list[str]) -> None:
+    sys.exit("a last word")
+
+
+def ranked(base: int, pause_s: float = 0.0) -> dict[str, int]:
+    rank = int(os.environ["REPLICA_RANK"])
+    time.sleep(pause_s * (2 - rank))
+    return {"rank": rank, "value": base + rank}
+
+
+def renamed(**_: object) -> str:
+    return os.environ["MY_RANK"]
+
+
+def fails_on_one() -> int:
+    if os.environ["REPLICA_RANK"] == "1":
+        raise RuntimeError("rank 1 cannot")
+    return int(os.environ["REPLICA_RANK"])
+
+
+def looks_around(argv: list[str]) -> int:
+    facts = {"session": os.getsid(0) == os.getpid(), "threads": os.environ["OMP_NUM_THREADS"], "env": os.environ["X"]}
+    print(json.dumps(facts), flush=True)
+    return 0
+
+
+# -------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def executor(request):
+    made = LocalProcessExecutor([HERE], method=request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def forks():
+    made = LocalProcessExecutor([HERE])
+    yield made
+    made.close()
+
+
+def spec(folder: Path, function: str, *argv: str, slot: str = "r00", attempt: int = 1, **more) -> ReplicaSpec:
+    return ReplicaSpec(f"file://{folder}", slot, attempt, f"{HERE}:{function}", argv, **more)
+
+
+def wait_for_line(executor: LocalProcessExecutor, handle: Handle) -> None:
+    until = time.monotonic() + 20
+    while not executor.logs(handle):
+        assert time.monotonic() < until, "the child never spoke"
+        time.sleep(0.01)
+
+
+def kill(handle: Handle) -> None:
+    processes.send(handle.pid, handle.started, signal.SIGKILL)
+
+
+def test_kill_9_is_real_and_told(executor, tmp_path):
+    (handle,) = executor.launch_replicas([spec(tmp_path, "sleeps")])
+    wait_for_line(executor, handle)
+    assert executor.poll([handle])[0].state is State.RUNNING
+    os.kill(handle.pid, signal.SIGKILL)
+    (result,) = executor.collect([handle], timeout=20)
+    assert (result.state, result.exit_code, result.reason) == (State.LOST, -9, "killed by SIGKILL")
+    assert result.tail == ("here I am",)
+
+
+def test_a_crash_reaches_the_caller_with_its_last_lines(executor, tmp_path):
+    (result,) = executor.collect(executor.launch_replicas([spec(tmp_path, "crashes")]), timeout=20)
+    assert (result.state, result.exit_code) == (State.FAILED, 1)
+    assert "line 2" in result.tail and result.tail[-1] == "ValueError: this is how it ends"
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, State.SUCCEEDED), (2, State.FAILED), (75, State.FAILED)])
+def test_exit_codes(forks, tmp_path, code, state):
+    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "exits", str(code))]), timeout=20)
+    assert (result.state, result.exit_code) == (state, code)
+
+
+def test_sys_exit_with_a_text_is_its_last_line(forks, tmp_path):
+    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "says_goodbye")]), timeout=20)
+    assert (result.exit_code, result.tail[-1]) == (1, "a last word")
+
+
+def test_an_entry_point_that_is_not_there_is_a_failed_child(forks, tmp_path):
+    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "nowhere")]), timeout=20)
+    assert result.state is State.FAILED and "nowhere" in result.tail[-1]
+
+
+def test_the_short_form_sets_the_rank_and_collects_in_order(executor):
+    args = {"base": 10, "pause_s": 0.05}  # rank 2 ends first
+    handles = executor.launch_replicas(n_replicas=3, entrypoint=f"{HERE}:ranked", entrypoint_args=args)
+    results = executor.collect(handles, timeout=20)
+    assert [r.value for r in results] == [{"rank": i, "value": 10 + i} for i in range(3)]
+
+
+def test_the_rank_can_have_another_name(forks):
+    handles = forks.launch_replicas(n_replicas=2, entrypoint=f"{HERE}:renamed", rank_env="MY_RANK")
+    assert [r.value for r in forks.collect(handles, timeout=20)] == ["0", "1"]
+
+
+def test_collect_reports_each_failed_child(forks):
+    handles = forks.launch_replicas(n_replicas=3, entrypoint=f"{HERE}:fails_on_one")
+    results = forks.collect(handles, timeout=20)
+    assert [r.ok for r in results] == [True, False, True]
+    assert results[1].tail[-1] == "RuntimeError: rank 1 cannot" and results[2].value == 2
+
+
+def test_collect_says_who_still_runs(forks, tmp_path):
+    handles = forks.launch_replicas([spec(tmp_path, "sleeps")])
+    (result,) = forks.collect(handles, timeout=0.1)
+    assert result.state is State.RUNNING and "still running after 0.1 s" in result.reason
+    kill(handles[0])
+
+
+def test_launching_again_gives_the_same_handle(forks, tmp_path):
+    first = forks.launch_replicas([spec(tmp_path, "sleeps")])
+    other = LocalProcessExecutor([], method="spawn")
+    assert forks.launch_replicas([spec(tmp_path, "sleeps")]) == first
+    assert other.launch_replicas([spec(tmp_path, "sleeps")]) == first  # another process, or we after a restart
+    kill(first[0])
+    forks.collect(first, timeout=20)
+    assert forks.launch_replicas([spec(tmp_path, "sleeps")]) == first  # an attempt is used once
+    (second,) = forks.launch_replicas([spec(tmp_path, "sleeps", attempt=2)])
+    assert second.pid != first[0].pid
+    kill(second)
+
+
+def test_a_start_that_fails_is_a_result_and_the_others_start(forks, tmp_path):
+    (tmp_path / "processes").write_text("a file where the folder should be")
+    handles = forks.launch_replicas([spec(tmp_path, "exits", "0"), spec(tmp_path / "fine", "exits", "0")])
+    broken, fine = forks.collect(handles, timeout=20)
+    assert broken.state is State.FAILED and "processes" in broken.reason
+    assert fine.ok
+
+
+def test_cancel_asks_first_and_kills_after_the_grace(executor, tmp_path):
+    specs = [spec(tmp_path, "polite", slot="r00"), spec(tmp_path, "stubborn", slot="r01")]
+    handles = executor.launch_replicas(specs)
+    for handle in handles:
+        wait_for_line(executor, handle)
+    executor.cancel(handles, grace_s=0.3)
+    polite, stubborn = executor.collect(handles, timeout=20)
+    assert (polite.state, polite.exit_code) == (State.CANCELLED, 4)
+    assert (stubborn.state, stubborn.exit_code) == (State.CANCELLED, -9)
+
+
+def test_logs_and_their_tail(forks, tmp_path):
+    (handle,) = forks.launch_replicas([spec(tmp_path, "crashes")])
+    forks.collect([handle], timeout=20)
+    assert forks.logs(handle)[:2] == ["line 1", "line 2"]
+    assert forks.logs(handle, tail=1) == ["ValueError: this is how it ends"]
+    assert forks.logs(handle, tail=0) == []
+    assert Path(handle.files + ".log") == process_folder(f"file://{tmp_path}") / "r00.1.log"
+
+
+def test_children_have_their_own_session_one_thread_and_their_env(executor, tmp_path):
+    handles = executor.launch_replicas([spec(tmp_path, "looks_around", env={"X": "42"})])
+    executor.collect(handles, timeout=20)
+    assert json.loads(executor.logs(handles[0])[-1]) == {"session": True, "threads": "1", "env": "42"}
+
+
+def test_a_dead_fork_server_is_replaced_and_its_children_are_not_lost(forks, tmp_path):
+    (first,) = forks.launch_replicas([spec(tmp_path, "sleeps")])
+    server = forks._server._process
+    server.kill()
+    server.wait()
+    assert forks.poll([first])[0].state is State.RUNNING
+    (second,) = forks.launch_replicas([spec(tmp_path, "exits", "0", slot="r01")])
+    assert forks.collect([second], timeout=20)[0].ok
+    kill(first)
+    assert forks.collect([first], timeout=20)[0].state is State.LOST
+
+
+def test_a_missing_module_in_the_preload_list_hurts_nobody(tmp_path):
+    made = LocalProcessExecutor(["no_such_module_anywhere", HERE], method="fork")
+    assert made.collect(made.launch_replicas([spec(tmp_path, "exits", "0")]), timeout=20)[0].ok
+    made.close()
+
+
+def test_handles_and_statuses_are_plain_json(forks, tmp_path):
+    (handle,) = forks.launch_replicas([spec(tmp_path, "exits", "0")])
+    forks.collect([handle], timeout=20)
+    status = forks.poll([handle])[0]
+    assert Handle.from_dict(json.loads(json.dumps(handle.to_dict()))) == handle
+    assert json.loads(json.dumps(status.to_dict()))["state"] == "SUCCEEDED"
+    assert isinstance(status, Status)
+    sent = spec(tmp_path, "exits", "0", env={"A": "b"})
+    assert ReplicaSpec.from_dict(json.loads(json.dumps(sent.to_dict()))) == sent
+
+
+def test_plan_starts_nothing(forks, tmp_path):
+    told = forks.plan([spec(tmp_path, "sleeps"), spec(tmp_path, "sleeps", slot="r01")])
+    assert len(told.lines) == 3 and told.usd_per_hour == 0.0
+    assert not (tmp_path / "processes").exists()
+
+
+PARENT = """
+import sys
+from executors.local import LocalProcessExecutor
+from tests.test_executors_local import spec, wait_for_line
+from pathlib import Path
+executor = LocalProcessExecutor([], method=sys.argv[2])
+specs = [spec(Path(sys.argv[1]), "sleeps", slot=s) for s in ("r00", "r01")]
+for handle in executor.launch_replicas(specs):
+    wait_for_line(executor, handle)
+executor.close()
+print("parent ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_parent_ends_at_once_while_its_children_live(tmp_path, method):
+    command = [sys.executable, "-W", "error", "-c", PARENT, str(tmp_path), method]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)  # also: holds no pipe open
+    assert (done.returncode, done.stdout, done.stderr) == (0, "parent ends\n", "")
+    assert time.monotonic() - began < 20
+    executor = LocalProcessExecutor([], method="spawn")
+    handles = executor.find(f"file://{tmp_path}")
+    assert [h.slot for h in handles] == ["r00", "r01"]
+    assert [s.state for s in executor.poll(handles)] == [State.RUNNING] * 2
+    kill(handles[0])
+    executor.cancel(handles[1:], grace_s=5)
+    lost, cancelled = executor.collect(handles, timeout=20)
+    assert (lost.state, cancelled.state) == (State.LOST, State.CANCELLED)
+    if method == "fork":  # the fork server outlived the parent, and wrote down what it reaped
+        assert (lost.exit_code, cancelled.exit_code) == (-9, -15)
+
+
+def test_find_knows_processes_by_their_claim_alone(tmp_path):
+    store, clock = FileStore(tmp_path), SystemClock()
+    write_control(store, clock, replicas=2, steps=1)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    claim(store, clock, "r00", host=socket.gethostname(), pid=child.pid)
+    claim(store, clock, "r01", host="elsewhere", pid=child.pid)
+    (handle,) = LocalProcessExecutor([], method="spawn").find(store.url)
+    assert (handle.slot, handle.pid, handle.attempt) == ("r00", child.pid, 1)
+    child.communicate(b"\n")
+    assert LocalProcessExecutor([], method="spawn").find(store.url) == []
+
+
+def test_a_recycled_pid_is_not_taken_for_the_claimer(tmp_path):
+    store, clock = FileStore(tmp_path), SystemClock()
+    write_control(store, clock, replicas=1, steps=1)
+
+    class Earlier(SystemClock):
+        def wall(self) -> float:
+            return time.time() - 1e6
+
+    claim(store, Earlier(), "r00", host=socket.gethostname(), pid=os.getpid())  # claimed before this process was born
+    assert store.get(layout.claim("r00", 1)) is not None
+    assert LocalProcessExecutor([], method="spawn").find(store.url) == []
+
+
+def test_a_zombie_is_not_alive():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    started = processes.start_ticks(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert started is not None and not processes.alive(child.pid, started)
+    child.wait()
+    assert processes.start_ticks(child.pid) is None

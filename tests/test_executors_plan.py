@@ -1,0 +1,84 @@
+"""The supervisor's decisions, as a table."""
+
+import pytest
+
+from diloco import exitcodes
+from executors.base import State
+from executors.plan import Desired, Drain, GiveUp, Launch, Limits, Replace, Seen, Wait, plan
+
+WANTED = Desired(frozenset({"r00"}))
+NOBODY = Desired(frozenset())
+DONE = Desired(frozenset({"r00"}), done=True)
+ENDING = Desired(frozenset({"r00"}), ending=True)
+NOW = 1000.0
+
+
+def lost(code: int | None, state: State = State.LOST, losses: int = 1, failures: int = 0, **more) -> Seen:
+    return Seen("r00", state, code, NOW, more.pop("holder", "silent"), 0.0, losses, failures, **more)
+
+
+RUNNING = Seen("r00", State.RUNNING)
+TABLE = [
+    # what was seen                                    wanted   action   a word of the reason
+    (Seen("r00"), WANTED, Launch, "nobody runs it"),
+    (Seen("r00", holder="silent"), WANTED, Launch, "nobody"),
+    (Seen("r00", holder="left"), WANTED, Launch, "nobody"),
+    (Seen("r00", holder="unknown"), WANTED, Wait, "heartbeat"),
+    (Seen("r00", holder="beating"), WANTED, Wait, "elsewhere"),
+    (Seen("r00"), NOBODY, None, ""),
+    (Seen("r00"), DONE, None, ""),
+    (Seen("r00"), ENDING, None, ""),
+    (Seen("r00", State.PENDING), WANTED, None, ""),
+    (Seen("r00", State.STARTING), WANTED, None, ""),
+    (RUNNING, WANTED, None, ""),
+    (RUNNING, DONE, None, ""),
+    (RUNNING, NOBODY, Drain, "no longer wanted"),
+    (RUNNING, ENDING, Drain, "no longer wanted"),
+    (Seen("r00", State.RUNNING, silent_s=119), WANTED, None, ""),
+    (Seen("r00", State.RUNNING, silent_s=121), WANTED, Replace, "stood still"),
+    (Seen("r00", State.RUNNING, silent_s=121), DONE, None, ""),
+    (lost(-9), WANTED, Replace, "SIGKILL"),
+    (lost(None), WANTED, Replace, "nobody saw"),
+    (lost(1, State.FAILED, failures=1), WANTED, Replace, "exit code 1"),
+    (lost(exitcodes.DIVERGED, State.FAILED), WANTED, Replace, "diverged"),
+    (lost(exitcodes.LEFT, State.FAILED), WANTED, Replace, "left"),  # not because we asked: a platform's SIGTERM
+    (lost(exitcodes.LEFT, State.CANCELLED), WANTED, None, ""),
+    (lost(exitcodes.DONE, State.SUCCEEDED), WANTED, None, ""),
+    (lost(-9), NOBODY, None, ""),
+    (lost(-9), DONE, None, ""),
+    (lost(-9), ENDING, None, ""),
+    (lost(-9, holder="beating"), WANTED, Wait, "elsewhere"),
+    (lost(exitcodes.FENCED, State.FAILED, holder="beating"), WANTED, Wait, "elsewhere"),
+    (lost(exitcodes.FENCED, State.FAILED, holder="unknown"), WANTED, Wait, "heartbeat"),
+    (lost(exitcodes.FENCED, State.FAILED, holder="silent"), WANTED, Replace, "silent now"),
+    (lost(exitcodes.USER_ERROR, State.FAILED, failures=1), WANTED, GiveUp, "wrong"),
+    (lost(exitcodes.GAVE_UP, State.FAILED), WANTED, GiveUp, "nothing moved"),
+    (lost(1, State.FAILED, losses=2, failures=2), WANTED, Wait, "trying again in 1 s"),
+    (lost(1, State.FAILED, losses=3, failures=3), WANTED, GiveUp, "3 times in a row"),
+    (lost(-9, losses=9), WANTED, Wait, "trying again in 60 s"),
+    (lost(-9, losses=10), WANTED, GiveUp, "10 times in a row"),
+]
+
+
+@pytest.mark.parametrize(("seen", "desired", "kind", "word"), TABLE)
+def test_plan(seen, desired, kind, word):
+    actions = plan(desired, [seen], NOW)
+    assert [type(a) for a in actions] == ([] if kind is None else [kind])
+    assert all(word in a.why and a.slot == "r00" for a in actions)
+
+
+def test_a_replacement_comes_after_its_pause_and_not_before():
+    seen = lost(-9, losses=3)  # 1 s after the second end, 2 s after the third
+    assert isinstance(plan(WANTED, [seen], NOW + 1.9)[0], Wait)
+    assert isinstance(plan(WANTED, [seen], NOW + 2.1)[0], Replace)
+
+
+def test_pauses_grow_and_are_bounded():
+    limits = Limits(backoff_s=1.0, backoff_most_s=60.0)
+    assert [limits.pause(n) for n in (0, 1, 2, 3, 4, 20)] == [0, 0, 1, 2, 4, 60]
+
+
+def test_slots_are_judged_one_by_one():
+    desired = Desired(frozenset({"r00", "r01"}))
+    seen = [Seen("r00", State.RUNNING), Seen("r01"), Seen("r02", State.RUNNING)]
+    assert plan(desired, seen, NOW) == [Launch("r01", "nobody runs it"), Drain("r02", "no longer wanted")]

@@ -1,0 +1,200 @@
+"""A synthetic run: two replicas, one of them killed in step 2 and replaced; read back, told, drawn."""
+
+import json
+import re
+
+import pytest
+
+from diloco.report import Reader, checks, first_and_last, read_report, sparkline, summary, write_report
+from rendezvous import layout
+from rendezvous.membership import write_control
+from rendezvous.records import Beat, Claim, Commit, Leave, Listed, Offer, digest
+from rendezvous.store import Store
+from rendezvous.stores.memory import MemoryStore
+
+T0 = 1_800_000_000.0
+STEPS, BYTES = 6, 400_000
+
+
+class FixedClock:
+    def __init__(self, wall: float = T0) -> None:
+        self.at = wall
+
+    def now(self) -> float:
+        return self.at
+
+    def wall(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+class Bucket:
+    """Writes a run by hand: the records of `rendezvous`, without its engine."""
+
+    def __init__(self, steps: int = STEPS, replicas: int = 2, store: Store | None = None) -> None:
+        self.store, self.clock = store or MemoryStore(), FixedClock()
+        if store is None:  # else the run is founded already
+            config = {"name": "synthetic", "outer": {"sync_every": 6}}
+            self.store.put(layout.RUN, json.dumps({"config": config}).encode())
+            write_control(self.store, self.clock, replicas=replicas, steps=steps, min_replicas=1)
+        self.prev: str | None = None
+        self._logs: dict[tuple[str, int], int] = {}
+
+    def claim(self, slot: str, generation: int, at: float, pid: int = 1) -> None:
+        body = Claim(slot, generation, "n", T0 + at, "host", pid).encode()
+        self.store.create(layout.claim(slot, generation), body)
+
+    def tell(self, who: str, generation: int, at: float, event: str, **fields: object) -> None:
+        n = self._logs.get((who, generation), 0)
+        self._logs[who, generation] = n + 1
+        line = json.dumps({"at": T0 + at, "event": event, **fields})
+        self.store.put(layout.log(who, generation, n), line.encode() + b"\n")
+
+    def offer(self, t: int, slot: str, generation: int, reward: float) -> Listed:
+        blob = layout.delta(t, slot, generation, "n")
+        nonce = f"{t}{slot}"
+        stats = {"reward": reward}
+        offer = Offer(t, slot, generation, nonce, "base", 6, blob, BYTES, "d", took=1.0, at=T0, stats=stats)
+        self.store.create(layout.offer(t, slot, 0), offer.encode())
+        return Listed(t, slot, generation, nonce, blob, BYTES, "d", 6, 1.0)
+
+    def commit(self, t: int, at: float, offers: list[Listed]) -> None:
+        c = Commit(t, self.prev, "base", tuple(offers), {}, 1, 1.0, 0, f"{offers[0].slot}-1", f"c{t}", T0 + at)
+        self.store.create(layout.commit(t), c.encode())
+        self.prev = digest(c.encode())
+        for o in offers:
+            if o.step == t:
+                self.step_event(t, at, o.slot, o.generation)
+
+    def step_event(self, t: int, at: float, slot: str, generation: int, theta: str | None = None) -> None:
+        self.tell(
+            slot, generation, at + 0.01, "step", step=t, h=6, listed=True, samples=192, inner_s=1.4, offer_s=0.05,
+            wait_s=0.3, mean_s=0.02, bytes_up=BYTES, bytes_down=2 * BYTES, theta=theta or f"theta{t}",
+        )  # fmt: skip
+
+
+def killed_and_replaced(store: Store | None = None) -> Bucket:
+    b = Bucket(store=store)
+    for i, slot in enumerate(("r00", "r01")):
+        b.tell("supervisor", 1, 0.1 + i / 100, "launched", slot=slot, pid=100 + i, attempt=1)
+        b.claim(slot, 1, 0.5, pid=100 + i)
+        b.tell(slot, 1, 4.0, "joined", step=0, snapshot=0, replayed=0)
+    late = None
+    for t in range(STEPS):
+        offers = [b.offer(t, "r00", 1, 0.1 + 0.15 * t)]
+        if t < 2 or t > 3:
+            offers.append(b.offer(t, "r01", 1 if t < 2 else 2, 0.25 + 0.15 * t))
+        if t == 2:
+            late = b.offer(2, "r01", 1, 0.5)
+        if t == 3 and late is not None:
+            offers.append(late)
+        b.commit(t, 6.0 + 2 * t, offers)
+    b.tell("supervisor", 1, 9.2, "killed", slot="r01", pid=101, step=2, inner=3)
+    b.tell("supervisor", 1, 9.3, "lost", slot="r01", pid=101, exit_code=-9, tail=[])
+    b.claim("r01", 2, 9.6, pid=102)
+    b.tell("r01", 2, 12.5, "joined", step=3, snapshot=0, replayed=3)
+    leave = Leave("r00", 1, STEPS, "base", "done", "n", T0 + 17)
+    b.store.create(layout.leave("r00", 1), leave.encode())
+    b.store.put(layout.beat("r01"), Beat("r01", 2, 9, "train", 5, 3, 0.2, T0 + 16.0).encode())
+    return b
+
+
+def test_every_life_is_told_apart_with_its_end():
+    lives = {x.name: x for x in read_report(killed_and_replaced().store).lives}
+    assert list(lives) == ["r00-1", "r01-1", "r01-2"]
+    assert [lives[n].how for n in lives] == ["done", "killed", "running"]
+    assert lives["r01-1"].ended == pytest.approx(T0 + 9.2)
+    assert [t for t, _ in lives["r01-1"].commits] == [0, 1, 3]  # the last one by its carried offer
+    assert lives["r01-2"].joined_step == 3
+
+
+def test_steps_have_rewards_and_what_was_counted_later():
+    report = read_report(killed_and_replaced().store)
+    assert report.head == STEPS and report.done
+    assert report.steps[3].carried == (("r01", 2),)
+    assert report.steps[2].fresh == ("r00",)
+    assert report.steps[2].reward == {"r00": pytest.approx(0.4), "r01": 0.5}  # told when its offer was listed
+    assert first_and_last(report) == (pytest.approx(0.175), pytest.approx(0.925))
+    assert report.steps[0].part("inner_s") == pytest.approx(1.4)
+
+
+def test_a_reader_that_looks_again_sees_what_one_look_sees():
+    b, whole = Bucket(), None
+    reader = Reader(b.store)
+    b.claim("r00", 1, 0.5)
+    for t in range(3):
+        b.commit(t, 2.0 * t, [b.offer(t, "r00", 1, 0.1 * t)])
+        whole = reader.refresh()
+    assert whole == read_report(b.store)
+
+
+def test_checks_hold_for_a_good_run():
+    assert [c.ok for c in checks(read_report(killed_and_replaced().store))] == [True, True, True]
+
+
+def test_checks_see_a_fork_a_double_count():
+    b = Bucket(steps=4)
+    b.claim("r00", 1, 0.0)
+    b.claim("r01", 1, 0.0)
+    first = b.offer(0, "r00", 1, 0.1)
+    b.commit(0, 1.0, [first])
+    b.step_event(0, 1.0, "r01", 1, theta="another")
+    b.commit(1, 2.0, [b.offer(1, "r00", 1, 0.1), first])
+    found = checks(read_report(b.store))
+    assert [c.ok for c in found] == [True, False, False]
+    assert (
+        "2 of 4 outer steps committed so far" in found[0].text
+        and "1 pseudogradients counted twice" in found[1].text
+        and "[0]" in found[2].text
+    )
+
+
+def test_checks_see_a_broken_chain():
+    b = Bucket(steps=2)
+    b.claim("r00", 1, 0.0)
+    b.commit(0, 1.0, [b.offer(0, "r00", 1, 0.1)])
+    b.prev = "somebody else's"
+    b.commit(1, 2.0, [b.offer(1, "r00", 1, 0.1)])
+    assert not checks(read_report(b.store))[0].ok
+
+
+def test_summary_fits_one_screen():
+    text = summary(read_report(killed_and_replaced().store))
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
+    assert "6 of 6 outer steps" in text and "killed at 9.1 s" in text and "400.0 kB up" in text
+
+
+def test_summary_of_many_lives_still_fits():
+    b = Bucket(steps=2, replicas=40)
+    for i in range(40):
+        b.claim(layout.slot_name(i), 1, 0.1)
+    text = summary(read_report(b.store))
+    assert len(text.splitlines()) <= 24 and "more lives" in text
+
+
+def test_a_run_that_has_just_begun_can_be_told_and_drawn(tmp_path):
+    report = read_report(Bucket().store)
+    assert "0 of 6" in summary(report)
+    page, png = write_report(report, tmp_path)
+    assert page.stat().st_size > 1000 and png.stat().st_size > 1000
+
+
+def test_the_page_is_self_contained_and_follows_the_readers_theme(tmp_path):
+    page, png = write_report(read_report(killed_and_replaced().store), tmp_path / "new")
+    text = page.read_text()
+    assert "<svg" in text and "prefers-color-scheme: dark" in text and "var(--ink)" in text
+    assert not re.search(r"""(src|href)=["']https?://""", text)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_damaged_log_lines_are_skipped():
+    b = killed_and_replaced()
+    b.store.put(layout.log("r00", 1, 999), b'{"at": 1, "ev\n\xff\xfe\n')
+    assert read_report(b.store).head == STEPS
+
+
+def test_sparkline():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
