@@ -23,7 +23,6 @@ from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.records import Record, digest, nonce
 from rendezvous.store import PatientStore, Store, open_store, put_once
 
-
 LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
 
 
@@ -89,7 +88,7 @@ def open_run(
         put_once(store, clock, mine.files[setting]["key"], body)
     won, value = put_once(store, clock, layout.RUN, mine.encode())
     stands = RunRecord.decode(value)
-    refuse_another(url, stands, mine)
+    refuse_another(url, stands, mine, untouched=store.get(layout.MODEL_MANIFEST) is None)
     fleet = FleetConfig(
         replicas=replicas or config.fleet.replicas,
         steps=steps or config.fleet.steps,
@@ -120,7 +119,7 @@ def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
     return write_control(store, clock, **news, resume=wanted.stop or bool(wanted.drains))
 
 
-def refuse_another(url: str, stands: RunRecord, mine: RunRecord) -> None:
+def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
     """WrongRun with what differs, if run.json describes other mathematics or other user files."""
     differs = sorted(_differences(stands.mathematics, mine.mathematics))
     for setting in sorted(set(stands.files) | set(mine.files)):
@@ -131,6 +130,7 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord) -> None:
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
             "use another --run URL for this config, or the config that the run was started with"
+            + (". Nothing was trained there yet, so you may also delete it" if untouched else "")
         )
 
 

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 def _expected(error: Exception) -> bool:
     """Errors that say what to do next; anything else is a defect, and keeps its traceback."""
     from diloco.config import ConfigError
-    from diloco.report import ReportError
+    from diloco.drawing import ReportError
     from inner import InnerError
     from rendezvous.errors import RendezvousError
 
@@ -139,8 +139,9 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from diloco.drawing import write_report
     from diloco.launch import read_run
-    from diloco.report import read_report, summary, write_report
+    from diloco.report import read_report, summary
 
     run = read_run(_checked(args.run))
     report = read_report(run.store)

@@ -6,13 +6,16 @@ What it says at the end was looked up in the bucket; it ends with 0 only if all 
 """
 
 import os
+import shutil
 import signal
+import sys
 from importlib.resources import files
 from pathlib import Path
 
 from diloco.config import load_config
+from diloco.drawing import write_report
 from diloco.launch import Run, open_run
-from diloco.report import Check, Life, Report, checks, first_and_last, read_report, summary, write_report
+from diloco.report import Check, Life, Report, checks, first_and_last, read_report, summary
 from executors.foreground import say, supervise_here
 from executors.supervisor import Supervisor
 from rendezvous.clock import SystemClock
@@ -109,14 +112,20 @@ def _killed_words(killed: list[Life], report: Report) -> str:
 
 
 def next_commands(path: Path) -> str:
-    run = shown(path)
+    run, diloco = shown(path), command()
     rows = [
         (f"open {run}/report.html", "the curves, the kill, every commit"),
-        (f"diloco export {run} --to {run}/model", "a normal from_pretrained folder"),
-        (f"diloco train {run}/demo.toml --run runs/mine", "the same job, yours to change"),
+        (f"{diloco} export {run} --to {run}/model", "a normal from_pretrained folder"),
+        (f"{diloco} train {run}/demo.toml --run runs/mine", "the same job, yours to change"),
     ]
     width = max(len(command) for command, _ in rows)
     return "\nnext:\n" + "\n".join(f"  {command:{width}s}   {why}" for command, why in rows)
+
+
+def command() -> str:
+    """How this command is called from here: `diloco` if the shell finds it, else its path."""
+    own = Path(sys.argv[0])
+    return "diloco" if own.name != "diloco" or shutil.which("diloco") == str(own) else shown(own.absolute())
 
 
 def shown(path: Path) -> str:

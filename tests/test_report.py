@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from diloco.report import Reader, checks, first_and_last, read_report, sparkline, summary, write_report
+from diloco.drawing import write_report
+from diloco.report import Reader, checks, first_and_last, read_report, sparkline, summary
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Claim, Commit, Leave, Listed, Offer, digest

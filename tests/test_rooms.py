@@ -49,7 +49,7 @@ def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
         ("torchft", "from diloco import make_diloco, MockManager; import torch; m = torch.nn.Linear(2, 2); "
          "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco"),
         ("trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train"),
-        ("matplotlib", "from diloco.report import write_report; write_report(None, None)", "report"),
+        ("matplotlib", "from diloco.drawing import write_report; write_report(None, None)", "report"),
     ],
 )  # fmt: skip
 def test_a_missing_package_fails_when_used_and_names_its_extra(missing: str, use: str, extra: str) -> None:

@@ -1,0 +1,285 @@
+"""A report, drawn: report.png, and report.html in one self-contained file.
+
+    reward by outer step, per replica and mean, with every kill and return
+    one lane per life: starting, training, its counted steps, its end
+    where an outer step's time goes · bytes per sync
+
+matplotlib is imported when something is drawn.  Not promised: a picture of a run without any outer step.
+"""
+
+import html
+import io
+from math import nan
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from diloco.report import (
+    BAD_ENDS,
+    PART_NAMES,
+    PARTS,
+    Life,
+    Report,
+    checks,
+    first_and_last,
+    headline,
+    nice_bytes,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class ReportError(RuntimeError):
+    """The report cannot be drawn."""
+
+
+INK, FAINT = "#1f2329", "#c9d1d8"  # in report.html these two follow the reader's light or dark page
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31")  # Okabe and Ito: colour-blind safe
+MARKERS = "osD^vP"
+ALARM = "#d55e00"
+BOOT = "#9aa4ae"
+
+
+def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
+    """Draw report.png and report.html into `folder`; -> their paths."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ReportError(
+            "drawing a report needs matplotlib, which is not installed. "
+            "Next: pip install 'serverless-diloco[report]', then `diloco report` again"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    png, page = folder / "report.png", folder / "report.html"
+    fonts: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "svg.hashsalt": report.url,
+    }
+    with matplotlib.rc_context(fonts):
+        figure = draw(report)
+        figure.savefig(png, dpi=130, facecolor="white")
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    page.write_text(_page(report, svg.getvalue()), encoding="utf-8")
+    return page, png
+
+
+def draw(report: Report) -> "Figure":
+    """Reward, the lives of the replicas, seconds and bytes: one figure."""
+    from matplotlib.figure import Figure
+
+    lanes = max(3, len(report.lives))
+    figure = Figure(figsize=(9.6, 6.6 + 0.26 * lanes), layout="constrained")
+    figure.suptitle(headline(report), fontsize=12, fontweight="bold", color=INK)
+    grid = figure.add_gridspec(3, 2, height_ratios=[3.0, 0.7 + 0.3 * lanes, 2.3])
+    _draw_reward(figure.add_subplot(grid[0, :]), report)
+    _draw_lives(figure.add_subplot(grid[1, :]), report)
+    _draw_seconds(figure.add_subplot(grid[2, 0]), report)
+    _draw_bytes(figure.add_subplot(grid[2, 1]), report)
+    return figure
+
+
+def _draw_reward(ax: "Axes", report: Report) -> None:
+    for i, slot in enumerate(report.slots):
+        rewards = [s.reward.get(slot, nan) for s in report.steps]  # nan: a gap where it was away
+        if any(slot in s.reward for s in report.steps):
+            ax.plot(
+                range(len(rewards)),
+                rewards,
+                label=slot,
+                lw=1,
+                ms=4,
+                alpha=0.85,
+                color=COLOURS[i % 6],
+                marker=MARKERS[i % 6],
+            )
+    means = [nan if s.mean_reward is None else s.mean_reward for s in report.steps]
+    if first_and_last(report):
+        ax.plot(range(len(means)), means, label="mean", color=INK, lw=2.4)
+        _unit_scale(ax, report)
+    for place, text, side in _interruptions(report):
+        ax.axvline(place, color=ALARM, lw=1, ls=(0, (4, 3)), zorder=0)
+        ax.annotate(
+            text, (place, 1), xycoords=("data", "axes fraction"), xytext=(2 if side == "left" else -2, 3),
+            textcoords="offset points", color=ALARM, ha=side, va="bottom", fontsize=8,
+        )  # fmt: skip
+    _style(ax, "reward by outer step", "outer step", "reward, mean of its samples")
+    ax.set_xlim(-0.5, max(report.wanted.steps, report.head, 1) - 0.5)
+    ax.locator_params(axis="x", integer=True)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK)
+
+
+def _unit_scale(ax: "Axes", report: Report) -> None:
+    """Rewards that lie in [0, 1] are shown on all of it, so that two runs can be compared by eye."""
+    if all(0 <= r <= 1 for s in report.steps for r in s.reward.values()):
+        ax.set_ylim(-0.03, 1.05)
+
+
+def _interruptions(report: Report) -> list[tuple[float, str, str]]:
+    """Where on the axis of outer steps somebody was lost or came back, with a word while there is room for it."""
+    found: list[tuple[float, str, str]] = []
+    for life in report.lives:
+        if life.how in BAD_ENDS and life.ended is not None:
+            found.append((_step_at(report, life.ended), f"{life.slot} {life.how}", "right"))
+        if life.generation > 1 and life.joined is not None:
+            found.append((_step_at(report, life.joined), f"{life.slot} is back", "left"))
+    return found if len(found) <= 4 else [(place, "", side) for place, _, side in found]
+
+
+def _step_at(report: Report, at: float) -> float:
+    """Where on the axis a time lies: step t's point is drawn at t, when it was committed."""
+    ends = [s.at for s in report.steps]
+    t = sum(end <= at for end in ends)
+    if t == 0 or t == len(ends):
+        return t - 0.5
+    return t - 1 + (at - ends[t - 1]) / max(ends[t] - ends[t - 1], 1e-6)
+
+
+def _draw_lives(ax: "Axes", report: Report) -> None:
+    names = [x.name for x in report.lives]
+    for lane, life in enumerate(report.lives):
+        _draw_life(ax, lane, life, report)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.7)
+    _style(ax, "one lane per life of a replica (slot-generation)", "seconds since the start", "")
+    ax.grid(False)
+    ax.set_xlim(left=0)
+    ax.legend(
+        handles=_life_legend(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK, fontsize=8
+    )
+
+
+def _draw_life(ax: "Axes", lane: int, life: Life, report: Report) -> None:
+    start, end = life.claimed - report.began, (life.ended or report.ended) - report.began
+    joined = end if life.joined is None else life.joined - report.began
+    colour = COLOURS[report.slots.index(life.slot) % 6]
+    ax.barh(lane, joined - start, left=start, height=0.5, color=BOOT, alpha=0.45, lw=0)
+    ax.barh(lane, max(0.0, end - joined), left=joined, height=0.5, color=colour, alpha=0.55, lw=0)
+    commits = [at - report.began for _, at in life.commits]
+    ax.vlines(commits, lane - 0.33, lane + 0.33, color=INK, lw=1.2)
+    if life.how in BAD_ENDS:
+        ax.plot(end, lane, marker="X", color=ALARM, ms=10, mew=0, clip_on=False)
+    if life.generation > 1 and life.joined is not None:
+        ax.plot(joined, lane, marker=">", color=INK, ms=6, mew=0)
+
+
+def _life_legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(facecolor=BOOT, alpha=0.45, label="starting"),
+        Patch(facecolor=COLOURS[0], alpha=0.55, label="training"),
+        Line2D([], [], color=INK, lw=0, marker="|", mew=1.4, ms=9, label="its work counts"),
+        Line2D([], [], color=ALARM, lw=0, marker="X", mew=0, ms=8, label="killed, lost"),
+        Line2D([], [], color=INK, lw=0, marker=">", mew=0, ms=6, label="replacement\nhas healed"),
+    ]
+
+
+def _draw_seconds(ax: "Axes", report: Report) -> None:
+    steps = [s for s in report.steps if s.seconds]
+    bottom = [0.0] * len(steps)
+    for i, (part, name) in enumerate(zip(PARTS, PART_NAMES, strict=True)):
+        heights = [s.part(part) for s in steps]
+        colour = (COLOURS[0], COLOURS[3], COLOURS[1], COLOURS[2])[i]
+        ax.bar([s.t for s in steps], heights, bottom=bottom, color=colour, label=name, width=0.8, lw=0)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    _style(ax, "where an outer step's time goes", "outer step", "seconds, mean per replica")
+    _room_above(ax, max(bottom, default=0.0))
+
+
+def _draw_bytes(ax: "Axes", report: Report) -> None:
+    steps = [s for s in report.steps if s.up or s.down]
+    for shift, way, colour, name in ((-0.2, "up", COLOURS[4], "up"), (0.2, "down", COLOURS[5], "down")):
+        heights = [fmean(getattr(s, way).values()) / 1e3 for s in steps]
+        ax.bar([s.t + shift for s in steps], heights, color=colour, label=name, width=0.38, lw=0)
+    _style(ax, "bytes per sync", "outer step", "kB, mean per replica")
+    _room_above(ax, max((fmean(getattr(s, w).values()) / 1e3 for s in steps for w in ("up", "down")), default=0.0))
+
+
+def _room_above(ax: "Axes", highest: float) -> None:
+    """A legend in one row above the bars."""
+    ax.set_ylim(0, max(highest, 1e-3) * 1.28)
+    ax.locator_params(axis="x", integer=True)
+    ax.legend(loc="upper center", ncols=4, frameon=False, labelcolor=INK, fontsize=8, handlelength=1.2)
+
+
+def _style(ax: "Axes", title: str, x: str, y: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10, color=INK)
+    ax.set_xlabel(x, color=INK)
+    ax.set_ylabel(y, color=INK)
+    ax.tick_params(colors=INK)
+    ax.grid(axis="y", color=FAINT, lw=0.6)
+    ax.set_axisbelow(True)
+    for side in ax.spines:
+        ax.spines[side].set_visible(side in ("left", "bottom"))
+        ax.spines[side].set_color(INK)
+
+
+# -------------------------------------------------------------------- the page
+
+CSS = """
+:root { color-scheme: light dark; --ink: #1f2329; --faint: #c9d1d8; --page: #ffffff; --bad: #b3261e; --good: #1a7f37 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --faint: #3d444d; --page: #0d1117; --bad: #ff7b72; --good: #3fb950 } }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 62rem;
+       margin: 2rem auto; padding: 0 1rem }
+svg { width: 100%; height: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid var(--faint) }
+th:first-child, td:first-child { text-align: left } .wide { overflow-x: auto }
+.ok::before { content: "✓ "; color: var(--good) } .no::before { content: "✗ "; color: var(--bad) }
+ul { list-style: none; padding: 0 }
+code { background: color-mix(in srgb, var(--faint) 40%, transparent); padding: 0 .3em }
+"""
+
+
+def _page(report: Report, svg: str) -> str:
+    picture = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")
+    found = "".join(f'<li class="{"ok" if c.ok else "no"}">{html.escape(c.text)}</li>' for c in checks(report))
+    title = html.escape(headline(report))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(report.name)}</title><style>{CSS}</style><h1>{title}</h1><ul>{found}</ul>{picture}"
+        f"<h2>Outer steps</h2><div class=wide>{_step_table(report)}</div>"
+        f"<h2>Lives</h2><div class=wide>{_life_table(report)}</div>"
+        f"<p>Read from <code>{html.escape(report.url)}</code>; "
+        f"again at any time with <code>diloco report {html.escape(report.url)}</code>.</p></html>\n"
+    )
+
+
+def _step_table(report: Report) -> str:
+    head = ["step", "mean reward", *report.slots, "inner steps", "closed by", "later work", "s", "up", "down"]
+    rows, before = [], report.began
+    for s in report.steps:
+        rewards = [_number(s.reward.get(slot)) + ("" if slot in s.fresh else " ·") for slot in report.slots]
+        late = ", ".join(f"{slot}@{t}" for slot, t in s.carried)
+        inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
+        up, down = (nice_bytes(sum(b.values())) for b in (s.up, s.down))
+        rows.append([str(s.t), _number(s.mean_reward), *rewards, inner, s.by, late, f"{s.at - before:.2f}", up, down])
+        before = s.at
+    return _table(head, rows) + "<p>· means: not in this step's own commit.</p>"
+
+
+def _life_table(report: Report) -> str:
+    head = ["life", "claimed (s)", "joined (s)", "joined at step", "counted in", "end"]
+    rows = []
+    for x in report.lives:
+        joined = ["–", "–"] if x.joined is None else [f"{x.joined - report.began:.1f}", str(x.joined_step)]
+        end = x.how + ("" if x.ended is None else f", {x.ended - report.began:.1f} s")
+        rows.append([x.name, f"{x.claimed - report.began:.1f}", *joined, f"{len(x.commits)} steps", end])
+    return _table(head, rows)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"
