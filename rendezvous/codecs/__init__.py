@@ -1,0 +1,91 @@
+"""Pseudogradients as fewer bytes.
+
+                     s = x + decay·e
+    x, e (fp32) ─────────────────────▶ encode(s) ─▶ body ─▶ total += fl(w·decode(body))     same bits for every reader
+           ▲                               │
+           └── e ← s − decode(encode(s)) ──┘
+
+    name        bytes per element     what is lost                                    from
+    fp32        4                     nothing
+    bf16        2                     the lower 16 bits                               dense.py
+    int8        1   + 4 per 1024      at most half a step of absmax/127 per block     blocks.py
+    int4        1/2 + 4 per 512       at most half a step of absmax/7 per block       blocks.py
+    topk        114 per 4096          all but the 64 largest; those keep 2 bits       topk.py   SparseLoCo, 2508.15706
+    bf16-gate   4 + ~1 per change     what the bf16 model would not show              gate.py   PULSE, 2602.03839
+
+What is lost stays in the residual e and is sent later (error feedback), so over time the decoded values add up to
+the inputs.  Who has a body has read the record that names it: codec, length and digest are there and not in here.
+This file and `choose` are free of torch; the kernels come with the first `codec(name)`.
+
+Not promised: equal bodies from different machines (only equal decoding); anything under
+`torch.set_flush_denormal(True)`; a residual worth keeping after a refused `encode`.
+"""
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
+
+import numpy as np
+
+from rendezvous.codecs.choose import NAMES, auto, nominal_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NAMES", "Array", "Body", "Codec", "auto", "codec", "nominal_ratio"]
+
+Array: TypeAlias = Union[np.ndarray, "Tensor"]  # flat and contiguous
+Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]
+
+
+class Codec(Protocol):
+    """Stateless.  A body holds some elements [start, stop) of a vector; `start` is a multiple of `align`.
+
+    align: elements that are encoded together; shards are cut at multiples of it.
+    exact: every body of n elements has bound(n) bytes, and byte_range works.
+    """
+
+    name: str
+    align: int
+    exact: bool
+
+    def bound(self, n: int) -> int:
+        """Bytes that suffice for n elements."""
+        ...
+
+    def byte_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the elements [start, stop) are in the body; `stop` is aligned or the end of the vector."""
+        ...
+
+    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
+        """Write x (fp32, any device) into `out` (uint8, CPU); -> bytes used.
+
+        residual: e, updated in place, on x's device.   theta: what x will be subtracted from, for bf16-gate.
+        Raises BadDelta for what is not finite.
+        """
+        ...
+
+    def decode(self, body: Body, out: Array) -> None:
+        """Fill `out` (fp32).  Raises Corrupt for bytes that no encoder wrote."""
+        ...
+
+    def accumulate(
+        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
+    ) -> None:
+        """total[start:stop] += fl(weight·decode(body)); `first` stores instead.  After Corrupt, `total` is waste."""
+        ...
+
+
+def codec(name: str) -> Codec:
+    """The codec of that name."""
+    from rendezvous.codecs import blocks, dense, gate, topk
+
+    codecs: dict[str, Codec] = {
+        "fp32": dense.Fp32(),
+        "bf16": dense.Bf16(),
+        "int8": blocks.Int8(),
+        "int4": blocks.Int4(),
+        "topk": topk.TopK(),
+        "bf16-gate": gate.Gate(),
+    }
+    if name not in codecs:
+        raise ValueError(f"there is no codec {name!r}; there are {', '.join(codecs)}, and auto")
+    return codecs[name]

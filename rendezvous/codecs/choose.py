@@ -1,0 +1,87 @@
+"""Which codec a run should use, from its size and its links.
+
+    S = 4·P / ratio        direct    up S            down (N−1)·S           everyone reads everyone
+                           sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sums of sparse are dense
+    sync_s = up/bandwidth_up + down/bandwidth_down + coding of P elements, N−1 of them back
+
+The first of fp32, bf16, int8, int4, topk whose sync takes at most a tenth of the time between syncs.  bf16-gate is
+never chosen: how many bf16 weights change is not known before the run.
+
+Not promised: that the measured bandwidth lasts; that two replicas would choose the same.  Choose once, write it down.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+
+_SHARE = 0.1  # of the time between syncs
+
+
+@dataclass(frozen=True)
+class Traits:
+    """ratio: fp32 bytes per byte sent, as papers count.   *_ns: per element, one CPU thread, with a residual."""
+
+    ratio: float
+    encode_ns: float
+    decode_ns: float
+    why: str
+
+
+_TRAITS = {
+    "fp32": Traits(1, 0.5, 0.6, "nothing is lost"),
+    "bf16": Traits(2, 0.8, 0.5, "rounding, with error feedback"),
+    "int8": Traits(4, 1.2, 0.5, "1 % of the signal waits in the residual"),
+    "int4": Traits(8, 1.4, 0.7, "fp4 cost nothing in Streaming DiLoCo, and there is error feedback"),
+    "topk": Traits(32 / (64 * (12 + 2) / 4096), 5, 0.8, "1.6 % of the elements at 2 bits; the residual sends the rest"),
+    "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model"),
+}
+NAMES = tuple(_TRAITS)
+
+
+def nominal_ratio(name: str) -> float:
+    """fp32 bytes per byte sent.  For bf16-gate as published for PULSELoCo at lr 3e-6; it depends on the run."""
+    return _TRAITS[name].ratio
+
+
+def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: float) -> float:
+    """What one sync takes, on the better path; transfers and coding one after the other."""
+    codec, n = _TRAITS[name], replicas
+    size = 4 * parameters / codec.ratio
+    coding = parameters * 1e-9 * (codec.encode_ns + (n - 1) * codec.decode_ns)
+    direct = size / up + (n - 1) * size / down
+    sharded = (size + size / n) / up + 2 * (n - 1) / n * size / down
+    return coding + (direct if name == "topk" else min(direct, sharded))
+
+
+def auto(
+    parameters: int, replicas: int, bandwidth_up: float, bandwidth_down: float, compute_s: float
+) -> tuple[str, str]:
+    """-> (name, why).   bandwidth: bytes per second of one replica.   compute_s: seconds between two syncs."""
+    given = (parameters, replicas, bandwidth_up, bandwidth_down, compute_s)
+    if not all(isfinite(v) and v > 0 for v in given):
+        raise ValueError(
+            f"a codec is chosen from positive numbers, got {parameters} parameters, {replicas} replicas, "
+            f"{bandwidth_up} B/s up, {bandwidth_down} B/s down, {compute_s} s between syncs"
+        )
+    if replicas == 1:
+        return "fp32", "one replica exchanges nothing, so nothing needs to be lost"
+    took = {
+        name: sync_seconds(name, parameters, replicas, bandwidth_up, bandwidth_down)
+        for name in ("fp32", "bf16", "int8", "int4", "topk")
+    }
+    fits = [name for name, s in took.items() if s <= _SHARE * compute_s]
+    name = fits[0] if fits else min(took, key=lambda name: took[name])
+    return name, _reason(name, took, bool(fits), compute_s)
+
+
+def _reason(name: str, took: dict[str, float], fits: bool, compute_s: float) -> str:
+    share = f"{took[name] / compute_s:.1%} of the {_seconds(compute_s)} between syncs"
+    cost = f"{name} syncs in {_seconds(took[name])}, {share}"
+    if not fits:
+        return f"no codec syncs within {_SHARE:.0%} of the time; {cost}, is the fastest. Raise sync_every"
+    before = list(took)[: list(took).index(name)]
+    slower = f"; {before[-1]} would take {_seconds(took[before[-1]])}" if before else ""
+    return f"{cost}{slower}. {_TRAITS[name].why[0].upper()}{_TRAITS[name].why[1:]}"
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.0f} s" if s >= 10 else f"{s:.1f} s" if s >= 0.1 else f"{1000 * s:.1f} ms"

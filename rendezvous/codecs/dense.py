@@ -1,0 +1,47 @@
+"""Every element on its own.
+
+    fp32   body = x                  the raw little-endian vector
+    bf16   body = bf16(x)            rounded to nearest even; |x| above bf16's largest, 3.39e38, becomes that
+
+Not promised: bf16 within 2⁻⁹·|x| for denormals, where a step is 2⁻¹³³.
+"""
+
+import torch
+from torch import Tensor
+
+from rendezvous.codecs.pieces import Rows, all_finite, refuse
+from rendezvous.errors import Corrupt
+
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+
+
+class Fp32(Rows):
+    name, align, row_bytes = "fp32", 1, 4
+
+    def pack(self, v: Tensor, rows: Tensor) -> None:
+        if not all_finite(v):
+            raise refuse(v)
+        rows.view(torch.float32).copy_(v)
+
+    def unpack(self, rows: Tensor, out: Tensor) -> None:
+        _fill(out, rows.view(torch.float32), self.name)
+
+
+class Bf16(Rows):
+    name, align, row_bytes = "bf16", 1, 2
+
+    def pack(self, v: Tensor, rows: Tensor) -> None:
+        half = rows.view(torch.bfloat16).copy_(v)
+        if not all_finite(half):  # half the bytes of v to look through
+            if not all_finite(v):
+                raise refuse(v)
+            half.copy_(v.clamp(-_BF16_MAX, _BF16_MAX))
+
+    def unpack(self, rows: Tensor, out: Tensor) -> None:
+        _fill(out, rows.view(torch.bfloat16), self.name)
+
+
+def _fill(out: Tensor, values: Tensor, name: str) -> None:
+    if not all_finite(values):
+        raise Corrupt(f"this {name} body has values that are not finite")
+    out.copy_(values)

@@ -1,0 +1,138 @@
+"""fp32 values, only where the bf16 model would change.                                      PULSE (arXiv 2602.03839)
+
+    s = x + e        gate = bf16(θ) ≠ bf16(θ − s)        body ∋ s where gate        e ← s where not gate
+
+    per 262,144 elements:   ┌ count u32 ┬ index bytes u32 ┬ count × fp32 ┬ where, padded to 4 bytes ┐
+
+    where   gaps       elements skipped before each one that is sent, one byte; 255 says "255, and more follows"
+            bitmap     one bit each, when the gaps would take as many bytes or more (about one in eight changes)
+
+In RL about 1 % of a bf16 model changes per step, so a body is about 5 bytes per change; after a large step it is as
+large as fp32 plus 1/32, and never larger.
+
+Not promised: ranges, because sizes differ; that the mean moves the bf16 model exactly there, because it is a mean.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rendezvous.codecs import Array, Body
+from rendezvous.codecs.pieces import Pieces, add_residual, all_finite, bytes_of, flat, refuse, room, tensor_of
+from rendezvous.errors import Corrupt
+
+_BLOCK, _MORE = 1 << 18, 255
+
+
+class Gate(Pieces):
+    name, align, exact = "bf16-gate", _BLOCK, False
+
+    def bound(self, n: int) -> int:
+        return sum(8 + 4 * m + _padded(_bitmap_bytes(m)) for m in (min(_BLOCK, n - a) for a in range(0, n, _BLOCK)))
+
+    def byte_range(self, start: int, stop: int) -> tuple[int, int]:
+        raise ValueError("bf16-gate bodies differ in size and can only be read whole")
+
+    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
+        if theta is None:
+            raise ValueError("bf16-gate compares with the model: give theta, the vector that x is subtracted from")
+        v = flat(x, "the pseudogradient")
+        model = flat(theta, "theta", like=v)
+        e = None if residual is None else flat(residual, "the residual", like=v)
+        buffer, used = room(out, self.bound(v.numel())).numpy(), 0
+        for a in range(0, v.numel(), _BLOCK):
+            s = v[a : a + _BLOCK] if e is None else add_residual(v[a : a + _BLOCK], e[a : a + _BLOCK], 1.0)
+            if not all_finite(s):
+                raise refuse(s)
+            gate = _gate(model[a : a + _BLOCK], s)
+            index = np.flatnonzero(gate.cpu().numpy())
+            values = s.index_select(0, tensor_of(index).to(s.device)).cpu().numpy()
+            used += _write(buffer[used:], index, values, s.numel())
+            if e is not None:
+                s.masked_fill_(gate, 0)
+        return used
+
+    def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+        rest = bytes_of(body).numpy()
+        t = torch.empty(min(n, _BLOCK))
+        for a in range(0, n, _BLOCK):
+            b = min(a + _BLOCK, n)
+            index, values, used = _read(rest, b - a)
+            t.zero_().numpy()[index] = values
+            yield a, b, t[: b - a].to(device)
+            rest = rest[used:]
+        if rest.size:
+            raise Corrupt(f"this bf16-gate body has {rest.size} bytes after its last element")
+
+
+def _gate(theta: Tensor, s: Tensor) -> Tensor:
+    return theta.bfloat16() != (theta - s).bfloat16()
+
+
+def _write(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
+    """One block of n elements; -> bytes used."""
+    where = _gaps(index)
+    if where.size >= _bitmap_bytes(n):
+        where = _bitmap(index, n)
+    out[:8].view("<u4")[:] = values.size, where.size
+    at = 8 + values.nbytes
+    out[8:at] = values.view(np.uint8)
+    end = at + _padded(where.size)
+    out[at:end] = 0
+    out[at : at + where.size] = where
+    return end
+
+
+def _read(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """One block of n elements; -> indices, values, bytes used."""
+    if body.size < 8:
+        raise Corrupt("this bf16-gate body ends inside a header")
+    count, where_bytes = (int(k) for k in body[:8].view("<u4"))
+    at = 8 + 4 * count
+    end = at + _padded(where_bytes)
+    if count > n or where_bytes > _bitmap_bytes(n) or end > body.size:
+        raise Corrupt(f"this bf16-gate body announces {count} changes in {n} elements and {where_bytes} index bytes")
+    where = body[at : at + where_bytes]
+    index = _from_bitmap(where) if where_bytes == _bitmap_bytes(n) else _from_gaps(where)
+    values = body[8:at].view("<f4")
+    if index.size != count or (count and index[-1] >= n) or not np.isfinite(values).all():
+        raise Corrupt(
+            f"this bf16-gate body has {index.size} indices for {count} changes in {n} elements, or bad values"
+        )
+    return index, values, end
+
+
+def _gaps(index: np.ndarray) -> np.ndarray:
+    """[3, 4, 700] -> 3 0 255 255 185"""
+    skipped = np.diff(index, prepend=-1) - 1
+    ends = np.cumsum(skipped // _MORE + 1) - 1
+    coded = np.full(ends[-1] + 1 if ends.size else 0, _MORE, np.uint8)
+    coded[ends] = skipped % _MORE
+    return coded
+
+
+def _from_gaps(coded: np.ndarray) -> np.ndarray:
+    ends = np.flatnonzero(coded != _MORE)
+    if coded.size and coded[-1] == _MORE:
+        raise Corrupt("this bf16-gate body ends inside a gap")
+    return np.cumsum(coded, dtype=np.int64)[ends] + np.arange(ends.size)
+
+
+def _bitmap(index: np.ndarray, n: int) -> np.ndarray:
+    bits = np.zeros(n, np.uint8)
+    bits[index] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def _from_bitmap(coded: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(coded, bitorder="little"))
+
+
+def _bitmap_bytes(n: int) -> int:
+    return -(-n // 8)
+
+
+def _padded(n: int) -> int:
+    return -(-n // 4) * 4
