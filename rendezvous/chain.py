@@ -32,6 +32,15 @@ class Chain:
             self.accept(t, body)
         return self._commits[t]
 
+    def read_before(self, t: int) -> None:
+        """Read the window of commits before t, all of which must be there."""
+        for u in range(max(0, t - self._window), t):
+            if self.read(u) is None:
+                raise ChainBroken(
+                    f"commit {u} is missing, though step {t} was reached. Registers are never deleted: the bucket was "
+                    "edited, or lost objects; restore it from a backup"
+                )
+
     def accept(self, t: int, body: bytes) -> Commit:
         """Take `body` as commit t after checking that it follows what is known."""
         commit = Commit.decode(body)
@@ -39,9 +48,10 @@ class Chain:
         if commit.t != t or (before is not None and commit.prev != before):
             raise ChainBroken(
                 f"commit {t} does not follow commit {t - 1}: it names {commit.prev} before it, we read {before}. "
-                "Two runs share this URL, or the bucket was edited; `diloco export --step` of an earlier step still works"
+                "Two runs share this URL, or the bucket was edited; an earlier step can still be exported"
             )
-        for slot, generation in (self.fence(t)).items():
+        known = self._commits.get(t - 1)
+        for slot, generation in known.fence.items() if known else ():
             if commit.fence.get(slot, 0) < generation:
                 raise ChainBroken(f"commit {t} lowers the fence of {slot} below generation {generation}")
         self._commits[t], self._digests[t] = commit, digest(body)
@@ -57,9 +67,8 @@ class Chain:
         return self._digests.get(t)
 
     def fence(self, t: int) -> dict[str, int]:
-        """The fence that step t's offers must respect: the one of commit t−1."""
-        before = self._commits.get(t - 1)
-        return before.fence if before else {}
+        """The fence that step t's offers must respect: the one of commit t−1, which must have been read."""
+        return self._commits[t - 1].fence if t else {}
 
     def recent(self, t: int, count: int) -> list[Commit]:
         """Known commits t−1, …, t−count."""

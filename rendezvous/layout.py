@@ -1,20 +1,21 @@
 """Where everything lives in the bucket.  The only file that spells a key.
 
     {run}/
-    ├── run.json                                   the run's mathematics and parameter layout          put_once
-    ├── code/{digest}/{name}                       the user's own files, as launched                   put_once
-    ├── model/{name}                               θ₀'s folder; manifest.json goes last                put_once
-    ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences      put_once
-    ├── alive/{slot}.json                          heartbeat; advisory                                 own key, overwritten
+    ├── run.json                                   the run's mathematics and parameter layout      put_once
+    ├── code/{digest}/{name}                       the user's own files, as launched               put_once
+    ├── model/{name}                               θ₀'s folder; manifest.json goes last            put_once
+    ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences  put_once
+    ├── alive/{slot}.json                          heartbeat; advisory                             put, by its slot
     ├── steps/{t:010d}/
-    │   ├── delta/{slot}-{generation}-{nonce}.bin  a pseudogradient                                    put, never overwritten
-    │   ├── offer/{slot}.{attempt}.json            "my delta for t"                                    put_once
-    │   ├── commit.json                            THE decision: who counts, in order, with weights    put_once
-    │   └── mean/{shard:04d}.json, {nonce}.bin     the mean, announced with its digest                 put_once
-    ├── snapshots/{t:010d}/manifest.json, {nonce}.safetensors    θ_t and outer momentum                put_once
-    ├── leave/{slot}-{generation}.json             a graceful goodbye                                  put_once
-    ├── control/{n:06d}.json                       what the operator wants                             put_once, numbered
-    └── log/{slot}-{generation}/{n:06d}.jsonl      metrics and events                                  own key
+    │   ├── delta/{slot}-{generation}-{nonce}.bin  a pseudogradient                                put, new name
+    │   ├── offer/{slot}.{attempt}.json            "my delta for t"                                put_once
+    │   ├── commit.json                            THE decision: who counts, in order, weights     put_once
+    │   └── mean/{shard:04d}.json, {nonce}.bin     the mean, announced with its digest             put_once
+    ├── snapshots/{t:010d}/
+    │   └── manifest.json, {nonce}.safetensors     θ_t and outer momentum                          put_once
+    ├── leave/{slot}-{generation}.json             a graceful goodbye                              put_once
+    ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
+    └── log/{slot}-{generation}/{n:06d}.jsonl      metrics and events                              put, by its slot
 
 Zero-padded numbers sort as they count.  Registers (put_once) are never deleted within a run: a deleted one
 could be "won" again by a replica that slept.

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, StoreError
-from rendezvous.records import Beat, Claim, Control, nonce
+from rendezvous.errors import Fenced, RendezvousError, StoreError
+from rendezvous.records import Beat, Claim, Control, Offer, nonce
 from rendezvous.rules import Peer, Timing
 from rendezvous.store import Store, put_once
 
@@ -73,9 +73,19 @@ def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
     while True:
         wanted = read_control(store)
         record = Control(n=wanted.records, nonce=nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
+        _check_wishes(record)
         won, _ = put_once(store, clock, layout.control(record.n), record.encode())
         if won:
             return wanted.after(record)
+
+
+def _check_wishes(record: Control) -> None:
+    for name in ("replicas", "steps", "min_replicas"):
+        count = getattr(record, name)
+        if count is not None and count < 1:
+            raise ValueError(f"{name} = {count} means nothing here, the least is 1; to end a run, stop it")
+    if record.drain is not None:
+        layout.slot_index(record.drain)
 
 
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0) -> int:
@@ -118,16 +128,42 @@ class Membership:
         self._timing, self._host, self._pid = timing, host, pid
         self._beats, self._looked_at = 0, clock.now()
         self.status, self.wanted = Status(), Wanted()
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
+        self._liars: dict[str, int] = {}
         self.fenced_by = 0  # the generation that took the slot, once seen
         self.decided = -1  # highest step whose commit a tick has seen
+
+    @property
+    def name(self) -> str:
+        """This life: slot and generation."""
+        return f"{self.slot}-{self.generation}"
+
+    def claim(self, store: Store) -> int:
+        """Take the slot, and hear the operator's wishes; -> the generation."""
+        self.generation = claim(store, self._clock, self.slot, host=self._host, pid=self._pid)
+        self.listen(store)
+        return self.generation
+
+    def listen(self, store: Store) -> Wanted:
+        """The operator's wishes, with those that came since."""
+        heard = read_control(store, self.wanted)
+        if heard.records > self.wanted.records:  # another thread may have heard more meanwhile
+            self.wanted = heard
+        return heard
+
+    def arrived(self, offer: Offer) -> None:
+        """An offer of a slot whose beat had stopped: the beat of that generation cannot be trusted any more."""
+        peer = self.peers.get(offer.slot)
+        if peer and peer.dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
+            self._liars[offer.slot] = offer.generation
+            self.peers[offer.slot] = replace(peer, liar=offer.generation)
 
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
         for act in (self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen):
             try:
                 act()
-            except StoreError:
+            except RendezvousError:
                 continue  # advisory: the next tick tries again
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -169,13 +205,14 @@ class Membership:
             if slot != self.slot:
                 body = self._store.get(layout.beat(slot))
                 if body is not None:
-                    self.peers[slot] = seen(self.peers.get(slot), Beat.decode(body), elapsed)
+                    old, liar = self.peers.get(slot), self._liars.get(slot, 0)
+                    self.peers[slot] = seen(old, Beat.decode(body), elapsed, liar)
 
     def _listen(self) -> None:
-        self.wanted = read_control(self._store, self.wanted)
+        self.listen(self._store)
 
 
-def seen(old: Peer | None, beat: Beat, elapsed: float) -> Peer:
+def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0) -> Peer:
     """The observation `old`, `elapsed` seconds later, when `beat` is what stands there.
 
     Beats of a lower generation are ignored: a zombie shares the key with its successor.
@@ -183,7 +220,7 @@ def seen(old: Peer | None, beat: Beat, elapsed: float) -> Peer:
     if old is None:
         return Peer(beat)
     if beat.generation < old.beat.generation:
-        return replace(old, silent=old.silent + elapsed, still=old.still + elapsed)
+        return replace(old, silent=old.silent + elapsed, still=old.still + elapsed, liar=liar)
     changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
     moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)
     return Peer(
@@ -191,5 +228,5 @@ def seen(old: Peer | None, beat: Beat, elapsed: float) -> Peer:
         changes=old.changes + changed,
         silent=0.0 if changed else old.silent + elapsed,
         still=0.0 if moved else old.still + elapsed,
-        liar=old.liar,
+        liar=liar,
     )

@@ -11,7 +11,8 @@ back exactly.
 
 import json
 import secrets
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import xxhash
@@ -40,22 +41,31 @@ class Record:
     kind: ClassVar[str]
 
     def encode(self) -> bytes:
-        body = {"kind": self.kind, "wire": WIRE, **asdict(self)}
-        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        body = {"kind": self.kind, "wire": WIRE, **vars(self)}
+        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        raw = json.loads(body)
-        if raw.get("kind") != cls.kind or raw.get("wire") != WIRE:
-            raise WireError(
-                f"expected a {cls.kind} of wire version {WIRE}, found {raw.get('kind')} of version {raw.get('wire')}; "
-                "run the release that started this run, or start a new one"
-            )
-        return cls.from_dict(raw)
+        try:
+            raw = json.loads(body)
+            kind, wire = raw["kind"], raw["wire"]
+            if kind == cls.kind and wire == WIRE:
+                return cls.from_dict(raw)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WireError(f"expected a {cls.kind}, found {body[:80]!r} ({error}): a damaged object") from error
+        raise WireError(
+            f"expected a {cls.kind} of wire version {WIRE}, found a {kind} of version {wire}; "
+            "run the release that started this run, or start a new one"
+        )
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
-        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw})
+        return cls(**{name: raw[name] for name in _names(cls) if name in raw})
+
+
+@cache
+def _names(record: type[Record]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(record))
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Offer(Record):
     norm: float = 0.0
     zero: bool = False
     leaving: bool = False
-    stats: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)

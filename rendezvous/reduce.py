@@ -39,9 +39,11 @@ class Reducer:
             return
         for pause in (0.1, 0.5, 2.0, 5.0):
             trouble = self._direct(commit, out, mine)
-            if trouble is None or self._announced(commit, out):
+            if trouble is None:
                 return
             self._tell("bad_blob", step=commit.t, trouble=trouble)
+            if self._announced(commit, out):  # from here on `out` may hold rubbish, and so may `mine`
+                return
             self._clock.sleep(pause)
         raise Corrupt(
             f"step {commit.t}: {trouble}, and there is no announced mean to use instead. Nothing was averaged; "
@@ -83,7 +85,7 @@ class Reducer:
         for listed in commit.offers:
             trouble = fetch(self._store, self._clock, listed.blob, listed.size, listed.digest, x)
             if trouble is not None:
-                if mine is None or listed.blob != mine[0]:
+                if mine is None or listed.blob != mine[0] or digest(payload(mine[1])) != listed.digest:
                     return trouble
                 self._tell("repaired", step=commit.t, blob=listed.blob)
                 self._store.put(listed.blob, payload(mine[1]))

@@ -11,7 +11,8 @@ It knows flat fp32 vectors and a `State` that can digest, apply, save and load t
 Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +20,10 @@ import numpy as np
 from rendezvous import layout, rules, snapshots
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
+from rendezvous.closing import Closer, Vigil
 from rendezvous.errors import Diverged, Fenced, GaveUp, Leaving, RendezvousError
-from rendezvous.membership import Membership, Wanted, claim, read_control
-from rendezvous.records import Commit, Leave, Listed, Offer, digest, nonce
+from rendezvous.membership import Membership, Wanted
+from rendezvous.records import Commit, Leave, Offer, digest, nonce
 from rendezvous.reduce import Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.store import PatientStore, Store, put_once
@@ -36,7 +38,7 @@ class State(Protocol):
         ...
 
     def size(self, fragment: int) -> int:
-        """Elements of a fragment's flat vector."""
+        """Elements of a fragment's flat vector; 0 if that may change from step to step."""
         ...
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
@@ -74,16 +76,14 @@ class Rendezvous:
         host: str = "",
         pid: int = 0,
     ) -> None:
-        self.slot, self.rules, self.timing, self.clock, self.tell = slot, rules_, timing, clock, tell
-        self._raw = store
+        self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
         self.store = PatientStore(
             store, clock, timing.store_patience, self._alert, lambda text: tell("store_trouble", trouble=text)
         )
-        self.chain = Chain(self.store, rules_.window)
+        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid)
         self._reducer = Reducer(self.store, clock, tell)
-        self._host, self._pid = host, pid
         self.step, self.generation, self.base = 0, 0, ""
-        self.h_cap = rules_.sync_every
+        self.under(rules_)
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
@@ -91,22 +91,24 @@ class Rendezvous:
         self._mine: tuple[int, str, np.ndarray] | None = None  # step, key and vector of what we offered
         self._rederived = -1  # the step for which we last replayed our own θ
         self._snapshot = 0  # newest snapshot known
-        self._offers: dict[tuple[int, str], Offer] = {}  # eligible ones, which can only be what they are
 
     @property
     def name(self) -> str:
         """This life: slot and generation."""
         return f"{self.slot}-{self.generation}"
 
+    def under(self, rules_: Rules) -> "Rendezvous":
+        """The same life under the run's rules, for an owner who learns them after it had to claim."""
+        self.rules, self.h_cap = rules_, rules_.sync_every
+        self.chain = Chain(self.store, rules_.window)
+        self._closer = Closer(self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien)
+        return self
+
     # ------------------------------------------------------------------ joining
 
     def claim(self) -> int:
         """Take the slot; -> the generation.  Cheap: done, and beaten, before any heavy import."""
-        self.generation = claim(self.store, self.clock, self.slot, host=self._host, pid=self._pid)
-        self.members = Membership(
-            self._raw, self.clock, self.slot, self.generation, self.timing, host=self._host, pid=self._pid
-        )
-        self.members.wanted = read_control(self.store)
+        self.generation = self.members.claim(self.store)
         return self.generation
 
     def join(self, state: State) -> None:
@@ -118,10 +120,15 @@ class Rendezvous:
         self._phase("heal")
         self._found()
         self._heal()
-        while not self.done and self._standing_offer(self.step) is not None:
+        while not self.done and self.offered(self.slot):
             self.tell("adopted", step=self.step)
             self.complete(self.settle())
         self._phase("train")
+
+    def resume_at(self, state: State, step: int) -> None:
+        """Begin at `step` with `state` as it is, for states that need no history."""
+        self.state = state
+        self._replay(step, step, {})
 
     def _found(self) -> None:
         """Snapshot 0 is θ₀ from whoever came first; without it nobody could ever replay."""
@@ -132,26 +139,34 @@ class Rendezvous:
     def _heal(self, upto: int | None = None) -> None:
         """Become θ_upto (default: the head) from the bucket alone."""
         self.chain.forget()
-        damaged: list[snapshots.Snapshot] = []
+        damaged: dict[int, snapshots.Snapshot] = {}
         for snapshot in snapshots.newest_first(self.store, self._snapshot, upto):
-            arrays = snapshots.load(self.store, snapshot, self.tell)
-            if arrays is not None:
+            if self._load(snapshot):
                 break
-            damaged.append(snapshot)
+            damaged[snapshot.t] = snapshot
         else:
             raise RendezvousError(
                 "no snapshot of this run can be read, not even step 0's: the bucket lost objects. "
                 "Restore it from a backup, or start a new run from an exported model"
             )
-        self.state.load(arrays)
-        self._replay(snapshot.t, upto, {s.t: s for s in damaged})
+        self._snapshot = max(snapshot.t, self._snapshot)
+        self._replay(snapshot.t, upto, damaged)
         self.tell("healed", snapshot=snapshot.t, step=self.step, replayed=self.step - snapshot.t)
 
+    def _load(self, snapshot: snapshots.Snapshot) -> bool:
+        """Become this snapshot, if its bytes are what was announced and mean what the chain confirmed."""
+        arrays = snapshots.load(self.store, snapshot, self.tell)
+        if arrays is None:
+            return False
+        self.state.load(arrays)
+        base = self.state.digest()
+        if base != snapshot.base:
+            self.tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
+        return base == snapshot.base
+
     def _replay(self, start: int, upto: int | None, damaged: dict[int, snapshots.Snapshot]) -> None:
-        for t in range(max(0, start - self.rules.window), start):
-            self.chain.read(t)  # a closer must know what these listed
-        self.step, self._snapshot = start, max(start, self._snapshot)
-        self.base = self.state.digest()
+        self.chain.read_before(start)  # a closer must know what these listed
+        self._open(start)
         while (upto is None or self.step < upto) and (commit := self.chain.read(self.step)) is not None:
             if commit.base != self.base:  # a fresh replay is the definition; the committer was wrong
                 self.tell("replay_differs", step=self.step, replay=self.base, commit=commit.base, by=commit.by)
@@ -185,15 +200,22 @@ class Rendezvous:
         """Has the open step been decided without us?  A flag that the background tick sets; costs nothing."""
         return self.members.decided >= self.step
 
+    def offered(self, slot: str) -> bool:
+        """Has this slot an offer that counts for the open step, whichever of its lives made it?"""
+        return self._closer.standing(self.step, slot) is not None
+
     def offer(self, delta: np.ndarray, h: int, *, samples: float = 0.0, stats: dict[str, float] | None = None) -> None:
         """Make Δ for the open step durable: blob first, then the offer that names it.
 
         delta: flat fp32, the fragment's length; kept (not copied) until the step is over.   h: inner steps inside.
         """
         self._alert_fenced()
-        norm = checked_norm(delta)
+        if h < 1:
+            raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
+        norm = checked_norm(delta, self.state.size(self.fragment))
         self._check_state()
-        if self._standing_offer(self.step) is None:
+        self._turn()
+        if not self.offered(self.slot):
             self._announce_offer(self._upload(delta, h, norm, samples, stats or {}))
         self._phase("wait")
 
@@ -203,54 +225,54 @@ class Rendezvous:
         self.store.put(key, body)
         self._mine = (self.step, key, delta)
         return Offer(
-            self.step, self.slot, self.generation, n, self.base, h, key, len(body), digest(body),
-            took=self.clock.now() - self._began, at=self.clock.wall(), samples=samples, norm=norm,
-            zero=norm == 0.0, leaving=self._leave_at is not None, stats=stats,
+            self.step, self.slot, self.generation, n, self.base, int(h), key, len(body), digest(body),
+            took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=norm,
+            zero=norm == 0.0, leaving=self.leaving, stats={k: float(v) for k, v in stats.items() if isfinite(v)},
         )  # fmt: skip
 
     def _announce_offer(self, record: Offer) -> None:
-        attempt = 0
+        body, attempt = record.encode(), 0
         while True:
-            won, value = put_once(self.store, self.clock, layout.offer(record.step, self.slot, attempt), record.encode())
+            won, value = put_once(self.store, self.clock, layout.offer(record.step, self.slot, attempt), body)
             if won:
-                self.last_offer = self._offers[record.step, self.slot] = record
+                self.last_offer = record
+                self._closer.mine(record)
                 return
             other = Offer.decode(value)
-            if self._is_eligible(other):  # a predecessor's offer stands; it counts for this slot, ours does not
+            if self._closer.eligible(other):  # a predecessor's offer stands; it counts for this slot, ours does not
                 self.tell("offer_lost", step=record.step, to=other.generation)
                 return
             attempt += 1
 
     def settle(self) -> Commit:
         """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
-        polls, waited, looked_at = 0, 0.0, self.clock.now()
-        idle = 0.0
+        self._phase("wait")
+        self._turn()
+        vigil = Vigil(self.clock, self.timing)
         while (commit := self.chain.read(self.step)) is None:
             self._alert()
-            now = self.clock.now()
-            elapsed, looked_at = min(now - looked_at, 4 * self._poll(polls)), now
-            idle += elapsed
-            fresh = self._fresh() if polls >= 2 * self._rank() else {}
-            waited = waited + elapsed if len(fresh) >= self.wanted.min_replicas else 0.0
-            if fresh and self._may_close(fresh, waited, idle):
-                self._close(fresh)
-                continue
-            polls += 1
-            self.clock.sleep(self._poll(polls))
-        self.members.status.note = ""
+            vigil.look()
+            why_open = self._closer.attempt(vigil, self._snapshot)
+            self.members.status.note = why_open
+            if why_open:
+                self._give_up_after(vigil.idle, why_open)
+                vigil.sleep()
         return self._checked(commit)
 
-    def _poll(self, polls: int) -> float:
-        return self.timing.poll * min(4.0, 1 + polls / 20)
-
-    def _rank(self) -> int:
-        return rules.rank(self.step, layout.slot_index(self.slot), self.wanted.universe)
+    def _give_up_after(self, idle: float, why_open: str) -> None:
+        if idle > self.timing.give_up:
+            raise GaveUp(
+                f"step {self.step} stood open for {idle:.0f} s: {self.name} {why_open}. What is offered stays offered; "
+                "run the same command again to go on, or lower min_replicas with a control record if fewer replicas "
+                "are meant to do"
+            )
 
     def _checked(self, commit: Commit) -> Commit:
         """Ours to apply: not fenced out, and decided about the θ that we have."""
         self._check_state()
         if commit.base != self.base:
             self._rederive(f"commit {commit.t} by {commit.by}", commit.base)
+            self.chain.read(commit.t)  # the replay went up to it, not through it
         return commit
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
@@ -272,6 +294,7 @@ class Rendezvous:
         self._move_on(commit)
         self._phase("train")
         self._began = self.clock.now()
+        self._alert_fenced()
 
     def complete(self, commit: Commit) -> None:
         """mean, apply, advance: a whole step for which this replica did not train."""
@@ -298,127 +321,17 @@ class Rendezvous:
         self.state.apply(fragment, mean)
 
     def _move_on(self, commit: Commit) -> None:
-        self.step = commit.t + 1
-        self.base = self.state.digest()
+        self._open(commit.t + 1)
         self._snapshot = max(self._snapshot, commit.snapshot)
-        self._offers = {k: o for k, o in self._offers.items() if k[0] >= self.step - self.rules.window}
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh) else 0
-        if commit.fence.get(self.slot, 0) > self.generation:
-            self.members.fenced_by = commit.fence[self.slot]
+        self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
 
-    # ------------------------------------------------------------------ closing
+    def _open(self, step: int) -> None:
+        self.step, self.base = step, self.state.digest()
+        self._turn()
 
-    def _fresh(self) -> dict[str, Offer]:
-        """Eligible offers for the open step, by slot, as far as they are durable now."""
-        found = {s: o for s in self.wanted.slots if (o := self._standing_offer(self.step, s)) is not None}
-        for slot, offer in found.items():
-            peer = self.members.peers.get(slot)
-            if peer and peer.dead(self.timing.dead_after) and peer.beat.generation == offer.generation:
-                peer.liar = offer.generation
-        return found
-
-    def _may_close(self, fresh: dict[str, Offer], waited: float, idle: float) -> bool:
-        m = self.wanted.min_replicas
-        if self.slot not in fresh:
-            return False  # only who has an offer in may close: it has the θ that the step is about
-        if len(fresh) < m:
-            note = f"has offers of {sorted(fresh)}, needs min_replicas={m}; {self._silence()}"
-            return self._keep_waiting(note, idle)
-        expected = rules.expected(
-            self.step, self.chain.recent(self.step, 2), self.members.peers, self.timing.dead_after, self.wanted.slots
-        )
-        reasons = rules.waiting_for(
-            self.step, fresh, expected - {self.slot}, self.members.peers, waited, self.rules, self.timing
-        )
-        if reasons:
-            return self._keep_waiting("; ".join(f"{s} {why}" for s, why in sorted(reasons.items())), idle)
-        return True
-
-    def _keep_waiting(self, note: str, idle: float) -> bool:
-        self.members.status.note = note
-        if idle > self.timing.give_up:
-            raise GaveUp(
-                f"step {self.step} stood open for {idle:.0f} s: {note}. What is offered stays offered; run the same "
-                "command again to go on, or lower min_replicas with a control record if fewer replicas are meant to do"
-            )
-        return False
-
-    def _silence(self) -> str:
-        """Who is missing and what was last seen of them."""
-        words = []
-        for slot in self.wanted.slots:
-            peer = self.members.peers.get(slot)
-            if slot != self.slot and peer is None:
-                words.append(f"{slot} never seen")
-            elif peer is not None and peer.beat.phase in ("boot", "heal"):
-                words.append(f"{slot} is starting")
-            elif peer is not None and peer.dead(self.timing.dead_after):
-                words.append(f"{slot} silent for {peer.silent:.0f} s at step {peer.beat.step}")
-        return ", ".join(words) or "all slots are beating"
-
-    def _close(self, fresh: dict[str, Offer]) -> None:
-        commit = self._proposal(fresh)
-        won, value = put_once(self.store, self.clock, layout.commit(self.step), commit.encode())
-        stands = self.chain.accept(self.step, value)
-        self.tell("closed" if won else "close_lost", step=self.step, by=stands.by, listed=len(stands.offers))
-
-    def _proposal(self, fresh: dict[str, Offer]) -> Commit:
-        t, tooks = self.step, [o.took for o in fresh.values()]
-        listed = [self._listed(o, 0) for _, o in sorted(fresh.items())]
-        for age in range(1, self.rules.max_carry + 1):
-            listed += [self._listed(o, age) for o in self._late(t - age * self.rules.fragments)]
-        return Commit(
-            t, self.chain.digest(t - 1), self.base, tuple(listed), self._fence(listed), self.wanted.min_replicas,
-            rules.pace(tooks, self.timing.poll), self._snapshot, self.name, nonce(), self.clock.wall(),
-        )  # fmt: skip
-
-    def _listed(self, o: Offer, age: int) -> Listed:
-        w = rules.weight(o.h, self.rules.sync_every, age, self.rules.age_discount)
-        return Listed(o.step, o.slot, o.generation, o.nonce, o.blob, o.size, o.digest, o.h, w, o.zero, o.leaving)
-
-    def _late(self, s: int) -> list[Offer]:
-        """Eligible offers for step s that no commit has listed: each may be listed once, by the chain alone."""
-        if s < 0:
-            return []
-        since = [c for u in range(s, self.step) if (c := self.chain.known(u)) is not None]
-        missing = [slot for slot in self.wanted.slots if not any(c.lists(s, slot) for c in since)]
-        return [o for slot in missing if (o := self._standing_offer(s, slot)) is not None]
-
-    def _fence(self, listed: list[Listed]) -> dict[str, int]:
-        """Nobody below the newest claim of its slot may offer after this step."""
-        fence = dict(self.chain.fence(self.step))
-        for o in listed:
-            fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
-        for slot in self.wanted.slots:
-            generation = fence.get(slot, 0)
-            while self.store.get(layout.claim(slot, generation + 1)) is not None:
-                generation += 1
-            if generation:
-                fence[slot] = generation
-        return fence
-
-    def _standing_offer(self, s: int, slot: str | None = None) -> Offer | None:
-        """A slot's offer for step s: its first eligible record.  Which one is eligible depends on the chain alone."""
-        slot = slot or self.slot
-        attempt = 0
-        while (s, slot) not in self._offers:
-            body = self.store.get(layout.offer(s, slot, attempt))
-            if body is None:
-                return None
-            self._judge(Offer.decode(body))
-            attempt += 1
-        return self._offers[s, slot]
-
-    def _judge(self, offer: Offer) -> None:
-        if self._is_eligible(offer):
-            self._offers[offer.step, offer.slot] = offer
-        elif offer.step == self.step and offer.base != self.base:
-            self._rederive(f"{offer.slot}'s offer", offer.base)
-
-    def _is_eligible(self, offer: Offer) -> bool:
-        commit = self.chain.known(offer.step)
-        base = self.base if offer.step == self.step else commit.base if commit else ""
-        return rules.eligible(offer, base, self.chain.fence(offer.step))
+    def _turn(self) -> None:
+        self._closer.turn(self.step, self.base)
 
     # ------------------------------------------------------------------ keeping honest
 
@@ -430,6 +343,9 @@ class Rendezvous:
                 f"θ of {self.name} changed between outer steps (digest {now}, was {self.base}): "
                 "bad memory, or code that writes to the fragments. This life ends; the next heals from the bucket"
             )
+
+    def _alien(self, offer: Offer) -> None:
+        self._rederive(f"{offer.slot}'s offer", offer.base)
 
     def _rederive(self, whose: str, base: str) -> None:
         """Somebody started this step from another θ: replay ours from the bucket, once per step, and see."""
@@ -452,10 +368,17 @@ class Rendezvous:
         due = t > 0 and t % every == 0 and commit.by == self.name
         overdue = t - max(self._snapshot, commit.snapshot) >= 2 * every
         if (due or overdue) and commit.base == self.base:
-            prev = self.chain.digest(t - 1)
-            snapshots.write(self.store, self.clock, t, self.state.arrays(), base=self.base, prev=prev)
+            if self.store.get(layout.snapshot(t)) is None:
+                self._check_state()
+                self._write_snapshot(confirmed=True)
             self._snapshot = t
-            self.tell("snapshot", step=t)
+
+    def _write_snapshot(self, *, confirmed: bool) -> None:
+        prev = self.chain.digest(self.step - 1)
+        snapshots.write(
+            self.store, self.clock, self.step, self.state.arrays(), base=self.base, prev=prev, confirmed=confirmed
+        )
+        self.tell("snapshot", step=self.step)
 
     # ------------------------------------------------------------------ leaving
 
@@ -466,34 +389,41 @@ class Rendezvous:
 
     @property
     def leaving(self) -> bool:
-        return self._leave_at is not None or self.members.wanted.leaves(self.slot)
+        return self._leave_at is not None or self.wanted.leaves(self.slot)
 
     def finish(self, reason: str) -> None:
-        """Say goodbye: the last write of this generation."""
+        """Say goodbye: the last writes of this generation, as far as the store takes them."""
+        self.store.alert = lambda: None  # going already
         record = Leave(self.slot, self.generation, self.step, self.base, reason, nonce(), self.clock.wall())
-        put_once(self.store, self.clock, layout.leave(self.slot, self.generation), record.encode())
-        if self.done:
-            self._final_snapshot()
+        try:
+            put_once(self.store, self.clock, layout.leave(self.slot, self.generation), record.encode())
+            if self.done:
+                self._final_snapshot()
+        except GaveUp as error:
+            self.tell("no_goodbye", trouble=str(error))
         self.members.goodbye()
 
     def _final_snapshot(self) -> None:
         """θ_T has no commit to confirm it: two leave records with one digest do, or m = 1 without (marked so)."""
+        if self.store.get(layout.snapshot(self.step)) is not None:
+            return
         agree = self._others_who_left_with(self.base)
         if agree or self.wanted.min_replicas == 1:
-            snapshots.write(
-                self.store, self.clock, self.step, self.state.arrays(),
-                base=self.base, prev=self.chain.digest(self.step - 1), confirmed=agree,
-            )  # fmt: skip
+            self._check_state()
+            self._write_snapshot(confirmed=agree)
 
     def _others_who_left_with(self, base: str) -> bool:
-        fence = self.chain.fence(self.step)
-        for slot in self.wanted.slots:
-            body = self.store.get(layout.leave(slot, fence.get(slot, 0)))
-            if slot != self.slot and body is not None:
-                record = Leave.decode(body)
-                if record.step == self.step and record.base == base:
-                    return True
-        return False
+        left = [r for slot in self.wanted.slots if slot != self.slot for r in self._goodbyes(slot)]
+        return any(r.step == self.step and r.base == base for r in left)
+
+    def _goodbyes(self, slot: str) -> Iterator[Leave]:
+        """Leave records of a slot's generations, from the newest that the chain knows on."""
+        generation = self.chain.fence(self.step).get(slot, 1)
+        while self.store.get(layout.claim(slot, generation)) is not None:
+            body = self.store.get(layout.leave(slot, generation))
+            if body is not None:
+                yield Leave.decode(body)
+            generation += 1
 
     def _phase(self, phase: str) -> None:
         status = self.members.status
@@ -502,7 +432,7 @@ class Rendezvous:
             status.inner = 0
 
     def _alert_fenced(self) -> None:
-        if self.generation and self.members.fenced_by > self.generation:
+        if self.members.fenced_by > self.generation:
             raise Fenced(
                 f"{self.slot} now belongs to generation {self.members.fenced_by}; this process (generation "
                 f"{self.generation}) goes. What it offered still counts"
@@ -511,7 +441,7 @@ class Rendezvous:
     def _alert(self) -> None:
         """Called before every pause.  Work that is not durable yet may use the whole grace time."""
         self._alert_fenced()
-        if not self.generation or not self.leaving:
+        if not self.leaving:
             return
         overdue = self._leave_at is not None and self.clock.now() - self._leave_at > self.timing.grace
         if overdue or self.members.status.phase in ("wait", "heal"):

@@ -9,13 +9,15 @@ Closing step t needs m fresh offers, and everybody who is expected has offered, 
 worth waiting for.  Clocks only enter here, so they only decide when somebody *tries* to close.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
 from rendezvous.records import Beat, Commit, Offer
+
+STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Timing:
     grace: float = 15.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Peer:
     """What one observer has seen of a slot's heartbeat.
 
@@ -68,12 +70,20 @@ class Peer:
     liar: int = 0
 
     def dead(self, dead_after: float) -> bool:
-        if self.liar == self.beat.generation:
-            return False
-        return self.beat.phase == "left" or (self.changes > 0 and self.silent >= dead_after)
+        if self.beat.phase == "left":
+            return True
+        return self.liar != self.beat.generation and self.changes > 0 and self.silent >= dead_after
 
     def beating(self, dead_after: float) -> bool:
         return self.changes > 0 and not self.dead(dead_after)
+
+    def words(self, dead_after: float) -> str:
+        """What to say of a slot that is missing."""
+        if self.beat.phase == "left":
+            return "has left"
+        if self.dead(dead_after):
+            return f"is silent for {self.silent:.0f} s, at step {self.beat.step}"
+        return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
 
 
 def weight(h: int, sync_every: int, age: int, discount: float) -> float:
@@ -102,26 +112,39 @@ def eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
 
 
 def expected(
-    t: int, recent: list[Commit], peers: Mapping[str, Peer], dead_after: float, universe: Iterable[str]
+    t: int, recent: list[Commit], peers: Mapping[str, Peer], dead_after: float, wanted: Sequence[str]
 ) -> set[str]:
     """Slots that step t should wait for: listed in commits t−1 and t−2; before that, those that beat.
 
-    Who said that it leaves is not expected.  At t = 0 slots that are still booting count too.
+    Who said that it leaves is not expected, nor whose next generation is still starting.  (A beat of the listed one
+    that says "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen.
     """
-    if t >= 2:
-        gone = {o.slot for c in recent for o in c.offers if o.leaving}
-        return {o.slot for c in recent for o in c.offers} - gone
-    beats = {s for s in universe if s in peers and peers[s].beating(dead_after)}
-    return beats if t == 0 else {s for s in beats if peers[s].beat.phase not in ("boot", "heal")}
+    seen = {slot: peers[slot] for slot in wanted if slot in peers}
+    if t == 0:
+        silent = {s for s, p in seen.items() if p.dead(dead_after) or (not p.changes and p.silent >= dead_after)}
+        return set(wanted) - silent
+    newest = {o.slot: o for c in sorted(recent, key=lambda c: c.t) for o in sorted(c.offers, key=lambda o: o.step)}
+    listed = {slot for slot, o in newest.items() if not o.leaving and not restarted(peers.get(slot), o.generation)}
+    if t == 1:
+        return listed | {s for s, p in seen.items() if p.beating(dead_after) and p.beat.phase not in STARTING}
+    return listed
 
 
-def arrival(peer: Peer, t: int, rules: Rules) -> float | None:
-    """Seconds until this slot should offer step t, or None when nothing can be said."""
+def restarted(peer: Peer | None, generation: int) -> bool:
+    """Does a later generation of this slot not train yet?"""
+    return peer is not None and peer.beat.generation > generation and peer.beat.phase in STARTING
+
+
+def arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
+    """Seconds until this slot should offer step t, or None when it shows no progress.
+
+    limit: seconds without a finished inner step that mean nothing.
+    """
     beat, round_steps = peer.beat, max(1, rules.sync_every // rules.fragments)
-    if beat.phase not in ("train", "wait") or beat.rate <= 0:
+    if beat.phase not in ("train", "wait") or beat.rate <= 0 or peer.still > max(limit, 1.5 * beat.rate):
         return None
     missing = round_steps - beat.inner if beat.step >= t else round_steps
-    return max(0, missing) * beat.rate
+    return max(0.0, missing * beat.rate - peer.still)
 
 
 def waiting_for(
@@ -133,20 +156,20 @@ def waiting_for(
     rules: Rules,
     timing: Timing,
 ) -> dict[str, str]:
-    """slot -> why step t should still wait for it.  Empty: close."""
-    tooks = [o.took for o in fresh.values()]
-    limit = patience(tooks, timing.poll)
+    """slot -> why step t should still wait for it.  Empty: close.   waited: seconds since there were m offers."""
+    took = median(o.took for o in fresh.values())
+    limit = max(2 * timing.poll, 0.5 * took)
     reasons: dict[str, str] = {}
     for slot in expected_slots - set(fresh):
         peer = peers.get(slot)
         if peer is not None and peer.dead(timing.dead_after):
             continue
-        if peer is not None and peer.beat.phase in ("boot", "heal"):
-            if t == 0 and waited < timing.start_patience:
-                reasons[slot] = "is starting"
+        if t == 0 and waited < (timing.start_patience if peer is not None else timing.dead_after):
+            reasons[slot] = "is starting"
+        if t == 0 and peer is not None and peer.beat.phase in STARTING:
             continue
-        due = arrival(peer, t, rules) if peer is not None and peer.still <= limit else None
-        if due is not None and due <= 1.5 * median(tooks):
+        due = arrival(peer, t, rules, limit) if peer is not None else None
+        if due is not None and due <= 1.5 * took and waited <= 3 * took + limit:
             reasons[slot] = f"should offer in {due:.1f} s"
         elif waited < limit:
             reasons[slot] = f"shows no progress; waited {waited:.1f} of {limit:.1f} s"

@@ -47,6 +47,7 @@ def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Ite
 
 def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[str, np.ndarray] | None:
     """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced."""
+    body = None
     for _ in range(3):
         body = store.get(snapshot.blob)
         if body is not None and digest(body) == snapshot.digest:

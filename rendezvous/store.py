@@ -17,6 +17,7 @@ Not promised: that a key seen by `list` can be read, or that one which can be re
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from rendezvous.clock import Clock
@@ -61,7 +62,7 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
 
     `body` must contain a nonce of this writer and this proposal.
     """
-    for pause in _backoff():
+    for pause in chain((0.0,), _backoff()):
         value = store.get(key)
         if value is not None:
             return value == body, value
@@ -74,7 +75,10 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
 
 
 def open_store(url: str) -> Store:
-    """A store for `url`: a bare path, file://… or memory://name."""
+    """A store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or what fsspec reads.
+
+    `fsspec+s3://…` is s3fs instead of our own client; memory:// is ours, fsspec's is `fsspec+memory://`.
+    """
     scheme, colon, rest = url.partition("://")
     if not colon:
         scheme, rest = "file", url
@@ -86,9 +90,17 @@ def open_store(url: str) -> Store:
         from rendezvous.stores.memory import MemoryStore
 
         return MemoryStore.named(rest)
+    if scheme in ("s3", "gs", "az", "hf"):
+        from rendezvous.stores.cloud import CloudStore
+
+        return CloudStore(url)
+    from rendezvous.stores.adapter import AdapterStore, served
+
+    if scheme.startswith("fsspec+") or served(scheme):
+        return AdapterStore(url.removeprefix("fsspec+"))
     raise ValueError(
-        f"no store for {url!r}: this version reads a folder (runs/demo or file:///abs/path) and memory://name; "
-        "s3://, gs:// and az:// come with a later one"
+        f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
+        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, memory://name, and for files what fsspec can read"
     )
 
 
@@ -97,7 +109,7 @@ class PatientStore:
 
     StoreUnclear is retried with back-off, StoreRefused every few seconds and with a loud word, since a person
     can mend it (free some space, renew a token) and the run goes on.  After `patience_s` without an answer:
-    GaveUp.  `create` still says StoreUnclear: only `put_once` knows how to read that.
+    GaveUp.  `create` still says StoreUnclear, until then: only `put_once` knows how to read that.
     `alert` is called before every pause and may raise (a replica that is asked to leave must not wait here).
     """
 
@@ -111,17 +123,24 @@ class PatientStore:
     ) -> None:
         self.url, self._store, self._clock = store.url, store, clock
         self._patience_s, self.alert, self._tell = patience_s, alert, tell
+        self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 
     def put(self, key: str, body: Buffer) -> None:
         self._persist(lambda: self._store.put(key, body))
 
     def create(self, key: str, body: Buffer) -> None:
-        self._persist(lambda: self._store.create(key, body), unclear=False)
+        try:
+            self._persist(lambda: self._store.create(key, body), unclear=False)
+        except StoreUnclear as error:
+            if self._unclear[0] != key:
+                self._unclear = key, self._clock.now()
+            self._check(error, self._unclear[1])
+            raise
 
     def get(self, key: str) -> bytes | None:
         try:
             return self._store.get(key)  # the common case costs nothing
-        except StoreUnclear:
+        except (StoreUnclear, StoreRefused):
             return self._persist(lambda: self._store.get(key))
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
@@ -149,13 +168,16 @@ class PatientStore:
         raise AssertionError("the back-off never ends")
 
     def _wait(self, error: Exception, began: float, pause: float) -> None:
+        self._check(error, began)
+        self._clock.sleep(pause)
+
+    def _check(self, error: Exception, began: float) -> None:
         self.alert()
         if self._clock.now() - began > self._patience_s:
             raise GaveUp(
                 f"the store gave no usable answer for {self._patience_s:.0f} s. Last: {error}. "
                 "Nothing that was committed is lost: mend the store and run the same command again."
             ) from error
-        self._clock.sleep(pause)
 
 
 def _backoff() -> Iterator[float]:

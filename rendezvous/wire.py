@@ -20,14 +20,17 @@ assert sys.byteorder == "little", "blobs are little-endian fp32"
 def payload(vector: np.ndarray) -> memoryview:
     """The bytes of a contiguous vector, without a copy."""
     if vector.size == 0:
-        return memoryview(b"")  # memoryview cannot cast an empty array
-    return memoryview(np.ascontiguousarray(vector)).cast("B")
+        return memoryview(bytearray())  # memoryview cannot cast an empty array
+    return np.ascontiguousarray(vector).data.cast("B")
 
 
-def checked_norm(delta: np.ndarray) -> float:
-    """‖Δ‖₂; refuses what must never reach the others."""
-    if delta.dtype != np.float32 or delta.ndim != 1:
-        raise BadDelta(f"a pseudogradient is a flat fp32 vector, got {delta.dtype} of shape {delta.shape}")
+def checked_norm(delta: np.ndarray, size: int) -> float:
+    """‖Δ‖₂; refuses what must never reach the others.   size: what it should be, 0 if that is not known."""
+    if delta.dtype != np.float32 or delta.shape != (size or delta.size,):
+        raise BadDelta(
+            f"the pseudogradient of this fragment is a flat fp32 vector of {size or 'any'} elements, got {delta.dtype} "
+            f"of shape {delta.shape}; it was not offered"
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         square = float(np.dot(delta, delta))
     if not np.isfinite(square):

@@ -13,7 +13,7 @@ file system without atomic `link` (the read-back of `put_once` covers NFS's lost
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class FileStore:
         return path
 
     @contextmanager
-    def _written(self, key: str, body: Buffer) -> Iterator[str]:
+    def _written(self, key: str, body: Buffer) -> Generator[str]:
         """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
         with self._errors("write", key):
             self._tmp.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class FileStore:
                     os.unlink(tmp)
 
     @contextmanager
-    def _errors(self, verb: str, key: str) -> Iterator[None]:
+    def _errors(self, verb: str, key: str) -> Generator[None]:
         try:
             yield
         except FileExistsError as error:

@@ -39,7 +39,8 @@ class MemoryStore:
         body = self._objects.get(key)
         if body is None or len(body) < start + len(out):
             return False
-        out[:] = body[start : start + len(out)]
+        if len(out):  # an empty view may be read-only
+            out[:] = body[start : start + len(out)]
         return True
 
     def list(self, prefix: str) -> list[str]:

@@ -1,0 +1,55 @@
+"""Agreement through a bucket, among replicas that never meet elsewhere.  Knows bytes and flat vectors, nothing more.
+
+    from rendezvous import ObjectStoreAllReduce
+
+    mean = ObjectStoreAllReduce("s3://bucket/run", rank=0, world_size=4)
+    mean.allreduce(tensor)
+
+The names below are loaded when they are first used; none of them imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rendezvous.allreduce import ObjectStoreAllReduce
+    from rendezvous.clock import SystemClock
+    from rendezvous.rendezvous import Rendezvous
+    from rendezvous.rules import Rules, Timing
+    from rendezvous.store import open_store, put_once
+    from rendezvous.stores.files import FileStore
+    from rendezvous.stores.memory import MemoryStore
+
+_HOMES = {
+    "FileStore": "stores.files",
+    "MemoryStore": "stores.memory",
+    "ObjectStoreAllReduce": "allreduce",
+    "Rendezvous": "rendezvous",
+    "Rules": "rules",
+    "SystemClock": "clock",
+    "Timing": "rules",
+    "open_store": "store",
+    "put_once": "store",
+}
+
+__all__ = [
+    "FileStore",
+    "MemoryStore",
+    "ObjectStoreAllReduce",
+    "Rendezvous",
+    "Rules",
+    "SystemClock",
+    "Timing",
+    "open_store",
+    "put_once",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"rendezvous has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"rendezvous.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,152 @@
+"""The mean of a tensor over a fixed number of ranks that meet only in a bucket.
+
+    k-th call of rank i ──▶ offer for step k ──▶ all `world_size` offers there? ──▶ commit ──▶ (x₀ + x₁ + …) / n
+
+The agreement of a run's outer steps (rendezvous.py), made strict: every rank counts, all weigh the same, nobody is
+given up or carried.  A rank that dies can be started again: what it had written counts, and it goes on with the
+first step that it had not written (`step` says which).
+
+Sums are fp32 whatever the tensor is, rounded in rank order, so that all ranks get the same bits.
+Not promised: speed (an object store answers in milliseconds), or a way to go on with fewer ranks.
+"""
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rendezvous import layout
+from rendezvous.chain import head
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import GaveUp
+from rendezvous.membership import Wanted
+from rendezvous.records import Commit
+from rendezvous.rendezvous import Rendezvous
+from rendezvous.rules import Rules, Timing
+from rendezvous.snapshots import Arrays
+from rendezvous.store import Store, open_store
+
+Floats = NDArray[np.floating[Any]]
+STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60)
+
+
+class NoState:
+    """There is no θ here: every step starts from the same nothing."""
+
+    def digest(self) -> str:
+        return "allreduce"
+
+    def size(self, fragment: int) -> int:
+        return 0
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        return
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load(self, arrays: Arrays) -> None:
+        return
+
+
+class ObjectStoreAllReduce:
+    """One rank's side of an all-reduce through `url`.   timeout_s: how long a call waits for the other ranks."""
+
+    def __init__(
+        self,
+        url: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float = 1800.0,
+        *,
+        store: Store | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of the {world_size} ranks 0 … {world_size - 1}")
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._url, self._store, self._clock = url, store, clock or SystemClock()
+        self._rv: Rendezvous | None = None
+        self._caught_up = False
+
+    @property
+    def step(self) -> int:
+        """Which step the next call is."""
+        return self._begun().step if self.world_size > 1 else 0
+
+    def allreduce(self, tensor: Any) -> Any:
+        """Replace a float tensor (numpy or torch) by its mean over all ranks; -> the tensor.
+
+        TimeoutError leaves it untouched; the same call again goes on waiting, with the value given first.
+        """
+        if self.world_size == 1:
+            return tensor
+        mean = flat32(tensor)
+        try:
+            rv = self._begun()
+            rv.offer(mean, 1)
+            commit = rv.settle()
+        except GaveUp as error:
+            raise TimeoutError(self._who_is_missing()) from error
+        self._check_sizes(commit, mean)
+        rv.mean(commit, mean)
+        rv.advance(commit)
+        write_back(tensor, mean)
+        return tensor
+
+    def _begun(self) -> Rendezvous:
+        """This rank's seat, at the first step that neither it nor a predecessor has offered."""
+        if self._rv is None:
+            timing = Timing(poll=0.02, give_up=self.timeout_s, store_patience=self.timeout_s)
+            store = self._store or open_store(self._url)
+            rv = Rendezvous(store, self._clock, layout.slot_name(self.rank), STRICT, timing)
+            rv.claim()
+            n = self.world_size
+            rv.members.wanted = Wanted(replicas=n, universe=n, min_replicas=n)
+            rv.resume_at(NoState(), head(rv.store))
+            self._rv = rv
+        while not self._caught_up and self._rv.offered(self._rv.slot):
+            self._rv.advance(self._rv.settle())
+        self._caught_up = True
+        return self._rv
+
+    def _who_is_missing(self) -> str:
+        rv = self._rv
+        assert rv is not None
+        ranks = [i for i in range(self.world_size) if not rv.offered(layout.slot_name(i))]
+        return (
+            f"step {rv.step}: no value from rank {', '.join(map(str, ranks))} of {self.world_size} within "
+            f"{self.timeout_s:.0f} s. What is offered stays: start those ranks again, or repeat the call to wait on"
+        )
+
+    def _check_sizes(self, commit: Commit, mine: np.ndarray) -> None:
+        sizes = {o.slot: o.size // 4 for o in commit.offers}
+        if set(sizes.values()) != {mine.size}:
+            raise ValueError(f"step {commit.t}: the ranks' tensors differ in size: {sizes}; nothing was averaged")
+
+
+def flat32(tensor: Any) -> np.ndarray:
+    """A flat fp32 copy of a float array or torch tensor."""
+    if isinstance(tensor, np.ndarray):
+        array = cast(Floats, tensor)
+        if array.dtype.kind == "f":
+            return array.astype(np.float32).reshape(-1)
+    else:
+        import torch
+
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            return tensor.detach().to("cpu", torch.float32).reshape(-1).numpy().copy()
+    dtype: object = getattr(cast(object, tensor), "dtype", type(cast(object, tensor)))
+    raise TypeError(f"allreduce takes numpy arrays and torch tensors of floats, got {dtype}")
+
+
+def write_back(tensor: Any, mean: np.ndarray) -> None:
+    """Put the values where they came from, in its dtype, shape and device."""
+    if isinstance(tensor, np.ndarray):
+        array = cast(Floats, tensor)
+        array[...] = mean.reshape(array.shape)
+        return
+    import torch
+
+    with torch.no_grad():
+        tensor.copy_(torch.as_tensor(mean).view(tensor.shape))

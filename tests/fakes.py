@@ -1,0 +1,108 @@
+"""Small stand-ins for the world, for tests that say exactly what goes wrong and when.
+
+ManualClock()                                    time passes only by sleeping
+FaultyStore(store, [Fault("create", "/commit", lost=True)])     the next create of a commit loses its answer
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rendezvous.errors import StoreUnclear
+from rendezvous.records import digest
+from rendezvous.store import Buffer, Store
+
+
+class ManualClock:
+    """Sleeping is the only way to pass time; `sleeps` keeps what was asked for."""
+
+    def __init__(self, at: float = 0.0) -> None:
+        self.at, self.sleeps = at, list[float]()
+
+    def now(self) -> float:
+        return self.at
+
+    def wall(self) -> float:
+        return 1.7e9 + self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+        self.sleeps.append(seconds)
+
+
+@dataclass
+class Fault:
+    """The next `times` calls of `verb` on keys containing `part` go wrong.
+
+    error: what is raised.   lost: the request has its effect first.   before: run first (a rival, say).
+    """
+
+    verb: str
+    part: str = ""
+    error: Exception | None = field(default_factory=lambda: StoreUnclear("no answer"))
+    lost: bool = False
+    times: int = 1
+    before: Callable[[], None] = lambda: None
+
+
+class FaultyStore:
+    """A store with a script of faults, and a list of the calls that were made (`calls`)."""
+
+    def __init__(self, store: Store, faults: Iterable[Fault] = ()) -> None:
+        self.url, self.inner, self.faults = store.url, store, list(faults)
+        self.calls: list[tuple[str, str]] = []
+
+    def put(self, key: str, body: Buffer) -> None:
+        self._call("put", key, lambda: self.inner.put(key, body))
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._call("create", key, lambda: self.inner.create(key, body))
+
+    def get(self, key: str) -> bytes | None:
+        return self._call("get", key, lambda: self.inner.get(key))
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        return self._call("get_into", key, lambda: self.inner.get_into(key, out, start))
+
+    def list(self, prefix: str) -> list[str]:
+        return self._call("list", prefix, lambda: self.inner.list(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._call("delete", "", lambda: self.inner.delete(keys))
+
+    def _call(self, verb: str, key: str, request: Callable[[], Any]) -> Any:
+        self.calls.append((verb, key))
+        fault = next((f for f in self.faults if f.times and f.verb == verb and f.part in key), None)
+        if fault is None:
+            return request()
+        fault.times -= 1
+        fault.before()
+        if fault.lost:
+            request()
+        if fault.error is not None:
+            raise fault.error
+        return request()
+
+
+class VectorState:
+    """One fragment whose outer step is plain subtraction: θ_t can be told by eye."""
+
+    def __init__(self, size: int = 3, value: float = 0.0) -> None:
+        self.theta = np.full(size, value, np.float32)
+
+    def digest(self) -> str:
+        return digest(self.theta.tobytes())
+
+    def size(self, fragment: int) -> int:
+        return self.theta.size
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        self.theta = self.theta - mean
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"theta": self.theta}
+
+    def load(self, arrays: Any) -> None:
+        self.theta = arrays["theta"].copy()

@@ -1,0 +1,130 @@
+"""Who is launched, asked, stopped and lost: supervisor, operator and bad luck."""
+
+import random
+from typing import TYPE_CHECKING
+
+from rendezvous import layout, records
+from rendezvous.membership import Wanted, write_control
+from rendezvous.records import Control
+from rendezvous.store import PatientStore
+from tests.sim_replica import Process, Replica
+
+if TYPE_CHECKING:
+    from tests.sim import World
+
+
+class Fleet:
+    """All lives there ever were, and what is wanted of them (`wanted`: every control record, folded)."""
+
+    def __init__(self, world: "World") -> None:
+        self.w, self.plan = world, world.plan
+        self.wanted = Wanted()
+
+    def begin(self) -> None:
+        plan, operator = self.plan, Process(0, "operator", 0.0, dead=True)
+        first = Control(0, records.nonce(), 0.0, plan.replicas, plan.steps or None, plan.min_replicas)
+        self.w.processes.append(operator)
+        self.w.effect(operator, "create", layout.control(0), first.encode())
+        for i in range(plan.replicas):
+            self.launch(i)
+        self.w.at(2.0, self._supervise)
+        self.w.at(1.0, self._watch)
+        if self.plan.fleet_loss:
+            self.w.at(self.plan.fleet_loss, self._lose_all)
+        for when, what, slot in self.plan.actions:
+            self.w.at(when, lambda what=what, slot=slot: self.act(what, slot))
+
+    def launch(self, index: int) -> Process:
+        w, plan = self.w, self.plan
+        p = Process(len(w.processes), layout.slot_name(index), w.now, plan.speeds[index % len(plan.speeds)])
+        p.skew = w.rng.choice((0.0, -3600.0, 86400.0))
+        w.processes.append(p)
+        w.spawn(p, lambda: Replica(w, p).live())
+        return p
+
+    def living(self, index: int | None = None) -> list[Process]:
+        slots = None if index is None else layout.slot_name(index)
+        return [p for p in self.w.processes if not p.gone and p.slot.startswith("r") and slots in (None, p.slot)]
+
+    def act(self, what: str, index: int) -> None:
+        """A scripted event."""
+        if what == "launch":
+            self.launch(index)
+        for p in self.living(index) if what != "launch" else ():
+            if what == "kill":
+                p.dead = True
+            elif what == "pause":
+                p.asleep_until = self.w.now + 40.0
+            elif what == "term":
+                self._terminate(p)
+
+    def _terminate(self, p: Process) -> None:
+        """SIGTERM, and SIGKILL when the grace time is over."""
+        if p.rv is not None:
+            p.rv.ask_to_leave()
+        self.w.at(self.w.now + 1.5 * self.plan.timing.grace, lambda: setattr(p, "dead", True))
+
+    def _lose_all(self) -> None:
+        for p in self.living():
+            p.dead = True
+
+    def _supervise(self) -> None:
+        w, r = self.w, self.w.rng
+        calm = w.now >= self.plan.calm
+        if self.plan.churn and not calm:
+            self._churn(r)
+        if calm:
+            self._make_possible()
+        if not self.wanted.stop and not self.finished:
+            for i in range(self.wanted.replicas):
+                self._replace(i, calm)
+        w.at(w.now + 3.0, self._supervise)
+
+    def _replace(self, index: int, calm: bool) -> None:
+        w, r = self.w, self.w.rng
+        awake = [p for p in self.living(index) if p.asleep_until <= w.now + 5.0 and not (p.rv and p.rv._leave_at)]
+        if not awake and (calm or r.random() < 0.4):
+            self.launch(index)
+            if r.random() < self.plan.double_launch:
+                self.launch(index)
+
+    def _churn(self, r: random.Random) -> None:
+        x, hung, now = r.random(), len(self.plan.hung), self.wanted
+        if x < 0.08:
+            self.wish(replicas=r.randint(now.min_replicas + hung, max(now.min_replicas + hung, self.plan.replicas + 1)))
+        elif x < 0.11:
+            self.wish(stop=not now.stop, resume=now.stop)
+        elif x < 0.18 and self.living():
+            self._terminate(r.choice(self.living()))
+        elif x < 0.22 and not self.plan.flip:
+            self.wish(min_replicas=max(1, min(now.replicas - hung, r.randint(1, 3))))
+
+    def _make_possible(self) -> None:
+        """What the operator wishes in calm times can be done."""
+        wanted = self.wanted
+        if wanted.stop:
+            self.wish(resume=True)
+        elif wanted.replicas < wanted.min_replicas + len(self.plan.hung):
+            self.wish(replicas=wanted.min_replicas + len(self.plan.hung))
+
+    def wish(self, **wishes: object) -> None:
+        """A control record, written by a process of its own."""
+        w = self.w
+        p = Process(len(w.processes), "operator", w.now)
+        w.processes.append(p)
+        clock = w.clock(p)
+
+        def write() -> None:
+            write_control(PatientStore(w.store(p), clock, 600.0), clock, **wishes)
+            p.ended = "written"
+
+        w.spawn(p, write)
+
+    @property
+    def finished(self) -> bool:
+        """All steps are committed."""
+        return 0 < self.plan.steps <= len(self.w.observer.commits)
+
+    def _watch(self) -> None:
+        self.w.observer.look()
+        self.w.at(self.w.now + 1.0, self._watch)

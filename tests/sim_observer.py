@@ -1,0 +1,243 @@
+"""Sees every write and every round of training; keeps its own θ, from the blobs, in its own arithmetic.
+
+one commit per step, registers written once         the same θ and the same mean everywhere
+every offer is listed once or expires               nothing durable before the closer's look is forgotten
+a chain without gaps                                at least m fresh offers, by the wishes of that moment
+fences only rise, and reach every claim             offers only by holders, from the chain's θ, of their own work
+blob before offer, offer before commit              snapshots are what the chain confirmed
+steps are made again when the faults are over       whoever lives follows the head
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import xxhash
+from safetensors.numpy import load
+
+from rendezvous import layout
+from rendezvous.records import Claim, Commit, Control, Mean, Offer, Snapshot
+from tests.sim_replica import LR, MU, SIZES, Process, SimState, digest_of
+
+if TYPE_CHECKING:
+    from tests.sim import World
+
+RECOVERY = 60.0  # seconds after the last fault within which steps must be made again
+
+
+class Violation(Exception):
+    """A promise of the protocol was broken: (promise, what was seen)."""
+
+
+@dataclass
+class Durable:
+    """An offer as the observer saw it written."""
+
+    offer: Offer
+    at: float
+
+
+class Observer:
+    """Sees every write; keeps its own θ, from the blobs, in its own arithmetic."""
+
+    def __init__(self, world: "World") -> None:
+        self.w, self.rules = world, world.plan.rules
+        self.commits: list[Commit] = []
+        self.digests: list[str] = []
+        self.means: list[np.ndarray] = []
+        self.theta: list[np.ndarray] | None = None
+        self.momentum: list[np.ndarray] = []
+        self.bases: list[str] = []  # of θ_0, θ_1, …
+        self.offers: dict[tuple[int, str, int], Durable] = {}
+        self.listed: dict[tuple[int, str], int] = {}  # (step, slot) -> the commit that lists it
+        self.holders: dict[tuple[str, int], tuple[int, float]] = {}  # -> process, since
+        self.wishes: list[tuple[float, int]] = []  # (since, min_replicas)
+        self.last_commit, self.times = 0.0, list[float]()
+        self.at_calm: int | None = None
+        self.applied = 0
+
+    def broken(self, promise: str, seen: str) -> NoReturn:
+        raise Violation(promise, f"{seen} (at {self.w.now:.2f} s)")
+
+    def _wish(self, record: Control) -> None:
+        self.w.fleet.wanted = self.w.fleet.wanted.after(record)
+        self.wishes.append((self.w.now, self.w.fleet.wanted.min_replicas))
+
+    # ------------------------------------------------------------ writes
+
+    def written(self, process: Process, key: str, old: bytes | None, body: bytes) -> None:
+        if old is not None:
+            self._overwritten(key, old, body)
+            return
+        room = key.split("/", 1)[0]
+        if room == "steps":
+            step, kind = int(key[6:16]), key[17:22]
+            if kind == "offer":
+                self._offered(process, step, key, Offer.decode(body))
+            elif kind == "commi":
+                self._committed(process, step, Commit.decode(body), body)
+            elif kind == "mean/" and key.endswith(".json"):
+                self._announced(step, Mean.decode(body))
+        elif room == "replicas":
+            self._claimed(process, Claim.decode(body))
+        elif room == "snapshots" and key.endswith("manifest.json"):
+            self._snapshot(Snapshot.decode(body))
+        elif room == "control":
+            self._wish(Control.decode(body))
+
+    def _overwritten(self, key: str, old: bytes, body: bytes) -> None:
+        if key.startswith("alive/") or old == body:
+            return
+        self.broken("write once", f"{key} was overwritten")
+
+    def _claimed(self, process: Process, claim: Claim) -> None:
+        if claim.pid != process.id or (claim.slot, claim.generation) in self.holders:
+            self.broken("write once", f"{claim} by process {process.id}")
+        self.holders[claim.slot, claim.generation] = process.id, self.w.now
+
+    def _offered(self, process: Process, step: int, key: str, offer: Offer) -> None:
+        if self.holders.get((offer.slot, offer.generation), (None,))[0] != process.id:
+            self.broken("fencing", f"{key} by process {process.id}, which does not hold generation {offer.generation}")
+        blob = self.w.objects.get(offer.blob)
+        if blob is None or xxhash.xxh3_128_hexdigest(blob) != offer.digest:
+            self.broken("blob before offer", key)
+        if blob != process.work:
+            self.broken("each work once", f"{key} holds something else than its replica's own work")
+        if step < len(self.bases) and process.tainted == (offer.base == self.bases[step]):
+            self.broken("base on the chain", f"{key}, tainted={process.tainted}, starts from {offer.base}")
+        self.offers[step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
+
+    def _announced(self, step: int, mean: Mean) -> None:
+        blob = self.w.objects.get(mean.blob)
+        if step >= len(self.commits) or blob != self.means[step].tobytes():
+            self.broken("the same mean everywhere", f"announced mean of step {step}")
+
+    def _snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.blob not in self.w.objects:
+            self.broken("blob before manifest", str(snapshot))
+        arrays = load(self.w.objects[snapshot.blob])
+        theta = [arrays[f"theta.{i}"].copy() for i in range(self.rules.fragments)]
+        momentum = [arrays[f"momentum.{i}"].copy() for i in range(self.rules.fragments)]
+        if snapshot.t == 0:
+            self.theta, self.momentum = theta, momentum
+            self.bases.append(digest_of(theta, momentum))
+        if [snapshot.base, digest_of(theta, momentum)] != 2 * self.bases[snapshot.t : snapshot.t + 1]:
+            self.broken("confirmed snapshots", f"snapshot {snapshot.t} says {snapshot.base}")
+
+    # ------------------------------------------------------------ a commit
+
+    def _committed(self, process: Process, t: int, commit: Commit, body: bytes) -> None:
+        self._follows(t, commit)
+        fresh = [self._fate(t, listed, commit) for listed in commit.offers].count(t)
+        if fresh < commit.m or commit.m not in self._wished(process.scan):
+            self.broken("at least m fresh", f"commit {t}: {fresh} fresh, m={commit.m}, wishes {self.wishes}")
+        self._nothing_forgotten(process, t, commit)
+        for (slot, generation), (_, since) in self.holders.items():
+            if since < process.scan and commit.fence.get(slot, 0) < generation:
+                self.broken("fencing", f"commit {t} does not fence {slot} below generation {generation}")
+        self._step(t, commit, body)
+
+    def _wished(self, since: float) -> list[int]:
+        """Every min_replicas that was wished at some moment from `since` until now."""
+        ends = [at for at, _ in self.wishes[1:]] + [self.w.now]
+        return [m for (_, m), end in zip(self.wishes, ends, strict=True) if end >= since]
+
+    def _follows(self, t: int, commit: Commit) -> None:
+        if t != len(self.commits) or commit.t != t:
+            self.broken("chain without gap", f"commit {t} when the head is {len(self.commits)}")
+        if commit.prev != (self.digests[-1] if self.digests else None):
+            self.broken("chain without gap", f"commit {t} names another commit before it")
+        if commit.base != self.bases[t]:
+            self.broken("base on the chain", f"commit {t} has base {commit.base}, θ_{t} is {self.bases[t]}")
+        for slot, generation in (self.commits[-1].fence if self.commits else {}).items():
+            if commit.fence.get(slot, 0) < generation:
+                self.broken("monotone fence", f"commit {t} lowers {slot} below {generation}")
+
+    def _fate(self, t: int, listed: Any, commit: Commit) -> int:
+        """Check one listed offer; -> its step."""
+        s, slot = listed.step, listed.slot
+        mine = [d.offer for (step, who, _), d in self.offers.items() if (step, who) == (s, slot)]
+        known = [o for o in mine if o.nonce == listed.nonce]
+        if not known or s not in self._carryable(t):
+            self.broken("each offer one fate", f"commit {t} lists {s}/{slot}, which is not durable or too old")
+        if (s, slot) in self.listed:
+            self.broken("each offer one fate", f"{s}/{slot} in commits {self.listed[s, slot]} and {t}")
+        if known[0].base != self.bases[s]:
+            self.broken("base on the chain", f"commit {t} lists {s}/{slot}, which started elsewhere")
+        if self._fenced(known[0]):
+            self.broken("fencing", f"commit {t} lists {s}/{slot} of fenced generation {listed.generation}")
+        blob = self.w.objects.get(listed.blob)
+        if blob is None or xxhash.xxh3_128_hexdigest(blob) != listed.digest:
+            self.broken("listed blobs exist", f"commit {t}, {s}/{slot}")
+        self.listed[s, slot] = t
+        return s
+
+    def _carryable(self, t: int) -> list[int]:
+        return [t - age * self.rules.fragments for age in range(self.rules.max_carry + 1)]
+
+    def _fenced(self, offer: Offer) -> bool:
+        return offer.step > 0 and self.commits[offer.step - 1].fence.get(offer.slot, 0) > offer.generation
+
+    def _nothing_forgotten(self, process: Process, t: int, commit: Commit) -> None:
+        for (s, slot, _), durable in self.offers.items():
+            seen = s in self._carryable(t) and durable.at < process.scan and durable.offer.base == self.bases[s]
+            if seen and (s, slot) not in self.listed and not self._fenced(durable.offer):
+                self.broken("nothing is forgotten", f"commit {t} by {commit.by} leaves out {s}/{slot}")
+
+    def _step(self, t: int, commit: Commit, body: bytes) -> None:
+        """The chain's own θ: fp32, each operation rounded by itself."""
+        f = t % self.rules.fragments
+        total, weights = np.zeros(SIZES[f], np.float32), 0.0
+        for o in commit.offers:
+            age = (t - o.step) // self.rules.fragments
+            w = np.float32(o.h / self.rules.sync_every * self.rules.age_discount**age)
+            total = total + w * np.frombuffer(self.w.objects[o.blob], np.float32)
+            weights += float(w)
+        mean = total / np.float32(weights)
+        assert self.theta is not None
+        self.momentum[f] = MU * self.momentum[f] + mean
+        self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
+        self.means.append(mean)
+        self.commits.append(commit)
+        self.digests.append(xxhash.xxh3_128_hexdigest(body))
+        self.bases.append(digest_of(self.theta, self.momentum))
+        self.applied += len(commit.offers)
+        self.last_commit = self.w.now
+        self.times.append(self.w.now)
+
+    # ------------------------------------------------------------ replicas
+
+    def trains(self, process: Process, state: SimState) -> None:
+        """A replica begins inner steps: from the chain's θ, and not ahead of it."""
+        step = process.rv.step if process.rv else 0
+        if process.tainted:
+            return
+        if step > len(self.commits) or state.digest() != self.bases[step]:
+            self.broken("the same θ everywhere", f"process {process.id} ({process.slot}) trains at step {step}")
+
+    def look(self) -> None:
+        """Once a second: is anything happening?"""
+        w = self.w
+        if self.w.fleet.finished and not self.w.fleet.living():
+            w.over = True
+        quiet = w.now - max(self.last_commit, w.plan.calm)
+        if quiet > RECOVERY and not w.fleet.finished:
+            self.broken("progress", f"no commit since {self.last_commit:.1f}, head {len(self.commits)}")
+        if w.now >= w.plan.calm:
+            self.at_calm = len(self.commits) if self.at_calm is None else self.at_calm
+            w.over |= len(self.commits) >= self.at_calm + w.plan.settled and not self._stragglers(RECOVERY)
+
+    def finish(self) -> None:
+        late = self._stragglers(2 * RECOVERY if self.w.now < self.w.plan.end else RECOVERY)
+        if late and not self.w.fleet.finished:
+            self.broken("live replicas follow the head", f"{[(p.id, p.slot, p.rv and p.rv.step) for p in late]}")
+
+    def _stragglers(self, patience: float) -> list[Process]:
+        """Replicas that live and work, and yet are steps behind."""
+        w, found = self.w, []
+        for p in w.fleet.living():
+            hung = layout.slot_index(p.slot) in w.plan.hung
+            working = not hung and w.now - max(p.born, p.asleep_until) > patience / 2
+            if working and p.rv is not None and (p.rv.step < len(self.commits) - 4 or p.tainted):
+                found.append(p)
+        return found
