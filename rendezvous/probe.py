@@ -1,0 +1,365 @@
+"""Can this store carry a run?  Measured, not believed.
+
+    exclusive create    16 writers, one key, several rounds: at most one may hear "done", and its body stands
+    create twice        the second is told no, and the first body stays
+    read after write    what was written is what is read, at once
+    ranges              the right bytes; past the end: noticed
+    list                seconds until a new key is listed (a hint: slow is allowed)
+    latency, speed      small GETs and creates; one blob up and down
+
+    probe(store, clock) ─▶ Probe ─▶ .verdict()  None, or why not
+                                 ─▶ sync_estimate(probe, parameters, replicas)
+                                 ─▶ doctor_table(probe, …)
+
+The keys lie under probe/{nonce}/ and are removed, the only registers that ever are: nobody else knows them.
+Not promised: that a store which passes keeps its word under every fault, nor today's prices.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from rendezvous.clock import Clock
+from rendezvous.errors import KeyExists, StoreRefused, StoreUnclear
+from rendezvous.store import Store
+
+T = TypeVar("T")
+
+RACERS, ROUNDS = 16, 5
+LIST_PATIENCE_S = 10.0
+_RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
+
+
+@dataclass(frozen=True)
+class Race:
+    """How often one key was created, round by round, and whether what stands is a winner's body."""
+
+    racers: int
+    winners: tuple[int, ...]
+    stands: bool
+
+    def reason(self) -> str | None:
+        """Why no register can be kept there; None if it can."""
+        if max(self.winners) > 1:
+            return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
+        if not self.stands:
+            return "a writer was told that its object stands, and another one does"
+        if not any(self.winners):
+            return f"nobody could create a key in {len(self.winners)} rounds of {self.racers} writers"
+        return None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured at `url`."""
+
+    url: str
+    race: Race
+    keeps_first: bool
+    reads_its_writes: bool
+    ranges: bool
+    notices_end: bool
+    list_lag_s: float | None  # None: not listed within LIST_PATIENCE_S
+    get_s: float
+    create_s: float
+    size: int  # of the blob that was timed
+    put_bytes_s: float
+    get_bytes_s: float
+
+    def verdict(self) -> str | None:
+        """Why this store cannot carry a run, or None."""
+        if reason := self.race.reason():
+            return reason
+        if not self.keeps_first:
+            return "silently overwrites: a second create of the same key went through"
+        if not self.reads_its_writes:
+            return "what was just written is not what is read: a run needs read-after-write"
+        if not self.ranges:
+            return "ranged reads return wrong bytes"
+        if not self.notices_end:
+            return "a read past the end of an object goes unnoticed"
+        return None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One outer sync, all replicas together; dollars by list prices of 2026 in us-east-1, None where unknown."""
+
+    seconds: float
+    puts: int
+    gets: int
+    upload_bytes: int
+    download_bytes: int
+    dollars: float | None
+    egress_dollars: float | None  # if the replicas run outside the store's cloud
+
+    @property
+    def requests(self) -> int:
+        return self.puts + self.gets
+
+
+def probe(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
+    """Measure.  Raises StoreRefused if the store lets us do nothing at all."""
+    at = f"probe/{os.urandom(6).hex()}/"
+    try:
+        return _measured(store, clock, at, size, rounds, racers)
+    finally:
+        _clean(store, at, rounds)
+
+
+def _measured(store: Store, clock: Clock, at: str, size: int, rounds: int, racers: int) -> Probe:
+    raced = race(store, clock, f"{at}race/", rounds, racers)
+    ranges, notices_end = _ranges(store, f"{at}range", clock)
+    gets, creates = _latencies(store, clock, f"{at}small/")
+    put_s, get_s = _transfer(store, clock, f"{at}blob", size)
+    return Probe(
+        url=store.url,
+        race=raced,
+        keeps_first=_keeps_first(store, f"{at}twice", clock),
+        reads_its_writes=_reads_its_writes(store, f"{at}own", clock),
+        ranges=ranges,
+        notices_end=notices_end,
+        list_lag_s=_list_lag(store, clock, f"{at}listed/"),
+        get_s=median(gets),
+        create_s=median(creates),
+        size=size,
+        put_bytes_s=size / max(put_s, 1e-9),
+        get_bytes_s=size / max(get_s, 1e-9),
+    )
+
+
+# ---------------------------------------------------------------------- single measurements
+
+
+def race(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
+    """Let many create the same key at once.  Cleans up if it was given no place."""
+    place = at or f"probe/{os.urandom(6).hex()}/race/"
+    winners: list[int] = []
+    stands = True
+    try:
+        for n in range(rounds):
+            won = _one_race(store, f"{place}{n}", racers)
+            winners.append(len(won))
+            stands &= len(won) != 1 or _insist(clock, lambda n=n: store.get(f"{place}{n}")) == won[0]
+    finally:
+        if not at:
+            store.delete([f"{place}{n}" for n in range(rounds)])
+    return Race(racers, tuple(winners), stands)
+
+
+def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
+    """The bodies whose writers heard "done"."""
+    gate, won, refused = threading.Barrier(racers), list[bytes](), list[StoreRefused]()
+
+    def run(n: int) -> None:
+        body = b"%03d %s" % (n, os.urandom(8).hex().encode())
+        gate.wait()
+        try:
+            store.create(key, body)
+            won.append(body)
+        except (KeyExists, StoreUnclear):
+            return
+        except StoreRefused as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(refused) == racers:
+        raise refused[0]
+    return won
+
+
+def _keeps_first(store: Store, key: str, clock: Clock) -> bool:
+    for body in (b"first", b"second"):
+        try:
+            store.create(key, body)
+        except (KeyExists, StoreUnclear):
+            continue
+    return _insist(clock, lambda: store.get(key)) in (b"first", None)  # None: both were unclear; the race decides
+
+
+def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
+    for n in range(5):
+        body = b"%d" % n
+        _insist(clock, lambda body=body: store.put(key, body))
+        if _insist(clock, lambda: store.get(key)) != body:
+            return False
+    return True
+
+
+def _ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
+    """(the bytes are right, the end is noticed)"""
+    body, out = os.urandom(10_000), bytearray(1000)
+    _insist(clock, lambda: store.put(key, body))
+    right = _insist(clock, lambda: store.get_into(key, memoryview(out), 1234)) and bytes(out) == body[1234:2234]
+    beyond = [
+        _insist(clock, lambda start=start: store.get_into(key, memoryview(out), start))
+        for start in (9001, 10_000, 50_000)
+    ]
+    return bool(right), not any(beyond)
+
+
+def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
+    _insist(clock, lambda: store.put(f"{at}key", b"x"))
+    began = clock.now()
+    while clock.now() - began < LIST_PATIENCE_S:
+        asked = clock.now()
+        if f"{at}key" in (_insist(clock, lambda: store.list(at)) or []):
+            return asked - began
+        clock.sleep(0.2)
+    return None
+
+
+def _latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
+    """Seconds of small (gets, creates)."""
+    gets, creates = list[float](), list[float]()
+    for n in range(times):
+        creates.append(_timed(clock, lambda n=n: _attempt(lambda: store.create(f"{at}{n}", b"x" * 200))))
+        gets.append(_timed(clock, lambda n=n: _attempt(lambda: store.get(f"{at}{n}"))))
+    return gets, creates
+
+
+def _transfer(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
+    """Seconds to put a blob, and to get it into a buffer that was used before."""
+    body = bytearray(os.urandom(1 << 10) * (size // 1024 + 1))[:size]
+    put_s = _timed(clock, lambda: _insist(clock, lambda: store.put(key, memoryview(body))))
+    get_s = _timed(clock, lambda: _insist(clock, lambda: store.get_into(key, memoryview(body))))
+    return put_s, get_s
+
+
+def _timed(clock: Clock, action: Callable[[], object]) -> float:
+    began = clock.now()
+    action()
+    return clock.now() - began
+
+
+def _insist(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
+    """Ask again after an unclear answer, a few times."""
+    for n in range(times - 1):
+        try:
+            return request()
+        except StoreUnclear:
+            clock.sleep(0.1 * 2**n)
+    return request()
+
+
+def _attempt(request: Callable[[], object]) -> None:
+    try:
+        request()
+    except (KeyExists, StoreUnclear):
+        return
+
+
+def _clean(store: Store, at: str, rounds: int) -> None:
+    names = ["twice", "own", "range", "blob", "listed/key"]
+    names += [f"race/{n}" for n in range(rounds)] + [f"small/{n}" for n in range(9)]
+    try:
+        store.delete([f"{at}{name}" for name in names])  # by name: a listing may lag
+    except (StoreRefused, StoreUnclear):
+        return  # the probe's answer matters more than a few small objects
+
+
+# ---------------------------------------------------------------------- what a sync would take
+
+#        put or list, get: dollars per request     egress: dollars per GB that leaves the cloud
+_S3 = (5e-6, 4e-7, 0.09)
+_R2 = (4.5e-6, 3.6e-7, 0.0)
+POLLS = 10  # GETs of one replica while it waits for the others
+
+
+def sync_estimate(probe: Probe, parameters: int, replicas: int, bytes_per_parameter: float = 4.0) -> Estimate:
+    """One outer sync, everyone reading everyone's blob, upload and download one after the other."""
+    blob = ceil(parameters * bytes_per_parameter)
+    others = replicas - 1
+    puts = replicas * (_requests_to_put(blob) + 2) + 1  # blob, offer, beat; one commit
+    gets = replicas * (others * ceil(blob / _RANGE) + replicas + POLLS)
+    seconds = blob / probe.put_bytes_s + others * blob / probe.get_bytes_s
+    seconds += 2 * probe.create_s + (replicas + 2) * probe.get_s
+    price, down = _price(probe.url), replicas * others * blob
+    dollars = None if price is None else puts * price[0] + gets * price[1]
+    egress = None if price is None else down / 1e9 * price[2]
+    return Estimate(seconds, puts, gets, replicas * blob, down, dollars, egress)
+
+
+def _requests_to_put(blob: int) -> int:
+    return 1 if blob <= _SINGLE else 2 + ceil(blob / _PART)
+
+
+def _price(url: str) -> tuple[float, float, float] | None:
+    parts = urlsplit(url)
+    endpoint = parts.query or next((os.environ[n] for n in _ENDPOINTS if os.environ.get(n)), "")
+    if parts.scheme != "s3":
+        return None
+    if "r2.cloudflarestorage.com" in endpoint:
+        return _R2
+    return _S3 if "endpoint" not in parts.query and "://" not in endpoint else None
+
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def doctor_table(
+    probe: Probe, parameters: int | None = None, replicas: int = 4, bytes_per_parameter: float = 4.0
+) -> str:
+    raced, lag = probe.race, probe.list_lag_s
+    winners = f"{max(raced.winners)} winner" + ("s" if max(raced.winners) > 1 else "")
+    rows = [
+        (
+            "only one writer wins",
+            _ok(not raced.reason()),
+            f"{raced.racers} at once, {len(raced.winners)} rounds: {winners}",
+        ),
+        ("the first body stays", _ok(probe.keeps_first), "created twice"),
+        ("reads what was written", _ok(probe.reads_its_writes), "at once"),
+        ("reads parts of objects", _ok(probe.ranges and probe.notices_end), "and notices their end"),
+        ("lists new objects", "ok" if lag is not None else "slow", _lag(lag)),
+        ("small read, create", "", f"{1e3 * probe.get_s:.1f} ms, {1e3 * probe.create_s:.1f} ms"),
+        ("up, down", "", f"{_mb(probe.put_bytes_s)}, {_mb(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"),
+    ]
+    if parameters is not None:
+        rows += _sync_rows(sync_estimate(probe, parameters, replicas, bytes_per_parameter), parameters, replicas)
+    reason = probe.verdict()
+    last = "This store can carry a run." if reason is None else f"This store cannot carry a run: {reason}."
+    return "\n".join([probe.url, *(f"  {a:<24}{b:<6}{c}" for a, b, c in rows), last])
+
+
+def _sync_rows(estimate: Estimate, parameters: int, replicas: int) -> list[tuple[str, str, str]]:
+    what = f"{parameters / 1e6:,.0f} M parameters, {replicas} replicas, direct"
+    rows = [
+        ("one outer sync (estimate)", "", what),
+        ("  takes about", "", f"{estimate.seconds:.1f} s and {estimate.requests:,} requests"),
+        (
+            "  moves, all together",
+            "",
+            f"{estimate.upload_bytes / 1e9:.2f} GB up, {estimate.download_bytes / 1e9:.2f} GB down",
+        ),
+    ]
+    if estimate.dollars is not None:
+        outside = f"; ${estimate.egress_dollars:.2f} more from outside that cloud" if estimate.egress_dollars else ""
+        rows.append(("  costs about", "", f"${estimate.dollars:.5f} for requests{outside}"))
+    return rows
+
+
+def _ok(good: bool) -> str:
+    return "ok" if good else "NO"
+
+
+def _lag(lag: float | None) -> str:
+    return (
+        f"after {lag:.1f} s" if lag is not None else f"not within {LIST_PATIENCE_S:.0f} s (only hints come from lists)"
+    )
+
+
+def _mb(rate: float) -> str:
+    return f"{rate / 1e6:.0f} MB/s"

@@ -1,0 +1,182 @@
+"""Any fsspec file system as a store: data yes, registers only where create-if-absent is known to be real.
+
+    put, get, get_into, list, delete      every file system
+    create                                s3fs, gcsfs, adlfs, and only after a race of 16 writers had one winner
+
+fsspec's own `mode="create"` is "look, then write" on most file systems (on local ones 28 of 60 races had several
+winners), so everything else is refused.  Bytes are copied more often than in `cloud`, and moving them needs the GIL.
+
+Not promised: atomic `put` (a reader of a local or remote folder may see half of one; digests tell), zero copies.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import KeyExists, StoreError, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.store import Buffer
+
+T = TypeVar("T")
+
+CREATES = ("S3FileSystem", "GCSFileSystem", "AzureBlobFileSystem")
+RANGE = 16 << 20
+_REFUSED = ("NoSuchBucket", "bucket does not exist", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
+_EXISTS = ("PreconditionFailed", "pre-conditions")
+_PAST_THE_END = ("InvalidRange", "range is not satisfiable")
+
+
+class AdapterStore:
+    def __init__(self, url: str, clock: Clock | None = None, **options: Any) -> None:
+        self._fs, root = _file_system(url, options)
+        self._root, self._clock = root.rstrip("/"), clock or SystemClock()
+        parts = urlsplit(url)
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+        self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
+
+    def put(self, key: str, body: Buffer) -> None:
+        self._ask("write", key, lambda: self._write(key, bytes(body)))
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._check_creates()
+        self._create(key, body)
+
+    def get(self, key: str) -> bytes | None:
+        return self._ask("read", key, lambda: bytes(self._fs.cat_file(self._path(key))))
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        out = out.cast("B")
+        if not out:
+            return bool(self._ask("read", key, lambda: self._fs.exists(self._path(key))))
+        return all(self._get_range(key, out[i : i + RANGE], start + i) for i in range(0, len(out), RANGE))
+
+    def _get_range(self, key: str, out: memoryview, start: int) -> bool:
+        end = start + len(out)
+        part = self._ask("read", key, lambda: self._fs.cat_file(self._path(key), start=start, end=end))
+        if part is None or len(part) != len(out):
+            return False
+        out[:] = part
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        folder = prefix.rpartition("/")[0]
+        found = self._ask("list", prefix, lambda: list(self._fs.find(self._path(folder)))) or []
+        keys = [path[len(self._root) + 1 :] for path in found]
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._ask("delete", key, lambda key=key: self._fs.rm_file(self._path(key)))
+
+    def __repr__(self) -> str:
+        return f"AdapterStore({self.url!r})"
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}".rstrip("/")
+
+    def _write(self, key: str, body: bytes) -> None:
+        path = self._path(key)
+        try:
+            self._fs.pipe_file(path, body)
+        except FileNotFoundError as error:  # a file system with real folders
+            if _has(error, _REFUSED):
+                raise
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, body)
+
+    def _create(self, key: str, body: Buffer) -> None:
+        path = self._path(key)
+        self._ask("create", key, lambda: self._fs.pipe_file(path, bytes(body), mode="create"))
+
+    def _check_creates(self) -> None:
+        """Raises StoreRefused unless this file system is known, and seen, to create only what is absent."""
+        from rendezvous.probe import race  # the probe knows stores; a store needs one of its checks
+
+        name = type(self._fs).__name__
+        if name not in CREATES:
+            raise StoreRefused(
+                f"{self.url}: {name} has no create-if-absent that can be trusted, so it can hold files but not a run. "
+                "Use s3://, gs://, az://, hf://buckets/… or a folder"
+            )
+        with self._checking:
+            if not self._creates and (reason := race(_Unchecked(self), self._clock, rounds=3).reason()):
+                raise StoreRefused(f"{self.url} cannot carry a run: {reason}. Use another store")
+            self._creates = True
+
+    def _ask(self, verb: str, key: str, request: Callable[[], T]) -> T | None:
+        """The answer, None for what is not there, or one of our errors."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{self.url} was opened in process {self._pid}; after a fork, open it again or use spawn"
+            )
+        try:
+            return request()
+        except (FileNotFoundError, KeyError) as error:  # fsspec's memory:// says KeyError
+            if verb in ("read", "list", "delete") and not _has(error, _REFUSED):
+                return None
+            failure = explain(f"{self.url}/{key}", verb, error)
+        except RuntimeError:
+            raise  # a mistake of ours, not of the store
+        except Exception as error:  # every file system has its own
+            if verb == "read" and _has(error, _PAST_THE_END):
+                return None
+            failure = explain(f"{self.url}/{key}", verb, error)
+        raise failure
+
+
+def served(scheme: str) -> bool:
+    """Whether fsspec, if it is installed, knows this kind of URL."""
+    try:
+        from fsspec import available_protocols  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError:
+        return False
+    return scheme in available_protocols()
+
+
+class _Unchecked(AdapterStore):
+    """The same store with a `create` that does not ask whether it may: for the check itself."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self.__dict__.update(store.__dict__)
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._create(key, body)
+
+
+def explain(where: str, verb: str, error: Exception) -> StoreError:
+    if isinstance(error, FileExistsError) or _has(error, _EXISTS):
+        return KeyExists(f"{where} exists")
+    what = f"cannot {verb} {where}: {type(error).__name__} {_words(error)}".rstrip()
+    if _has(error, _REFUSED):
+        advice = "Create the bucket, correct the URL, or renew the credentials and start again"
+        return StoreRefused(f"{what}. {advice}")
+    if isinstance(error, PermissionError):
+        return StoreReadOnly(f"{what}. Give this user or key the right to read, write, list and delete there")
+    return StoreUnclear(what)
+
+
+def _has(error: Exception, words: Iterable[str]) -> bool:
+    """Whether the error, or the client's error behind it, holds one of these words."""
+    texts = [str(e) for e in (error, error.__cause__, error.__context__) if e]
+    return any(word in text for word in words for text in texts)
+
+
+def _words(error: Exception) -> str:
+    """What the system said, without URLs and without anything that looks like a key."""
+    said = (isinstance(error, OSError) and error.strerror) or str(error)
+    return re.sub(r"\S*://\S+|[\w+/=-]{16,}", "…", said.split("\n")[0][:200])
+
+
+def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """Without caches: another replica's file must be seen.  Raises ImportError, ValueError."""
+    try:
+        from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+    except ImportError as error:
+        raise ImportError(
+            f"{urlsplit(url).scheme}:// needs fsspec: pip install 'serverless-diloco[serverless]'"
+        ) from error
+    find = cast("Callable[..., tuple[Any, str]]", url_to_fs)
+    return find(url, use_listings_cache=False, skip_instance_cache=True, **options)

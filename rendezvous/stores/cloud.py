@@ -1,0 +1,437 @@
+"""A bucket in the cloud, through obstore:  s3://  gs://  az://  and  hf://buckets/…  by its S3 gateway.
+
+    create      one PUT with If-None-Match: *           never retried in here: put_once must see every outcome
+    put         one PUT up to 64 MiB, straight from the caller's memory; above, equal parts of 32 MiB, 8 at a time
+    get_into    GETs of 16 MiB, 16 at a time, into the caller's memory         three retries, as for put, get, list
+
+    what obstore says                             what we say
+    AlreadyExists                                 KeyExists      (after a 409 nothing may stand there: put_once looks)
+    403, expired, no such bucket, wrong region    StoreRefused   with the next thing to do; the client is made anew
+    everything else                               StoreUnclear   it may have happened
+
+Bytes move in obstore's own threads and hardly need the GIL.  After a refusal the environment and
+~/.aws/credentials are read again, so a token renewed beside a running job is taken up.  An error is made of its
+status, its code and our own words: what a server quotes back (keys, signed requests) does not travel along.
+
+Not promised: use in a forked child of a process that has used a store (it would hang, so it raises); profiles
+that need a command or a browser (export their keys); that a whole `get` was not cut short by a server that also
+lies about its length (digests tell).
+"""
+
+import configparser
+import hashlib
+import ipaddress
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.store import Buffer
+
+try:
+    from obstore.exceptions import AlreadyExistsError, BaseError
+    from obstore.store import AzureStore, GCSStore, S3Store
+except ImportError as error:
+    raise ImportError(
+        "s3://, gs://, az:// and hf:// need obstore: pip install 'serverless-diloco[serverless]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import BackoffConfig, ClientConfig, RetryConfig, S3Credential
+
+SINGLE, PART, PARTS_AT_ONCE = 64 << 20, 32 << 20, 8
+RANGE, RANGES_AT_ONCE = 16 << 20, 16
+SCHEMES = ("s3", "gs", "az", "hf")
+HF_GATEWAY = "https://s3.hf.co"
+OPTIONS = ("endpoint", "region")  # what a URL's query may say; nothing secret
+
+Bucket = S3Store | GCSStore | AzureStore
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a bucket is.  `url` can be printed."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+    url: str
+    endpoint: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The same bucket with three tempers: ask once; wait for every next byte; wait for a long upload."""
+
+    register: Bucket
+    reading: Bucket
+    writing: Bucket
+
+
+class CloudStore:
+    def __init__(self, url: str, silence_s: float = 30.0) -> None:
+        self.address = parse(url)
+        self.url, self._silence_s = self.address.url, silence_s
+        self._at()  # a wrong endpoint or option should say so here
+
+    def put(self, key: str, body: Buffer) -> None:
+        body = memoryview(body).cast("B")
+        single = len(body) <= SINGLE
+        parts: dict[str, Any] = {} if single else {"chunk_size": PART, "max_concurrency": PARTS_AT_ONCE}
+        self._ask("write", key, lambda at: at.writing.put(key, body, use_multipart=not single, **parts))
+
+    def create(self, key: str, body: Buffer) -> None:
+        body = memoryview(body).cast("B")
+        self._ask("create", key, lambda at: at.register.put(key, body, mode="create", use_multipart=False))
+
+    def get(self, key: str) -> bytes | None:
+        return self._ask("read", key, lambda at: at.reading.get(key).bytes().to_bytes(), missing=True)
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        out = out.cast("B")
+        if not out:
+            return self._ask("read", key, lambda at: at.reading.head(key), missing=True) is not None
+        if len(out) <= RANGE:
+            return self._get_range(key, out, start)
+        jobs = [_pool().submit(self._get_range, key, out[i : i + RANGE], start + i) for i in range(0, len(out), RANGE)]
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:  # nobody writes into the caller's memory after we return
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
+        return all(job.result() for job in jobs if not job.cancelled())
+
+    def _get_range(self, key: str, out: memoryview, start: int) -> bool:
+        end = start + len(out)
+        part = self._ask("read", key, lambda at: at.reading.get_range(key, start=start, end=end), missing=True)
+        if part is None or len(part) != len(out):  # past the end a range comes back short, without an error
+            return False
+        out[:] = memoryview(part)
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        folder = prefix.rpartition("/")[0] or None  # the client's prefixes are whole folders
+        keys = self._ask("list", prefix, lambda at: _listed(at.reading, folder))
+        return sorted(key for key in keys or [] if key.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if keys and self.address.scheme != "gs":  # gs has no bulk request, and a missing key would stop the others
+            self._ask("delete", keys[0], lambda at: at.reading.delete(keys), missing=True)
+            return
+        for key in keys:
+            self._ask("delete", key, lambda at, key=key: at.reading.delete(key), missing=True)
+
+    def __repr__(self) -> str:
+        return f"CloudStore({self.url!r})"
+
+    def _at(self) -> Clients:
+        stay_home()
+        try:
+            return _clients(self.address, self._silence_s)
+        except BaseError as error:
+            why = _in_words(error)
+        raise StoreRefused(f"cannot open {self.url}: {why}. {_keys_of(self.address.scheme)}")
+
+    def _ask(self, verb: str, key: str, request: Callable[[Clients], T], missing: bool = False) -> T | None:
+        """The answer; None for an object that is not there, if that is one; else one of our errors."""
+        at = self._at()
+        try:
+            return request(at)
+        except (BaseError, OSError, ValueError) as error:
+            failure = explain(self.address, verb, key, error, missing)
+        if isinstance(failure, StoreRefused):
+            _forget_clients()
+        if failure is not None:
+            raise failure  # out here: the client's own text, which may quote a signed request, stays behind
+        return None
+
+
+def _listed(bucket: Bucket, folder: str | None) -> list[str]:
+    stream: Iterable[Sequence[ObjectMeta]] = bucket.list(folder)  # pyright: ignore[reportUnknownMemberType]
+    return [found["path"] for page in stream for found in page]
+
+
+# ---------------------------------------------------------------------- the URL
+
+
+def parse(url: str) -> Address:
+    """Raises ValueError, without repeating what might be a secret."""
+    try:
+        parts = urlsplit(url)
+        plain, secret, query = parts.netloc.rpartition("@")[2], "@" in parts.netloc, dict(parse_qsl(parts.query))
+    except ValueError:
+        raise ValueError("this URL cannot be read; write s3://bucket/prefix") from None
+    where = f"{parts.scheme}://{plain}{parts.path.rstrip('/')}"
+    if secret or set(query) - set(OPTIONS) or "@" in query.get("endpoint", ""):
+        raise ValueError(
+            f"{where}: the URL of a run is written into logs and records, so it may not carry credentials or options "
+            f"other than {' and '.join(OPTIONS)}. {_keys_of(parts.scheme)}"
+        )
+    bucket, prefix, endpoint = plain, parts.path.strip("/"), query.get("endpoint", "")
+    if parts.scheme == "hf":
+        bucket, prefix, endpoint = _hf(where, f"{plain}{parts.path}", endpoint)
+    if not bucket:
+        raise ValueError(f"{where}: the bucket is missing; write {parts.scheme}://bucket/prefix")
+    kept = f"?{urlencode(query, safe=':/')}" if query else ""
+    return Address(parts.scheme, bucket, prefix, f"{where}{kept}", endpoint, query.get("region", ""))
+
+
+def _hf(where: str, path: str, endpoint: str) -> tuple[str, str, str]:
+    kind, namespace, bucket, prefix = [*path.strip("/").split("/", 3), "", "", ""][:4]
+    if kind != "buckets" or not bucket:
+        raise ValueError(f"{where}: write hf://buckets/namespace/bucket/prefix; other places cannot carry a run")
+    gateway = endpoint or os.environ.get("HF_S3_ENDPOINT") or HF_GATEWAY
+    return bucket, prefix, f"{gateway.rstrip('/')}/{namespace}"
+
+
+def _endpoint(address: Address) -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    from_env = next((os.environ[n] for n in names if os.environ.get(n)), "")
+    return address.endpoint or (from_env if address.scheme == "s3" else "")
+
+
+def _plain_http(endpoint: str) -> bool:
+    """Whether to speak http there.  Raises ValueError if that would send a run over an open wire unasked."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "http":
+        return False
+    if _loopback(parts.hostname or "") or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+        return True
+    raise ValueError(
+        f"http://{parts.hostname} would carry the run unencrypted; use https, or set AWS_ALLOW_HTTP=true if you mean it"
+    )
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# ---------------------------------------------------------------------- one client per process
+
+_home: list[int] = []  # the process whose threads serve the client
+_refusals = 0
+_began = time.time()
+
+
+def stay_home() -> None:
+    """Raises RuntimeError in a forked child, where the client's threads do not exist and a request would hang."""
+    _home[:] = _home or [os.getpid()]
+    if _home[0] != os.getpid():
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from {_home[0]}, which had used a cloud store already; its client would "
+            "hang here. Start processes with multiprocessing.get_context('spawn'), and keep the store out of "
+            "DataLoader workers"
+        )
+
+
+def _environment() -> str:
+    """What a client depends on beyond its address, as a digest: secrets are kept nowhere."""
+    names = sorted(n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3")))
+    text = "\0".join(f"{n}={os.environ[n]}" for n in names)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_connecting = threading.Lock()
+_open: dict[tuple[Address, float, str], Clients] = {}
+
+
+def _clients(address: Address, silence_s: float) -> Clients:
+    key = address, silence_s, _environment()
+    with _connecting:
+        if key not in _open:
+            _open[key] = _new_clients(address, timedelta(seconds=silence_s))
+        return _open[key]
+
+
+def _forget_clients() -> None:
+    """After a refusal: the next request looks for credentials again."""
+    global _refusals
+    with _connecting:
+        _refusals += 1
+        _open.clear()
+
+
+def _new_clients(address: Address, silence: timedelta) -> Clients:
+    endpoint = _endpoint(address)
+    common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(endpoint)}
+    return Clients(
+        register=_connect(address, endpoint, {**common, "timeout": silence}, 0),
+        reading=_connect(address, endpoint, {**common, "read_timeout": silence, "timeout": "600s"}, 3),
+        writing=_connect(address, endpoint, {**common, "timeout": "300s"}, 3),
+    )
+
+
+def _connect(address: Address, endpoint: str, client: "ClientConfig", retries: int) -> Bucket:
+    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
+    retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=180), "backoff": backoff}
+    prefix = address.prefix or None
+    if address.scheme == "gs":
+        return GCSStore(address.bucket, prefix=prefix, client_options=client, retry_config=retry)
+    if address.scheme == "az":
+        return AzureStore(address.bucket, prefix=prefix, client_options=client, retry_config=retry)
+    given: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if region := address.region or ("us-east-1" if address.scheme == "hf" else ""):
+        given["region"] = region
+    if _file_counts():
+        given["credential_provider"] = credentials_from_file
+    return S3Store(address.bucket, prefix=prefix, client_options=client, retry_config=retry, **given)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="store")
+
+
+# ---------------------------------------------------------------------- credentials
+
+
+def _credentials_file() -> Path:
+    return Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+
+
+def _file_counts() -> bool:
+    """Keys in the environment come first, unless somebody has written the file since this process began."""
+    try:
+        written = _credentials_file().stat().st_mtime
+    except OSError:
+        return False
+    in_environment = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
+    return (not in_environment or (_refusals > 0 and written > _began)) and bool(_profile())
+
+
+def _profile() -> dict[str, str]:
+    file = configparser.ConfigParser(interpolation=None)
+    with suppress(configparser.Error, OSError):
+        file.read(_credentials_file())
+    name = os.environ.get("AWS_PROFILE") or "default"
+    found = dict(file[name]) if name in file else {}
+    return found if "aws_access_key_id" in found and "aws_secret_access_key" in found else {}
+
+
+def credentials_from_file() -> "S3Credential":
+    """For obstore, which asks again when they expire: five minutes, so that a renewed file is noticed."""
+    profile = _profile()
+    return {
+        "access_key_id": profile.get("aws_access_key_id", ""),
+        "secret_access_key": profile.get("aws_secret_access_key", ""),
+        "token": profile.get("aws_session_token"),
+        "expires_at": datetime.now(UTC) + timedelta(minutes=5, seconds=10),
+    }
+
+
+# ---------------------------------------------------------------------- what an error means
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
+_WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidAuthenticationInfo"}
+_WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
+_METADATA = ("169.254.169.254", "metadata.google.internal")  # asked last, when no credentials are found elsewhere
+
+
+def explain(address: Address, verb: str, key: str, error: Exception, missing: bool = False) -> StoreError | None:
+    """Our error for one of obstore's; None if it says that an object is not there, and that is an answer."""
+    text = str(error)
+    status = _found(r"status code: (\d{3})", text)
+    code = _found(r"<Code>(\w+)</Code>", text)
+    place = f"{address.url.partition('?')[0]}/{key}"
+    where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error)}"
+    if missing and code not in _NO_BUCKET and (isinstance(error, FileNotFoundError) or status == "416"):
+        return None
+    if isinstance(error, AlreadyExistsError):
+        return KeyExists(f"{place} exists: {status} {code}")
+    if code in _FULL or status == "507":
+        return StoreFull(f"{where}. Free some space, or raise the bucket's quota")
+    advice = _advice(address, verb, status, code, text)
+    if advice and code == "AccessDenied" and verb in ("write", "create", "delete"):
+        return StoreReadOnly(f"{where}. {advice}")
+    return StoreRefused(f"{where}. {advice}") if advice else StoreUnclear(where)
+
+
+def _advice(address: Address, verb: str, status: str, code: str, text: str) -> str:
+    """The next thing to do; empty if asking again may help."""
+    if any(host in text for host in _METADATA):
+        return f"No credentials were found. {_keys_of(address.scheme)}"
+    if code in _NO_BUCKET:
+        return f"There is no bucket {address.bucket!r}: create it ({_make(address)}) or correct the URL"
+    if code in _EXPIRED:
+        return f"The token has expired or is not valid: renew it; the run goes on. {_renew(address.scheme)}"
+    if code == "RequestTimeTooSkewed":
+        return "This machine's clock is wrong: set it (`timedatectl set-ntp true`)"
+    if status == "301" or code in _WRONG_REGION:
+        return "The bucket is in another region: set AWS_REGION to it"
+    if status == "501":
+        return "This store lacks the request (create-if-absent, perhaps); `diloco doctor URL` shows what it can do"
+    if status in ("401", "403") or code in _WRONG_KEYS or _denied(text):
+        return f"The store does not let this key {verb} there. {_keys_of(address.scheme)}"
+    return ""
+
+
+def _denied(text: str) -> bool:
+    return text.startswith("The operation lacked ")
+
+
+def _keys_of(scheme: str) -> str:
+    if scheme == "gs":
+        return (
+            "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth application-default login`; "
+            "the role is Storage Object User"
+        )
+    if scheme == "az":
+        return "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_TOKEN)"
+    whose = "S3 keys of your Hugging Face namespace" if scheme == "hf" else "`aws sts get-caller-identity` shows whose"
+    return (
+        "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) or write ~/.aws/credentials "
+        f"({whose}); they need to get, put, delete and list there"
+    )
+
+
+def _renew(scheme: str) -> str:
+    if scheme in ("s3", "hf"):
+        return "Write the new keys to ~/.aws/credentials: a running replica reads it again at every try"
+    return _keys_of(scheme)
+
+
+def _make(address: Address) -> str:
+    if address.scheme == "gs":
+        return f"`gcloud storage buckets create gs://{address.bucket}`"
+    if address.scheme == "az":
+        return f"`az storage container create -n {address.bucket}`"
+    return "on huggingface.co" if address.scheme == "hf" else f"`aws s3 mb s3://{address.bucket}`"
+
+
+def _in_words(error: Exception) -> str:
+    """An error without a status, in words that hold no URL and nothing that looks like a key."""
+    kind = _found(r"kind: (Connect|Timeout|Interrupted)", str(error))
+    if kind:
+        return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
+    if "HTTP error" in str(error):
+        return "the connection broke"
+    line = re.split(r"\n|<\?xml|Server returned", str(error))[0][:200]
+    line = re.sub(r"\S*://\S+", "…", line)
+    return re.sub(r"[\w+/=-]{16,}", "…", line).strip() or type(error).__name__
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""

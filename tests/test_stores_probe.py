@@ -1,0 +1,186 @@
+"""The probe says yes to stores that keep their word, and why not to the others."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rendezvous.clock import SystemClock
+from rendezvous.errors import StoreRefused
+from rendezvous.probe import Probe, doctor_table, probe, race, sync_estimate
+from rendezvous.store import Buffer, Store, open_store
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
+from tests.fakes import Fault, FaultyStore
+from tests.s3_server import S3Server
+
+SMALL = 1 << 20
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch):
+    with S3Server() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDTEST")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield server
+
+
+@pytest.fixture(params=["file", "memory", "s3", "s3fs"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param.startswith("s3"):
+        request.getfixturevalue("s3")
+        return open_store("s3://bucket/run" if request.param == "s3" else "fsspec+s3://bucket/run")
+    return FileStore(tmp_path) if request.param == "file" else MemoryStore()
+
+
+def test_a_good_store_passes_and_is_left_as_it_was(store: Store) -> None:
+    store.put("mine", b"v")
+    seen = probe(store, SystemClock(), SMALL)
+    assert seen.verdict() is None and seen.race.winners == (1,) * 5 and seen.list_lag_s is not None
+    assert seen.put_bytes_s > 1e6 and seen.get_bytes_s > 1e6 and 0 < seen.get_s < 1
+    assert store.list("") == ["mine"]
+    assert "This store can carry a run." in doctor_table(seen)
+
+
+def test_a_store_that_overwrites_is_refused_with_the_count(s3: S3Server) -> None:
+    s3.overwrites = True
+    seen = probe(open_store("s3://bucket/run"), SystemClock(), SMALL)
+    assert seen.verdict() == "silently overwrites: 16 of 16 writers won the same key"
+    table = doctor_table(seen)
+    assert "NO    16 at once, 5 rounds: 16 winners" in table and "cannot carry a run: silently" in table
+
+
+class Sloppy(MemoryStore):
+    """Looks, then writes; a few writers at a time get through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Barrier(3)
+
+    def create(self, key: str, body: Buffer) -> None:
+        if "race" in key and key not in self._objects:
+            try:
+                self.looked.wait(0.05)
+                self.put(key, body)
+                return
+            except threading.BrokenBarrierError:
+                self.looked.reset()
+        super().create(key, body)
+
+
+def test_a_look_then_write_store_is_found_out() -> None:
+    assert "writers won" in (race(Sloppy(), SystemClock()).reason() or "")
+
+
+class Stale(MemoryStore):
+    def get(self, key: str) -> bytes | None:
+        return None if "own" in key else super().get(key)
+
+
+class Blind(MemoryStore):
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        super().get_into(key, out, start)
+        return True
+
+
+class Liar(MemoryStore):
+    def get(self, key: str) -> bytes | None:
+        return b"somebody else" if "race" in key else super().get(key)
+
+
+class Shifted(MemoryStore):
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        return super().get_into(key, out, start + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Stale, "read-after-write"), (Blind, "past the end"), (Liar, "another one does"), (Shifted, "wrong bytes")],
+)
+def test_every_other_flaw_has_its_reason(kind: type[MemoryStore], reason: str) -> None:
+    assert reason in (probe(kind(), SystemClock(), SMALL).verdict() or "")
+
+
+def test_a_few_errors_are_no_verdict(s3: S3Server) -> None:
+    for kind in ("lost", "409", "503"):
+        s3.fault(kind, op="PutObject", times=5)
+    s3.fault("500", op="GetObject", times=3)
+    assert probe(open_store("s3://bucket/run"), SystemClock(), SMALL).verdict() is None
+
+
+def test_a_store_where_every_create_fails_cannot_carry_a_run(s3: S3Server) -> None:
+    s3.fault("409", op="PutObject", key="race|small|twice", times=10_000)
+    assert "nobody could create" in (probe(open_store("s3://bucket/run"), SystemClock(), SMALL).verdict() or "")
+
+
+def test_a_refusing_store_is_its_own_message(s3: S3Server) -> None:
+    s3.expired = True
+    with pytest.raises(StoreRefused, match="renew it"):
+        probe(open_store("s3://bucket/run"), SystemClock(), SMALL)
+
+
+def test_slow_lists_are_only_noted() -> None:
+    class Lagging(MemoryStore):
+        def list(self, prefix: str) -> list[str]:
+            return []
+
+    class Fast(SystemClock):
+        def now(self) -> float:
+            return super().now() * 1000
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds / 1000)
+
+    seen = probe(Lagging(), Fast(), SMALL)
+    assert seen.list_lag_s is None and seen.verdict() is None and "slow" in doctor_table(seen)
+
+
+def test_the_probe_cleans_up_when_it_fails() -> None:
+    inner = MemoryStore()
+    with pytest.raises(ZeroDivisionError):
+        probe(FaultyStore(inner, [Fault("list", error=ZeroDivisionError())]), SystemClock(), SMALL)
+    assert inner.list("") == []
+
+
+# ---------------------------------------------------------------------- the estimate
+
+
+@pytest.fixture(scope="module")
+def measured() -> Probe:
+    seen = probe(MemoryStore("s3://bucket/run"), SystemClock(), SMALL)
+    return replace(seen, put_bytes_s=1e8, get_bytes_s=2e8, get_s=0.1, create_s=0.1)
+
+
+def test_the_estimate_counts_what_a_direct_sync_does(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    estimate = sync_estimate(measured, 500_000_000, 4)
+    assert (estimate.upload_bytes, estimate.download_bytes) == (8_000_000_000, 24_000_000_000)
+    assert estimate.seconds == pytest.approx(2e9 / 1e8 + 3 * 2e9 / 2e8 + 0.8)
+    assert estimate.puts == 4 * (2 + 60 + 2) + 1 and estimate.gets == 4 * (3 * 120 + 4 + 10)
+    assert estimate.dollars == pytest.approx(estimate.puts * 5e-6 + estimate.gets * 4e-7)
+    assert estimate.egress_dollars == pytest.approx(24 * 0.09)
+    assert sync_estimate(measured, 500_000_000, 4, 1.0).seconds < estimate.seconds / 3
+
+
+def test_prices_are_only_given_where_they_are_known(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    assert sync_estimate(replace(measured, url="file:///tmp/x"), 10**6, 2).dollars is None
+    assert "costs about" not in doctor_table(replace(measured, url="file:///tmp/x"), 10**6)
+    r2 = replace(measured, url="s3://b/run?endpoint=https://x.r2.cloudflarestorage.com")
+    assert sync_estimate(r2, 10**6, 2).egress_dollars == 0.0
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio.example")
+    assert sync_estimate(measured, 10**6, 2).dollars is None
+
+
+def test_the_table_reads_like_this(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    table = doctor_table(measured, 500_000_000, 4)
+    assert table.splitlines()[0] == "s3://bucket/run"
+    assert "500 M parameters, 4 replicas, direct" in table and "8.00 GB up, 24.00 GB down" in table
+    assert "for requests; $2.16 more from outside that cloud" in table
+    assert all(len(line) <= 120 for line in table.splitlines())
