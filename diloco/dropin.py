@@ -13,6 +13,7 @@ Not promised: a check that replicas started from equal θ (there is no flat θ t
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from rendezvous.records import Commit
 from rendezvous.rules import Rules
 
 UNVERIFIED = "unverified"
+START_PATIENCE_S = 1.0  # a user's loop may stand anywhere when step 0 is due; it joins when it comes
 RULES = Rules(snapshot_every=1 << 40, max_carry=0)  # states are published here; which fragment a blob was is unknown
 
 
@@ -115,7 +117,9 @@ class DropIn:
         if self._joined:
             return
         self._joined = True
-        rv = self._life.rv.under(RULES)
+        timing = self._life.rv.timing
+        patience = min(timing.start_patience, START_PATIENCE_S)
+        rv = self._life.rv.under(RULES, replace(timing, start_patience=patience))
         rv.state, rv.base = OpaqueState(), UNVERIFIED
         for snapshot in snapshots.newest_first(rv.store):
             arrays = snapshots.load(rv.store, snapshot, rv.tell)

@@ -97,9 +97,9 @@ class Rendezvous:
         """This life: slot and generation."""
         return f"{self.slot}-{self.generation}"
 
-    def under(self, rules_: Rules) -> "Rendezvous":
+    def under(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
         """The same life under the run's rules, for an owner who learns them after it had to claim."""
-        self.rules, self.h_cap = rules_, rules_.sync_every
+        self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self._closer = Closer(self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien)
         return self
