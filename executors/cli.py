@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         return args.verb(args)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `diloco status RUN | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if os.environ.get("DILOCO_DEBUG") or not _expected(error):
             raise
