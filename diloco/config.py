@@ -19,6 +19,7 @@ from typing import Any
 from inner import InnerConfig, InnerError
 from rendezvous.rules import Rules, Timing
 
+CODECS = ("fp32", "bf16", "int8", "int4", "topk")  # bf16-gate needs θ at the encoder: not on the wire yet
 USER_FILES = ("reward", "environment", "prompts", "text")  # settings of [inner] that name a file
 
 
@@ -34,6 +35,7 @@ class OuterConfig:
     fragment_sync_delay: τ, inner steps between sending a fragment and applying it.
     fragment_update_alpha: α, how much of the local value a fragment keeps when it is applied (0: none).
     lr, momentum: of the Nesterov outer step.
+    codec: how pseudogradients travel: fp32, bf16, int8, int4 or topk, the lossy ones with error feedback.
     max_carry, age_discount: how long a late pseudogradient may wait to be listed, and what it is worth per sync.
     """
 
@@ -46,10 +48,13 @@ class OuterConfig:
     max_carry: int = 2
     age_discount: float = 0.5
     snapshot_every: int = 10
+    codec: str = "fp32"
 
     @property
     def rules(self) -> Rules:
-        return Rules(self.fragments, self.sync_every, self.max_carry, self.age_discount, self.snapshot_every)
+        return Rules(
+            self.fragments, self.sync_every, self.max_carry, self.age_discount, self.snapshot_every, self.codec
+        )
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ def _check_outer(outer: OuterConfig, boundary: int) -> None:
         raise ConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")
     if outer.lr <= 0 or not 0 <= outer.momentum < 1:
         raise ConfigError(f"outer.lr = {outer.lr} must be above 0, outer.momentum = {outer.momentum} in [0, 1)")
+    if outer.codec not in CODECS:
+        raise ConfigError(f"outer.codec = {outer.codec!r} is not known. Use one of: {', '.join(CODECS)}")
     if outer.max_carry < 0 or not 0 <= outer.age_discount <= 1 or outer.snapshot_every < 1:
         raise ConfigError("outer.max_carry must be at least 0, age_discount in [0, 1], snapshot_every at least 1")
 

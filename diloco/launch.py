@@ -11,19 +11,25 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from diloco.config import ConfigError, FleetConfig, RunConfig
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import Corrupt, StoreError, WrongRun
+from rendezvous.errors import Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
 from rendezvous.membership import Wanted, read_control, write_control
+from rendezvous.probe import unfit
 from rendezvous.records import Record, digest, nonce
+from rendezvous.rules import Timing
 from rendezvous.store import PatientStore, Store, open_store, put_once
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
 
 LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
+PUBLISH_PATIENCE_S = 20.0
+FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud costs a round trip and a price
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,13 @@ class ModelRecord(Record):
     at: float
 
 
+class StoredConfig(RunConfig):
+    """A config whose user files lie in the bucket, under the keys that it names."""
+
+    def user_files(self) -> dict[str, Path]:
+        return {}
+
+
 @dataclass(frozen=True)
 class Run:
     """An open run."""
@@ -66,8 +79,17 @@ class Run:
         entry = self.record.mathematics["entry_points"]
         for setting, stored in self.record.files.items():
             inner[setting] = stored["key"] + (f":{entry[setting]}" if entry.get(setting) else "")
-        root = getattr(self.store, "root", Path())
-        return RunConfig.from_dict({**raw, "inner": inner}, root if root != Path() else Path())
+        return StoredConfig.from_dict({**raw, "inner": inner})
+
+    @property
+    def timing(self) -> Timing:
+        return timing_for(self.store, self.config.fleet)
+
+
+def timing_for(store: Store, fleet: FleetConfig) -> Timing:
+    """How often replicas look and beat there: often if this machine serves it, else every second or five."""
+    near = isinstance(store, FileStore | MemoryStore) or getattr(store, "near", False)
+    return fleet.timing if near else replace(fleet.timing, **FAR)
 
 
 def open_run(
@@ -82,6 +104,8 @@ def open_run(
     """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError."""
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
+    if not isinstance(raw, FileStore | MemoryStore) and store.get(layout.RUN) is None:
+        _refuse_unfit(raw, clock)
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
     for setting, body in files.items():
@@ -96,6 +120,16 @@ def open_run(
     )
     wish(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
+
+
+def _refuse_unfit(store: Store, clock: Clock) -> None:
+    """Before anything is written: without create-if-absent, two replicas could commit the same step."""
+    reason = unfit(store, clock)
+    if reason is not None:
+        raise StoreRefused(
+            f"{store.url} cannot carry a run: {reason}. Use a store that has create-if-absent; "
+            f"`diloco doctor {store.url}` shows more"
+        )
 
 
 def read_run(url: str) -> Run:
@@ -158,8 +192,13 @@ def publish(url: str) -> int:
     from diloco import exitcodes
     from inner import InnerError
 
+    clock = SystemClock()
     try:
-        publish_model(read_run(url), SystemClock())
+        run = read_run(url)
+        publish_model(replace(run, store=PatientStore(run.store, clock, PUBLISH_PATIENCE_S)), clock)
+    except GaveUp as error:
+        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
+        return exitcodes.GAVE_UP
     except (InnerError, ConfigError, StoreError, OSError) as error:
         print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR

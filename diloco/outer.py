@@ -297,6 +297,7 @@ def make_diloco(
     max_carry: int = 2,
     age_discount: float = 0.5,
     snapshot_every: int = 10,
+    codec: str = "fp32",
     boundary: int = 1,
 ) -> OuterLoop:
     """Make any PyTorch loop elastic:
@@ -316,7 +317,7 @@ def make_diloco(
     return OuterLoop(
         model, optimizer, manager, lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
         alpha=fragment_update_alpha, boundary=boundary,
-        rules=Rules(fragments, sync_every, max_carry, age_discount, snapshot_every),
+        rules=Rules(fragments, sync_every, max_carry, age_discount, snapshot_every, codec),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from diloco.life import Life, process_alive
 from inner import InnerError, Seeds
 from rendezvous import layout
 from rendezvous.chain import head
-from rendezvous.errors import BadDelta, Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreRefused, WrongRun
+from rendezvous.errors import BadDelta, Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreError, WrongRun
 
 if TYPE_CHECKING:
     from diloco.manager import StoreManager
@@ -41,20 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _life_of(args.url, args.slot, _watcher(args.parent))
     except (ConfigError, InnerError, WrongRun) as error:
         return _say(args.slot, error, exitcodes.USER_ERROR)
-    except StoreRefused as error:
+    except (StoreError, GaveUp) as error:
         return _say(args.slot, error, exitcodes.GAVE_UP)
 
 
 def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = read_run(url)
     try:
-        life = Life(run.store, slot, run.config.fleet.timing, parent_alive=parent_alive)
+        life = Life(run.store, slot, run.timing, parent_alive=parent_alive)
     except Fenced as error:
         return _say(slot, error, exitcodes.FENCED)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: life.ask_to_leave("got a signal to end"))
     try:
-        return _live(run, life)
+        return _live(replace(run, store=life.rv.store), life)  # that one is patient
     except RendezvousError as error:
         return _ended(life, error)
     except Exception as error:
@@ -90,7 +91,7 @@ def _train(config: RunConfig, life: Life, model_dir: Path, files: dict[str, Path
         loop.model, loop.optimizer, manager, sync_every=outer.sync_every, fragments=outer.fragments,
         fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=outer.fragment_update_alpha,
         outer_lr=outer.lr, outer_momentum=outer.momentum, max_carry=outer.max_carry,
-        age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, boundary=loop.boundary,
+        age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, codec=outer.codec, boundary=loop.boundary,
     ):  # fmt: skip
         _run_inner(loop, manager)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
@@ -167,7 +168,7 @@ def _watcher(parent: str) -> Callable[[], bool]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
-    parser.add_argument("url", help="the run: a folder, file://… or memory://…")
+    parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process without which this replica leaves")
     return parser.parse_args(argv)

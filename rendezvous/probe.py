@@ -7,6 +7,7 @@
     list                seconds until a new key is listed (a hint: slow is allowed)
     latency, speed      small GETs and creates; one blob up and down
 
+    unfit(store, clock)                         the first two only, small: why no run may be founded there, or None
     probe(store, clock) ─▶ Probe ─▶ .verdict()  None, or why not
                                  ─▶ sync_estimate(probe, parameters, replicas)
                                  ─▶ doctor_table(probe, …)
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 RACERS, ROUNDS = 16, 5
 LIST_PATIENCE_S = 10.0
+_OVERWRITES = "silently overwrites: a second create of the same key went through"
 _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
 
 
@@ -76,7 +78,7 @@ class Probe:
         if reason := self.race.reason():
             return reason
         if not self.keeps_first:
-            return "silently overwrites: a second create of the same key went through"
+            return _OVERWRITES
         if not self.reads_its_writes:
             return "what was just written is not what is read: a run needs read-after-write"
         if not self.ranges:
@@ -108,6 +110,16 @@ def probe(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS
     at = f"probe/{os.urandom(6).hex()}/"
     try:
         return _measured(store, clock, at, size, rounds, racers)
+    finally:
+        _clean(store, at, rounds)
+
+
+def unfit(store: Store, clock: Clock) -> str | None:
+    """The short form, for who is about to found a run: why no register can be kept there, or None."""
+    at, rounds = f"probe/{os.urandom(6).hex()}/", 3
+    try:
+        raced = race(store, clock, f"{at}race/", rounds, racers=4)
+        return raced.reason() or (None if _keeps_first(store, f"{at}twice", clock) else _OVERWRITES)
     finally:
         _clean(store, at, rounds)
 

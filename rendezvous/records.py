@@ -106,6 +106,7 @@ class Offer(Record):
     norm: float = 0.0
     zero: bool = False
     leaving: bool = False
+    codec: str = "fp32"
     stats: dict[str, float] = field(default_factory=dict[str, float])
 
 

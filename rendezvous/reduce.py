@@ -6,7 +6,8 @@ direct     every reader fetches every listed blob
 announced  the closer wrote the mean and its digest, so that a later reader fetches one blob instead of N, and a
            blob that rots after it was listed can be done without
 
-numpy multiplies and adds in two roundings on every CPU, so there is nothing here to make replicas differ.
+numpy (and a codec's accumulate) multiplies and adds in two roundings on every CPU, so there is nothing here to make
+replicas differ.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import numpy as np
 
 from rendezvous import layout
 from rendezvous.clock import Clock
+from rendezvous.codecs import codec
 from rendezvous.errors import Corrupt
 from rendezvous.records import Commit, Mean, digest, nonce
 from rendezvous.store import Store, put_once
-from rendezvous.wire import fetch, payload
+from rendezvous.wire import body_size, fetch, payload
 
 _CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
 
@@ -26,14 +28,14 @@ _CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
 class Reducer:
     """Means of commits, with what it takes to get round a bad blob."""
 
-    def __init__(self, store: Store, clock: Clock, tell: Callable[..., None]) -> None:
-        self._store, self._clock, self._tell = store, clock, tell
+    def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], codec_name: str = "fp32") -> None:
+        self._store, self._clock, self._tell, self._codec = store, clock, tell, codec_name
 
     def mean(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None = None) -> None:
         """Write the mean of `commit` into `out` (fp32, the fragment's length).
 
-        mine: (key, vector) of this replica's own blob; rewritten if the store's copy is bad.  `out` may be that
-        vector: it is overwritten last.
+        mine: (key, body) of this replica's own blob; rewritten if the store's copy is bad.  `out` may be the memory
+        of that body: it is overwritten last.
         """
         if mine is None and self._announced(commit, out):
             return
@@ -51,7 +53,9 @@ class Reducer:
         )
 
     def announce(self, commit: Commit, mean: np.ndarray) -> None:
-        """Write the mean down, once, for those who come later."""
+        """Write the mean down, once, for those who come later: unless the blobs are fewer bytes than it."""
+        if mean.nbytes > sum(o.size for o in commit.offers):
+            return
         record = self._record(commit, mean)
         if self._store.get(layout.mean(commit.t, 0)) is None:
             self._store.put(record.blob, payload(mean))
@@ -81,18 +85,26 @@ class Reducer:
         return True
 
     def _direct(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None) -> str | None:
-        total, x = np.zeros_like(out), np.empty_like(out)
+        """Σ of the listed blobs into `out`; -> None, or what was wrong with one of them."""
+        total = np.zeros_like(out)
+        body = np.empty(body_size(self._codec, out.size), np.uint8)
         for listed in commit.offers:
-            trouble = fetch(self._store, self._clock, listed.blob, listed.size, listed.digest, x)
+            trouble = fetch(self._store, self._clock, listed.blob, listed.size, listed.digest, body)
             if trouble is not None:
                 if mine is None or listed.blob != mine[0] or digest(payload(mine[1])) != listed.digest:
                     return trouble
                 self._tell("repaired", step=commit.t, blob=listed.blob)
                 self._store.put(listed.blob, payload(mine[1]))
-                x[:] = mine[1]
-            accumulate(total, x, listed.weight, first=listed is commit.offers[0])
+                body[:] = mine[1]
+            self._add(total, body, listed.weight, first=listed is commit.offers[0])
         np.divide(total, total_weight(commit), out=out)
         return None
+
+    def _add(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
+        if self._codec == "fp32":
+            accumulate(total, body.view(np.float32), weight, first=first)
+        else:
+            codec(self._codec).accumulate(body, weight, total, first)
 
 
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:

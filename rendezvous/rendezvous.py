@@ -27,7 +27,7 @@ from rendezvous.records import Commit, Leave, Offer, digest, nonce
 from rendezvous.reduce import Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.store import PatientStore, Store, put_once
-from rendezvous.wire import checked_norm, payload
+from rendezvous.wire import Encoder, checked_norm, payload
 
 
 class State(Protocol):
@@ -81,14 +81,13 @@ class Rendezvous:
             store, clock, timing.store_patience, self._alert, lambda text: tell("store_trouble", trouble=text)
         )
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid)
-        self._reducer = Reducer(self.store, clock, tell)
         self.step, self.generation, self.base = 0, 0, ""
         self.under(rules_)
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
         self._began = clock.now()  # of this outer step's work
-        self._mine: tuple[int, str, np.ndarray] | None = None  # step, key and vector of what we offered
+        self._mine: tuple[int, str, np.ndarray] | None = None  # step, key and body of what we offered
         self._rederived = -1  # the step for which we last replayed our own θ
         self._snapshot = 0  # newest snapshot known
 
@@ -101,6 +100,7 @@ class Rendezvous:
         """The same life under the run's rules, for an owner who learns them after it had to claim."""
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
+        self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_.codec), Encoder(rules_.codec)
         self._closer = Closer(self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien)
         return self
 
@@ -221,13 +221,14 @@ class Rendezvous:
 
     def _upload(self, delta: np.ndarray, h: int, norm: float, samples: float, stats: dict[str, float]) -> Offer:
         n = nonce()
-        key, body = layout.delta(self.step, self.slot, self.generation, n), payload(delta)
-        self.store.put(key, body)
-        self._mine = (self.step, key, delta)
+        key, body = layout.delta(self.step, self.slot, self.generation, n), self._encoder.encode(self.fragment, delta)
+        self.store.put(key, payload(body))
+        self._mine = (self.step, key, body)
         return Offer(
-            self.step, self.slot, self.generation, n, self.base, int(h), key, len(body), digest(body),
+            self.step, self.slot, self.generation, n, self.base, int(h), key, len(body), digest(payload(body)),
             took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=norm,
-            zero=norm == 0.0, leaving=self.leaving, stats={k: float(v) for k, v in stats.items() if isfinite(v)},
+            zero=norm == 0.0, leaving=self.leaving, codec=self.rules.codec,
+            stats={k: float(v) for k, v in stats.items() if isfinite(v)},
         )  # fmt: skip
 
     def _announce_offer(self, record: Offer) -> None:
@@ -241,6 +242,8 @@ class Rendezvous:
             other = Offer.decode(value)
             if self._closer.eligible(other):  # a predecessor's offer stands; it counts for this slot, ours does not
                 self.tell("offer_lost", step=record.step, to=other.generation)
+                if self._mine is not None:
+                    self._encoder.take_back(self.fragment, self._mine[2])
                 return
             attempt += 1
 

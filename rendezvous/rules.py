@@ -26,7 +26,7 @@ class Rules:
 
     fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
     same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
-    snapshot_every: outer steps between snapshots.
+    snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
     """
 
     fragments: int = 1
@@ -34,6 +34,7 @@ class Rules:
     max_carry: int = 2
     age_discount: float = 0.5
     snapshot_every: int = 10
+    codec: str = "fp32"
 
     @property
     def window(self) -> int:

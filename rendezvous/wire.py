@@ -1,6 +1,7 @@
-"""Pseudogradients and means as bytes: the raw little-endian fp32 vector, described by the record that names it.
+"""Pseudogradients and means as bytes, described by the record that names them.
 
-    offer.json ── blob, size, digest ──▶ [ f32 f32 f32 … ]
+    offer.json ── blob, size, digest ──▶ [ f32 f32 f32 … ]        fp32: the raw little-endian vector, never copied
+                                         [ what a codec wrote ]   others: rendezvous/codecs, with error feedback
 
 The record is the header: who has the blob has read the record first, and a blob alone means nothing.
 """
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 
 from rendezvous.clock import Clock
+from rendezvous.codecs import codec
 from rendezvous.errors import BadDelta
 from rendezvous.records import digest
 from rendezvous.store import Store
@@ -42,6 +44,38 @@ def checked_norm(delta: np.ndarray, size: int) -> float:
             "Lower the inner learning rate or clip gradients; the run goes on from the last outer step"
         )
     return square**0.5
+
+
+class Encoder:
+    """One replica's pseudogradients as bodies.   What a body loses stays in the fragment's residual and is sent later.
+
+    A residual lives as long as its replica; after `kill -9` it starts from zero.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._residuals: dict[int, np.ndarray] = {}
+
+    def encode(self, fragment: int, delta: np.ndarray) -> np.ndarray:
+        """-> the body, as bytes (uint8).  For fp32 it is the vector itself, not a copy."""
+        if self.name == "fp32":
+            return np.frombuffer(payload(delta), np.uint8)
+        kernel = codec(self.name)
+        residual = self._residuals.setdefault(fragment, np.zeros_like(delta))
+        body = np.empty(kernel.bound(delta.size), np.uint8)
+        return body[: kernel.encode(delta, body, residual)]
+
+    def take_back(self, fragment: int, body: np.ndarray) -> None:
+        """That body will never count: what it carried goes into the next one."""
+        if self.name != "fp32":
+            lost = np.empty_like(self._residuals[fragment])
+            codec(self.name).decode(body, lost)
+            self._residuals[fragment] += lost
+
+
+def body_size(name: str, elements: int) -> int:
+    """Bytes of a body of that many elements."""
+    return 4 * elements if name == "fp32" else codec(name).bound(elements)
 
 
 def fetch(store: Store, clock: Clock, key: str, size: int, want: str, out: np.ndarray, tries: int = 4) -> str | None:

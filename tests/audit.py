@@ -51,7 +51,7 @@ def audit(root: Path) -> Audit:
         found.digests.append(digest_of(theta, momentum))
         assert commit["base"] == found.digests[-1], f"commit {found.steps} started from another θ than the replay"
         _check_listed(commit, found)
-        mean = _mean(root, commit)
+        mean = _mean(root, commit, outer.get("codec", "fp32"), theta[f].size)
         momentum[f][:] = momentum[f] * mu + mean
         theta[f][:] = theta[f] - (momentum[f] * mu + mean) * lr
         prev, found.steps = xxhash.xxh3_128_hexdigest(body), found.steps + 1
@@ -68,12 +68,34 @@ def _check_listed(commit: dict[str, Any], found: Audit) -> None:
         found.late += o["step"] < commit["t"]
 
 
-def _mean(root: Path, commit: dict[str, Any]) -> np.ndarray:
+def decoded(name: str, body: bytes, elements: int) -> np.ndarray:
+    """A body as fp32, written down again from the drawings in rendezvous/codecs."""
+    if name == "fp32":
+        return np.frombuffer(body, np.float32)
+    if name == "bf16":
+        return (np.frombuffer(body, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if name in ("int8", "int4"):
+        width = 4 + (1024 if name == "int8" else 256)
+        rows = np.frombuffer(body, np.uint8).reshape(-1, width)
+        scale = np.ascontiguousarray(rows[:, :4]).view(np.float32)
+        codes = rows[:, 4:].view(np.int8).astype(np.int16)
+        if name == "int4":
+            low = ((codes + 8) & 15) - 8
+            codes = np.concatenate([low, (codes - low) >> 4], axis=1)
+        return (codes.astype(np.float32) * scale).reshape(-1)[:elements]
+    from rendezvous.codecs import codec  # top-k's bit fields are checked by its own tests
+
+    out = np.empty(elements, np.float32)
+    codec(name).decode(body, out)
+    return out
+
+
+def _mean(root: Path, commit: dict[str, Any], name: str, elements: int) -> np.ndarray:
     total: np.ndarray | None = None
     for o in commit["offers"]:
         body = (root / o["blob"]).read_bytes()
         assert xxhash.xxh3_128_hexdigest(body) == o["digest"], o["blob"]
-        x = np.frombuffer(body, np.float32) * np.float32(o["weight"])
+        x = decoded(name, body, elements) * np.float32(o["weight"])
         total = x if total is None else total + x
     assert total is not None
     return total / np.float32(sum(o["weight"] for o in commit["offers"]))

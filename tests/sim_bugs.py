@@ -187,7 +187,7 @@ def writer_carries() -> Iterator[None]:
 
     def remember(rv: Any, commit: Any) -> None:
         mine = rv._mine
-        rv._left_out = mine[2] if mine and not commit.lists(commit.t, rv.slot) else None
+        rv._left_out = mine[2].view(np.float32).copy() if mine and not commit.lists(commit.t, rv.slot) else None
         advance(rv, commit)
 
     with patch.object(Rendezvous, "_upload", both), patch.object(Rendezvous, "advance", remember):

@@ -74,6 +74,20 @@ def test_a_merge_of_local_and_global_values_never_enters_a_pseudogradient(tmp_pa
     check_run(tmp_path / "run", 6)
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> None:
+    fleet = Fleet(tmp_path, outer={"sync_every": 20, "snapshot_every": 2, "codec": codec}, fleet={"steps": 8})
+    fleet.start("r00")
+    fleet.start("r01", die="after:create:/offer/@4")
+    fleet.start("r02", ATEN_CPU_CAPABILITY="default")
+    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
+    found = check_run(tmp_path / "run", 8)
+    commits = fleet.commits()
+    assert all(o.size < 4 * found.theta[0].size / 1.9 for c in commits for o in c.offers)
+
+
 def test_two_fragments_survive_a_kill(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 80}, fleet={"steps": 10})
     fleet.start_all()

@@ -87,6 +87,11 @@ class CloudStore:
         self.url, self._silence_s = self.address.url, silence_s
         self._at()  # a wrong endpoint or option should say so here
 
+    @property
+    def near(self) -> bool:
+        """Does this very machine serve it?"""
+        return _loopback(urlsplit(_endpoint(self.address)).hostname or "")
+
     def put(self, key: str, body: Buffer) -> None:
         body = memoryview(body).cast("B")
         single = len(body) <= SINGLE
@@ -358,7 +363,7 @@ def explain(address: Address, verb: str, key: str, error: Exception, missing: bo
     where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error)}"
     if missing and code not in _NO_BUCKET and (isinstance(error, FileNotFoundError) or status == "416"):
         return None
-    if isinstance(error, AlreadyExistsError):
+    if isinstance(error, AlreadyExistsError) and verb == "create":  # for a plain write a 409 says: try again
         return KeyExists(f"{place} exists: {status} {code}")
     if code in _FULL or status == "507":
         return StoreFull(f"{where}. Free some space, or raise the bucket's quota")
