@@ -50,7 +50,7 @@ def state_at(
     """θ and outer momentum before commit `step` (default: after the last one), replayed."""
     store, clock = PatientStore(run.store, SystemClock(), 10.0), SystemClock()
     state, rules = empty_state(record, run.config.outer), run.config.outer.rules
-    chain, reducer = Chain(store, 2), Reducer(store, clock, tell, rules.codec)
+    chain, reducer = Chain(store, 2), Reducer(store, clock, tell, rules)
     at = _nearest_snapshot(store, state, step, tell)
     goal = head(store, at) if step is None else step
     for t in range(at, goal):

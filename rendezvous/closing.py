@@ -182,17 +182,23 @@ class Closer:
 
     def _proposal(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> Commit:
         t, tooks = self.step, [o.took for o in fresh.values()]
+        sizes, r = [o.size for o in fresh.values()], self._rules
+        sharded = rules.reduces_sharded(sizes, r.codec, r.shard_from) and all(o.shards for o in fresh.values())
+        owners = tuple(s for s, o in sorted(fresh.items()) if not o.leaving) if sharded else ()
         listed = [self._listed(o, 0) for _, o in sorted(fresh.items())]
         for age in range(1, self._rules.max_carry + 1):
             listed += [self._listed(o, age) for o in self._late(t - age * self._rules.fragments, wishes)]
         return Commit(
             t, self._chain.digest(t - 1), self.base, tuple(listed), self._fence(listed, wishes), wishes.min_replicas,
             rules.pace(tooks, self._timing.poll), snapshot, self._members.name, nonce(), self._clock.wall(),
+            "sharded" if owners else "direct", owners,
         )  # fmt: skip
 
     def _listed(self, o: Offer, age: int) -> Listed:
         w = rules.weight(o.h, self._rules.sync_every, age, self._rules.age_discount)
-        return Listed(o.step, o.slot, o.generation, o.nonce, o.blob, o.size, o.digest, o.h, w, o.zero, o.leaving)
+        return Listed(
+            o.step, o.slot, o.generation, o.nonce, o.blob, o.size, o.digest, o.h, w, o.zero, o.leaving, o.shards
+        )  # fmt: skip
 
     def _fence(self, listed: list[Listed], wishes: Wanted) -> dict[str, int]:
         """Nobody below the newest claim of its slot may offer after this step."""

@@ -87,6 +87,7 @@ class Offer(Record):
 
     base: digest of every fragment's θ and outer momentum that it started from.   h: inner steps inside.
     took: seconds from the last outer step to this offer.    size: bytes of the blob.
+    shards: digests of the body's ranges on the fixed grid (wire.grid); empty for a small body.
     norm: ‖Δ‖₂.    zero: every element is 0.    leaving: the writer goes away after this.
     """
 
@@ -107,7 +108,12 @@ class Offer(Record):
     zero: bool = False
     leaving: bool = False
     codec: str = "fp32"
+    shards: tuple[str, ...] = ()
     stats: dict[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
+        return super().from_dict({**raw, "shards": tuple(raw.get("shards", ()))})
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class Listed:
     weight: float
     zero: bool = False
     leaving: bool = False
+    shards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ class Commit(Record):
     fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer went by.
     pace: seconds an outer step should take (median `took` + half the patience).
     snapshot: newest snapshot known to the closer.   by: "{slot}-{generation}" of the closer.
+    mode: direct, or sharded; then owners[j] is the slot that reduces part j.
     """
 
     kind = "commit"
@@ -154,7 +162,7 @@ class Commit(Record):
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
-        listed = tuple(Listed(**o) for o in raw["offers"])
+        listed = tuple(Listed(**dict(o, shards=tuple(o.get("shards", ())))) for o in raw["offers"])
         return super().from_dict({**raw, "offers": listed, "owners": tuple(raw.get("owners", ()))})
 
     def lists(self, step: int, slot: str) -> bool:

@@ -3,6 +3,7 @@
     mean = ( fl(w₁·x₁) + fl(w₂·x₂) + … ) / fl(Σ wᵢ)        in listed order, each operation rounded to fp32
 
 direct     every reader fetches every listed blob
+sharded    the owner of part j fetches its range of every blob, announces the part's mean; all fetch all parts
 announced  the closer wrote the mean and its digest, so that a later reader fetches one blob instead of N, and a
            blob that rots after it was listed can be done without
 
@@ -11,6 +12,7 @@ replicas differ.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,8 +21,9 @@ from rendezvous.clock import Clock
 from rendezvous.codecs import codec
 from rendezvous.errors import Corrupt
 from rendezvous.records import Commit, Mean, digest, nonce
+from rendezvous.rules import Rules
 from rendezvous.store import Store, put_once
-from rendezvous.wire import body_size, fetch, payload
+from rendezvous.wire import Range, alignment, body_size, byte_range, fetch, grid, payload
 
 _CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
 
@@ -28,8 +31,9 @@ _CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
 class Reducer:
     """Means of commits, with what it takes to get round a bad blob."""
 
-    def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], codec_name: str = "fp32") -> None:
-        self._store, self._clock, self._tell, self._codec = store, clock, tell, codec_name
+    def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], rules: Rules | None = None) -> None:
+        self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
+        self._codec = self.rules.codec
 
     def mean(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None = None) -> None:
         """Write the mean of `commit` into `out` (fp32, the fragment's length).
@@ -37,6 +41,9 @@ class Reducer:
         mine: (key, body) of this replica's own blob; rewritten if the store's copy is bad.  `out` may be the memory
         of that body: it is overwritten last.
         """
+        if commit.mode == "sharded":
+            self._parts(commit, out)
+            return
         if mine is None and self._announced(commit, out):
             return
         for pause in (0.1, 0.5, 2.0, 5.0):
@@ -51,6 +58,63 @@ class Reducer:
             f"step {commit.t}: {trouble}, and there is no announced mean to use instead. Nothing was averaged; "
             "restore the object from a backup, or start again from an exported earlier step"
         )
+
+    # ---------------------------------------------------------------- parts of a sharded step
+
+    def parts(self, commit: Commit, elements: int) -> list[list[tuple[int, Range]]]:
+        """part j -> the (index, range) of its shards: as many runs of the grid as the commit names owners."""
+        shards = list(enumerate(grid(elements, alignment(self._codec), self.rules.shard_elements)))
+        count = len(commit.owners)
+        cuts = [round(j * len(shards) / count) for j in range(count + 1)]
+        return [shards[a:b] for a, b in pairwise(cuts)]
+
+    def _parts(self, commit: Commit, out: np.ndarray) -> None:
+        """All parts of a step that is long decided: as announced, or computed."""
+        for j, part in enumerate(self.parts(commit, out.size)):
+            if not self.take_part(commit, j, part, out):
+                self.make_part(commit, part, out)
+
+    def make_part(self, commit: Commit, part: list[tuple[int, Range]], out: np.ndarray) -> None:
+        """The mean of these shards, from the listed bodies' ranges, into `out`."""
+        for index, (start, stop) in part:
+            total = np.zeros(stop - start, np.float32)
+            a, b = byte_range(self._codec, start, stop)
+            body = np.empty(b - a, np.uint8)
+            for listed in commit.offers:
+                trouble = fetch(self._store, self._clock, listed.blob, b - a, listed.shards[index], body, a)
+                if trouble is not None:
+                    self._tell("bad_blob", step=commit.t, trouble=trouble)
+                    raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
+                self._add(total, body, listed.weight, first=listed is commit.offers[0])
+            np.divide(total, total_weight(commit), out=out[start:stop])
+
+    def take_part(self, commit: Commit, j: int, part: list[tuple[int, Range]], out: np.ndarray) -> bool:
+        """Fetch part j if somebody has announced it; a damaged one is computed again and put back."""
+        if not part:
+            return True
+        body = self._store.get(layout.mean(commit.t, j))
+        if body is None:
+            return False
+        record, piece = Mean.decode(body), out[part[0][1][0] : part[-1][1][1]]
+        trouble = fetch(self._store, self._clock, record.blob, record.size, record.digest, piece)
+        if trouble is not None:
+            self._tell("bad_blob", step=commit.t, trouble=trouble)
+            self.make_part(commit, part, out)
+            if digest(payload(piece)) != record.digest:
+                raise Corrupt(f"step {commit.t}: part {j} was announced with other bits than its shards give")
+            self._store.put(record.blob, payload(piece))
+            self._tell("repaired", step=commit.t, blob=record.blob)
+        return True
+
+    def announce_part(self, commit: Commit, j: int, part: list[tuple[int, Range]], out: np.ndarray) -> None:
+        """Write part j down, once; whoever else computed it has the same bits."""
+        if part and self._store.get(layout.mean(commit.t, j)) is None:
+            piece = out[part[0][1][0] : part[-1][1][1]]
+            record = self._record(commit, piece)
+            self._store.put(record.blob, payload(piece))
+            put_once(self._store, self._clock, layout.mean(commit.t, j), record.encode())
+
+    # ---------------------------------------------------------------- direct, and announced by the closer
 
     def announce(self, commit: Commit, mean: np.ndarray) -> None:
         """Write the mean down, once, for those who come later: unless the blobs are fewer bytes than it."""

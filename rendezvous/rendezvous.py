@@ -26,8 +26,9 @@ from rendezvous.membership import Membership, Wanted
 from rendezvous.records import Commit, Leave, Offer, digest, nonce
 from rendezvous.reduce import Reducer
 from rendezvous.rules import Rules, Timing
+from rendezvous.sharded import Sharer
 from rendezvous.store import PatientStore, Store, put_once
-from rendezvous.wire import Encoder, checked_norm, payload
+from rendezvous.wire import Encoder, alignment, checked_norm, grid, payload, shard_digests
 
 
 class State(Protocol):
@@ -100,7 +101,8 @@ class Rendezvous:
         """The same life under the run's rules, for an owner who learns them after it had to claim."""
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
-        self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_.codec), Encoder(rules_.codec)
+        self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_), Encoder(rules_.codec)
+        self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._alert)
         self._closer = Closer(self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien)
         return self
 
@@ -223,11 +225,13 @@ class Rendezvous:
         n = nonce()
         key, body = layout.delta(self.step, self.slot, self.generation, n), self._encoder.encode(self.fragment, delta)
         self.store.put(key, payload(body))
+        ranges = grid(delta.size, alignment(self.rules.codec), self.rules.shard_elements)
         self._mine = (self.step, key, body)
         return Offer(
             self.step, self.slot, self.generation, n, self.base, int(h), key, len(body), digest(payload(body)),
             took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=norm,
             zero=norm == 0.0, leaving=self.leaving, codec=self.rules.codec,
+            shards=shard_digests(body, self.rules.codec, ranges),
             stats={k: float(v) for k, v in stats.items() if isfinite(v)},
         )  # fmt: skip
 
@@ -282,6 +286,9 @@ class Rendezvous:
         """Write the commit's mean into `out`; it may be the vector that was offered."""
         self._snapshot_if_due(commit)
         mine = self._mine[1:] if self._mine and self._mine[0] == commit.t else None
+        if commit.mode == "sharded":
+            self._sharer.mean(commit, out)
+            return
         self._reducer.mean(commit, out, mine)
         if commit.by == self.name:
             self._reducer.announce(commit, out)

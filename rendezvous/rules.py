@@ -27,6 +27,8 @@ class Rules:
     fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
     same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
     snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
+    shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
+    elements of the shards on whose grid bodies are digested.
     """
 
     fragments: int = 1
@@ -35,6 +37,8 @@ class Rules:
     age_discount: float = 0.5
     snapshot_every: int = 10
     codec: str = "fp32"
+    shard_from: int = 8 << 20
+    shard_elements: int = 1 << 16
 
     @property
     def window(self) -> int:
@@ -110,6 +114,14 @@ def next_cap(cap: int, sync_every: int, *, fresh: bool, h: int, took: float, pac
 def eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
     """Started from the chain's state, by a generation that the commit before had not fenced."""
     return offer.base == base and fence.get(offer.slot, 0) <= offer.generation
+
+
+def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
+    """Is it fewer bytes to reduce in shards?  Per replica N·S down when direct; S/N up and 2(N−1)/N·S down in shards.
+
+    At N = 2 that is the same, and two more round trips.  Top-k's sum is dense, so its shards would not be smaller.
+    """
+    return len(sizes) >= 3 and min(sizes) >= shard_from and codec in ("fp32", "bf16", "int8", "int4")
 
 
 def expected(

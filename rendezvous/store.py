@@ -24,6 +24,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import GaveUp, KeyExists, StoreRefused, StoreUnclear
 
 Buffer = bytes | bytearray | memoryview
+SAY_AGAIN_S = 10.0
 T = TypeVar("T")
 
 
@@ -155,6 +156,7 @@ class PatientStore:
 
     def _persist(self, request: Callable[[], T], unclear: bool = True) -> T:
         began = self._clock.now()
+        said = began - SAY_AGAIN_S
         for pause in _backoff():
             try:
                 return request()
@@ -163,7 +165,9 @@ class PatientStore:
                     raise
                 self._wait(error, began, pause)
             except StoreRefused as error:
-                self._tell(f"{error}; trying again until {self._patience_s:.0f} s have passed")
+                if self._clock.now() - said >= SAY_AGAIN_S:
+                    said = self._clock.now()
+                    self._tell(f"{error}; trying again until {self._patience_s:.0f} s have passed")
                 self._wait(error, began, max(pause, 1.0))
         raise AssertionError("the back-off never ends")
 

@@ -73,24 +73,56 @@ class Encoder:
             self._residuals[fragment] += lost
 
 
+Range = tuple[int, int]  # elements [start, stop)
+
+
+def grid(elements: int, align: int, least: int) -> list[Range]:
+    """The fixed cut of a vector: at most 64 shards of at least `least` elements, at multiples of `align`.
+
+    It depends on the vector alone, never on how many replicas there are.
+    """
+    size = max(least, -(-elements // 64))
+    size = -(-size // align) * align
+    return [(at, min(at + size, elements)) for at in range(0, max(elements, 1), size)]
+
+
+def shard_digests(body: np.ndarray, name: str, ranges: list[Range]) -> tuple[str, ...]:
+    """Digest of each shard's bytes; () when there is only one."""
+    if len(ranges) < 2:
+        return ()
+    return tuple(digest(payload(body[slice(*byte_range(name, *r))])) for r in ranges)
+
+
+def byte_range(name: str, start: int, stop: int) -> Range:
+    """Where these elements are in a body."""
+    return (4 * start, 4 * stop) if name == "fp32" else codec(name).byte_range(start, stop)
+
+
+def alignment(name: str) -> int:
+    """Elements that a codec writes together."""
+    return 1 if name == "fp32" else codec(name).align
+
+
 def body_size(name: str, elements: int) -> int:
     """Bytes of a body of that many elements."""
     return 4 * elements if name == "fp32" else codec(name).bound(elements)
 
 
-def fetch(store: Store, clock: Clock, key: str, size: int, want: str, out: np.ndarray, tries: int = 4) -> str | None:
-    """Fill `out` (any dtype, `size` bytes) from `key` and check the digest, re-reading a few times.
+def fetch(
+    store: Store, clock: Clock, key: str, size: int, want: str, out: np.ndarray, start: int = 0, tries: int = 4
+) -> str | None:
+    """Fill `out` (any dtype, `size` bytes) from byte `start` of `key` and check the digest, re-reading a few times.
 
     -> None when the bytes are right, else what was wrong with them.
     """
     if out.nbytes != size:
-        return f"{key} should have {out.nbytes} bytes for this layout, its record says {size}"
+        return f"{key} should have {out.nbytes} bytes here, its record says {size}"
     view, trouble = payload(out), ""
     for attempt in range(tries):
         if attempt:
             clock.sleep(0.02 * 2**attempt)
-        if not store.get_into(key, view):
-            trouble = f"{key} is missing or shorter than {size} bytes"
+        if not store.get_into(key, view, start):
+            trouble = f"{key} is missing or shorter than {start + size} bytes"
         elif (got := digest(view)) != want:
             trouble = f"{key} has digest {got}, announced was {want}"
         else:

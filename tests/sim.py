@@ -93,7 +93,7 @@ def draw(seed: int) -> Schedule:
         snapshot_every=r.choice((2, 3, 5)),
     )  # fmt: skip
     timing = replace(TIMING, dead_after=r.choice((4.0, 8.0)), give_up=r.choice((25.0, 600.0, 600.0)))
-    return Schedule(
+    schedule = Schedule(
         seed, n, m, steps=r.choice((0, 0, 0, 12)), rules=rules, timing=timing,
         speeds=tuple(r.choice((0.6, 1.0, 1.0, 1.0, 1.5, 4.0)) for _ in range(n)),
         hung=(n - 1,) if n > m and r.random() < 0.15 else (), mute=(r.randrange(n),) if r.random() < 0.15 else (),
@@ -103,6 +103,9 @@ def draw(seed: int) -> Schedule:
         list_lag=r.choice((0.0, 3.0, 40.0)), churn=r.random() < 0.6,
         fleet_loss=r.uniform(10, 60) if r.random() < 0.3 else None,
     )  # fmt: skip
+    if r.random() < 0.5:  # reduce in shards of two elements
+        schedule = replace(schedule, rules=replace(rules, shard_from=1, shard_elements=2))
+    return schedule
 
 
 # ---------------------------------------------------------------------- the world

@@ -20,6 +20,7 @@ from rendezvous.closing import Closer
 from rendezvous.errors import KeyExists, StoreUnclear
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
+from rendezvous.sharded import Sharer
 from tests.sim import Schedule, draw
 
 Patch = Any
@@ -203,6 +204,12 @@ def old_fence(closer: Any, listed: Any, wishes: Any) -> dict[str, int]:
     return dict(closer._chain.fence(closer.step))
 
 
+def sharded(seed: int) -> Schedule:
+    """Nobody is replaced for long: the living must take over the parts of the dead."""
+    rules = Rules(sync_every=2, snapshot_every=3, shard_from=1, shard_elements=2)
+    return Schedule(seed, replicas=4, min_replicas=2, kill=0.004, pause=0.002, rules=rules)
+
+
 def attr(owner: Any, name: str, value: Any) -> Callable[[], list[Patch]]:
     return lambda: [patch.object(owner, name, value)]
 
@@ -245,6 +252,7 @@ BUGS: dict[str, Bug] = {
     "waits for everybody for ever": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
     "no catch-up": Bug(lambda: [patch.object(Rendezvous, "behind", property(lambda rv: False))], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
+    "no takeover": Bug(attr(Sharer, "_turn", lambda sharer, commit, j, waited: False), sharded),
     "stale wishes": Bug(attr(Closer, "_news", lambda closer, wishes: ""), restless),
 }
 

@@ -77,7 +77,7 @@ class Observer:
             elif kind == "commi":
                 self._committed(process, step, Commit.decode(body), body)
             elif kind == "mean/" and key.endswith(".json"):
-                self._announced(step, Mean.decode(body))
+                self._announced(step, int(key[-9:-5]), Mean.decode(body))
         elif room == "replicas":
             self._claimed(process, Claim.decode(body))
         elif room == "snapshots" and key.endswith("manifest.json"):
@@ -107,10 +107,18 @@ class Observer:
             self.broken("base on the chain", f"{key}, tainted={process.tainted}, starts from {offer.base}")
         self.offers[step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
 
-    def _announced(self, step: int, mean: Mean) -> None:
+    def _announced(self, step: int, part: int, mean: Mean) -> None:
         blob = self.w.objects.get(mean.blob)
-        if step >= len(self.commits) or blob != self.means[step].tobytes():
-            self.broken("the same mean everywhere", f"announced mean of step {step}")
+        if step >= len(self.commits) or blob != self._part(step, part).tobytes():
+            self.broken("the same mean everywhere", f"announced mean of step {step}, part {part}")
+
+    def _part(self, step: int, j: int) -> np.ndarray:
+        """Part j of a mean: the shards, dealt out to the owners in runs."""
+        mean, owners, width = self.means[step], len(self.commits[step].owners), self.rules.shard_elements
+        if not owners:
+            return mean
+        shards = -(-len(mean) // width)
+        return mean[round(j * shards / owners) * width : round((j + 1) * shards / owners) * width]
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if snapshot.blob not in self.w.objects:

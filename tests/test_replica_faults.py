@@ -88,6 +88,22 @@ def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> N
     assert all(o.size < 4 * found.theta[0].size / 1.9 for c in commits for o in c.offers)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_sharded_reduction_survives_the_death_of_an_owner(tmp_path: Path, codec: str) -> None:
+    """r01 dies when it is about to announce its part; the others take over, and all hold the bits of the replay."""
+    fleet = Fleet(tmp_path, outer={"sync_every": 20, "snapshot_every": 2, "codec": codec}, fleet={"steps": 8})
+    fleet.start("r00", TEST_SHARDED="1")
+    fleet.start("r01", die="before:put:/mean/@3", TEST_SHARDED="1")
+    fleet.start("r02", TEST_SHARDED="1", ATEN_CPU_CAPABILITY="default")
+    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.start("r01", TEST_SHARDED="1")
+    assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
+    check_run(tmp_path / "run", 8)
+    assert sum(c.mode == "sharded" for c in fleet.commits()) >= 6
+    registers = list((tmp_path / "run" / "steps").glob("*/mean/*.json"))
+    assert len(registers) >= 3 * 6, "every part of a sharded step is announced"
+
+
 def test_two_fragments_survive_a_kill(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 80}, fleet={"steps": 10})
     fleet.start_all()

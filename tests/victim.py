@@ -10,10 +10,12 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
+from diloco import outer
 from diloco.config import FleetConfig
-from rendezvous.rules import Timing
+from rendezvous.rules import Rules, Timing
 from rendezvous.stores.files import FileStore
 
 
@@ -61,6 +63,8 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
         arm(die)
     if patience := os.environ.get("TEST_STORE_PATIENCE"):
         FleetConfig.timing = property(lambda self: Timing(store_patience=float(patience)))  # type: ignore[assignment]
+    if os.environ.get("TEST_SHARDED"):
+        outer.Rules = lambda *a: replace(Rules(*a), shard_from=1, shard_elements=1 << 12)  # type: ignore
     import torch
 
     torch.set_num_threads(1)

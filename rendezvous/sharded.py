@@ -1,0 +1,59 @@
+"""A live step reduced in shards: do your part, fetch the others', take over for the dead.
+
+    up    S (the offer) + S/N (your part's mean)     down   (N−1)/N·S (your range of the others) + (N−1)/N·S (parts)
+
+    my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
+    the others':  poll mean/{j}.json ─▶ GET
+                  its owner is dead, or rank·patience has passed ─▶ compute it here; the bits are the same
+
+Not promised: that a part is computed once.  Its register says which copy is fetched.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.closing import Vigil
+from rendezvous.membership import Membership
+from rendezvous.records import Commit
+from rendezvous.reduce import Reducer
+from rendezvous.rules import Timing
+
+
+class Sharer:
+    """One replica's share of a sharded reduction.   alert: called before every pause; may raise."""
+
+    def __init__(
+        self, clock: Clock, reducer: Reducer, members: Membership, timing: Timing, alert: Callable[[], None]
+    ) -> None:
+        self._clock, self._reducer, self._members, self._timing, self._alert = clock, reducer, members, timing, alert
+
+    def mean(self, commit: Commit, out: np.ndarray) -> None:
+        """The commit's mean into `out`; on the way, what this replica owes to the others."""
+        parts = self._reducer.parts(commit, out.size)
+        missing = list(range(len(parts)))
+        vigil = Vigil(self._clock, self._timing)
+        while True:
+            vigil.look()
+            for j in list(missing):
+                if commit.owners[j] == self._members.slot or self._turn(commit, j, vigil.idle):
+                    self._reducer.make_part(commit, parts[j], out)
+                    self._reducer.announce_part(commit, j, parts[j], out)
+                    missing.remove(j)
+            missing = [j for j in missing if not self._reducer.take_part(commit, j, parts[j], out)]
+            if not missing:
+                return
+            self._alert()
+            vigil.sleep()
+
+    def _turn(self, commit: Commit, j: int, waited: float) -> bool:
+        """Is it on us to compute a part that somebody else owns and has not announced?"""
+        owner = commit.owners[j]
+        peer = self._members.peers.get(owner)
+        apart = layout.slot_index(self._members.slot) - layout.slot_index(owner)
+        rank = apart % max(2, self._members.wanted.universe)
+        patience = max(20 * self._timing.poll, commit.pace / 2)
+        gone = peer is not None and peer.dead(self._timing.dead_after)
+        return waited > max(1, rank) * patience or (gone and rank == 1)

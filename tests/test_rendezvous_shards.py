@@ -1,0 +1,111 @@
+"""The grid that bodies are digested on, the parts that owners reduce, and the choice between direct and sharded."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from rendezvous.clock import SystemClock
+from rendezvous.errors import Corrupt
+from rendezvous.records import Commit, Listed, digest
+from rendezvous.reduce import Reducer
+from rendezvous.rules import Rules, reduces_sharded
+from rendezvous.stores.memory import MemoryStore
+from rendezvous.wire import Encoder, alignment, grid, payload, shard_digests
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.mark.parametrize("elements", [1, 5, 1000, 65536, 65537, 1_000_000, 50_000_000])
+@pytest.mark.parametrize("align", [1, 512, 1024])
+def test_a_grid_covers_a_vector_once(elements: int, align: int) -> None:
+    shards = grid(elements, align, 1 << 16)
+    assert 1 <= len(shards) <= 64
+    assert shards[0][0] == 0 and shards[-1][1] == elements
+    assert all(a[1] == b[0] for a, b in pairwise(shards))
+    assert all(start % align == 0 for start, _ in shards)
+
+
+def commit_of(
+    store: MemoryStore, codec: str, n: int, count: int, owners: int
+) -> tuple[Commit, list[np.ndarray], Rules]:
+    """A commit that lists `count` bodies of n elements; the vectors; the rules."""
+    rules = Rules(codec=codec, shard_from=1, shard_elements=1024)
+    listed, vectors = [], []
+    for i in range(count):
+        x = RNG.standard_normal(n, dtype=np.float32)
+        body = Encoder(codec).encode(0, x)
+        store.put(f"blob/{i}", payload(body))
+        shards = shard_digests(body, codec, grid(n, alignment(codec), rules.shard_elements))
+        w = float(np.float32(0.1 + 0.3 * i))
+        listed.append(
+            Listed(0, f"r{i:02d}", 1, "n", f"blob/{i}", body.size, digest(payload(body)), 1, w, shards=shards)
+        )
+        vectors.append(x)
+    slots = tuple(f"r{i:02d}" for i in range(owners))
+    mode = "sharded" if owners else "direct"
+    return Commit(0, None, "b", tuple(listed), {}, 1, 1.0, 0, "r00-1", "n", 0.0, mode, slots), vectors, rules
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("owners", [1, 3, 4, 7])
+def test_sharded_and_direct_give_the_same_bits(codec: str, owners: int) -> None:
+    store, n = MemoryStore(), 10_007
+    commit, _, rules = commit_of(store, codec, n, 4, owners)
+    direct = Commit(**{**vars(commit), "mode": "direct", "owners": ()})
+    one, two = np.empty(n, np.float32), np.empty(n, np.float32)
+    reducer = Reducer(store, SystemClock(), lambda *_, **__: None, rules)
+    reducer.mean(direct, one)
+    reducer.mean(commit, two)
+    assert one.tobytes() == two.tobytes()
+    parts = reducer.parts(commit, n)
+    assert len(parts) == owners
+    assert [r for part in parts for _, r in part] == grid(n, alignment(codec), rules.shard_elements)
+
+
+def test_fp32_is_the_weighted_mean() -> None:
+    store, n = MemoryStore(), 5000
+    commit, vectors, rules = commit_of(store, "fp32", n, 3, 3)
+    out = np.empty(n, np.float32)
+    Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, out)
+    weights = np.array([o.weight for o in commit.offers])
+    expected = (weights[:, None] * np.array(vectors, np.float64)).sum(0) / weights.sum()
+    assert np.abs(out - expected).max() < 1e-6
+
+
+def test_an_announced_part_is_fetched_and_a_damaged_one_mended() -> None:
+    store, n = MemoryStore(), 5000
+    commit, _, rules = commit_of(store, "fp32", n, 3, 3)
+    told: list[str] = []
+    reducer = Reducer(store, SystemClock(), lambda event, **_: told.append(event), rules)
+    good = np.empty(n, np.float32)
+    reducer.mean(commit, good)
+    parts = reducer.parts(commit, n)
+    reducer.announce_part(commit, 1, parts[1], good)
+    (blob,) = [k for k in store.list("steps/") if k.endswith(".bin")]
+    body = store.get(blob) or b""
+    store.put(blob, bytes(len(body)))
+    out = np.zeros(n, np.float32)
+    assert reducer.take_part(commit, 1, parts[1], out) and not reducer.take_part(commit, 0, parts[0], out)
+    assert store.get(blob) == body and "repaired" in told
+    start, stop = parts[1][0][1][0], parts[1][-1][1][1]
+    assert out[start:stop].tobytes() == good[start:stop].tobytes()
+
+
+def test_a_damaged_range_is_never_averaged() -> None:
+    store, n = MemoryStore(), 5000
+    commit, _, rules = commit_of(store, "fp32", n, 3, 3)
+    body = bytearray(store.get("blob/1") or b"")
+    body[4 * 2048 + 1] ^= 1
+    store.put("blob/1", body)
+    with pytest.raises(Corrupt, match="blob/1 has digest"):
+        Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, np.empty(n, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "codec", "sharded"),
+    [([9, 9, 9], "fp32", True), ([9, 9], "fp32", False), ([9, 9, 5], "fp32", False), ([9, 9, 9], "topk", False),
+     ([9] * 8, "int8", True)],
+)  # fmt: skip
+def test_when_to_reduce_in_shards(sizes: list[int], codec: str, sharded: bool) -> None:
+    assert reduces_sharded(sizes, codec, shard_from=8) is sharded
