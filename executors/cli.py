@@ -1,6 +1,6 @@
 """The command `diloco`: one verb per intent, and a clear word when something is wrong.
 
-    train CONFIG --run URL    status RUN    stop RUN    export RUN --to DIR    report RUN    demo
+    train CONFIG --run URL    status RUN    stop RUN    export RUN --to DIR    report RUN    doctor URL    demo
 
 A verb's own imports happen when it is used, so that `--help` and `status` answer at once.
 """
@@ -21,12 +21,14 @@ EXIT_CODES = """\
 exit codes:
   0    done; for `demo`: every check held; for `stop`: nobody runs any more
   1    something failed (a replica that crashes again and again, a check that does not hold)
-  2    a mistake in the command, the config, a file, or the run's URL: starting again changes nothing
+  2    a mistake in the command, the config, a file, or the run's URL: starting again changes nothing;
+       for `doctor`: the store cannot carry a run
   3    another supervisor has taken over this run
   4    ended before the last outer step, because somebody asked; the same command resumes
   75   nothing moved for too long; the same command resumes
 
-DILOCO_DEBUG=1 shows the traceback behind an error.  A run is a folder (runs/demo) or file:///an/absolute/path."""
+DILOCO_DEBUG=1 shows the traceback behind an error.  A run is a folder (runs/demo, file:///an/absolute/path)
+or lies in a bucket (s3://bucket/prefix, gs://…, az://…, hf://buckets/namespace/bucket/prefix)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,9 +157,19 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from executors.doctor import doctor
+
+    table, good = doctor(_checked(args.url), args.parameters, args.config, args.replicas)
+    print(table)
+    return 0 if good else 2
+
+
 def _demo(args: argparse.Namespace) -> int:
     from executors.demo import demo
 
+    if args.run and not _is_folder(args.run):
+        raise UsageError(f"the demo lives in a folder of this machine, not at {args.run}; use e.g. --run runs/demo")
     return demo(Path(_shareable(args.run).removeprefix("file://")) if args.run else None)
 
 
@@ -168,7 +180,13 @@ def _shareable(url: str) -> str:
     return _checked(url)
 
 
+def _is_folder(url: str) -> bool:
+    return url.startswith("file://") or "://" not in url
+
+
 def _make_folder(url: str) -> None:
+    if not _is_folder(url):
+        return
     try:
         Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -181,7 +199,7 @@ def _checked(url: str) -> str:
 
     try:
         open_store(url)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from None
     return url
 
@@ -196,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True)
     train = _verb(verbs, "train", _train, "start a run, or resume it: the same command does both")
     train.add_argument("config", metavar="CONFIG", help="the run.toml")
-    train.add_argument("--run", required=True, metavar="URL", help="where the run lives, e.g. runs/mine")
+    train.add_argument("--run", required=True, metavar="URL", help="where the run lives: runs/mine, s3://bucket/prefix")
     train.add_argument("--replicas", type=_positive, metavar="N", help="replicas to keep (default: as in CONFIG)")
     train.add_argument("--steps", type=_positive, metavar="T", help="outer steps in all (default: as in CONFIG)")
     train.add_argument("--min-replicas", type=_positive, metavar="M", help="offers that every outer step needs")
@@ -213,7 +231,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True, metavar="DIR")
     report = _verb(verbs, "report", _report, "draw report.html and report.png")
     report.add_argument("run", metavar="RUN")
-    report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder)")
+    report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
+    doctor = _verb(verbs, "doctor", _doctor, "can this store carry a run, and what does one sync take and cost")
+    doctor.add_argument("url", metavar="URL")
+    size = doctor.add_mutually_exclusive_group()
+    size.add_argument("--parameters", type=_count, metavar="N", help="of the model, e.g. 600M or 1.7B")
+    size.add_argument("--config", metavar="CONFIG", help="a run.toml: its model, codec and replicas")
+    doctor.add_argument("--replicas", type=_positive, metavar="N", help="default: as in CONFIG, else 4")
     demo = _verb(verbs, "demo", _demo, "the whole thing on this machine, with a kill -9 on the way")
     demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
     return parser
@@ -233,6 +257,18 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return number
+
+
+def _count(text: str) -> int:
+    """ "1.7B" -> 1_700_000_000"""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 50000000, 50M or 1.7B")
+    return round(number)
 
 
 if __name__ == "__main__":

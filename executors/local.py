@@ -12,6 +12,7 @@ Replicas neither die nor hang with whoever launched them; `diloco.replica --pare
 Not promised: an exit code for a process whose launcher and fork server are both gone (it is LOST, then).
 """
 
+import getpass
 import json
 import os
 import re
@@ -254,7 +255,8 @@ def process_folder(run: str) -> Path:
     scheme, colon, rest = run.partition("://")
     if not colon or scheme == "file":
         return Path(rest if colon else run).absolute() / "processes"
-    return Path(tempfile.gettempdir()) / "diloco-processes" / re.sub(r"[^\w.-]+", "_", run)
+    name = re.sub(r"[^\w.-]+", "_", run.rstrip("/"))
+    return Path(tempfile.gettempdir()) / f"diloco-processes-{getpass.getuser()}" / name
 
 
 def newest_claims(run: str) -> list[Claim]:

@@ -101,7 +101,8 @@ class Supervisor:
         self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
         self.tell("started", pid=os.getpid(), executor=self.executor.name)
         self._reader = Reader(self.run.store)
-        self._fresh_s = 3 * self.run.config.fleet.timing.dead_after
+        timing = self.run.timing
+        self._fresh_s, self._tick_s = 3 * timing.dead_after, max(TICK_S, timing.poll)
         self._found = {s.handle.slot: s for s in self.executor.poll(self.executor.find(self.run.url))}
         self._tracks: dict[str, Track] = {}
         self._publisher = self._tracked(PUBLISH)
@@ -138,7 +139,7 @@ class Supervisor:
         """Until the run is done, or cannot go on, or somebody asks us to end."""
         self.show(self._reader.refresh())  # the first launch may take a while
         while (outcome := self._patient_tick()) is None:
-            self.clock.sleep(TICK_S)
+            self.clock.sleep(self._tick_s)
         self.tell("stopped", code=outcome.code, text=outcome.text)
         self.lease.beat("left")
         return outcome
@@ -147,8 +148,10 @@ class Supervisor:
         try:
             outcome, self._trouble_since = self.tick(), None
             return outcome
-        except StoreError:  # the replicas wait for it too; nothing is lost meanwhile
-            self._trouble_since = self._trouble_since or self.clock.now()
+        except StoreError as error:  # the replicas wait for it too; nothing is lost meanwhile
+            if self._trouble_since is None:
+                print(f"waiting for the store, as the replicas do: {error}", file=sys.stderr, flush=True)
+                self._trouble_since = self.clock.now()
             if self.clock.now() - self._trouble_since > PATIENCE_S:
                 raise
             return None

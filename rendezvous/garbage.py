@@ -75,14 +75,14 @@ def complete(store: Store, snapshot: Snapshot) -> bool:
 
 def floor(store: Store, hint: int = 0, at_least: int = 0) -> int:
     """Step of the second-newest complete snapshot.   hint: a step that may have one.   at_least: an earlier floor."""
-    found = 0
+    newest = None
     for snapshot in snapshots.newest_first(store, hint):
-        if snapshot.t <= at_least or found == 2:
+        if snapshot.t <= at_least:
             break
         if complete(store, snapshot):
-            found += 1
-            if found == 2:
+            if newest is not None:
                 return snapshot.t
+            newest = snapshot
     return at_least
 
 
@@ -103,16 +103,16 @@ def kept_from(store: Store) -> int:
 
 
 class Collector:
-    """One replica's broom.  It remembers where it stopped; a new one finds that out by bisection.
+    """One replica's broom.  Where it, or another one, stopped it finds by bisection.
 
     store: asked without patience, since nothing depends on an answer; what fails is tried again at the next call.
     tell(event, **fields): where remarks for people go.
     """
 
-    def __init__(self, store: Store, rules: Rules, tell: Callable[..., None] = lambda event, **fields: None) -> None:
+    def __init__(self, store: Store, rules: Rules, tell: Callable[..., None]) -> None:
         self._store, self._rules, self._tell = store, rules, tell
         self.floor = 0  # blobs of older snapshots are gone
-        self._next: int | None = None  # the first step that is not swept yet; None: not known
+        self._next = 0  # every step before this one was seen without blobs
         self._heard = 0  # the newest snapshot that anybody told us of
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:
@@ -134,7 +134,7 @@ class Collector:
 
     @property
     def _left(self) -> bool:
-        return self.floor > 0 and (self._next is None or self._next < self._end)
+        return self._next < self._end
 
     @property
     def _end(self) -> int:
@@ -150,16 +150,15 @@ class Collector:
     def _steps(self, at_most: int) -> int:
         if not self._left:
             return 0
-        at = self._first_dirty() if self._next is None else self._next
-        to, gone = min(self.floor, at + at_most), 0
-        for t in range(at, to):
+        at, gone = self._first_dirty(), 0
+        for t in range(at, min(self.floor, at + at_most)):
             gone += self._delete(_folder(t), self.floor)
             self._next = min(t + 1, self._end)  # from there on deltas stay; the next floor comes back for them
         return gone
 
     def _first_dirty(self) -> int:
         """The first step below `_end` that has blobs.  Each had one, and they go in ascending order."""
-        low, high = 0, self._end
+        low, high = self._next, self._end
         while low < high:
             middle = (low + high) // 2
             if doomed(self._store.list(_folder(middle)), self.floor, self._rules):
@@ -183,13 +182,13 @@ def _folder(t: int) -> str:
 
 
 def refuse_collected(store: Store, t: int) -> None:
-    """Called when something of step t is missing: raises Collected if there is a complete snapshot after it."""
+    """Something of step t is missing or damaged: raises Collected if there is a complete snapshot after it."""
     hint = _hint(store, t)
     newer = next((s.t for s in snapshots.newest_first(store, hint) if s.t <= t or complete(store, s)), t)
     if newer > t:
         raise Collected(
-            f"step {t} was collected while this replica stood still: the oldest step that is kept whole is near "
-            f"{newer}. Start again; the next life heals from snapshot {newer}",
+            f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {newer} can. "
+            "This life ends; the next heals from there",
             newer,
         )
 

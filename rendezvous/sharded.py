@@ -4,7 +4,7 @@
 
     my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
     the others':  poll mean/{j}.json ─▶ GET
-                  its owner is dead, or rank·patience has passed ─▶ compute it here; the bits are the same
+                  its owner is dead, or we waited (longer by rank, at most 2 × patience) ─▶ compute it here: same bits
 
 Not promised: that a part is computed once.  Its register says which copy is fetched.
 """
@@ -53,7 +53,7 @@ class Sharer:
         owner = commit.owners[j]
         peer = self._members.peers.get(owner)
         apart = layout.slot_index(self._members.slot) - layout.slot_index(owner)
-        rank = apart % max(2, self._members.wanted.universe)
-        patience = max(20 * self._timing.poll, commit.pace / 2)
+        rank = max(1, apart % max(2, self._members.wanted.universe))
+        patience = max(4 * self._timing.poll, 0.4 * commit.pace)
         gone = peer is not None and peer.dead(self._timing.dead_after)
-        return waited > max(1, rank) * patience or (gone and rank == 1)
+        return waited > patience * min(2.0, 0.75 + rank / 4) or (gone and rank == 1)

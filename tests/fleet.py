@@ -1,6 +1,7 @@
 """Fleets of real replica processes on one machine, for tests.
 
     fleet = Fleet(tmp_path, steps=6)      a supervised run on a tiny model: founded and published
+    Fleet(tmp_path, "s3://bucket/run", environ)   the same in a bucket; environ: for the children, credentials perhaps
     fleet.start("r00"); fleet.start("r01", die="after:create:/offer/@3")
     fleet.wait() -> {"r00": [0], "r01": [-9]}
 
@@ -11,6 +12,8 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from diloco.launch import Run, open_run, publish_model
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.records import Beat, Commit
+from rendezvous.store import PatientStore
 from tests import victim
 
 TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
@@ -51,16 +55,20 @@ def config(folder: Path, **changes: dict[str, Any]) -> RunConfig:
 class Fleet:
     """A run and its replica processes."""
 
-    def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
-        self.folder, self.url = folder, str(folder / "run")
+    def __init__(
+        self, folder: Path, url: str = "", environ: Mapping[str, str] | None = None, **changes: dict[str, Any]
+    ) -> None:
+        self.folder, self.url, self.environ = folder, url or str(folder / "run"), dict(environ or {})
         self.config = config(folder, **changes)
         self.run: Run = open_run(self.config, self.url, SystemClock())
-        self.model = publish_model(self.run, SystemClock())
-        self.store = self.run.store
+        self.store = PatientStore(self.run.store, SystemClock(), 10.0)
+        self.model = publish_model(replace(self.run, store=self.store), SystemClock())
         self.lives: dict[str, list[Any]] = {}
 
     def start(self, slot: str, die: str = "", **environ: str) -> Any:
-        child = context().Process(target=victim.replica, args=(self.url, slot, str(self.log(slot)), die, environ))
+        child = context().Process(
+            target=victim.replica, args=(self.url, slot, str(self.log(slot)), die, {**self.environ, **environ})
+        )
         child.start()
         self.lives.setdefault(slot, []).append(child)
         return child

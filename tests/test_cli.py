@@ -19,7 +19,7 @@ from rendezvous.membership import read_control
 from tests.test_report import killed_and_replaced
 
 ROOT = Path(__file__).parent.parent
-VERBS = ("train", "status", "stop", "export", "report", "demo")
+VERBS = ("train", "status", "stop", "export", "report", "doctor", "demo")
 CONFIG = """
 name = "tiny"
 [fleet]

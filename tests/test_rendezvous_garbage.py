@@ -1,0 +1,514 @@
+"""What is collected, what never is, and what becomes of a reader that was too slow.
+
+The engine is wired here as `retention = "window"` wires it (`window()`), so that its own code collects.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from rendezvous import garbage, layout, snapshots
+from rendezvous.errors import Corrupt, StoreRefused
+from rendezvous.garbage import Collected, Collector, doomed, floor, kept_from, look_again, refuse_collected
+from rendezvous.records import Commit, Mean, Offer
+from rendezvous.rendezvous import Rendezvous, no_tell
+from rendezvous.rules import Rules
+from rendezvous.store import Store
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
+from tests import sim
+from tests.fakes import Fault, FaultyStore, ManualClock
+from tests.sim import Schedule, World, draw
+from tests.sim_observer import Durable, Observer, Violation
+
+RULES = Rules(fragments=2, sync_every=2, max_carry=2, snapshot_every=5)  # deltas are kept for 4 steps more
+REGISTERS = [
+    layout.RUN, layout.MODEL_MANIFEST, layout.claim("r00", 1), layout.beat("r00"), layout.offer(1, "r00", 0),
+    layout.commit(1), layout.mean(1, 0), layout.snapshot(1), layout.leave("r00", 1), layout.control(0),
+    layout.log("r00", 1, 0), layout.code("ab", "x.bin"), layout.model_file("model.safetensors"),
+]  # fmt: skip
+
+
+@pytest.fixture(params=["memory", "files"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return MemoryStore() if request.param == "memory" else FileStore(tmp_path)
+
+
+def fill(store: Store, steps: int, every: int = 5, start: int = 0) -> None:
+    """Steps `start` … `steps`−1 of a run: two deltas, a mean, their registers; a snapshot at every `every`."""
+    for t in range(start, steps):
+        for slot in ("r00", "r01"):
+            store.put(layout.delta(t, slot, 1, "n"), b"delta")
+            store.put(layout.offer(t, slot, 0), b"offer")
+        store.put(layout.commit(t), commit(t, snapshot=t // every * every).encode())
+        store.put(layout.mean_blob(t, "n"), b"mean")
+        store.put(layout.mean(t, 0), b"record")
+        if t % every == 0:
+            snapshot(store, t)
+
+
+def commit(t: int, snapshot: int) -> Commit:
+    return Commit(t, None, "b", (), {}, 1, 1.0, snapshot, "r00-1", "n", 0.0)
+
+
+def snapshot(store: Store, t: int, confirmed: bool = True) -> snapshots.Snapshot:
+    arrays = {"theta": np.full(3, t, np.float32)}
+    return snapshots.write(store, ManualClock(), t, arrays, base="b", prev=None, confirmed=confirmed)
+
+
+def broom(store: Store) -> Collector:
+    return Collector(store, RULES, no_tell)
+
+
+def blobs(store: Store, kind: str) -> list[int]:
+    """Steps that have a blob of that kind."""
+    keys = [k for k in store.list("") if k.endswith((".bin", ".safetensors")) and f"{kind}" in k]
+    return sorted({int(k.split("/")[1]) for k in keys})
+
+
+# ---------------------------------------------------------------------- the decision
+
+
+def test_what_goes_below_a_floor() -> None:
+    def keys(t: int) -> list[str]:
+        return [layout.delta(t, "r00", 1, "n"), layout.mean_blob(t, "n"), layout.snapshot_blob(t, "n")]
+
+    assert doomed(keys(5), 10, RULES) == keys(5), "5 + 4 < 10"
+    assert doomed(keys(6), 10, RULES) == keys(6)[1:], "commit 10 may list a delta of step 6"
+    assert doomed(keys(9), 10, RULES) == keys(9)[1:]
+    assert doomed(keys(10), 10, RULES) == []
+
+
+def test_registers_never_go() -> None:
+    assert doomed(REGISTERS, 10**9, RULES) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["steps/x/delta/a.bin", "steps/1/delta/a.bin", "delta/0000000001/a.bin", "steps/0000000001/delta/a/b.bin",
+            "steps/0000000001/mean/a.json", "steps/0000000001/mine/a.bin", "snapshots/0000000001/a.bin", "", "a/b/c"],
+)  # fmt: skip
+def test_what_is_not_known_stays(key: str) -> None:
+    assert doomed([key], 10**9, RULES) == []
+
+
+def test_no_commit_at_or_above_the_floor_lists_what_goes() -> None:
+    for rules in (Rules(), Rules(max_carry=0), RULES, Rules(fragments=3, sync_every=3, max_carry=1)):
+        for f in range(12):
+            for t in range(f, f + 3):
+                carryable = [t - age * rules.fragments for age in range(rules.max_carry + 1)]
+                keys = [layout.delta(s, "r00", 1, "n") for s in carryable if s >= 0]
+                assert doomed(keys, f, rules) == []
+
+
+# ---------------------------------------------------------------------- the floor
+
+
+def test_the_floor_is_the_second_newest_complete_snapshot(store: Store) -> None:
+    assert floor(store) == 0
+    for t in (0, 5, 10, 15):
+        snapshot(store, t)
+    assert floor(store) == 10 and floor(store, at_least=12) == 12
+
+
+def test_a_snapshot_that_could_not_heal_anybody_does_not_count(store: Store) -> None:
+    newest, _, torn = snapshot(store, 20), snapshot(store, 15, confirmed=False), snapshot(store, 10)
+    snapshot(store, 5)
+    body = store.get(torn.blob)
+    assert body is not None
+    store.put(torn.blob, body[:-1])
+    assert floor(store) == 5
+    store.delete([newest.blob])
+    assert floor(store) == 0
+    store.put(layout.snapshot_blob(25, "n"), b"a writer that was killed before the manifest")
+    assert floor(store) == 0
+
+
+def test_a_hint_helps_where_list_lags() -> None:
+    inner = MemoryStore()
+    for t in (0, 5, 10):
+        snapshot(inner, t)
+
+    class Lagging(FaultyStore):
+        def list(self, prefix: str) -> list[str]:
+            return [k for k in super().list(prefix) if k < layout.snapshot(10)]
+
+    lagging = Lagging(inner)
+    assert floor(lagging) == 0 and floor(lagging, hint=10) == 5
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+def test_a_sweep_leaves_what_a_reader_may_need(store: Store) -> None:
+    fill(store, 23)
+    registers = [k for k in store.list("") if k.endswith(".json")]
+    orphans = [layout.delta(2, "r02", 1, "o"), layout.mean_blob(2, "o"), layout.snapshot_blob(3, "o")]
+    for key in orphans:
+        store.put(key, b"a writer that was killed before its register")
+    assert broom(store).sweep(20) > 0
+    assert blobs(store, "delta/") == list(range(11, 23))
+    assert blobs(store, "mean/") == list(range(15, 23))
+    assert blobs(store, "snapshots/") == [15, 20]
+    assert [k for k in store.list("") if k.endswith(".json")] == registers
+    assert kept_from(store) == 15
+
+
+def test_a_second_sweep_goes_on_where_the_first_stopped(store: Store) -> None:
+    fill(store, 23)
+    watched = FaultyStore(store)
+    collector = broom(watched)
+    collector.sweep(20)
+    watched.calls.clear()
+    assert collector.sweep(20) == 0 and watched.calls == [], "nothing new: nothing is asked"
+    fill(store, 28, start=23)
+    collector.sweep(25)
+    assert blobs(store, "delta/") == list(range(16, 28)) and blobs(store, "mean/") == list(range(20, 28))
+    listed = [int(k.split("/")[1]) for verb, k in watched.calls if verb == "list" and k.startswith("steps/")]
+    assert min(listed) >= 11, "steps that are clean are not looked at again"
+
+
+def test_work_per_call_is_bounded(store: Store) -> None:
+    fill(store, 60)
+    collector, calls = broom(store), 0
+    while collector.sweep(55, at_most=7):
+        calls += 1
+    assert calls >= 46 // 7
+    assert blobs(store, "delta/") == list(range(46, 60)) and blobs(store, "snapshots/") == [50, 55]
+
+
+def test_a_long_run_that_was_collected_is_not_listed_again() -> None:
+    store = MemoryStore()
+    fill(store, 500)
+    broom(store).sweep(495, at_most=10**6)
+    fill(store, 505, start=500)
+    watched = FaultyStore(store)
+    broom(watched).sweep(500)
+    assert sum(verb == "list" for verb, _ in watched.calls) < 25
+    assert blobs(store, "delta/")[0] == 491
+
+
+class Killed(BaseException):
+    """kill -9 of the collector."""
+
+
+def test_a_killed_collector_is_finished_by_the_next(store: Store) -> None:
+    """At each of its store calls (on files, at some), before or after it has its effect."""
+    calls = 0
+    while True:
+        for key in store.list(""):
+            store.delete([key])
+        fill(store, 23)
+        faulty = FaultyStore(store)
+        if calls >= count_calls(store):
+            break
+        countdown(faulty, calls)
+        with pytest.raises(Killed):
+            broom(faulty).sweep(20)
+        broom(store).sweep(20)
+        fill(store, 28, start=23)
+        broom(store).sweep(25)
+        assert blobs(store, "delta/") == list(range(16, 28)), f"killed at call {calls}"
+        assert blobs(store, "mean/") == list(range(20, 28)), f"killed at call {calls}"
+        assert blobs(store, "snapshots/") == [20, 25]
+        calls += 1 if isinstance(store, MemoryStore) else 7
+    assert calls > 10
+
+
+def count_calls(store: Store) -> int:
+    counted = FaultyStore(store)
+    broom(counted).sweep(20)
+    fill(store, 23)
+    return len(counted.calls)
+
+
+def countdown(faulty: FaultyStore, calls: int) -> None:
+    """The store call after `calls` others kills; every second one has had its effect."""
+    real = faulty._call
+
+    def call(verb: str, key: str, request: Callable[[], Any]) -> Any:
+        if len(faulty.calls) == calls:
+            if calls % 2:
+                request()
+            raise Killed
+        return real(verb, key, request)
+
+    faulty._call = call  # type: ignore[method-assign]
+
+
+def test_two_collectors_do_not_hurt_each_other(store: Store) -> None:
+    fill(store, 60)
+    a, b = broom(store), broom(store)
+    for _ in range(20):
+        a.sweep(55, at_most=5)
+        b.sweep(55, at_most=3)
+    assert blobs(store, "delta/") == list(range(46, 60)) and blobs(store, "mean/") == list(range(50, 60))
+
+
+def test_a_bucket_that_may_not_be_deleted_from_only_grows() -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    faulty = FaultyStore(MemoryStore(), [Fault("delete", error=StoreRefused("no permission to delete"), times=2)])
+    fill(faulty, 23)
+    collector = Collector(faulty, RULES, lambda event, **fields: told.append((event, fields)))
+    assert collector.sweep(20) == 0 and told == [("garbage_stays", {"trouble": "no permission to delete"})]
+    fill(faulty, 28, start=23)
+    collector.sweep(25)
+    collector.sweep(25)
+    assert told[-1][0] == "collected" and blobs(faulty, "mean/") == list(range(20, 28))
+
+
+# ---------------------------------------------------------------------- the reader's side
+
+
+def test_only_a_newer_complete_snapshot_makes_it_collected(store: Store) -> None:
+    fill(store, 12)
+    refuse_collected(store, 10)
+    with pytest.raises(Collected, match="snapshot 10 can") as gone:
+        refuse_collected(store, 3)
+    assert gone.value.newer == 10
+    store.delete([k for k in store.list(layout.SNAPSHOTS) if k.endswith(".safetensors")])
+    refuse_collected(store, 3)
+
+
+def test_a_joiner_looks_again_as_long_as_there_is_something_newer() -> None:
+    told: list[Any] = []
+    answers: Iterator[Exception | int] = iter([Collected("", 5), Collected("", 10), 42])
+
+    def heal() -> int:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert look_again(heal, lambda event, **fields: told.append((event, fields["snapshot"]))) == 42
+    assert told == [("looks_again", 5), ("looks_again", 10)]
+    answers = iter([Collected("", 5), Collected("", 5), 42])
+    with pytest.raises(Collected):
+        look_again(heal, lambda event, **fields: None)
+
+
+# ---------------------------------------------------------------------- the engine, wired
+
+
+@contextmanager
+def window() -> Iterator[None]:
+    """The engine as `retention = "window"` makes it."""
+    due, heal = Rendezvous._snapshot_if_due, Rendezvous._heal
+
+    def snapshot_if_due(self: Any, commit: Commit) -> None:
+        due(self, commit)
+        if not hasattr(self, "_garbage"):
+            self._garbage = Collector(self.store._store, self.rules, self.tell)
+        if commit.by == self.name:
+            self._garbage.sweep(self._snapshot)
+
+    def heal_again(self: Any, upto: int | None = None) -> None:
+        look_again(lambda: heal_once(self, upto), self.tell)
+
+    def heal_once(self: Any, upto: int | None) -> None:
+        try:
+            heal(self, upto)
+        except RuntimeError as error:
+            if "no snapshot of this run can be read" in str(error):
+                refuse_collected(self.store, upto if upto is not None else self._snapshot)
+            raise
+
+    def or_collected(read: Callable[..., None]) -> Callable[..., None]:
+        def reads(self: Any, commit: Commit, *args: Any) -> None:
+            try:
+                read(self, commit, *args)
+            except Corrupt:
+                refuse_collected(self.store, commit.t)
+                raise
+
+        return reads
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Rendezvous, "_snapshot_if_due", snapshot_if_due))
+        stack.enter_context(patch.object(Rendezvous, "_heal", heal_again))
+        stack.enter_context(patch.object(Rendezvous, "mean", or_collected(Rendezvous.mean)))
+        stack.enter_context(patch.object(Rendezvous, "_apply", or_collected(Rendezvous._apply)))
+        yield
+
+
+@pytest.fixture
+def seats() -> Iterator[tuple[FaultyStore, ManualClock, list[Any]]]:
+    from tests.test_rendezvous_engine import Seat, bucket
+
+    clock = ManualClock()
+    store = bucket(clock, replicas=3, m=2, steps=100)
+    with window():
+        yield store, clock, [Seat(store, f"r{i:02d}", clock) for i in range(3)]
+
+
+def rounds(a: Any, b: Any, count: int) -> None:
+    for _ in range(count):
+        a.offer()
+        b.offer()
+        a.step()
+        b.step()
+
+
+def test_the_engine_collects_and_a_late_joiner_heals(seats: Any) -> None:
+    store, _, (a, b, late) = seats
+    a.join()
+    b.join()
+    rounds(a, b, 9)
+    assert blobs(store.inner, "snapshots/") == [6, 8] and blobs(store.inner, "mean/")[0] == 6
+    assert blobs(store.inner, "delta/")[0] == 4
+    late.join()
+    assert late.rv.step == 9 and np.array_equal(late.state.theta, a.state.theta)
+
+
+def test_a_replica_that_stalled_below_the_floor_must_join_again(seats: Any) -> None:
+    store, clock, (a, b, stalled) = seats
+    for seat in (a, b, stalled):
+        seat.join()
+    rounds(a, b, 9)
+    with pytest.raises(Collected, match=r"step 0 cannot be read any more .* snapshot 8 can"):
+        stalled.rv.catch_up()
+    from tests.test_rendezvous_engine import Seat
+
+    again = Seat(store, "r02", clock).join()
+    assert again.rv.step == 9 and np.array_equal(again.state.theta, a.state.theta)
+
+
+def test_a_joiner_whose_snapshot_is_collected_meanwhile_looks_again(seats: Any) -> None:
+    """1. it reads the manifest   2. two newer snapshots come, the blob goes   3. it asks for the blob."""
+    _, _, (a, b, late) = seats
+    a.join()
+    b.join()
+    rounds(a, b, 5)
+    load, stalls = snapshots.load, [lambda: rounds(a, b, 6)]
+
+    def slow(*args: Any) -> Any:
+        while stalls:
+            stalls.pop()()
+        return load(*args)
+
+    with patch.object(snapshots, "load", slow):
+        late.join()
+    assert late.events("looks_again") and late.rv.step == 11
+    assert np.array_equal(late.state.theta, a.state.theta)
+
+
+def test_a_joiner_whose_replay_is_collected_meanwhile_looks_again(seats: Any) -> None:
+    """1. it loads snapshot 4   2. two newer ones come, mean 4 goes   3. it asks for mean 4."""
+    _, _, (a, b, late) = seats
+    a.join()
+    b.join()
+    rounds(a, b, 5)
+    replay, stalls = late.rv._replay, [lambda: rounds(a, b, 6)]
+
+    def slow(*args: Any) -> Any:
+        while stalls:
+            stalls.pop()()
+        return replay(*args)
+
+    late.rv._replay = slow
+    late.join()
+    assert late.events("looks_again") and late.rv.step == 11
+    assert np.array_equal(late.state.theta, a.state.theta)
+
+
+def test_when_the_newest_snapshot_rots_the_floor_still_heals_and_mends(seats: Any) -> None:
+    store, _, (a, b, late) = seats
+    a.join()
+    b.join()
+    rounds(a, b, 9)
+    newest = next(iter(snapshots.newest_first(store)))
+    store.put(newest.blob, b"x" * newest.size)
+    late.join()
+    assert late.events("healed")[0]["snapshot"] == 6 and late.events("repaired")
+    assert np.array_equal(late.state.theta, a.state.theta)
+
+
+# ---------------------------------------------------------------------- the simulator
+
+
+class CollectedStore(sim.SimStore):
+    """Deletes have their effect, one key at a time; a register among them is a broken promise."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if key.endswith(".json"):
+                raise Violation("registers stay", f"delete of {key}")
+            self._call("delete", key)
+
+
+class Understanding(Observer):
+    """A writer may sleep between a blob and its register until the blob is below the floor, where nobody looks."""
+
+    def written(self, process: Any, key: str, old: bytes | None, body: bytes) -> None:
+        if old is None and self._too_late(key, body):
+            if "/offer/" in key:
+                offer = Offer.decode(body)
+                self.offers[offer.step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
+            return
+        super().written(process, key, old, body)
+
+    def _too_late(self, key: str, body: bytes) -> bool:
+        for part, record in (("/offer/", Offer), ("/mean/", Mean), ("/manifest", snapshots.Snapshot)):
+            if part in key and key.endswith(".json"):
+                blob = record.decode(body).blob
+                return blob not in self.w.objects and doomed([blob], self._floor(), self.rules) == [blob]
+        return False
+
+    def _floor(self) -> int:
+        bucket = MemoryStore()
+        bucket._objects = self.w.objects
+        return floor(bucket)
+
+
+class CollectedWorld(World):
+    gone = 0
+
+    def effect(self, process: Any, verb: str, key: str, body: bytes | None) -> Any:
+        if verb != "delete":
+            return super().effect(process, verb, key, body)
+        self.calls += 1
+        self.trace.update(f"{self.now:.6f}{process.id}delete{key}".encode())
+        type(self).gone += self.objects.pop(key, None) is not None
+        return None
+
+
+def busy(seed: int) -> Schedule:
+    """An ordinary schedule in which the floor moves at every step or second step, and sleepers are common."""
+    plan = draw(seed)
+    return replace(plan, rules=replace(plan.rules, snapshot_every=1 + seed % 2), pause=max(plan.pause, 0.003))
+
+
+def play(schedule: Schedule) -> str:
+    """One schedule with retention "window"; -> what was broken, or ""."""
+    with window(), patch.object(sim, "SimStore", CollectedStore), patch.object(sim, "World", CollectedWorld), \
+            patch.object(sim, "Observer", Understanding):  # fmt: skip
+        return sim.run(schedule).red
+
+
+def test_the_promises_hold_while_everybody_collects() -> None:
+    CollectedWorld.gone = 0
+    red = [f"seed {seed}: {seen}" for seed in range(80) if (seen := play(busy(seed)))]
+    assert not red, "\n".join(red)
+    assert CollectedWorld.gone > 1500
+
+
+@contextmanager
+def early(shift: int) -> Iterator[None]:
+    """Planted: everything goes `shift` steps too early."""
+    with patch.object(garbage, "doomed", lambda keys, below, rules: doomed(keys, below + shift, rules)):
+        yield
+
+
+def test_early_collection_is_found() -> None:
+    with early(8):
+        assert any(play(busy(seed)) for seed in range(60))
+
+
+def test_a_reader_that_takes_a_collected_blob_for_a_lost_one_is_found() -> None:
+    with patch(f"{__name__}.refuse_collected", lambda store, t: None):
+        assert any(play(busy(seed)) for seed in range(60))
