@@ -23,8 +23,9 @@ from rendezvous.errors import Corrupt
 from rendezvous.records import Commit, Mean, digest, nonce
 from rendezvous.rules import Rules
 from rendezvous.store import Store, put_once
-from rendezvous.wire import Range, alignment, body_size, byte_range, fetch, grid, payload
+from rendezvous.wire import Encoder, Range, alignment, body_size, byte_range, fetch, grid, payload
 
+Shard = tuple[int, Range]  # its number on the grid, its elements
 _CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
 
 
@@ -33,7 +34,7 @@ class Reducer:
 
     def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], rules: Rules | None = None) -> None:
         self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
-        self._codec = self.rules.codec
+        self._codec, self._bytes = self.rules.codec, np.empty(0, np.uint8)
 
     def mean(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None = None) -> None:
         """Write the mean of `commit` into `out` (fp32, the fragment's length).
@@ -61,7 +62,7 @@ class Reducer:
 
     # ---------------------------------------------------------------- parts of a sharded step
 
-    def parts(self, commit: Commit, elements: int) -> list[list[tuple[int, Range]]]:
+    def parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
         """part j -> the (index, range) of its shards: as many runs of the grid as the commit names owners."""
         shards = list(enumerate(grid(elements, alignment(self._codec), self.rules.shard_elements)))
         count = len(commit.owners)
@@ -74,45 +75,65 @@ class Reducer:
             if not self.take_part(commit, j, part, out):
                 self.make_part(commit, part, out)
 
-    def make_part(self, commit: Commit, part: list[tuple[int, Range]], out: np.ndarray) -> None:
-        """The mean of these shards, from the listed bodies' ranges, into `out`."""
+    def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray) -> np.ndarray:
+        """The mean of these shards, from the listed bodies' ranges, into `out`; -> the part as it travels.
+
+        A lossy codec writes the mean once more; `out` holds what its body decodes to, as for every reader.
+        """
         for index, (start, stop) in part:
-            total = np.zeros(stop - start, np.float32)
             a, b = byte_range(self._codec, start, stop)
-            body = np.empty(b - a, np.uint8)
+            body = self._buffer(b - a)
             for listed in commit.offers:
                 trouble = fetch(self._store, self._clock, listed.blob, b - a, listed.shards[index], body, a)
                 if trouble is not None:
                     self._tell("bad_blob", step=commit.t, trouble=trouble)
                     raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
-                self._add(total, body, listed.weight, first=listed is commit.offers[0])
-            np.divide(total, total_weight(commit), out=out[start:stop])
+                self._add(out[start:stop], body, listed.weight, first=listed is commit.offers[0])
+            np.divide(out[start:stop], total_weight(commit), out=out[start:stop])
+        piece = _piece(part, out)
+        body = Encoder(self._codec, feedback=False).encode(0, piece)
+        if self._codec != "fp32":
+            codec(self._codec).decode(body, piece)
+        return body
 
-    def take_part(self, commit: Commit, j: int, part: list[tuple[int, Range]], out: np.ndarray) -> bool:
+    def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
         """Fetch part j if somebody has announced it; a damaged one is computed again and put back."""
         if not part:
             return True
-        body = self._store.get(layout.mean(commit.t, j))
-        if body is None:
+        register = self._store.get(layout.mean(commit.t, j))
+        if register is None:
             return False
-        record, piece = Mean.decode(body), out[part[0][1][0] : part[-1][1][1]]
-        trouble = fetch(self._store, self._clock, record.blob, record.size, record.digest, piece)
+        record, piece = Mean.decode(register), _piece(part, out)
+        body = piece.view(np.uint8) if self._codec == "fp32" else self._buffer(body_size(self._codec, piece.size))
+        trouble = fetch(self._store, self._clock, record.blob, record.size, record.digest, body)
         if trouble is not None:
-            self._tell("bad_blob", step=commit.t, trouble=trouble)
-            self.make_part(commit, part, out)
-            if digest(payload(piece)) != record.digest:
-                raise Corrupt(f"step {commit.t}: part {j} was announced with other bits than its shards give")
-            self._store.put(record.blob, payload(piece))
-            self._tell("repaired", step=commit.t, blob=record.blob)
+            self._mend_part(commit, j, part, out, record, trouble)
+        elif self._codec != "fp32":
+            codec(self._codec).decode(body, piece)
         return True
 
-    def announce_part(self, commit: Commit, j: int, part: list[tuple[int, Range]], out: np.ndarray) -> None:
-        """Write part j down, once; whoever else computed it has the same bits."""
-        if part and self._store.get(layout.mean(commit.t, j)) is None:
-            piece = out[part[0][1][0] : part[-1][1][1]]
-            record = self._record(commit, piece)
-            self._store.put(record.blob, payload(piece))
+    def _mend_part(
+        self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, record: Mean, trouble: str
+    ) -> None:
+        self._tell("bad_blob", step=commit.t, trouble=trouble)
+        body = self.make_part(commit, part, out)
+        if digest(payload(body)) != record.digest:
+            raise Corrupt(f"step {commit.t}: part {j} was announced with other bits than its shards give")
+        self._store.put(record.blob, payload(body))
+        self._tell("repaired", step=commit.t, blob=record.blob)
+
+    def announce_part(self, commit: Commit, j: int, body: np.ndarray) -> None:
+        """Write part j down, once; whoever else computed it has the same bytes."""
+        if self._store.get(layout.mean(commit.t, j)) is None:
+            record = self._record(commit, body)
+            self._store.put(record.blob, payload(body))
             put_once(self._store, self._clock, layout.mean(commit.t, j), record.encode())
+
+    def _buffer(self, size: int) -> np.ndarray:
+        """Bytes to read into; the same memory every time, because fresh pages cost more than the read."""
+        if self._bytes.size < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size]
 
     # ---------------------------------------------------------------- direct, and announced by the closer
 
@@ -125,9 +146,9 @@ class Reducer:
             self._store.put(record.blob, payload(mean))
             put_once(self._store, self._clock, layout.mean(commit.t, 0), record.encode())
 
-    def _record(self, commit: Commit, mean: np.ndarray) -> Mean:
+    def _record(self, commit: Commit, body: np.ndarray) -> Mean:
         n = nonce()
-        return Mean(commit.t, layout.mean_blob(commit.t, n), mean.nbytes, digest(payload(mean)), n)
+        return Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(payload(body)), n)
 
     def _announced(self, commit: Commit, out: np.ndarray) -> bool:
         body = self._store.get(layout.mean(commit.t, 0))
@@ -150,8 +171,7 @@ class Reducer:
 
     def _direct(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None) -> str | None:
         """Σ of the listed blobs into `out`; -> None, or what was wrong with one of them."""
-        total = np.zeros_like(out)
-        body = np.empty(body_size(self._codec, out.size), np.uint8)
+        total, body = np.empty_like(out), self._buffer(body_size(self._codec, out.size))
         for listed in commit.offers:
             trouble = fetch(self._store, self._clock, listed.blob, listed.size, listed.digest, body)
             if trouble is not None:
@@ -171,18 +191,21 @@ class Reducer:
             codec(self._codec).accumulate(body, weight, total, first)
 
 
+def _piece(part: list[Shard], out: np.ndarray) -> np.ndarray:
+    """The part's elements of `out`."""
+    return out[part[0][1][0] : part[-1][1][1]]
+
+
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
     """total += fl(weight·x), in cache-sized pieces; `x` is used up.  The first term is stored, not added to 0
     (0 + −0 would lose a sign)."""
     w = np.float32(weight)
     for at in range(0, total.size, _CHUNK):
-        piece = x[at : at + _CHUNK]
-        np.multiply(piece, w, out=piece)
-        target = total[at : at + _CHUNK]
+        piece, target = x[at : at + _CHUNK], total[at : at + _CHUNK]
         if first:
-            target[:] = piece
+            np.multiply(piece, w, out=target)
         else:
-            np.add(target, piece, out=target)
+            np.add(target, np.multiply(piece, w, out=piece), out=target)
 
 
 def total_weight(commit: Commit) -> np.float32:

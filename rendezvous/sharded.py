@@ -39,8 +39,8 @@ class Sharer:
             vigil.look()
             for j in list(missing):
                 if commit.owners[j] == self._members.slot or self._turn(commit, j, vigil.idle):
-                    self._reducer.make_part(commit, parts[j], out)
-                    self._reducer.announce_part(commit, j, parts[j], out)
+                    if parts[j]:
+                        self._reducer.announce_part(commit, j, self._reducer.make_part(commit, parts[j], out))
                     missing.remove(j)
             missing = [j for j in missing if not self._reducer.take_part(commit, j, parts[j], out)]
             if not missing:

@@ -52,8 +52,8 @@ class Encoder:
     A residual lives as long as its replica; after `kill -9` it starts from zero.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, feedback: bool = True) -> None:
+        self.name, self._feedback = name, feedback
         self._residuals: dict[int, np.ndarray] = {}
 
     def encode(self, fragment: int, delta: np.ndarray) -> np.ndarray:
@@ -61,9 +61,10 @@ class Encoder:
         if self.name == "fp32":
             return np.frombuffer(payload(delta), np.uint8)
         kernel = codec(self.name)
-        residual = self._residuals.setdefault(fragment, np.zeros_like(delta))
+        if self._feedback and fragment not in self._residuals:
+            self._residuals[fragment] = np.zeros_like(delta)
         body = np.empty(kernel.bound(delta.size), np.uint8)
-        return body[: kernel.encode(delta, body, residual)]
+        return body[: kernel.encode(delta, body, self._residuals.get(fragment))]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
         """That body will never count: what it carried goes into the next one."""

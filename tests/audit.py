@@ -98,7 +98,25 @@ def _mean(root: Path, commit: dict[str, Any], name: str, elements: int) -> np.nd
         x = decoded(name, body, elements) * np.float32(o["weight"])
         total = x if total is None else total + x
     assert total is not None
-    return total / np.float32(sum(o["weight"] for o in commit["offers"]))
+    mean = total / np.float32(sum(o["weight"] for o in commit["offers"]))
+    return mean if commit["mode"] == "direct" or name == "fp32" else _requantised(root, commit, name, mean)
+
+
+def _requantised(root: Path, commit: dict[str, Any], name: str, mean: np.ndarray) -> np.ndarray:
+    """What was announced for a mean that was reduced in shards: its own, second, rounding, and no more than that."""
+    parts, at = [], 0
+    for path in sorted((root / "steps" / f"{commit['t']:010d}" / "mean").glob("*.json")):
+        record = json.loads(path.read_bytes())
+        body = (root / record["blob"]).read_bytes()
+        assert xxhash.xxh3_128_hexdigest(body) == record["digest"]
+        per = {"bf16": (1, 2), "int8": (1024, 1028), "int4": (512, 260)}[name]
+        elements = min(len(body) // per[1] * per[0], mean.size - at)
+        parts.append(decoded(name, body, elements))
+        at += elements
+    announced = np.concatenate(parts)
+    steps = {"bf16": 256, "int8": 254, "int4": 14}[name]
+    assert announced.size == mean.size and np.abs(announced - mean).max() <= 1.01 * np.abs(mean).max() / steps
+    return announced
 
 
 def logged_digests(root: Path) -> dict[int, set[str]]:
