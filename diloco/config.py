@@ -63,12 +63,15 @@ class FleetConfig:
 
     replicas: how many to keep running.   steps: outer steps in all.
     min_replicas: fresh pseudogradients without which no outer step is taken (default min(2, replicas)).
+    retention: "all" keeps every snapshot and mean, so that any step can be exported; "window" keeps what the last two
+    snapshots need.
     give_up_s: seconds without progress after which a replica exits, resumable.
     """
 
     replicas: int = 3
     steps: int = 10
     min_replicas: int | None = None
+    retention: str = "all"
     give_up_s: float = 600.0
     start_patience_s: float = 30.0
 
@@ -176,6 +179,8 @@ def _check_outer(outer: OuterConfig, boundary: int) -> None:
 def _check_fleet(fleet: FleetConfig) -> None:
     if fleet.replicas < 1 or fleet.steps < 1:
         raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
+    if fleet.retention not in ("all", "window"):
+        raise ConfigError(f'fleet.retention = {fleet.retention!r} is not known. Use "all" or "window"')
     if not 1 <= fleet.quorum <= fleet.replicas:
         raise ConfigError(
             f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "

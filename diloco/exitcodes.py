@@ -7,7 +7,7 @@ DONE = 0  # the run has all its outer steps
 USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
 FENCED = 3  # another process holds this slot; do not start again
 LEFT = 4  # asked to go; its work is durable
-DIVERGED = 5  # its memory was not the chain's θ; starting again heals
+DIVERGED = 5  # its memory was not the chain's θ, or what it needed was collected; starting again heals
 BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
 GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
 

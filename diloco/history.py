@@ -21,6 +21,7 @@ from diloco.outer import Nesterov, OuterState, cut, trainable
 from rendezvous import layout, snapshots
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock
+from rendezvous.garbage import kept_from
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import no_tell
 from rendezvous.store import PatientStore
@@ -87,6 +88,11 @@ def _nearest_snapshot(store: Any, state: OuterState, step: int | None, tell: Cal
         if arrays is not None:
             state.load(arrays)
             return snapshot.t
+    first = kept_from(store)
+    if first and step is not None and step < first:
+        raise ConfigError(
+            f"step {step} was collected (fleet.retention = window); --step {first} and later ones can be exported"
+        )
     raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
 
 

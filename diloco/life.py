@@ -35,6 +35,7 @@ class Life:
         timing: Timing,
         *,
         clock: Clock | None = None,
+        retention: str = "all",
         parent_alive: Callable[[], bool] = lambda: True,
     ) -> None:
         self.clock, self.timing, self._store, self._slot = clock or SystemClock(), timing, store, slot
@@ -42,7 +43,15 @@ class Life:
         self._parent_alive, self._orphan_since = parent_alive, 0.0
         self._ended = threading.Event()
         self.rv = Rendezvous(
-            store, self.clock, slot, Rules(), timing, tell=self.tell, host=socket.gethostname(), pid=os.getpid()
+            store,
+            self.clock,
+            slot,
+            Rules(),
+            timing,
+            tell=self.tell,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            retention=retention,
         )
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)

@@ -28,6 +28,7 @@ from inner import InnerError, Seeds
 from rendezvous import layout
 from rendezvous.chain import head
 from rendezvous.errors import BadDelta, Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreError, WrongRun
+from rendezvous.garbage import Collected
 
 if TYPE_CHECKING:
     from diloco.manager import StoreManager
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = read_run(url)
     try:
-        life = Life(run.store, slot, run.timing, parent_alive=parent_alive)
+        life = Life(run.store, slot, run.timing, retention=run.config.fleet.retention, parent_alive=parent_alive)
     except Fenced as error:
         return _say(slot, error, exitcodes.FENCED)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,6 +138,7 @@ def _ended(life: Life, error: RendezvousError) -> int:
         (Leaving, exitcodes.LEFT, "left"),
         (Fenced, exitcodes.FENCED, "fenced"),
         (Diverged, exitcodes.DIVERGED, "diverged"),
+        (Collected, exitcodes.DIVERGED, "collected"),
         (GaveUp, exitcodes.GAVE_UP, "gave_up"),
         (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
         (RendezvousError, 1, "crashed"),

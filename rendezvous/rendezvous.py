@@ -11,17 +11,18 @@ It knows flat fp32 vectors and a `State` that can digest, apply, save and load t
 Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from typing import Protocol
 
 import numpy as np
 
-from rendezvous import layout, rules, snapshots
+from rendezvous import garbage, layout, rules, snapshots
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.closing import Closer, Vigil
-from rendezvous.errors import Diverged, Fenced, GaveUp, Leaving, RendezvousError
+from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
 from rendezvous.membership import Membership, Wanted
 from rendezvous.records import Commit, Leave, Offer, digest, nonce
 from rendezvous.reduce import Reducer
@@ -76,11 +77,13 @@ class Rendezvous:
         tell: Callable[..., None] = no_tell,
         host: str = "",
         pid: int = 0,
+        retention: str = "all",
     ) -> None:
         self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
         self.store = PatientStore(
             store, clock, timing.store_patience, self._alert, lambda text: tell("store_trouble", trouble=text)
         )
+        self._bucket, self._window = store, retention == "window"
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid)
         self.step, self.generation, self.base = 0, 0, ""
         self.under(rules_)
@@ -99,6 +102,7 @@ class Rendezvous:
 
     def under(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
         """The same life under the run's rules, for an owner who learns them after it had to claim."""
+        self._garbage = garbage.Collector(self._bucket, rules_, self.tell)
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_), Encoder(rules_.codec)
@@ -139,6 +143,9 @@ class Rendezvous:
             snapshots.write(self.store, self.clock, 0, self.state.arrays(), base=base, prev=None)
 
     def _heal(self, upto: int | None = None) -> None:
+        garbage.look_again(lambda: self._heal_once(upto), self.tell)
+
+    def _heal_once(self, upto: int | None) -> None:
         """Become θ_upto (default: the head) from the bucket alone."""
         self.chain.forget()
         damaged: dict[int, snapshots.Snapshot] = {}
@@ -147,6 +154,7 @@ class Rendezvous:
                 break
             damaged[snapshot.t] = snapshot
         else:
+            garbage.refuse_collected(self.store, max(damaged, default=upto or 0))
             raise RendezvousError(
                 "no snapshot of this run can be read, not even step 0's: the bucket lost objects. "
                 "Restore it from a backup, or start a new run from an exported model"
@@ -286,12 +294,21 @@ class Rendezvous:
         """Write the commit's mean into `out`; it may be the vector that was offered."""
         self._snapshot_if_due(commit)
         mine = self._mine[1:] if self._mine and self._mine[0] == commit.t else None
-        if commit.mode == "sharded":
-            self._sharer.mean(commit, out)
-            return
-        self._reducer.mean(commit, out, mine)
+        with self._or_collected(commit):
+            if commit.mode == "sharded":
+                self._sharer.mean(commit, out)
+                return
+            self._reducer.mean(commit, out, mine)
         if commit.by == self.name:
             self._reducer.announce(commit, out)
+
+    @contextmanager
+    def _or_collected(self, commit: Commit) -> Generator[None]:
+        try:
+            yield
+        except Corrupt:
+            garbage.refuse_collected(self.store, commit.t)
+            raise
 
     def advance(self, commit: Commit) -> None:
         """The caller has applied the mean: the next step is open."""
@@ -327,7 +344,8 @@ class Rendezvous:
     def _apply(self, commit: Commit) -> None:
         fragment = commit.t % self.rules.fragments
         mean = np.empty(self.state.size(fragment), np.float32)
-        self._reducer.mean(commit, mean)
+        with self._or_collected(commit):
+            self._reducer.mean(commit, mean)
         self.state.apply(fragment, mean)
 
     def _move_on(self, commit: Commit) -> None:
@@ -382,6 +400,8 @@ class Rendezvous:
                 self._check_state()
                 self._write_snapshot(confirmed=True)
             self._snapshot = t
+        if self._window and commit.by == self.name:
+            self._garbage.sweep(self._snapshot)
 
     def _write_snapshot(self, *, confirmed: bool) -> None:
         prev = self.chain.digest(self.step - 1)

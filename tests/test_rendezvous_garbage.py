@@ -4,7 +4,7 @@ The engine is wired here as `retention = "window"` wires it (`window()`), so tha
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rendezvous import garbage, layout, snapshots
-from rendezvous.errors import Corrupt, StoreRefused
+from rendezvous.errors import StoreRefused
 from rendezvous.garbage import Collected, Collector, doomed, floor, kept_from, look_again, refuse_collected
 from rendezvous.records import Commit, Mean, Offer
 from rendezvous.rendezvous import Rendezvous, no_tell
@@ -298,41 +298,12 @@ def test_a_joiner_looks_again_as_long_as_there_is_something_newer() -> None:
 @contextmanager
 def window() -> Iterator[None]:
     """The engine as `retention = "window"` makes it."""
-    due, heal = Rendezvous._snapshot_if_due, Rendezvous._heal
+    real = Rendezvous.__init__
 
-    def snapshot_if_due(self: Any, commit: Commit) -> None:
-        due(self, commit)
-        if not hasattr(self, "_garbage"):
-            self._garbage = Collector(self.store._store, self.rules, self.tell)
-        if commit.by == self.name:
-            self._garbage.sweep(self._snapshot)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        real(self, *args, **{**named, "retention": "window"})
 
-    def heal_again(self: Any, upto: int | None = None) -> None:
-        look_again(lambda: heal_once(self, upto), self.tell)
-
-    def heal_once(self: Any, upto: int | None) -> None:
-        try:
-            heal(self, upto)
-        except RuntimeError as error:
-            if "no snapshot of this run can be read" in str(error):
-                refuse_collected(self.store, upto if upto is not None else self._snapshot)
-            raise
-
-    def or_collected(read: Callable[..., None]) -> Callable[..., None]:
-        def reads(self: Any, commit: Commit, *args: Any) -> None:
-            try:
-                read(self, commit, *args)
-            except Corrupt:
-                refuse_collected(self.store, commit.t)
-                raise
-
-        return reads
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Rendezvous, "_snapshot_if_due", snapshot_if_due))
-        stack.enter_context(patch.object(Rendezvous, "_heal", heal_again))
-        stack.enter_context(patch.object(Rendezvous, "mean", or_collected(Rendezvous.mean)))
-        stack.enter_context(patch.object(Rendezvous, "_apply", or_collected(Rendezvous._apply)))
+    with patch.object(Rendezvous, "__init__", init):
         yield
 
 
@@ -510,5 +481,5 @@ def test_early_collection_is_found() -> None:
 
 
 def test_a_reader_that_takes_a_collected_blob_for_a_lost_one_is_found() -> None:
-    with patch(f"{__name__}.refuse_collected", lambda store, t: None):
+    with patch("rendezvous.garbage.refuse_collected", lambda store, t: None):
         assert any(play(busy(seed)) for seed in range(60))

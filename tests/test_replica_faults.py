@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
+from diloco.config import ConfigError
+from diloco.history import state_at
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
-from tests.audit import check_run
+from tests.audit import check_run, logged_digests
 from tests.fleet import Fleet
 
 POINTS = {
@@ -201,3 +203,22 @@ def test_fewer_than_min_replicas_says_what_it_waits_for(tmp_path: Path) -> None:
     assert codes == {"r00": [exitcodes.GAVE_UP]}
     said = fleet.log("r00").read_text()
     assert "min_replicas=2" in said and "r01 was never seen" in said
+
+
+def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> None:
+    """Registers stay, blobs behind the second-newest snapshot go; a late starter heals, the head can be exported."""
+    fleet = Fleet(tmp_path, fleet={"retention": "window", "steps": 16})
+    fleet.start("r00")
+    fleet.start("r01")
+    fleet.wait_for(lambda: fleet.commit(11))
+    fleet.start("r02")
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    run = tmp_path / "run"
+    assert len(list(run.glob("steps/*/commit.json"))) == 16
+    left = sorted(int(p.parent.parent.name) for p in run.glob("steps/*/delta/*.bin"))
+    assert left and left[0] >= 6, "the deltas of the first steps are gone"
+    at, state = state_at(fleet.run, fleet.model, None)
+    assert at == 16
+    assert {state.digest()} == logged_digests(run)[15]
+    with pytest.raises(ConfigError, match="was collected"):
+        state_at(fleet.run, fleet.model, 3)
