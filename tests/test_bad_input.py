@@ -11,6 +11,7 @@ from diloco.config import RunConfig
 from diloco.history import export, state_at
 from diloco.launch import open_run, publish
 from rendezvous.clock import SystemClock
+from rendezvous.errors import WrongRun
 from tests.audit import check_run
 from tests.fleet import Fleet
 
@@ -129,6 +130,18 @@ def test_a_reward_that_cannot_be_used(tmp_path: Path, case: str, capsys: pytest.
     assert publish(str(tmp_path / "run")) == exitcodes.USER_ERROR
     said = capsys.readouterr().err
     assert word in said and "cannot publish" in said
+
+
+def test_an_environment_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "world.py").write_text("raise RuntimeError('the world is broken')\n")
+    config = RunConfig.from_dict({"inner": {"environment": "world.py:World", "warm_start_steps": 1}}, tmp_path)
+    open_run(config, str(tmp_path / "run"), SystemClock())
+    assert publish(str(tmp_path / "run")) == exitcodes.USER_ERROR
+    said = capsys.readouterr().err
+    assert "the world is broken" in said and "world.py" in said
+    with pytest.raises(WrongRun, match="Nothing was trained there yet"):  # mended: other mathematics, but none to lose
+        (tmp_path / "world.py").write_text("class World: ...\n")
+        open_run(config, str(tmp_path / "run"), SystemClock())
 
 
 def test_export_of_any_step_loads_generates_and_repeats(tmp_path: Path) -> None:
