@@ -128,7 +128,7 @@ class RunConfig:
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
         _check_outer(self.outer, self.inner.boundary)
-        _check_fleet(self.fleet)
+        check_fleet(self.fleet)
         for setting, path in self.user_files().items():
             if not path.is_file():
                 raise ConfigError(f"inner.{setting}: there is no file {path}. Give a path relative to the config file")
@@ -176,7 +176,8 @@ def _check_outer(outer: OuterConfig, boundary: int) -> None:
         raise ConfigError("outer.max_carry must be at least 0, age_discount in [0, 1], snapshot_every at least 1")
 
 
-def _check_fleet(fleet: FleetConfig) -> None:
+def check_fleet(fleet: FleetConfig) -> None:
+    """Raises ConfigError for wishes that no run could fulfil."""
     if fleet.replicas < 1 or fleet.steps < 1:
         raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
     if fleet.retention not in ("all", "window"):

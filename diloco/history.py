@@ -99,7 +99,8 @@ def _nearest_snapshot(store: Any, state: OuterState, step: int | None, tell: Cal
 def _model_record(run: Run) -> ModelRecord:
     body = run.store.get(layout.MODEL_MANIFEST)
     if body is None:
-        raise ConfigError(f"{run.url} has no model to export yet: it is published when the first replicas start")
+        name = run.config.name  # raises for a run that has no model of its own
+        raise ConfigError(f"{run.url} ({name}) has no model yet: it is published when the first replicas start")
     return ModelRecord.decode(body)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from diloco.config import ConfigError, FleetConfig, RunConfig
+from diloco.config import ConfigError, FleetConfig, RunConfig, check_fleet
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
@@ -75,6 +75,11 @@ class Run:
     def config(self) -> RunConfig:
         """As launched; the user's files are read with `fetch_files`."""
         raw = self.record.config
+        if "inner" not in raw:
+            raise ConfigError(
+                f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "
+                "are in that program. `diloco status` and `diloco report` read it; start and export from there"
+            )
         inner = {k: v for k, v in raw["inner"].items() if k not in self.record.files}
         entry = self.record.mathematics["entry_points"]
         for setting, stored in self.record.files.items():
@@ -102,6 +107,13 @@ def open_run(
     min_replicas: int | None = None,
 ) -> Run:
     """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError."""
+    fleet = replace(
+        config.fleet,
+        replicas=replicas or config.fleet.replicas,
+        steps=steps or config.fleet.steps,
+        min_replicas=min_replicas or config.fleet.min_replicas,
+    )
+    check_fleet(fleet)  # a quorum that the config names is never lowered by a smaller --replicas
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     if not isinstance(raw, FileStore | MemoryStore) and store.get(layout.RUN) is None:
@@ -113,13 +125,19 @@ def open_run(
     won, value = put_once(store, clock, layout.RUN, mine.encode())
     stands = RunRecord.decode(value)
     refuse_another(url, stands, mine, untouched=store.get(layout.MODEL_MANIFEST) is None)
-    fleet = FleetConfig(
-        replicas=replicas or config.fleet.replicas,
-        steps=steps or config.fleet.steps,
-        min_replicas=min_replicas or (config.fleet.min_replicas if replicas is None else None),
-    )
     wish(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
+
+
+def agree(store: Store, clock: Clock, outer: Mapping[str, Any], parameters: list[list[Any]]) -> None:
+    """What `open_run` does, for a loop that has no run.toml: its outer settings and parameter layout, once and for all.
+
+    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   Raises WrongRun.
+    """
+    mathematics = {"outer": dict(outer), "parameters": parameters}
+    mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, nonce(), clock.wall())
+    _, value = put_once(store, clock, layout.RUN, mine.encode())
+    refuse_another(store.url, RunRecord.decode(value), mine)
 
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:

@@ -41,7 +41,7 @@ class Life:
         self.clock, self.timing, self._store, self._slot = clock or SystemClock(), timing, store, slot
         self._journal: Journal | None = None
         self._parent_alive, self._orphan_since = parent_alive, 0.0
-        self._ended = threading.Event()
+        self._ended, self.why = threading.Event(), "asked to leave"
         self.rv = Rendezvous(
             store,
             self.clock,
@@ -70,8 +70,6 @@ class Life:
         """Offer what there is at the next inner step, and go.  Safe in a signal handler."""
         self.rv.ask_to_leave()
         self.why = why
-
-    why = "asked to leave"
 
     def end(self) -> None:
         """Stop beating.  The slot stays claimed; a successor takes the next generation."""

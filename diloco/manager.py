@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from diloco import dropin
+from diloco.launch import agree
 from diloco.life import Life, make_room
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import Wanted
@@ -81,7 +82,9 @@ class StoreManager:
             store = open_store(run) if isinstance(run, str) else run
             clock = clock or SystemClock()
             make_room(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
-            run = Life(store, slot, timing or Timing(), clock=clock)
+            run, self._founds = Life(store, slot, timing or Timing(), clock=clock), True
+        else:
+            self._founds = False  # `diloco train` has written run.json
         self.life = run
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round, asked at each offer
         self.left = False  # did the `with` end because this replica was asked to go?
@@ -168,8 +171,12 @@ class StoreManager:
     # ---------------------------------------------------------------- for the outer loop
 
     def join(self, loop: "OuterLoop") -> None:
-        """Heal: afterwards the loop's θ is the run's."""
+        """Heal: afterwards the loop's θ is the run's.   Raises WrongRun."""
+        from diloco.outer import layout_of  # outer names this class
+
         rv, self._loop = self.life.rv.under(loop.rules), loop
+        if self._founds:
+            agree(rv.store, self.life.clock, loop.mathematics(), layout_of(loop.model))
         rv.join(loop.state)
         self.life.tell("joined", step=rv.step)
         self.life.flush()

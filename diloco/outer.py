@@ -17,6 +17,7 @@ Not promised: anything about inner steps after the last sync when the `with` end
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -205,11 +206,20 @@ class OuterLoop:
         self.state = OuterState(self.thetas, outers)
         self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
         self._mark = time.monotonic()
+        self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
         self._hooks: list[Any] = []
+
+    def mathematics(self) -> dict[str, Any]:
+        """What all replicas of a run must share."""
+        group = self.state.optimizers[0].param_groups[0]
+        step = {"lr": group["lr"], "momentum": group["momentum"]}
+        schedule = {"fragment_sync_delay": self.interval - self.prepare_at, "fragment_update_alpha": self.alpha}
+        return {**asdict(self.rules), **step, **schedule}
 
     def __enter__(self) -> "OuterLoop":
         self.manager.join(self)
-        self.scatter_all()
+        for fragment in range(len(self.fragments)):
+            self._rewrite(fragment)
         self._mark = time.monotonic()
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
         self.diloco.__enter__()
@@ -224,7 +234,7 @@ class OuterLoop:
             hook.remove()
         self._hooks.clear()
         if kind is None or kind is Leaving:
-            self.manager.close("done" if kind is None else "asked to leave")
+            self.manager.close("done" if kind is None else self.manager.life.why)
         return kind is Leaving
 
     # ---------------------------------------------------------------- hooks
@@ -253,20 +263,18 @@ class OuterLoop:
             return
         self.scatter(fragment)
         self.manager.catch_up(self._late)
-        self.scatter_all(only_changed=True)
+        self._rewrite_stale()
         self._mark = time.monotonic()
 
     def _late(self, step: int) -> None:
         """Before a missed step is applied: offer the inner steps that its fragment has seen."""
-        self.scatter_all(only_changed=True)
+        self._rewrite_stale()
         fragment = step % self.rules.fragments
         if self.h[fragment]:
             part = self.fragments[fragment]
             part.gather(self.thetas[fragment])
             self.manager.offer((self.thetas[fragment] - part.flat.data).numpy(), self.h[fragment])
         self._stale = fragment
-
-    _stale: int | None = None  # the fragment whose θ a caught-up step has moved
 
     # ---------------------------------------------------------------- the model
 
@@ -275,11 +283,14 @@ class OuterLoop:
         self.fragments[fragment].scatter(self.thetas[fragment])
         self.h[fragment] = 0
 
-    def scatter_all(self, only_changed: bool = False) -> None:
-        """model ← θ, for all fragments or for the one that catching up has moved."""
-        for i in range(len(self.fragments)) if not only_changed else [] if self._stale is None else [self._stale]:
-            self.fragments[i].flat.data.copy_(self.thetas[i])
-            self.scatter(i)
+    def _rewrite(self, fragment: int) -> None:
+        """model ← θ, which was moved without torchft."""
+        self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
+        self.scatter(fragment)
+
+    def _rewrite_stale(self) -> None:
+        if self._stale is not None:
+            self._rewrite(self._stale)
         self._stale = None
 
 

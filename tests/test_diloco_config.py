@@ -83,6 +83,13 @@ def test_the_same_command_resumes_and_wishes_may_change(tmp_path: Path) -> None:
     assert (wanted.replicas, wanted.steps, wanted.universe, wanted.records) == (5, 40, 5, 2)
 
 
+def test_a_configured_quorum_is_never_lowered_by_the_way(tmp_path: Path) -> None:
+    text = SUPERVISED + "[fleet]\nreplicas = 4\nmin_replicas = 3\n"
+    assert read_control(founded(tmp_path, text, replicas=5).store).min_replicas == 3
+    with pytest.raises(ConfigError, match=r"min_replicas = 3 with fleet\.replicas = 2"):
+        founded(tmp_path, text, replicas=2)
+
+
 def test_a_stopped_run_is_resumed_by_the_same_command(tmp_path: Path) -> None:
     run = founded(tmp_path)
     write_control(run.store, SystemClock(), stop=True)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.config import ConfigError
+from diloco.launch import read_run
 from diloco.manager import MockManager, StoreManager, likely_cause
 from diloco.outer import FlatFragment, Nesterov, OuterError, OuterState, cut, layout_of, make_diloco, nesterov
 from rendezvous.clock import SystemClock
+from rendezvous.errors import WrongRun
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
@@ -263,10 +266,28 @@ def test_another_model_under_the_same_url_is_refused(fresh: str) -> None:
         pass
     two = MockManager(fresh, "r01")
     with (
-        pytest.raises(OuterError, match="a run of another model"),
+        pytest.raises(WrongRun, match="parameters is"),
         make_diloco(second, torch.optim.SGD(second.parameters(), lr=0.1), two, sync_every=6),
     ):
         pass
+    one.shutdown()
+    two.shutdown()
+
+
+def test_other_settings_under_the_same_url_are_refused(fresh: str) -> None:
+    """A library run has no run.toml; its outer settings are a register all the same."""
+    model = nn.Linear(4, 4)
+    one = MockManager(fresh, replicas=2)
+    with make_diloco(model, torch.optim.SGD(model.parameters(), lr=0.1), one, sync_every=6):
+        pass
+    two = MockManager(fresh, "r01")
+    with (
+        pytest.raises(WrongRun, match=r"outer.lr is 0.7 there, 0.5 here"),
+        make_diloco(model, torch.optim.SGD(model.parameters(), lr=0.1), two, sync_every=6, outer_lr=0.5),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="started by a program with make_diloco"):
+        _ = read_run(f"memory://{fresh}").config
     one.shutdown()
     two.shutdown()
 
