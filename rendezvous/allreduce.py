@@ -23,11 +23,12 @@ from rendezvous.membership import Wanted
 from rendezvous.records import Commit
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
+from rendezvous.seal import run_key, under_key
 from rendezvous.snapshots import Arrays
 from rendezvous.store import Store, open_store
 
 Floats = NDArray[np.floating[Any]]
-STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60)
+STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform")
 
 
 class NoState:
@@ -71,8 +72,13 @@ class ObjectStoreAllReduce:
 
     @property
     def step(self) -> int:
-        """Which step the next call is."""
-        return self._begun().step if self.world_size > 1 else 0
+        """Which step the next call is.  TimeoutError if a predecessor's step waits for others in vain."""
+        if self.world_size == 1:
+            return 0
+        try:
+            return self._begun().step
+        except GaveUp as error:
+            raise TimeoutError(self._who_is_missing(error)) from error
 
     def allreduce(self, tensor: Any) -> Any:
         """Replace a float tensor (numpy or torch) by its mean over all ranks; -> the tensor.
@@ -87,7 +93,7 @@ class ObjectStoreAllReduce:
             rv.offer(mean, 1)
             commit = rv.settle()
         except GaveUp as error:
-            raise TimeoutError(self._who_is_missing()) from error
+            raise TimeoutError(self._who_is_missing(error)) from error
         self._check_sizes(commit, mean)
         rv.mean(commit, mean)
         rv.advance(commit)
@@ -98,7 +104,7 @@ class ObjectStoreAllReduce:
         """This rank's seat, at the first step that neither it nor a predecessor has offered."""
         if self._rv is None:
             timing = Timing(poll=0.02, give_up=self.timeout_s, store_patience=self.timeout_s)
-            store = self._store or open_store(self._url)
+            store = under_key(self._store or open_store(self._url), self._clock, run_key())
             rv = Rendezvous(store, self._clock, layout.slot_name(self.rank), STRICT, timing)
             rv.claim()
             n = self.world_size
@@ -110,10 +116,11 @@ class ObjectStoreAllReduce:
         self._caught_up = True
         return self._rv
 
-    def _who_is_missing(self) -> str:
+    def _who_is_missing(self, error: GaveUp) -> str:
         rv = self._rv
-        assert rv is not None
-        ranks = [i for i in range(self.world_size) if not rv.offered(layout.slot_name(i))]
+        ranks = [i for i in range(self.world_size) if rv and not rv.offered(layout.slot_name(i))]
+        if rv is None or not ranks:  # it was not for them: the store did not answer, or there was no time to decide
+            return f"within {self.timeout_s:.0f} s: {error}"
         return (
             f"step {rv.step}: no value from rank {', '.join(map(str, ranks))} of {self.world_size} within "
             f"{self.timeout_s:.0f} s. What is offered stays: start those ranks again, or repeat the call to wait on"

@@ -13,43 +13,46 @@ Everybody whose own offer is durable does this, staggered by rank; put_once pick
 Not promised: that the closer lives to read its own decision.  Nobody needs it for that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rendezvous import layout, rules
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
-from rendezvous.membership import Membership, Wanted
-from rendezvous.records import Commit, Listed, Offer, nonce
+from rendezvous.errors import BadCommit
+from rendezvous.membership import Membership, Wanted, claims
+from rendezvous.records import Commit, Listed, Offer, WireError, nonce
 from rendezvous.rules import Rules, Timing
-from rendezvous.store import Store, put_once
+from rendezvous.store import VOID, Store, put_once
 
 
 class Vigil:
     """How long a replica has watched one step.  Its own pauses do not count: a sleeper has not waited.
 
-    idle: seconds since it began to look.   waited: seconds since it saw m fresh offers.
+    idle: seconds since it began to look.   waited: since it saw m fresh offers.   again: no attempt before this `idle`.
     """
 
     def __init__(self, clock: Clock, timing: Timing) -> None:
         self._clock, self._timing = clock, timing
         self._looked_at, self._elapsed = clock.now(), 0.0
-        self.polls, self.idle, self.waited = 0, 0.0, 0.0
+        self._since: float | None = None  # `idle` when m fresh offers were last seen
+        self.idle, self.waited, self.again = 0.0, 0.0, 0.0
 
     @property
     def pause(self) -> float:
-        """Polls come slower the longer a step stands open."""
-        return self._timing.poll * min(4.0, 1 + self.polls / 20)
+        """An eighth of what was waited so far: polling adds little to any wait, and little is asked of the store."""
+        return min(4 * self._timing.poll, max(self._timing.poll / 8, self.idle / 8))
 
     def look(self) -> None:
         now = self._clock.now()
-        self._elapsed, self._looked_at = min(now - self._looked_at, 4 * self.pause), now
+        self._elapsed, self._looked_at = min(now - self._looked_at, 4 * max(self.pause, self._timing.poll)), now
         self.idle += self._elapsed
 
     def quorum(self, reached: bool) -> None:
-        self.waited = self.waited + self._elapsed if reached else 0.0
+        gap = self._elapsed if self._since is None else self.idle - self._since
+        self.waited = self.waited + gap if reached else 0.0
+        self._since = self.idle if reached else None
 
     def sleep(self) -> None:
-        self.polls += 1
         self._clock.sleep(self.pause)
 
 
@@ -57,6 +60,7 @@ class Closer:
     """One replica's eyes on the open step, and its hand.
 
     alien(offer): called when somebody's offer for the open step started from another θ than ours.
+    skipped(key, why): called once for each record that lies where an offer belongs and is none.
     """
 
     def __init__(
@@ -68,9 +72,11 @@ class Closer:
         rules_: Rules,
         timing: Timing,
         alien: Callable[[Offer], None],
+        skipped: Callable[[str, str], None],
     ) -> None:
         self._store, self._clock, self._chain, self._members = store, clock, chain, members
-        self._rules, self._timing, self._alien = rules_, timing, alien
+        self._rules, self._timing, self._alien, self._skipped = rules_, timing, alien, skipped
+        self._odd, self._claimed = set[str](), set[tuple[str, int]]()
         self.step, self.base = 0, ""
         self._offers: dict[tuple[int, str], Offer] = {}  # eligible ones: they can never become anything else
 
@@ -85,8 +91,11 @@ class Closer:
         snapshot: step of the newest one known.
         """
         wishes = self._members.wanted
-        if vigil.polls < 2 * rules.rank(self.step, layout.slot_index(self._members.slot), wishes.universe):
+        rank = rules.rank(self.step, layout.slot_index(self._members.slot), wishes.universe)
+        apart = rules.stagger(rank, wishes.universe) * self._timing.poll
+        if vigil.idle < max(apart, vigil.again):
             return "lets others close first"
+        vigil.again = vigil.idle + apart if wishes.universe > rules.CROWD and rank == 3 else 0.0
         fresh = self._fresh(wishes)
         vigil.quorum(len(fresh) >= wishes.min_replicas)
         why_not = self._why_not(fresh, wishes, vigil.waited) or self._news(wishes)
@@ -106,12 +115,40 @@ class Closer:
         """A slot's offer for step s: its first eligible record.  Which one is eligible depends on the chain alone."""
         attempt = 0
         while (s, slot) not in self._offers:
-            body = self._store.get(layout.offer(s, slot, attempt))
+            key = layout.offer(s, slot, attempt)
+            body = self._store.get(key)
             if body is None:
                 return None
-            self._judge(Offer.decode(body))
+            if (offer := self.read(key, body, s, slot)) is not None:
+                self._judge(offer)
             attempt += 1
         return self._offers[s, slot]
+
+    def read(self, key: str, body: bytes, s: int, slot: str) -> Offer | None:
+        """The offer that lies where slot's for step s belong; None, and a word, if no replica of this run made it."""
+        if body == VOID:
+            return None
+        try:
+            offer = Offer.decode(body)
+            why = rules.flaw(offer, s, slot, self._rules) or self._unclaimed(offer)
+        except WireError as error:
+            why = str(error)
+        else:
+            if not why:
+                return offer
+        if key not in self._odd:
+            self._odd.add(key)
+            self._skipped(key, why)
+        return None
+
+    def _unclaimed(self, offer: Offer) -> str:
+        """A made-up generation must not count: its number would fence those who hold the slot."""
+        name = offer.slot, offer.generation
+        if name not in self._claimed:
+            if not self._store.get(layout.claim(*name)):
+                return f"nobody claimed generation {offer.generation} of {offer.slot}"
+            self._claimed.add(name)
+        return ""
 
     def eligible(self, offer: Offer) -> bool:
         base = self.base
@@ -161,6 +198,7 @@ class Closer:
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {self._silence(fresh, wishes)}"
         recent, wanted = self._chain.recent(self.step, 2), wishes.slots[: wishes.replicas]
         expected = rules.expected(self.step, recent, members.peers, self._timing.dead_after, wanted)
+        members.awaited = expected - set(fresh)
         reasons = rules.waiting_for(
             self.step, fresh, expected - {members.slot}, members.peers, waited, self._rules, self._timing
         )
@@ -185,30 +223,44 @@ class Closer:
         sizes, r = [o.size for o in fresh.values()], self._rules
         sharded = rules.reduces_sharded(sizes, r.codec, r.shard_from) and all(o.shards for o in fresh.values())
         owners = tuple(s for s, o in sorted(fresh.items()) if not o.leaving) if sharded else ()
-        listed = [self._listed(o, 0) for _, o in sorted(fresh.items())]
+        offers = [o for _, o in sorted(fresh.items())]
         for age in range(1, self._rules.max_carry + 1):
-            listed += [self._listed(o, age) for o in self._late(t - age * self._rules.fragments, wishes)]
+            offers += self._late(t - age * self._rules.fragments, wishes)
+        listed = rules.weighed([_listed(o) for o in offers], t, r)
         return Commit(
-            t, self._chain.digest(t - 1), self.base, tuple(listed), self._fence(listed, wishes), wishes.min_replicas,
+            t, self._chain.digest(t - 1), self.base, listed, self._fence(listed, wishes), wishes.min_replicas,
             rules.pace(tooks, self._timing.poll), snapshot, self._members.name, nonce(), self._clock.wall(),
             "sharded" if owners else "direct", owners,
         )  # fmt: skip
 
-    def _listed(self, o: Offer, age: int) -> Listed:
-        w = rules.weight(o.h, self._rules.sync_every, age, self._rules.age_discount)
-        return Listed(
-            o.step, o.slot, o.generation, o.nonce, o.blob, o.size, o.digest, o.h, w, o.zero, o.leaving, o.shards
-        )  # fmt: skip
-
-    def _fence(self, listed: list[Listed], wishes: Wanted) -> dict[str, int]:
+    def _fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
         """Nobody below the newest claim of its slot may offer after this step."""
         fence = dict(self._chain.fence(self.step))
         for o in listed:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
         for slot in self._slots(wishes):
-            generation = fence.get(slot, 0)
-            while self._store.get(layout.claim(slot, generation + 1)) is not None:
-                generation += 1
-            if generation:
-                fence[slot] = generation
+            known = fence.get(slot, 0)
+            newest = max((g for g, _ in claims(self._store, slot, known)), default=known)
+            if newest:
+                fence[slot] = newest
         return fence
+
+
+def _listed(o: Offer) -> Listed:
+    """Not weighed yet."""
+    return Listed(
+        o.step, o.slot, o.generation, o.nonce, o.blob, o.size, o.digest, o.h, 0.0, o.zero, o.leaving, o.shards,
+        o.samples, o.norm, o.scale,
+    )  # fmt: skip
+
+
+def refuse_misweighed(commit: Commit, rules_: Rules) -> None:
+    """Every reader weighs a commit's offers again, before it averages anything."""
+    for found, due in zip(commit.offers, rules.weighed(commit.offers, commit.t, rules_), strict=True):
+        if found != due:
+            raise BadCommit(
+                f"commit {commit.t} by {commit.by} gives {found.slot}'s offer for step {found.step} the weight "
+                f"{found.weight} (factor {found.factor}), by the run's rules it is {due.weight} (factor {due.factor}). "
+                "Nothing was averaged: replicas of different releases must not share a run. Export an earlier step, "
+                "and start a new run from it"
+            )

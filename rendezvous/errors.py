@@ -13,9 +13,10 @@
     │   ├── Diverged              its θ is not the chain's; a new life heals from the bucket
     │   └── GaveUp                nothing moved for too long; the same command resumes the run
     ├── ChainBroken               a commit does not follow the one before it
+    ├── Forged                    a commit or manifest that was not written with the run's key
     ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
     ├── BadDelta                  a pseudogradient that must not be offered
-    └── WrongRun                  the URL holds a run with another mathematics or layout
+    └── WrongRun                  the URL holds a run with another mathematics, layout or key
 
 A definite error may be retried freely.  After an indefinite one, read first (`store.put_once` does).
 """
@@ -73,6 +74,14 @@ class ChainBroken(RendezvousError):
     """A commit does not follow the one before it."""
 
 
+class Forged(RendezvousError):
+    """A commit or manifest that was not written with the run's key."""
+
+
+class BadCommit(RendezvousError):
+    """A commit that does not follow the run's rules."""
+
+
 class Corrupt(RendezvousError):
     """Bytes that do not have their announced digest, after repeated reading."""
 
@@ -82,4 +91,4 @@ class BadDelta(RendezvousError):
 
 
 class WrongRun(RendezvousError):
-    """The URL holds a run with another mathematics or layout."""
+    """The URL holds a run with another mathematics, layout or key."""

@@ -1,6 +1,7 @@
 """Where everything lives in the bucket.  The only file that spells a key.
 
     {run}/
+    ├── seal.json                                  in a run under a key: its records are sealed    put_once
     ├── run.json                                   the run's mathematics and parameter layout      put_once
     ├── code/{digest}/{name}                       the user's own files, as launched               put_once
     ├── model/{name}                               θ₀'s folder; manifest.json goes last            put_once
@@ -14,6 +15,7 @@
     ├── snapshots/{t:010d}/
     │   └── manifest.json, {nonce}.safetensors     θ_t and outer momentum                          put_once
     ├── leave/{slot}-{generation}.json             a graceful goodbye                              put_once
+    ├── residuals/{slot}-{generation}-{nonce}.bin  what its codec had not sent; deleted when taken put, new name
     ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
     └── log/{slot}-{generation}/{n:06d}.jsonl      metrics and events                              put, by its slot
 
@@ -23,10 +25,13 @@ could be "won" again by a replica that slept.
 Not promised: that a key listed under `alive/` belongs to a living process.
 """
 
+SEAL = "seal.json"
 RUN = "run.json"
 MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
+_SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
+_FOLDERS = {"replicas": "claim", "leave": "leave", "control": "control"}
 
 
 def slot_name(index: int) -> str:
@@ -95,6 +100,10 @@ def leave(slot: str, generation: int) -> str:
     return f"leave/{slot}-{generation}.json"
 
 
+def residual(slot: str, generation: int, nonce: str) -> str:
+    return f"residuals/{slot}-{generation}-{nonce}.bin"
+
+
 def control(n: int) -> str:
     return f"control/{n:06d}.json"
 
@@ -107,3 +116,17 @@ def log_owner(key: str) -> tuple[str, int]:
     """log/r01-2/000003.jsonl -> ("r01", 2)"""
     slot, _, generation = key.split("/")[1].rpartition("-")
     return slot, int(generation)
+
+
+def kind(key: str) -> str | None:
+    """What record lies under a key: claim, offer, commit, …; None for blobs, beats and logs, which have no register."""
+    if key in _SINGLE:
+        return _SINGLE[key]
+    parts = key.split("/")
+    if parts[0] in _FOLDERS:
+        return _FOLDERS[parts[0]]
+    if parts[0] == "snapshots":
+        return "snapshot" if parts[-1] == "manifest.json" else None
+    if parts[0] == "steps" and parts[-1].endswith(".json"):
+        return "commit" if parts[-1] == "commit.json" else parts[2]
+    return None

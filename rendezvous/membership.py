@@ -10,14 +10,14 @@ A tick that the store refuses is skipped: beats are advisory.
 Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError, StoreError
 from rendezvous.records import Beat, Claim, Control, Offer, nonce
-from rendezvous.rules import Peer, Timing
+from rendezvous.rules import CROWD, Peer, Timing
 from rendezvous.store import Store, put_once
 
 
@@ -64,7 +64,7 @@ def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
     """All control records from `wanted.records` on, folded."""
     wanted = wanted or Wanted()
     while (body := store.get(layout.control(wanted.records))) is not None:
-        wanted = wanted.after(Control.decode(body))
+        wanted = wanted.after(Control.decode(body)) if body else replace(wanted, records=wanted.records + 1)
     return wanted
 
 
@@ -88,23 +88,34 @@ def _check_wishes(record: Control) -> None:
         layout.slot_index(record.drain)
 
 
+def claims(store: Store, slot: str, above: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(generation, claim) of those who took the slot after generation `above`, in order."""
+    generation = above + 1
+    while (body := store.get(layout.claim(slot, generation))) is not None:
+        if body:
+            yield generation, body
+        generation += 1
+
+
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0) -> int:
     """Take the next generation of a slot.  Two launches for one slot: the loser goes, for good.
 
     If it took the generation after, two launchers would fence each other for ever.
     """
     generation = 1
-    while store.get(layout.claim(slot, generation)) is not None:
-        generation += 1
-    mine = Claim(slot, generation, nonce(), clock.wall(), host, pid)
-    won, value = put_once(store, clock, layout.claim(slot, generation), mine.encode())
-    if not won:
-        other = Claim.decode(value)
-        raise Fenced(
-            f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
-            f"(generation {generation}); this process goes"
-        )
-    return generation
+    while True:
+        while store.get(layout.claim(slot, generation)) is not None:
+            generation += 1
+        mine = Claim(slot, generation, nonce(), clock.wall(), host, pid)
+        won, value = put_once(store, clock, layout.claim(slot, generation), mine.encode())
+        if won:
+            return generation
+        if value:
+            other = Claim.decode(value)
+            raise Fenced(
+                f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
+                f"(generation {generation}); this process goes"
+            )
 
 
 @dataclass
@@ -126,7 +137,9 @@ class Membership:
     ) -> None:
         self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
         self._timing, self._host, self._pid = timing, host, pid
-        self._beats, self._looked_at = 0, clock.now()
+        self._beats, self._began, self._round = 0, clock.now(), 0
+        self._looked_at: dict[str, float] = {}
+        self.awaited: set[str] = set()  # whom the open step waits for
         self.status, self.wanted = Status(), Wanted()
         self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._liars: dict[str, int] = {}
@@ -190,8 +203,8 @@ class Membership:
             return
 
     def _look_for_successor(self) -> None:
-        if self._store.get(layout.claim(self.slot, self.generation + 1)) is not None:
-            self.fenced_by = self.generation + 1
+        for generation, _ in claims(self._store, self.slot, self.generation):
+            self.fenced_by = generation
 
     def _look_for_commit(self) -> None:
         step = self.status.step
@@ -200,16 +213,31 @@ class Membership:
 
     def _look_around(self) -> None:
         now = self._clock.now()
-        elapsed, self._looked_at = min(now - self._looked_at, 4 * self._timing.beat), now
-        for slot in self.wanted.slots:
-            if slot != self.slot:
-                body = self._store.get(layout.beat(slot))
-                if body is not None:
-                    old, liar = self.peers.get(slot), self._liars.get(slot, 0)
-                    self.peers[slot] = seen(old, Beat.decode(body), elapsed, liar)
+        for slot in self._in_view():
+            elapsed = min(now - self._looked_at.get(slot, self._began), 4 * self._timing.beat)
+            self._looked_at[slot] = now
+            body = self._store.get(layout.beat(slot))
+            if body is not None:
+                old, liar = self.peers.get(slot), self._liars.get(slot, 0)
+                self.peers[slot] = seen(old, Beat.decode(body), elapsed, liar)
+
+    def _in_view(self) -> list[str]:
+        """Whom to look at now: everybody, or in a crowd some of those that the step waits for and the rest in turn."""
+        others = [slot for slot in self.wanted.slots if slot != self.slot]
+        if len(others) <= CROWD:
+            return others
+        self._round += 1
+        awaited = sorted(self.awaited.intersection(others))
+        return list(dict.fromkeys([*_some(awaited, self._round), *_some(others, self._round)]))
 
     def _listen(self) -> None:
         self.listen(self._store)
+
+
+def _some(slots: list[str], turn: int) -> list[str]:
+    """At most CROWD of them, others at every turn."""
+    at = turn * CROWD % max(1, len(slots))
+    return (slots[at:] + slots[:at])[:CROWD]
 
 
 def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0) -> Peer:

@@ -8,8 +8,9 @@
     latency, speed      small GETs and creates; one blob up and down
 
     unfit(store, clock)                         the first two only, small: why no run may be founded there, or None
+    throughput(store, clock, size)              the last one only
     probe(store, clock) ─▶ Probe ─▶ .verdict()  None, or why not
-                                 ─▶ sync_estimate(probe, parameters, replicas)
+                                 ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
 The keys lie under probe/{nonce}/ and are removed, the only registers that ever are: nobody else knows them.
@@ -22,11 +23,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from textwrap import wrap
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from rendezvous.clock import Clock
+from rendezvous.codecs import nominal_ratio
+from rendezvous.codecs.choose import sync_seconds
 from rendezvous.errors import KeyExists, StoreRefused, StoreUnclear
+from rendezvous.rules import Rules, reduces_sharded
 from rendezvous.store import Store
 
 T = TypeVar("T")
@@ -99,6 +104,7 @@ class Estimate:
     download_bytes: int
     dollars: float | None
     egress_dollars: float | None  # if the replicas run outside the store's cloud
+    mode: str = "direct"
 
     @property
     def requests(self) -> int:
@@ -124,11 +130,20 @@ def unfit(store: Store, clock: Clock) -> str | None:
         _clean(store, at, rounds)
 
 
+def throughput(store: Store, clock: Clock, size: int) -> tuple[float, float]:
+    """Bytes per second (up, down) of one blob of `size` bytes."""
+    key = f"probe/{os.urandom(6).hex()}/blob"
+    try:
+        return _rates(store, clock, key, size)
+    finally:
+        _delete(store, [key])
+
+
 def _measured(store: Store, clock: Clock, at: str, size: int, rounds: int, racers: int) -> Probe:
     raced = race(store, clock, f"{at}race/", rounds, racers)
     ranges, notices_end = _ranges(store, f"{at}range", clock)
     gets, creates = _latencies(store, clock, f"{at}small/")
-    put_s, get_s = _transfer(store, clock, f"{at}blob", size)
+    up, down = _rates(store, clock, f"{at}blob", size)
     return Probe(
         url=store.url,
         race=raced,
@@ -140,8 +155,8 @@ def _measured(store: Store, clock: Clock, at: str, size: int, rounds: int, racer
         get_s=median(gets),
         create_s=median(creates),
         size=size,
-        put_bytes_s=size / max(put_s, 1e-9),
-        get_bytes_s=size / max(get_s, 1e-9),
+        put_bytes_s=up,
+        get_bytes_s=down,
     )
 
 
@@ -239,12 +254,12 @@ def _latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[lis
     return gets, creates
 
 
-def _transfer(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
-    """Seconds to put a blob, and to get it into a buffer that was used before."""
+def _rates(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
+    """Bytes per second: putting a blob, and getting it into a buffer that was used before."""
     body = bytearray(os.urandom(1 << 10) * (size // 1024 + 1))[:size]
     put_s = _timed(clock, lambda: _insist(clock, lambda: store.put(key, memoryview(body))))
     get_s = _timed(clock, lambda: _insist(clock, lambda: store.get_into(key, memoryview(body))))
-    return put_s, get_s
+    return size / max(put_s, 1e-9), size / max(get_s, 1e-9)
 
 
 def _timed(clock: Clock, action: Callable[[], object]) -> float:
@@ -273,8 +288,12 @@ def _attempt(request: Callable[[], object]) -> None:
 def _clean(store: Store, at: str, rounds: int) -> None:
     names = ["twice", "own", "range", "blob", "listed/key"]
     names += [f"race/{n}" for n in range(rounds)] + [f"small/{n}" for n in range(9)]
+    _delete(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
+
+
+def _delete(store: Store, keys: list[str]) -> None:
     try:
-        store.delete([f"{at}{name}" for name in names])  # by name: a listing may lag
+        store.delete(keys)
     except (StoreRefused, StoreUnclear):
         return  # the probe's answer matters more than a few small objects
 
@@ -287,18 +306,20 @@ _R2 = (4.5e-6, 3.6e-7, 0.0)
 POLLS = 10  # GETs of one replica while it waits for the others
 
 
-def sync_estimate(probe: Probe, parameters: int, replicas: int, bytes_per_parameter: float = 4.0) -> Estimate:
-    """One outer sync, everyone reading everyone's blob, upload and download one after the other."""
-    blob = ceil(parameters * bytes_per_parameter)
-    others = replicas - 1
-    puts = replicas * (_requests_to_put(blob) + 2) + 1  # blob, offer, beat; one commit
-    gets = replicas * (others * ceil(blob / _RANGE) + replicas + POLLS)
-    seconds = blob / probe.put_bytes_s + others * blob / probe.get_bytes_s
-    seconds += 2 * probe.create_s + (replicas + 2) * probe.get_s
-    price, down = _price(probe.url), replicas * others * blob
+def sync_estimate(probe: Probe, parameters: int, replicas: int, codec: str = "fp32") -> Estimate:
+    """One outer sync on the path that the replicas would take; upload, coding and download one after the other."""
+    blob, n = ceil(4 * parameters / nominal_ratio(codec)), replicas
+    sharded = reduces_sharded([blob] * n, codec, Rules().shard_from)
+    part = ceil(blob / n)
+    up, down = (blob + part, 2 * (n - 1) * part) if sharded else (blob, (n - 1) * blob)
+    puts = n * (_requests_to_put(blob) + 2 + sharded * (_requests_to_put(part) + 1)) + 1  # offer, beat; one commit
+    gets = n * ((2 if sharded else 1) * (n - 1) * ceil((part if sharded else blob) / _RANGE) + n + POLLS)
+    seconds = sync_seconds(codec, parameters, n, probe.put_bytes_s, probe.get_bytes_s)
+    seconds += (2 + sharded) * probe.create_s + (n + 2) * probe.get_s
+    price = _price(probe.url)
     dollars = None if price is None else puts * price[0] + gets * price[1]
-    egress = None if price is None else down / 1e9 * price[2]
-    return Estimate(seconds, puts, gets, replicas * blob, down, dollars, egress)
+    egress = None if price is None else n * down / 1e9 * price[2]
+    return Estimate(seconds, puts, gets, n * up, n * down, dollars, egress, "sharded" if sharded else "direct")
 
 
 def _requests_to_put(blob: int) -> int:
@@ -322,8 +343,9 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def doctor_table(
-    probe: Probe, parameters: int | None = None, replicas: int = 4, bytes_per_parameter: float = 4.0
+    probe: Probe, parameters: int | None = None, replicas: int = 4, codec: str = "fp32", why: str = ""
 ) -> str:
+    """why: what a codec that is chosen for the reader would be, and for what reason."""
     raced, lag = probe.race, probe.list_lag_s
     winners = f"{max(raced.winners)} winner" + ("s" if max(raced.winners) > 1 else "")
     rows = [
@@ -340,14 +362,15 @@ def doctor_table(
         ("up, down", "", f"{_mb(probe.put_bytes_s)}, {_mb(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"),
     ]
     if parameters is not None:
-        rows += _sync_rows(sync_estimate(probe, parameters, replicas, bytes_per_parameter), parameters, replicas)
+        rows += _sync_rows(sync_estimate(probe, parameters, replicas, codec), parameters, replicas, codec)
+        rows += [("" if i else "codec = auto would be", "", line) for i, line in enumerate(wrap(why, 84))]
     reason = probe.verdict()
     last = "This store can carry a run." if reason is None else f"This store cannot carry a run: {reason}."
     return "\n".join([probe.url, *(f"  {a:<24}{b:<6}{c}" for a, b, c in rows), last])
 
 
-def _sync_rows(estimate: Estimate, parameters: int, replicas: int) -> list[tuple[str, str, str]]:
-    what = f"{parameters / 1e6:,.0f} M parameters, {replicas} replicas, direct"
+def _sync_rows(estimate: Estimate, parameters: int, replicas: int, codec: str) -> list[tuple[str, str, str]]:
+    what = f"{parameters / 1e6:,.0f} M parameters, {replicas} replicas, {codec}, {estimate.mode}"
     rows = [
         ("one outer sync (estimate)", "", what),
         ("  takes about", "", f"{estimate.seconds:.1f} s and {estimate.requests:,} requests"),

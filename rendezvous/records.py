@@ -88,7 +88,8 @@ class Offer(Record):
     base: digest of every fragment's θ and outer momentum that it started from.   h: inner steps inside.
     took: seconds from the last outer step to this offer.    size: bytes of the blob.
     shards: digests of the body's ranges on the fixed grid (wire.grid); empty for a small body.
-    norm: ‖Δ‖₂.    zero: every element is 0.    leaving: the writer goes away after this.
+    norm: ‖Δ‖₂.    scale: about ‖θ‖₂ of the fragment, 0 if not known.
+    zero: every element is 0.    leaving: the writer goes away after this.
     """
 
     kind = "offer"
@@ -105,6 +106,7 @@ class Offer(Record):
     at: float
     samples: float = 0.0
     norm: float = 0.0
+    scale: float = 0.0
     zero: bool = False
     leaving: bool = False
     codec: str = "fp32"
@@ -118,7 +120,10 @@ class Offer(Record):
 
 @dataclass(frozen=True)
 class Listed:
-    """One offer as a commit names it: all that a reader needs to fetch and weigh it."""
+    """One offer as a commit names it: all that a reader needs to fetch it, weigh it, and check the weight.
+
+    factor: what the norm gate left of the weight.
+    """
 
     step: int
     slot: str
@@ -132,6 +137,10 @@ class Listed:
     zero: bool = False
     leaving: bool = False
     shards: tuple[str, ...] = ()
+    samples: float = 0.0
+    norm: float = 0.0
+    scale: float = 0.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,10 @@ class Snapshot(Record):
 
 @dataclass(frozen=True)
 class Leave(Record):
-    """A graceful goodbye: the last write of a generation."""
+    """A graceful goodbye: the last write of a generation.
+
+    residual: key of what its codec had not sent yet, for the next generation alone ("": nothing, or no time).
+    """
 
     kind = "leave"
     slot: str
@@ -220,6 +232,8 @@ class Leave(Record):
     reason: str
     nonce: str
     at: float
+    residual: str = ""
+    residual_digest: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,37 @@ numpy (and a codec's accumulate) multiplies and adds in two roundings on every C
 replicas differ.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from rendezvous import layout
+from rendezvous.background import Together, at_once, in_turn
 from rendezvous.clock import Clock
-from rendezvous.codecs import codec
+from rendezvous.codecs import codec, one_pass_mean
 from rendezvous.errors import Corrupt
-from rendezvous.records import Commit, Mean, digest, nonce
+from rendezvous.records import Commit, Listed, Mean, digest, nonce
 from rendezvous.rules import Rules
+from rendezvous.sound import divide, settle, sound
 from rendezvous.store import Store, put_once
-from rendezvous.wire import Encoder, Range, alignment, body_size, byte_range, fetch, grid, payload
+from rendezvous.wire import Piece, Range, alignment, body_size, byte_range, differs, exact, fetch, grid, payload, roomy
 
 Shard = tuple[int, Range]  # its number on the grid, its elements
-_CHUNK = 1 << 18  # elements: two fp32 chunks of this stay in the cache
+_CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache
+_FAR = 16 << 20  # bytes of one body worth asking for at once where a request takes long
+
+
+@dataclass(frozen=True)
+class Mine:
+    """This replica's own body as it stands in memory: read from there, and put back where the store lost it."""
+
+    step: int
+    key: str
+    body: np.ndarray
+    pieces: list[Piece]
 
 
 class Reducer:
@@ -34,25 +49,24 @@ class Reducer:
 
     def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], rules: Rules | None = None) -> None:
         self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
-        self._codec, self._bytes = self.rules.codec, np.empty(0, np.uint8)
+        self._codec, self._bytes = self.rules.codec, roomy(0)
+        self._together: Together = in_turn if getattr(store, "cheap", False) else at_once
+        self._one_pass = one_pass_mean(self._codec)
+        self._odd = set[str]()  # blobs that were told of
 
-    def mean(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None = None) -> None:
-        """Write the mean of `commit` into `out` (fp32, the fragment's length).
-
-        mine: (key, body) of this replica's own blob; rewritten if the store's copy is bad.  `out` may be the memory
-        of that body: it is overwritten last.
-        """
+    def mean(self, commit: Commit, out: np.ndarray, mine: Mine | None = None) -> None:
+        """Write the mean of `commit` into `out` (fp32, the fragment's length).   After Corrupt, `out` is waste."""
         if commit.mode == "sharded":
             self._parts(commit, out)
             return
-        if mine is None and self._announced(commit, out):
-            return
         for pause in (0.1, 0.5, 2.0, 5.0):
-            trouble = self._direct(commit, out, mine)
+            if mine is None and self._announced(commit, out):
+                return
+            trouble = self._sum(commit, self._shards(out.size), out, mine)
             if trouble is None:
                 return
             self._tell("bad_blob", step=commit.t, trouble=trouble)
-            if self._announced(commit, out):  # from here on `out` may hold rubbish, and so may `mine`
+            if mine is not None and self._announced(commit, out):
                 return
             self._clock.sleep(pause)
         raise Corrupt(
@@ -60,12 +74,157 @@ class Reducer:
             "restore the object from a backup, or start again from an exported earlier step"
         )
 
+    # ---------------------------------------------------------------- the sum
+
+    def _shards(self, elements: int) -> list[Shard]:
+        return list(enumerate(grid(elements, alignment(self._codec), self.rules.shard_elements)))
+
+    def _sum(self, commit: Commit, shards: list[Shard], out: np.ndarray, mine: Mine | None) -> str | None:
+        """The listed bodies' mean in these shards, into the same place of `out`; -> None, or what was wrong."""
+        offers = self._fitting(commit, out.size)
+        for group in self._groups(commit, shards):
+            try:
+                trouble = self._sum_all(offers, group, out, mine)
+            except Corrupt:
+                trouble = self._sum_sound(commit, offers, group, out, mine)
+            if trouble is not None:
+                return trouble
+        return None
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _sum_all(self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: Mine | None) -> str | None:
+        """The rule of every day.   Raises Corrupt where the mean is not finite, or a body is none."""
+        total, bodies = out[_span(group)], list[np.ndarray]()
+        for listed, body in zip(offers, self._bodies(offers, group, mine), strict=True):
+            if isinstance(body, str):
+                return body
+            if self._one_pass is None:
+                self._add(total, body, listed.weight, first=listed is offers[0])
+            else:
+                bodies.append(body)
+        if not offers or not self._finish(offers, bodies, total):
+            raise Corrupt("the mean is not finite")
+        return None
+
+    def _finish(self, offers: list[Listed], bodies: list[np.ndarray], total: np.ndarray) -> bool:
+        """From all bodies, or the sum that `total` holds already, to the mean; -> is it finite?"""
+        if self._one_pass is None:
+            return divide(total, total_weight(offers))
+        return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _sum_sound(
+        self, commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: Mine | None
+    ) -> str | None:
+        """The same without what is not sound; shard by shard, because readers may group shards differently."""
+        for unit in [[shard] for shard in group] if _in_shards(commit) else [group]:
+            total, good = out[_span(unit)], list[Listed]()
+            for listed in offers:
+                body = self._body(listed, unit, mine, self._buffer(self._length(listed, unit)))
+                if isinstance(body, str):
+                    return body
+                if sound(self._codec, body, total.size):
+                    self._add(total, body, listed.weight, first=not good)
+                    good.append(listed)
+                else:
+                    self._poisoned(commit, listed, "values that are not finite, or bytes that no encoder writes")
+            if not good:
+                total.fill(0.0)
+            elif not divide(total, total_weight(good)):
+                settle(total)
+        return None
+
+    def _fitting(self, commit: Commit, elements: int) -> list[Listed]:
+        """The listed bodies but those that, by their records, are none of this fragment's."""
+        odd = [(o, self._misfit(o, elements)) for o in commit.offers]
+        for listed, why in odd:
+            if why:
+                self._poisoned(commit, listed, why)
+        return [listed for listed, why in odd if not why]
+
+    def _poisoned(self, commit: Commit, listed: Listed, why: str) -> None:
+        if listed.blob not in self._odd:
+            self._odd.add(listed.blob)
+            self._tell("poisoned", step=commit.t, slot=listed.slot, blob=listed.blob, text=f"counts for nothing: {why}")
+
+    def _groups(self, commit: Commit, shards: list[Shard]) -> Iterator[list[Shard]]:
+        """One by one where they stay in the cache; as many as one request should ask for where requests take long."""
+        if not _in_shards(commit):
+            yield shards
+            return
+        group: list[Shard] = []
+        for shard in shards:
+            group.append(shard)
+            if self._together is in_turn or body_size(self._codec, _size(group)) >= _FAR:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _bodies(self, offers: list[Listed], group: list[Shard], mine: Mine | None) -> Iterable[np.ndarray | str]:
+        """These shards of each body: all, to be added in one pass; or one after the other in the same memory."""
+        sizes = [self._length(listed, group) for listed in offers]
+        if self._together is in_turn and self._one_pass is None:
+            return (self._body(o, group, mine, self._buffer(n)) for o, n in zip(offers, sizes, strict=True))
+        rooms = np.split(self._buffer(sum(sizes)), np.cumsum(sizes)[:-1])
+        bodies: list[np.ndarray | str] = [""] * len(offers)
+
+        def get(i: int) -> None:
+            bodies[i] = self._body(offers[i], group, mine, rooms[i])
+
+        self._together(*(partial(get, i) for i in range(len(offers))))
+        return bodies
+
+    def _length(self, listed: Listed, group: list[Shard]) -> int:
+        """Bytes of these shards in a listed body."""
+        if not exact(self._codec):
+            return listed.size
+        start, stop = self._range(group)
+        return stop - start
+
+    def _body(self, listed: Listed, group: list[Shard], mine: Mine | None, room: np.ndarray) -> np.ndarray | str:
+        """These shards of a listed body; or what was wrong with them."""
+        start = self._range(group)[0] if exact(self._codec) else 0
+        if mine is not None and listed.blob == mine.key:
+            return mine.body[start : start + room.size]
+        trouble = fetch(self._store, self._clock, listed.blob, self._pieces(listed, group), room, start)
+        return room if trouble is None else trouble
+
+    def _misfit(self, listed: Listed, elements: int) -> str:
+        """Why a listed body cannot be one of this many elements; "" if it can."""
+        size, shards = body_size(self._codec, elements), len(self._shards(elements))
+        if listed.size != size if exact(self._codec) else listed.size > size:
+            return f"{listed.blob} should have {size} bytes, its record says {listed.size}"
+        if len(listed.shards) not in (0, shards):
+            return f"{listed.blob} should have {shards} shards, its record has {len(listed.shards)}"
+        return ""
+
+    def _range(self, group: list[Shard]) -> Range:
+        """Where these shards are in a body."""
+        return byte_range(self._codec, group[0][1][0], group[-1][1][1])
+
+    def _pieces(self, listed: Listed, group: list[Shard]) -> list[Piece]:
+        if not listed.shards:
+            return [(listed.size, listed.digest)]
+        return [(body_size(self._codec, stop - start), listed.shards[index]) for index, (start, stop) in group]
+
+    def _add(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
+        if self._codec == "fp32":
+            accumulate(total, body.view(np.float32), weight, first=first)
+        else:
+            codec(self._codec).accumulate(body, weight, total, first)
+
+    def _buffer(self, size: int) -> np.ndarray:
+        """Bytes to read into; the same memory every time, because fresh pages cost more than the read."""
+        if self._bytes.size < size:
+            self._bytes = roomy(size)
+        return self._bytes[:size]
+
     # ---------------------------------------------------------------- parts of a sharded step
 
     def parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
         """part j -> the (index, range) of its shards: as many runs of the grid as the commit names owners."""
-        shards = list(enumerate(grid(elements, alignment(self._codec), self.rules.shard_elements)))
-        count = len(commit.owners)
+        shards, count = self._shards(elements), len(commit.owners)
         cuts = [round(j * len(shards) / count) for j in range(count + 1)]
         return [shards[a:b] for a, b in pairwise(cuts)]
 
@@ -75,25 +234,21 @@ class Reducer:
             if not self.take_part(commit, j, part, out):
                 self.make_part(commit, part, out)
 
-    def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray) -> np.ndarray:
-        """The mean of these shards, from the listed bodies' ranges, into `out`; -> the part as it travels.
+    def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: Mine | None = None) -> np.ndarray:
+        """The mean of these shards, into `out`; -> the part as it travels.   Raises Corrupt.
 
         A lossy codec writes the mean once more; `out` holds what its body decodes to, as for every reader.
         """
-        for index, (start, stop) in part:
-            a, b = byte_range(self._codec, start, stop)
-            body = self._buffer(b - a)
-            for listed in commit.offers:
-                trouble = fetch(self._store, self._clock, listed.blob, b - a, listed.shards[index], body, a)
-                if trouble is not None:
-                    self._tell("bad_blob", step=commit.t, trouble=trouble)
-                    raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
-                self._add(out[start:stop], body, listed.weight, first=listed is commit.offers[0])
-            np.divide(out[start:stop], total_weight(commit), out=out[start:stop])
-        piece = _piece(part, out)
-        body = Encoder(self._codec, feedback=False).encode(0, piece)
-        if self._codec != "fp32":
-            codec(self._codec).decode(body, piece)
+        trouble = self._sum(commit, part, out, mine)
+        if trouble is not None:
+            self._tell("bad_blob", step=commit.t, trouble=trouble)
+            raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
+        piece = out[_span(part)]
+        if self._codec == "fp32":
+            return np.frombuffer(payload(piece), np.uint8)
+        body = self._buffer(body_size(self._codec, piece.size))
+        codec(self._codec).encode(piece, body)
+        codec(self._codec).decode(body, piece)
         return body
 
     def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
@@ -103,9 +258,9 @@ class Reducer:
         register = self._store.get(layout.mean(commit.t, j))
         if register is None:
             return False
-        record, piece = Mean.decode(register), _piece(part, out)
+        record, piece = Mean.decode(register), out[_span(part)]
         body = piece.view(np.uint8) if self._codec == "fp32" else self._buffer(body_size(self._codec, piece.size))
-        trouble = fetch(self._store, self._clock, record.blob, record.size, record.digest, body)
+        trouble = fetch(self._store, self._clock, record.blob, [(record.size, record.digest)], body)
         if trouble is not None:
             self._mend_part(commit, j, part, out, record, trouble)
         elif self._codec != "fp32":
@@ -125,37 +280,31 @@ class Reducer:
     def announce_part(self, commit: Commit, j: int, body: np.ndarray) -> None:
         """Write part j down, once; whoever else computed it has the same bytes."""
         if self._store.get(layout.mean(commit.t, j)) is None:
-            record = self._record(commit, body)
-            self._store.put(record.blob, payload(body))
-            put_once(self._store, self._clock, layout.mean(commit.t, j), record.encode())
+            self._write(commit, j, body)
 
-    def _buffer(self, size: int) -> np.ndarray:
-        """Bytes to read into; the same memory every time, because fresh pages cost more than the read."""
-        if self._bytes.size < size:
-            self._bytes = np.empty(size, np.uint8)
-        return self._bytes[:size]
+    # ---------------------------------------------------------------- announced by the closer
 
-    # ---------------------------------------------------------------- direct, and announced by the closer
+    def announces(self, commit: Commit, mean: np.ndarray) -> bool:
+        """Is the mean worth writing down for those who come later?  Not if the blobs are fewer bytes."""
+        return mean.nbytes <= sum(o.size for o in commit.offers)
 
     def announce(self, commit: Commit, mean: np.ndarray) -> None:
-        """Write the mean down, once, for those who come later: unless the blobs are fewer bytes than it."""
-        if mean.nbytes > sum(o.size for o in commit.offers):
-            return
-        record = self._record(commit, mean)
+        """Write the mean down, once."""
         if self._store.get(layout.mean(commit.t, 0)) is None:
-            self._store.put(record.blob, payload(mean))
-            put_once(self._store, self._clock, layout.mean(commit.t, 0), record.encode())
+            self._write(commit, 0, mean)
 
-    def _record(self, commit: Commit, body: np.ndarray) -> Mean:
+    def _write(self, commit: Commit, j: int, body: np.ndarray) -> None:
         n = nonce()
-        return Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(payload(body)), n)
+        record = Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(payload(body)), n)
+        self._store.put(record.blob, payload(body))
+        put_once(self._store, self._clock, layout.mean(commit.t, j), record.encode())
 
     def _announced(self, commit: Commit, out: np.ndarray) -> bool:
         body = self._store.get(layout.mean(commit.t, 0))
         if body is None:
             return False
         record = Mean.decode(body)
-        trouble = fetch(self._store, self._clock, record.blob, record.size, record.digest, out)
+        trouble = fetch(self._store, self._clock, record.blob, [(record.size, record.digest)], out)
         if trouble is None:
             return True
         self._tell("bad_blob", step=commit.t, trouble=trouble)
@@ -163,51 +312,51 @@ class Reducer:
 
     def _mend(self, commit: Commit, record: Mean, out: np.ndarray) -> bool:
         """The announced mean is bad: compute it again and put the same bytes back."""
-        if self._direct(commit, out, None) is not None or digest(payload(out)) != record.digest:
+        if self._sum(commit, self._shards(out.size), out, None) is not None or digest(payload(out)) != record.digest:
             return False
         self._store.put(record.blob, payload(out))
         self._tell("repaired", step=commit.t, blob=record.blob)
         return True
 
-    def _direct(self, commit: Commit, out: np.ndarray, mine: tuple[str, np.ndarray] | None) -> str | None:
-        """Σ of the listed blobs into `out`; -> None, or what was wrong with one of them."""
-        total, body = np.empty_like(out), self._buffer(body_size(self._codec, out.size))
-        for listed in commit.offers:
-            trouble = fetch(self._store, self._clock, listed.blob, listed.size, listed.digest, body)
-            if trouble is not None:
-                if mine is None or listed.blob != mine[0] or digest(payload(mine[1])) != listed.digest:
-                    return trouble
-                self._tell("repaired", step=commit.t, blob=listed.blob)
-                self._store.put(listed.blob, payload(mine[1]))
-                body[:] = mine[1]
-            self._add(total, body, listed.weight, first=listed is commit.offers[0])
-        np.divide(total, total_weight(commit), out=out)
-        return None
+    # ---------------------------------------------------------------- our own blob
 
-    def _add(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
-        if self._codec == "fp32":
-            accumulate(total, body.view(np.float32), weight, first=first)
-        else:
-            codec(self._codec).accumulate(body, weight, total, first)
+    def mend_mine(self, mine: Mine) -> None:
+        """Somebody seems to miss our blob of this step: look, and put it back if the store has lost or bent it."""
+        room = self._buffer(mine.body.size)
+        trouble = fetch(self._store, self._clock, mine.key, mine.pieces, room)
+        if trouble is not None and differs(mine.key, payload(mine.body), mine.pieces) is None:
+            self._store.put(mine.key, payload(mine.body))
+            self._tell("repaired", step=mine.step, blob=mine.key)
 
 
-def _piece(part: list[Shard], out: np.ndarray) -> np.ndarray:
-    """The part's elements of `out`."""
-    return out[part[0][1][0] : part[-1][1][1]]
+def _in_shards(commit: Commit) -> bool:
+    """Has every listed body a digest for each shard?"""
+    return all(o.shards for o in commit.offers)
+
+
+def _size(group: list[Shard]) -> int:
+    return group[-1][1][1] - group[0][1][0]
+
+
+def _span(part: list[Shard]) -> slice:
+    """Where these shards' elements are."""
+    return slice(part[0][1][0], part[-1][1][1])
 
 
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
-    """total += fl(weight·x), in cache-sized pieces; `x` is used up.  The first term is stored, not added to 0
-    (0 + −0 would lose a sign)."""
-    w = np.float32(weight)
+    """total += fl(weight·x), in cache-sized pieces.  The first term is stored, not added to 0 (0 + −0 would lose a
+    sign); fl(1·x) is x."""
+    w, scratch = np.float32(weight), np.empty(min(total.size, _CHUNK), np.float32)
     for at in range(0, total.size, _CHUNK):
         piece, target = x[at : at + _CHUNK], total[at : at + _CHUNK]
         if first:
             np.multiply(piece, w, out=target)
+        elif w == 1:
+            np.add(target, piece, out=target)
         else:
-            np.add(target, np.multiply(piece, w, out=piece), out=target)
+            np.add(target, np.multiply(piece, w, out=scratch[: piece.size]), out=target)
 
 
-def total_weight(commit: Commit) -> np.float32:
+def total_weight(offers: Sequence[Listed]) -> np.float32:
     """fl(Σ wᵢ): the sum of fp32 weights, rounded once."""
-    return np.float32(sum(o.weight for o in commit.offers))
+    return np.float32(sum(o.weight for o in offers))

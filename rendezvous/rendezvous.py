@@ -18,18 +18,19 @@ from typing import Protocol
 
 import numpy as np
 
-from rendezvous import garbage, layout, rules, snapshots
+from rendezvous import bequest, garbage, layout, rules, snapshots
+from rendezvous.background import Background, Inline
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
-from rendezvous.closing import Closer, Vigil
+from rendezvous.closing import Closer, Vigil, refuse_misweighed
 from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
 from rendezvous.membership import Membership, Wanted
-from rendezvous.records import Commit, Leave, Offer, digest, nonce
-from rendezvous.reduce import Reducer
+from rendezvous.records import Commit, Leave, Offer, nonce
+from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.sharded import Sharer
 from rendezvous.store import PatientStore, Store, put_once
-from rendezvous.wire import Encoder, alignment, checked_norm, grid, payload, shard_digests
+from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, length, payload
 
 
 class State(Protocol):
@@ -78,12 +79,14 @@ class Rendezvous:
         host: str = "",
         pid: int = 0,
         retention: str = "all",
+        background: Background | None = None,
     ) -> None:
         self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
         self.store = PatientStore(
             store, clock, timing.store_patience, self._alert, lambda text: tell("store_trouble", trouble=text)
         )
         self._bucket, self._window = store, retention == "window"
+        self._background = background or Inline()
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid)
         self.step, self.generation, self.base = 0, 0, ""
         self.under(rules_)
@@ -91,9 +94,12 @@ class Rendezvous:
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
         self._began = clock.now()  # of this outer step's work
-        self._mine: tuple[int, str, np.ndarray] | None = None  # step, key and body of what we offered
+        self._announcement: Callable[[], None] | None = None
+        self._mine: list[Mine] = []  # what we offered last, and before if somebody may still miss it
         self._rederived = -1  # the step for which we last replayed our own θ
         self._snapshot = 0  # newest snapshot known
+        self._rate = 0.0  # bytes per second of the last upload
+        self._first = -1  # the step in whose middle we joined
 
     @property
     def name(self) -> str:
@@ -107,7 +113,9 @@ class Rendezvous:
         self.chain = Chain(self.store, rules_.window)
         self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_), Encoder(rules_.codec)
         self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._alert)
-        self._closer = Closer(self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien)
+        self._closer = Closer(
+            self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd
+        )
         return self
 
     # ------------------------------------------------------------------ joining
@@ -126,10 +134,28 @@ class Rendezvous:
         self._phase("heal")
         self._found()
         self._heal()
+        self._inherit()
         while not self.done and self.offered(self.slot):
             self.tell("adopted", step=self.step)
             self.complete(self.settle())
+        self._first = self.step
+        self.h_cap = rules.first_cap(self.step, [*self.members.peers.values()], self.rules, self.timing.dead_after)
         self._phase("train")
+
+    def _inherit(self) -> None:
+        """What the codec of the life directly before this one had not sent, if that one left word of it.
+
+        Nobody else ever reads it: should this life die without a goodbye, it is gone.
+        """
+        body = self.store.get(layout.leave(self.slot, self.generation - 1))
+        left = Leave.decode(body) if body else None
+        if left is None or not left.residual:
+            return
+        if (unsent := bequest.take(self.store, left)) is None:
+            self.tell("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
+            return
+        self._encoder.inherit(unsent)
+        self.tell("inherited", of=left.generation, bytes=sum(e.nbytes for e in unsent.values()))
 
     def resume_at(self, state: State, step: int) -> None:
         """Begin at `step` with `state` as it is, for states that need no history."""
@@ -214,48 +240,62 @@ class Rendezvous:
         """Has this slot an offer that counts for the open step, whichever of its lives made it?"""
         return self._closer.standing(self.step, slot) is not None
 
-    def offer(self, delta: np.ndarray, h: int, *, samples: float = 0.0, stats: dict[str, float] | None = None) -> None:
+    def offer(
+        self,
+        delta: np.ndarray,
+        h: int,
+        *,
+        samples: float = 0.0,
+        stats: dict[str, float] | None = None,
+        theta: np.ndarray | None = None,
+    ) -> None:
         """Make Δ for the open step durable: blob first, then the offer that names it.
 
         delta: flat fp32, the fragment's length; kept (not copied) until the step is over.   h: inner steps inside.
+        theta: the fragment's θ, for a codec that compares with it, and to tell what is absurd.
         """
         self._alert_fenced()
         if h < 1:
             raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
-        norm = checked_norm(delta, self.state.size(self.fragment))
+        check_shape(delta, self.state.size(self.fragment))
         self._check_state()
         self._turn()
         if not self.offered(self.slot):
-            self._announce_offer(self._upload(delta, h, norm, samples, stats or {}))
+            self._keep_mine()
+            self._announce_offer(self._upload(delta, theta, h, samples, stats or {}))
         self._phase("wait")
 
-    def _upload(self, delta: np.ndarray, h: int, norm: float, samples: float, stats: dict[str, float]) -> Offer:
-        n = nonce()
-        key, body = layout.delta(self.step, self.slot, self.generation, n), self._encoder.encode(self.fragment, delta)
-        self.store.put(key, payload(body))
-        ranges = grid(delta.size, alignment(self.rules.codec), self.rules.shard_elements)
-        self._mine = (self.step, key, body)
+    def _upload(
+        self, delta: np.ndarray, theta: np.ndarray | None, h: int, samples: float, stats: dict[str, float]
+    ) -> Offer:
+        n, codec = nonce(), self.rules.codec
+        ranges = grid(delta.size, alignment(codec), self.rules.shard_elements)
+        written = self._encoder.in_shards(self.fragment, delta, ranges, theta)
+        key, began = layout.delta(self.step, self.slot, self.generation, n), self.clock.now()
+        self.store.put(key, payload(written.body))
+        self._rate = written.body.nbytes / max(self.clock.now() - began, 1e-6)
+        self._mine.append(Mine(self.step, key, written.body, in_pieces(written, codec, ranges)))
         return Offer(
-            self.step, self.slot, self.generation, n, self.base, int(h), key, len(body), digest(payload(body)),
-            took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=norm,
-            zero=norm == 0.0, leaving=self.leaving, codec=self.rules.codec,
-            shards=shard_digests(body, self.rules.codec, ranges),
-            stats={k: float(v) for k, v in stats.items() if isfinite(v)},
+            self.step, self.slot, self.generation, n, self.base, int(h), key, written.body.size, written.digest,
+            took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=written.norm,
+            scale=0.0 if theta is None else length(theta), zero=written.norm == 0.0, leaving=self.leaving, codec=codec,
+            shards=written.shards, stats={k: float(v) for k, v in stats.items() if isfinite(v)},
         )  # fmt: skip
 
     def _announce_offer(self, record: Offer) -> None:
         body, attempt = record.encode(), 0
         while True:
-            won, value = put_once(self.store, self.clock, layout.offer(record.step, self.slot, attempt), body)
+            key = layout.offer(record.step, self.slot, attempt)
+            won, value = put_once(self.store, self.clock, key, body)
             if won:
                 self.last_offer = record
                 self._closer.mine(record)
                 return
-            other = Offer.decode(value)
-            if self._closer.eligible(other):  # a predecessor's offer stands; it counts for this slot, ours does not
+            other = self._closer.read(key, value, record.step, self.slot)
+            if other is not None and self._closer.eligible(other):  # a predecessor's, which counts; ours does not
                 self.tell("offer_lost", step=record.step, to=other.generation)
-                if self._mine is not None:
-                    self._encoder.take_back(self.fragment, self._mine[2])
+                if self._mine:
+                    self._encoder.take_back(self.fragment, self._mine[-1].body)
                 return
             attempt += 1
 
@@ -263,7 +303,7 @@ class Rendezvous:
         """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
         self._phase("wait")
         self._turn()
-        vigil = Vigil(self.clock, self.timing)
+        vigil, mend_at = Vigil(self.clock, self.timing), self.timing.dead_after
         while (commit := self.chain.read(self.step)) is None:
             self._alert()
             vigil.look()
@@ -271,6 +311,9 @@ class Rendezvous:
             self.members.status.note = why_open
             if why_open:
                 self._give_up_after(vigil.idle, why_open)
+                if vigil.idle > mend_at:
+                    self._mend_mine()
+                    mend_at += self.timing.dead_after
                 vigil.sleep()
         return self._checked(commit)
 
@@ -292,15 +335,89 @@ class Rendezvous:
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
         """Write the commit's mean into `out`; it may be the vector that was offered."""
+        refuse_misweighed(commit, self.rules)
         self._snapshot_if_due(commit)
-        mine = self._mine[1:] if self._mine and self._mine[0] == commit.t else None
+        mine = next((m for m in self._mine if m.step == commit.t), None)
         with self._or_collected(commit):
             if commit.mode == "sharded":
-                self._sharer.mean(commit, out)
+                self._sharer.mean(commit, out, mine)
                 return
-            self._reducer.mean(commit, out, mine)
-        if commit.by == self.name:
-            self._reducer.announce(commit, out)
+            self._mean(commit, out, mine)
+        if commit.by == self.name and self._reducer.announces(commit, out):
+            self._announcement = self._announce(commit, out, mine)
+
+    def _announce(self, commit: Commit, mean: np.ndarray, mine: Mine | None) -> Callable[[], None]:
+        """-> what writes the mean down, from a copy, in the memory of our own body where it fits: it replaces that."""
+        if mine is None or mine.body.size != mean.nbytes:
+            copy = mean.copy()
+        else:
+            self._mine.remove(mine)
+            self._encoder.give_away(mine.body)  # the next body must not be written over what is being announced
+            copy = mine.body.view(np.float32)
+            copy[:] = mean
+
+        def announce() -> None:
+            self._reducer.announce(commit, copy)
+            self._encoder.give_back(copy.view(np.uint8))
+
+        return announce
+
+    def _later(self, job: Callable[[], None]) -> None:
+        """In the background; what fails there is told, and left to others."""
+
+        def safely() -> None:
+            try:
+                job()
+            except RendezvousError as error:
+                self.tell("not_written", trouble=str(error))
+
+        self._background.submit(safely)
+
+    # ------------------------------------------------------------------ our own blobs
+
+    def _missing(self, mine: Mine) -> bool:
+        """May somebody still need our blob of that step?  Who was listed and beats, but was last seen there."""
+        commit = self.chain.known(mine.step)
+        if commit is None or not commit.lists(mine.step, self.slot):
+            return False
+        peers = [self.members.peers.get(o.slot) for o in commit.fresh]
+        return any(p and not p.dead(self.timing.dead_after) and p.beat.step <= mine.step for p in peers)
+
+    def _keep_mine(self) -> None:
+        """Before the next body is written: the last one stays in memory as long as somebody may miss it."""
+        kept = [mine for mine in self._mine[-1:] if self._missing(mine)]
+        for mine in self._mine:
+            if kept and mine is kept[0]:
+                self._encoder.give_away(mine.body)
+            else:
+                self._encoder.give_back(mine.body)
+        self._mine = kept
+
+    def _mend_mine(self) -> None:
+        """Others are long in coming: is a blob of ours what they miss?"""
+        for mine in self._mine:
+            if self._missing(mine):
+                self._reducer.mend_mine(mine)
+
+    def _mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
+        """The mean, once its blobs are what they should be.   Raises Corrupt when nobody could mend them any more."""
+        began = self.clock.now()
+        while True:
+            try:
+                return self._reducer.mean(commit, out, mine)
+            except Corrupt as error:
+                if self.clock.now() - began > self.timing.give_up or not self._writers_hold(commit):
+                    raise
+                self.members.status.note = str(error)
+                self._alert()
+                if mine is not None:  # two writers of bad blobs would wait for each other
+                    self._reducer.mend_mine(mine)
+
+    def _writers_hold(self, commit: Commit) -> bool:
+        """Have its writers their bodies in memory still?  Until the step after the next, if they live."""
+        peers = [self.members.peers.get(o.slot) for o in commit.offers]
+        alive = any(p and p.beating(self.timing.dead_after) for p in peers)
+        return alive and self.store.get(layout.commit(commit.t + 2)) is None
 
     @contextmanager
     def _or_collected(self, commit: Commit) -> Generator[None]:
@@ -312,13 +429,18 @@ class Rendezvous:
 
     def advance(self, commit: Commit) -> None:
         """The caller has applied the mean: the next step is open."""
-        offer, self._mine = self.last_offer, None
+        offer = self.last_offer
+        if commit.t == self._first:
+            self.h_cap = self.rules.sync_every
         if offer is not None and offer.step == commit.t:
             self.h_cap = rules.next_cap(
                 self.h_cap, self.rules.sync_every, h=offer.h, took=offer.took, pace_s=commit.pace,
                 fresh=commit.lists(commit.t, self.slot),
             )  # fmt: skip
         self._move_on(commit)
+        if self._announcement is not None:  # not before: others still average, on the same machine or link
+            self._later(self._announcement)
+            self._announcement = None
         self._phase("train")
         self._began = self.clock.now()
         self._alert_fenced()
@@ -342,10 +464,11 @@ class Rendezvous:
         return self.step - start
 
     def _apply(self, commit: Commit) -> None:
+        refuse_misweighed(commit, self.rules)
         fragment = commit.t % self.rules.fragments
         mean = np.empty(self.state.size(fragment), np.float32)
         with self._or_collected(commit):
-            self._reducer.mean(commit, mean)
+            self._mean(commit, mean, None)
         self.state.apply(fragment, mean)
 
     def _move_on(self, commit: Commit) -> None:
@@ -372,6 +495,9 @@ class Rendezvous:
                 "bad memory, or code that writes to the fragments. This life ends; the next heals from the bucket"
             )
 
+    def _odd(self, key: str, why: str) -> None:
+        self.tell("bad_offer", key=key, text=f"passed over: {why}")
+
     def _alien(self, offer: Offer) -> None:
         self._rederive(f"{offer.slot}'s offer", offer.base)
 
@@ -395,20 +521,26 @@ class Rendezvous:
         t, every = commit.t, self.rules.snapshot_every
         due = t > 0 and t % every == 0 and commit.by == self.name
         overdue = t - max(self._snapshot, commit.snapshot) >= 2 * every
-        if (due or overdue) and commit.base == self.base:
-            if self.store.get(layout.snapshot(t)) is None:
-                self._check_state()
-                self._write_snapshot(confirmed=True)
-            self._snapshot = t
+        if (due or overdue) and commit.base == self.base and self.store.get(layout.snapshot(t)) is None:
+            self._check_state()
+            self._later(self._snapshot_of(confirmed=True))
         if self._window and commit.by == self.name:
-            self._garbage.sweep(self._snapshot)
+            self._later(self._sweep)
 
-    def _write_snapshot(self, *, confirmed: bool) -> None:
-        prev = self.chain.digest(self.step - 1)
-        snapshots.write(
-            self.store, self.clock, self.step, self.state.arrays(), base=self.base, prev=prev, confirmed=confirmed
-        )
-        self.tell("snapshot", step=self.step)
+    def _sweep(self) -> None:
+        self._garbage.sweep(self._snapshot)
+
+    def _snapshot_of(self, *, confirmed: bool) -> Callable[[], None]:
+        """θ and momentum as they are now, to be written when there is time."""
+        step, base, prev = self.step, self.base, self.chain.digest(self.step - 1)
+        body = snapshots.serialized(self.state.arrays())
+
+        def write() -> None:
+            snapshots.publish(self.store, self.clock, step, body, base=base, prev=prev, confirmed=confirmed)
+            self._snapshot = max(self._snapshot, step)
+            self.tell("snapshot", step=step)
+
+        return write
 
     # ------------------------------------------------------------------ leaving
 
@@ -424,14 +556,34 @@ class Rendezvous:
     def finish(self, reason: str) -> None:
         """Say goodbye: the last writes of this generation, as far as the store takes them."""
         self.store.alert = lambda: None  # going already
-        record = Leave(self.slot, self.generation, self.step, self.base, reason, nonce(), self.clock.wall())
+        self._background.drain()
         try:
+            self._mend_mine()
+            record = Leave(
+                self.slot, self.generation, self.step, self.base, reason, nonce(), self.clock.wall(), *self._bequeath()
+            )
             put_once(self.store, self.clock, layout.leave(self.slot, self.generation), record.encode())
             if self.done:
                 self._final_snapshot()
         except GaveUp as error:
             self.tell("no_goodbye", trouble=str(error))
         self.members.goodbye()
+
+    def _bequeath(self) -> tuple[str, str]:
+        """-> key and digest of what the codec has not sent, for the next life of this slot; ("", "") for none.
+
+        It may take half of the time that is left, by the rate of the last upload; else it is lost, and that is told.
+        """
+        unsent = {} if self.done else self._encoder.unsent
+        size = sum(e.nbytes for e in unsent.values())
+        asked = self.clock.now() if self._leave_at is None else self._leave_at
+        left = asked + self.timing.grace - self.clock.now()
+        if not size:
+            return "", ""
+        if size > self._rate * left / 2:
+            self.tell("residual_dropped", bytes=size, rate=self._rate, left_s=left)
+            return "", ""
+        return bequest.put(self.store, self.slot, self.generation, unsent)
 
     def _final_snapshot(self) -> None:
         """θ_T has no commit to confirm it: two leave records with one digest do, or m = 1 without (marked so)."""
@@ -440,7 +592,7 @@ class Rendezvous:
         agree = self._others_who_left_with(self.base)
         if agree or self.wanted.min_replicas == 1:
             self._check_state()
-            self._write_snapshot(confirmed=agree)
+            self._snapshot_of(confirmed=agree)()
 
     def _others_who_left_with(self, base: str) -> bool:
         left = [r for slot in self.wanted.slots if slot != self.slot for r in self._goodbyes(slot)]
@@ -451,7 +603,7 @@ class Rendezvous:
         generation = self.chain.fence(self.step).get(slot, 1)
         while self.store.get(layout.claim(slot, generation)) is not None:
             body = self.store.get(layout.leave(slot, generation))
-            if body is not None:
+            if body:
                 yield Leave.decode(body)
             generation += 1
 

@@ -1,23 +1,29 @@
 """The decisions of the protocol, as pure functions of what was read.
 
-    w_i   = (h_i / H) · γ^age                              weight of an offer, fp32            (weight)
+    w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (weighed)
+    factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (gate)
     P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience)
     pace  = median took + P/2                              what an outer step should take       (pace)
     h_cap = max(1, ⌊h·pace/took⌋) when left out, +1 when listed fresh, at most H                (next_cap)
+            in the first round: what the others have left to do of theirs                       (first_cap)
 
 Closing step t needs m fresh offers, and everybody who is expected has offered, is dead, is leaving, or is not
 worth waiting for.  Clocks only enter here, so they only decide when somebody *tries* to close.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
-from rendezvous.records import Beat, Commit, Offer
+from rendezvous.records import Beat, Commit, Listed, Offer
 
+CROWD = 12  # slots; with more of them not everybody looks at everybody all the time
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
+WEIGHTINGS = ("steps", "uniform", "samples")
+UNSUSPICIOUS = 0.01  # of ‖θ‖: what `gate` takes for typical at least
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class Rules:
     fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
     same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
     snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
+    weighting: what an offer counts by.   norm_gate: the limit of `gate`, 0 for none.   sync_seconds: a sync is due
+    after that long even if inner steps are missing, 0 for never.
     shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
     elements of the shards on whose grid bodies are digested.
     """
@@ -37,6 +45,9 @@ class Rules:
     age_discount: float = 0.5
     snapshot_every: int = 10
     codec: str = "fp32"
+    weighting: str = "steps"
+    norm_gate: float = 0.0
+    sync_seconds: float = 0.0
     shard_from: int = 8 << 20
     shard_elements: int = 1 << 16
 
@@ -91,9 +102,56 @@ class Peer:
         return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
 
 
-def weight(h: int, sync_every: int, age: int, discount: float) -> float:
-    """h/H·γ^age, rounded to fp32.  age: syncs of the same fragment since the offer's step."""
-    return float(np.float32(h / sync_every * discount**age))
+def weighed(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
+    """The offers of commit t with their weights, fp32 numbers that depend on the offers alone.
+
+    steps: h/H.   uniform: 1.   samples: relative to the most in this commit, so that equal offers weigh 1; by steps if
+    an offer does not say how many it has.   A late one is discounted by γ for each sync of the same fragment since.
+    """
+    factors = gate(offers, rules.norm_gate)
+    return tuple(
+        replace(o, factor=f, weight=float(np.float32(share * _discount(t - o.step, rules) * f)))
+        for o, share, f in zip(offers, _shares(offers, rules), factors, strict=True)
+    )
+
+
+def _discount(steps: int, rules: Rules) -> float:
+    """γ^age by multiplication, because `**` is not rounded alike everywhere."""
+    return math.prod([rules.age_discount] * (steps // rules.fragments))
+
+
+def _shares(offers: Sequence[Listed], rules: Rules) -> list[float]:
+    if rules.weighting == "uniform":
+        return [1.0] * len(offers)
+    if rules.weighting == "samples" and says_samples(offers):
+        most = max(o.samples for o in offers)
+        return [o.samples / most for o in offers]
+    return [o.h / rules.sync_every for o in offers]
+
+
+def says_samples(offers: Iterable[Listed]) -> bool:
+    """Do all say how many samples are inside?"""
+    return all(o.samples > 0 for o in offers)
+
+
+def gate(offers: Sequence[Listed], limit: float) -> list[float]:
+    """1 for who is as long as others; who is far longer counts as a typical one would, whatever its length.
+
+    Typical is the median, or the median per inner step times its own h, if that is more: a short round is no outlier,
+    nor is a long one.  Zero pseudogradients are honest, but no measure; with fewer than three others nobody can tell
+    who is wrong.  Nor is anybody suspected for being long in a fleet that hardly moves: where rewards are rare, most
+    have next to nothing, and the one that is long is the one that learned.
+    """
+    told = [o for o in offers if o.norm > 0]
+    if limit <= 0 or len(told) < 3:
+        return [1.0] * len(offers)
+    length, per_step = median(o.norm for o in told), median(o.norm / o.h for o in told)
+    floor = UNSUSPICIOUS * median(o.scale for o in told)
+    typical = [max(length, per_step * o.h) for o in offers]
+    return [
+        float(np.float32(usual / o.norm)) if o.norm > limit * max(usual, floor) else 1.0
+        for o, usual in zip(offers, typical, strict=True)
+    ]
 
 
 def patience(tooks: Iterable[float], poll: float) -> float:
@@ -104,11 +162,37 @@ def pace(tooks: list[float], poll: float) -> float:
     return median(tooks) + patience(tooks, poll) / 2
 
 
+def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
+    """Inner steps for who joins in the middle of step t: what the others, at the median, have left to do.
+
+    With a full round they would all wait for it, for most of a step.  At t = 0 they do so anyway.
+    """
+    round_steps = max(1, rules.sync_every // rules.fragments)
+    there = [p for p in peers if p.beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
+    if t == 0 or not there:
+        return rules.sync_every
+    left = median(max(0, round_steps - p.beat.inner) for p in there)
+    return max(1, min(rules.sync_every, int(left * rules.fragments)))
+
+
 def next_cap(cap: int, sync_every: int, *, fresh: bool, h: int, took: float, pace_s: float) -> int:
     """How many inner steps the next pseudogradient may have."""
     if fresh:
         return min(sync_every, cap + 1)
     return max(1, min(cap, int(h * pace_s / max(took, 1e-3))))
+
+
+def flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
+    """Why a record that lies where `slot`'s offers for step s belong is none; "" for an offer.  The same for all."""
+    if (offer.step, offer.slot) != (s, slot):
+        return f"it speaks of step {offer.step} and {offer.slot}"
+    if offer.codec != rules.codec:
+        return f"its codec is {offer.codec}, this run's is {rules.codec}"
+    numbers = {k: getattr(offer, k) for k in ("h", "size", "took", "samples", "norm", "scale")}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            return f"its {name} is {value!r}"
+    return "" if 1 <= offer.h <= 4 * rules.sync_every else f"{offer.h} inner steps, where {rules.sync_every} are usual"
 
 
 def eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
@@ -154,6 +238,8 @@ def arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
     limit: seconds without a finished inner step that mean nothing.
     """
     beat, round_steps = peer.beat, max(1, rules.sync_every // rules.fragments)
+    if rules.sync_seconds > 0 and beat.rate > 0:
+        round_steps = min(round_steps, math.ceil(rules.sync_seconds / beat.rate))
     if beat.phase not in ("train", "wait") or beat.rate <= 0 or peer.still > max(limit, 1.5 * beat.rate):
         return None
     missing = round_steps - beat.inner if beat.step >= t else round_steps
@@ -190,8 +276,16 @@ def waiting_for(
 
 
 def rank(t: int, slot: int, slots: int) -> int:
-    """Who tries to close step t first (0), second (1), …; spread by a hash, at most 4 apart."""
+    """Who tries to close step t first (0), second (1), …; spread by a hash, at most 4 apart.
+
+    In a crowd three lead, and all others are 3: if everybody looked for everybody's offers, a step would ask N².
+    """
     if slots < 2:
         return 0
     mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
-    return mixed % min(slots, 4)
+    return min(3, mixed % slots) if slots > CROWD else mixed % min(slots, 4)
+
+
+def stagger(rank: int, slots: int) -> int:
+    """Polls until a replica of that rank looks for offers; in a crowd those who do not lead look as rarely again."""
+    return 16 if rank == 3 and slots > CROWD else 2 * rank

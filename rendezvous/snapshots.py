@@ -23,11 +23,22 @@ from rendezvous.store import Store, put_once
 Arrays = Mapping[str, np.ndarray]
 
 
+def serialized(arrays: Arrays) -> bytes:
+    """A copy, as safetensors."""
+    return save_tensors(dict(arrays))
+
+
 def write(
     store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
 ) -> Snapshot:
+    """Publish these arrays."""
+    return publish(store, clock, t, serialized(arrays), base=base, prev=prev, confirmed=confirmed)
+
+
+def publish(
+    store: Store, clock: Clock, t: int, body: bytes, *, base: str, prev: str | None, confirmed: bool = True
+) -> Snapshot:
     """Publish a snapshot; -> the one that stands for step t (ours, or that of somebody faster)."""
-    body = save_tensors(dict(arrays))
     n = nonce()
     mine = Snapshot(t, base, prev, layout.snapshot_blob(t, n), len(body), digest(body), n, confirmed)
     store.put(mine.blob, body)
@@ -59,7 +70,7 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[st
 
 def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
     """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
-    body = save_tensors(dict(arrays))
+    body = serialized(arrays)
     if digest(body) != snapshot.digest:
         return False
     store.put(snapshot.blob, body)

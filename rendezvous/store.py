@@ -25,6 +25,7 @@ from rendezvous.errors import GaveUp, KeyExists, StoreRefused, StoreUnclear
 
 Buffer = bytes | bytearray | memoryview
 SAY_AGAIN_S = 10.0
+VOID = b""  # reads for a register that somebody else than the run has written: taken, and worth nothing
 T = TypeVar("T")
 
 
@@ -123,6 +124,7 @@ class PatientStore:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.url, self._store, self._clock = store.url, store, clock
+        self.cheap = getattr(store, "cheap", False)  # does a request cost no more than a copy?
         self._patience_s, self.alert, self._tell = patience_s, alert, tell
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 

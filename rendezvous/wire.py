@@ -1,12 +1,16 @@
 """Pseudogradients and means as bytes, described by the record that names them.
 
-    offer.json ── blob, size, digest ──▶ [ f32 f32 f32 … ]        fp32: the raw little-endian vector, never copied
-                                         [ what a codec wrote ]   others: rendezvous/codecs, with error feedback
+    offer.json ── blob, size, digests ──▶ [ f32 f32 f32 … ]        fp32: the raw little-endian vector
+                                          [ what a codec wrote ]   others: rendezvous/codecs, with error feedback
+                                            └ shard ┘└ shard ┘     each with a digest of its own
 
 The record is the header: who has the blob has read the record first, and a blob alone means nothing.
 """
 
+import mmap
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +22,9 @@ from rendezvous.store import Store
 
 assert sys.byteorder == "little", "blobs are little-endian fp32"
 
+Range = tuple[int, int]  # elements [start, stop)
+Piece = tuple[int, str]  # bytes, and the digest that they should have
+
 
 def payload(vector: np.ndarray) -> memoryview:
     """The bytes of a contiguous vector, without a copy."""
@@ -26,15 +33,39 @@ def payload(vector: np.ndarray) -> memoryview:
     return np.ascontiguousarray(vector).data.cast("B")
 
 
-def checked_norm(delta: np.ndarray, size: int) -> float:
-    """‖Δ‖₂; refuses what must never reach the others.   size: what it should be, 0 if that is not known."""
+ABSURD = 1e6  # a pseudogradient so many times as long as θ is no step that a model could survive
+
+
+def sampled(x: np.ndarray) -> np.ndarray:
+    """At most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so that every column has its turn."""
+    return x[:: (x.size >> 16) | 1]
+
+
+def length(x: np.ndarray) -> float:
+    """About ‖x‖₂, from a sample."""
+    some = sampled(x).astype(np.float64)
+    return float(np.sqrt(np.dot(some, some) * (x.size / max(1, some.size))))
+
+
+def check_shape(delta: np.ndarray, size: int) -> None:
+    """size: elements that it should have, 0 if that is not known.   Raises BadDelta."""
     if delta.dtype != np.float32 or delta.shape != (size or delta.size,):
         raise BadDelta(
             f"the pseudogradient of this fragment is a flat fp32 vector of {size or 'any'} elements, got {delta.dtype} "
             f"of shape {delta.shape}; it was not offered"
         )
-    with np.errstate(over="ignore", invalid="ignore"):
-        square = float(np.dot(delta, delta))
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def squared(x: np.ndarray) -> float:
+    """‖x‖²; may be infinite for what is finite but very long."""
+    return float(np.dot(x, x))
+
+
+def checked_norm(delta: np.ndarray, theta: np.ndarray | None = None, square: float | None = None) -> float:
+    """‖Δ‖₂; refuses what must never reach the others.   square: `squared(delta)`, if that is known."""
+    scale = 0.0 if theta is None else length(theta)
+    square = squared(delta) if square is None else square
     if not np.isfinite(square):
         square = float(np.sum(np.square(delta, dtype=np.float64)))
     if not np.isfinite(square):
@@ -43,28 +74,101 @@ def checked_norm(delta: np.ndarray, size: int) -> float:
             f"{bad} of {delta.size} elements of the pseudogradient are not finite, so it was not offered. "
             "Lower the inner learning rate or clip gradients; the run goes on from the last outer step"
         )
-    return square**0.5
+    norm = square**0.5
+    if norm > ABSURD * scale > 0:
+        raise BadDelta(
+            f"the pseudogradient is {norm:.1e} long and θ only {scale:.1e}, so it was not offered: the inner steps "
+            "have blown up. Lower the inner learning rate or clip gradients; the run goes on from the last outer step"
+        )
+    return norm
+
+
+@dataclass(frozen=True)
+class Written:
+    """A body, its digest, those of its shards (see `digests`), and the norm of what is in it."""
+
+    body: np.ndarray
+    digest: str
+    shards: tuple[str, ...]
+    norm: float
 
 
 class Encoder:
     """One replica's pseudogradients as bodies.   What a body loses stays in the fragment's residual and is sent later.
 
-    A residual lives as long as its replica; after `kill -9` it starts from zero.
+    A residual lives as long as its replica, and goes to the next life of the slot by a graceful goodbye alone: after
+    `kill -9` it starts from zero.
     """
 
     def __init__(self, name: str, *, feedback: bool = True) -> None:
         self.name, self._feedback = name, feedback
+        self._body, self._free = roomy(0), roomy(0)  # memory of the last body; memory that waits for one
         self._residuals: dict[int, np.ndarray] = {}
 
-    def encode(self, fragment: int, delta: np.ndarray) -> np.ndarray:
-        """-> the body, as bytes (uint8).  For fp32 it is the vector itself, not a copy."""
+    def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
+        """-> the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
+        room = self._room(body_size(self.name, delta.size))
+        return room[: self._write(fragment, delta, slice(None), room, theta)]
+
+    def in_shards(
+        self, fragment: int, delta: np.ndarray, ranges: list[Range], theta: np.ndarray | None = None
+    ) -> Written:
+        """-> the body in this encoder's memory, and what is to be said of it.
+
+        Raises BadDelta; then the fragment's residual begins anew.
+        """
+        if len(ranges) < 2 or not exact(self.name):
+            norm = checked_norm(delta, theta)
+            body = self.encode(fragment, delta, theta)
+            return Written(body, digest(payload(body)), (), norm)
+        body, shards, square = self._room(body_size(self.name, delta.size)), list[str](), 0.0
+        try:
+            for start, stop in ranges:  # one by one: a shard is still in the cache when it is encoded and digested
+                piece = body[slice(*byte_range(self.name, start, stop))]
+                square += squared(delta[start:stop])
+                self._write(fragment, delta, slice(start, stop), piece, theta)
+                shards.append(digest(payload(piece)))
+            norm = checked_norm(delta, theta, square)
+        except BadDelta:
+            self._residuals.pop(fragment, None)
+            raise
+        return Written(body, _whole(shards), tuple(shards), norm)
+
+    def _write(self, fragment: int, delta: np.ndarray, span: slice, room: np.ndarray, theta: np.ndarray | None) -> int:
+        """These elements' bytes; -> how many."""
         if self.name == "fp32":
-            return np.frombuffer(payload(delta), np.uint8)
-        kernel = codec(self.name)
+            room.view(np.float32)[:] = delta[span]
+            return room.size
         if self._feedback and fragment not in self._residuals:
             self._residuals[fragment] = np.zeros_like(delta)
-        body = np.empty(kernel.bound(delta.size), np.uint8)
-        return body[: kernel.encode(delta, body, self._residuals.get(fragment))]
+        residual = self._residuals[fragment][span] if self._feedback else None
+        return codec(self.name).encode(delta[span], room, residual, None if theta is None else theta[span])
+
+    @property
+    def unsent(self) -> dict[str, np.ndarray]:
+        """The residuals, by name."""
+        return {f"residual.{fragment}": e for fragment, e in self._residuals.items()}
+
+    def inherit(self, unsent: Mapping[str, np.ndarray]) -> None:
+        """Go on where another encoder stopped."""
+        self._residuals = {int(name.rpartition(".")[2]): np.array(e) for name, e in unsent.items()}
+
+    def give_away(self, body: np.ndarray) -> None:
+        """This body stays as it is until it is given back: the next one is written elsewhere."""
+        if np.may_share_memory(body, self._body):
+            self._body = roomy(0)
+
+    def give_back(self, body: np.ndarray) -> None:
+        """Memory that was given away is free again."""
+        if not np.may_share_memory(body, self._body):
+            self._free = body
+
+    def _room(self, size: int) -> np.ndarray:
+        if self._body.size < size <= self._free.size:
+            self._body, self._free = self._free, roomy(0)
+        elif self._body.size < size:
+            self._body = roomy(size)
+        return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
         """That body will never count: what it carried goes into the next one."""
@@ -72,9 +176,6 @@ class Encoder:
             lost = np.empty_like(self._residuals[fragment])
             codec(self.name).decode(body, lost)
             self._residuals[fragment] += lost
-
-
-Range = tuple[int, int]  # elements [start, stop)
 
 
 def grid(elements: int, align: int, least: int) -> list[Range]:
@@ -87,11 +188,26 @@ def grid(elements: int, align: int, least: int) -> list[Range]:
     return [(at, min(at + size, elements)) for at in range(0, max(elements, 1), size)]
 
 
-def shard_digests(body: np.ndarray, name: str, ranges: list[Range]) -> tuple[str, ...]:
-    """Digest of each shard's bytes; () when there is only one."""
-    if len(ranges) < 2:
-        return ()
-    return tuple(digest(payload(body[slice(*byte_range(name, *r))])) for r in ranges)
+def digests(body: np.ndarray, name: str, ranges: list[Range]) -> tuple[str, tuple[str, ...]]:
+    """-> the body's digest, and those of its shards; () when there is only one, or the body cannot be cut.
+
+    A body in shards has the digest of theirs: nobody reads the bytes twice.
+    """
+    if len(ranges) < 2 or not exact(name):
+        return digest(payload(body)), ()
+    shards = tuple(digest(payload(body[slice(*byte_range(name, *r))])) for r in ranges)
+    return _whole(shards), shards
+
+
+def _whole(shards: Sequence[str]) -> str:
+    return digest("".join(shards).encode())
+
+
+def in_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
+    """A body's bytes as they are digested."""
+    if not written.shards:
+        return [(written.body.size, written.digest)]
+    return [(body_size(name, b - a), shard) for (a, b), shard in zip(ranges, written.shards, strict=True)]
 
 
 def byte_range(name: str, start: int, stop: int) -> Range:
@@ -104,18 +220,29 @@ def alignment(name: str) -> int:
     return 1 if name == "fp32" else codec(name).align
 
 
+def exact(name: str) -> bool:
+    """Have all bodies of so many elements the same size?"""
+    return name == "fp32" or codec(name).exact
+
+
 def body_size(name: str, elements: int) -> int:
-    """Bytes of a body of that many elements."""
+    """Bytes of a body of that many elements; at most, where they differ."""
     return 4 * elements if name == "fp32" else codec(name).bound(elements)
 
 
+def roomy(size: int) -> np.ndarray:
+    """`size` bytes that begin on a page.  Kernels copy to and from files up to four times as fast there."""
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]
+
+
 def fetch(
-    store: Store, clock: Clock, key: str, size: int, want: str, out: np.ndarray, start: int = 0, tries: int = 4
+    store: Store, clock: Clock, key: str, pieces: Sequence[Piece], out: np.ndarray, start: int = 0, tries: int = 4
 ) -> str | None:
-    """Fill `out` (any dtype, `size` bytes) from byte `start` of `key` and check the digest, re-reading a few times.
+    """Fill `out` (any dtype) from byte `start` of `key`, and check the digest of each piece; re-reading a few times.
 
     -> None when the bytes are right, else what was wrong with them.
     """
+    size = sum(n for n, _ in pieces)
     if out.nbytes != size:
         return f"{key} should have {out.nbytes} bytes here, its record says {size}"
     view, trouble = payload(out), ""
@@ -124,8 +251,16 @@ def fetch(
             clock.sleep(0.02 * 2**attempt)
         if not store.get_into(key, view, start):
             trouble = f"{key} is missing or shorter than {start + size} bytes"
-        elif (got := digest(view)) != want:
-            trouble = f"{key} has digest {got}, announced was {want}"
-        else:
+        elif (trouble := differs(key, view, pieces)) is None:
             return None
     return trouble
+
+
+def differs(key: str, view: memoryview, pieces: Sequence[Piece]) -> str | None:
+    """What is wrong with these bytes, or None."""
+    at = 0
+    for size, want in pieces:
+        if (got := digest(view[at : at + size])) != want:
+            return f"{key} has digest {got}, announced was {want}"
+        at += size
+    return None

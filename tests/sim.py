@@ -4,10 +4,12 @@
                             │                                                        │ every store and clock call
                             │ ◀──────────────── switch ──────────────────────────────┘
                             ├─ SimStore  kill · pause and zombie return · error · lost answer · duplicate · torn upload
+                            │            outage · full · blobs that rot or are cut short · late LIST · wrong clocks
                             ├─ Fleet     double launches, joins, leaves, control records, loss of the whole fleet
                             └─ Observer  checks the promises of the protocol at each write, with its own arithmetic
 
-    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME]      one line per red seed, which replays it
+    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME]      a table of what happened, and how often;
+                                                                      for a red seed, the command that replays it
 
 Only `World.rng` decides anything, so a seed is a schedule, whatever PYTHONHASHSEED says.
 
@@ -21,6 +23,7 @@ import random
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,13 +35,13 @@ import numpy as np
 import xxhash
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from rendezvous import layout, records
-from rendezvous.errors import KeyExists, StoreUnclear
+from rendezvous import records
+from rendezvous.errors import KeyExists
 from rendezvous.rules import Rules, Timing
-from rendezvous.store import Buffer
 from tests.sim_fleet import Fleet
 from tests.sim_observer import Observer, Violation
 from tests.sim_replica import Process
+from tests.sim_store import SimClock, SimStore, may_rot
 
 RULES = Rules(fragments=1, sync_every=4, max_carry=2, snapshot_every=3)
 TIMING = Timing(poll=0.5, beat=1.5, dead_after=5.0, start_patience=10.0, give_up=600.0, store_patience=60.0, grace=10.0)
@@ -67,7 +70,11 @@ class Schedule:
     duplicate: float = 0.0
     kill: float = 0.0
     pause: float = 0.0
-    torn: bool = False
+    torn: float = 0.0  # half a blob, then no answer; then a death before a blob leaves half of it, too
+    outage: tuple[float, float, str] = (0.0, 0.0, "")  # from, seconds, "silent" | "full"
+    rot: float = 0.0  # share of blobs that are damaged at rest
+    rots: tuple[str, ...] = ("delta", "mean blob", "snapshot blob")
+    rot_after: float = 5.0
     flip: float = 0.0  # per outer step and place
     list_lag: float = 0.0
     churn: bool = False
@@ -75,6 +82,8 @@ class Schedule:
     fleet_loss: float | None = None
     slow: float = 0.0
     zeros: float = 0.0  # share of rounds in which nothing is learned
+    tau: int = 0  # inner steps during which a round is in flight
+    retention: str = "all"
     calm: float = 60.0  # no fault is injected after this
     end: float = 200.0
     settled: int = 4  # commits after the calm that end the run early
@@ -98,14 +107,31 @@ def draw(seed: int) -> Schedule:
         speeds=tuple(r.choice((0.6, 1.0, 1.0, 1.0, 1.5, 4.0)) for _ in range(n)),
         hung=(n - 1,) if n > m and r.random() < 0.15 else (), mute=(r.randrange(n),) if r.random() < 0.15 else (),
         slow_blobs=r.choice((4.0, 4.0, 40.0)), error=0.02 * f, lost=0.03 * f, duplicate=0.02 * f, kill=0.0012 * f,
-        pause=0.0012 * f, slow=0.004 * f, zeros=0.1, torn=r.random() < 0.5,
+        pause=0.0012 * f, slow=0.004 * f, zeros=0.1, torn=r.choice((0.0, 0.05)),
         flip=r.choice((0.0, 0.0, 0.03)) if m > 1 else 0.0,
         list_lag=r.choice((0.0, 3.0, 40.0)), churn=r.random() < 0.6,
         fleet_loss=r.uniform(10, 60) if r.random() < 0.3 else None,
     )  # fmt: skip
+    return vary(schedule, r)
+
+
+def vary(plan: Schedule, r: random.Random) -> Schedule:
+    """The same with shards, a lossy codec, rounds in flight, collected blobs, outages and rot, each in some seeds."""
+    rules, interval = plan.rules, plan.rules.sync_every // plan.rules.fragments
     if r.random() < 0.5:  # reduce in shards of two elements
-        schedule = replace(schedule, rules=replace(rules, shard_from=1, shard_elements=2))
-    return schedule
+        rules = replace(rules, shard_from=1, shard_elements=2)
+    if r.random() < 0.2:
+        rules = replace(rules, codec="bf16")
+    outage = (r.uniform(5, 40), r.choice((3.0, 10.0, 30.0)), r.choice(("silent", "full")))
+    retention = "window" if r.random() < 0.4 else "all"
+    if retention == "window":
+        rules = replace(rules, snapshot_every=r.choice((1, 2, 3)))
+    return replace(
+        plan, rules=rules, retention=retention, tau=r.randrange(interval) if r.random() < 0.6 else 0,
+        pause=3 * plan.pause if retention == "window" else plan.pause,
+        outage=outage if r.random() < 0.15 else plan.outage, rot=r.choice((0.0, 0.0, 0.06)),
+        rot_after=r.choice((0.5, 8.0)), timing=replace(plan.timing, store_patience=r.choice((12.0, 60.0))),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the world
@@ -120,6 +146,9 @@ class World:
         self.noise = np.random.default_rng(schedule.seed)
         self.objects: dict[str, bytes] = {}
         self.visible: dict[str, float] = {}
+        self.originals: dict[str, bytes] = {}  # what damaged objects were
+        self.torn: set[str] = set()  # blobs of which only a part was written
+        self.fired: Counter[str] = Counter()
         self.processes: list[Process] = []
         self.trace = xxhash.xxh3_128()
         self.calls = 0
@@ -168,6 +197,10 @@ class World:
                 self.now = when
                 what.switch()
 
+    def park(self) -> None:
+        """The calling greenlet stands still until somebody gives it a time again (`at`)."""
+        self._hub.switch()
+
     def _bury(self) -> None:
         for process in self.processes:
             process.dead = True
@@ -196,124 +229,35 @@ class World:
         if verb == "get":
             return old
         if verb == "list":
-            return sorted(k for k in self.objects if k.startswith(key) and self.visible[k] <= self.now)
+            there = sorted(k for k in self.objects if k.startswith(key))
+            seen = [k for k in there if self.visible[k] <= self.now]
+            self.fired["stale LIST"] += len(seen) < len(there)
+            return seen
         if verb == "create" and old is not None:
             raise KeyExists(key)
-        assert body is not None
+        if body is None:
+            self._forget(process, key)
+        else:
+            self._write(process, key, old, body)
+        return None
+
+    def _write(self, process: Process, key: str, old: bytes | None, body: bytes) -> None:
         self.objects[key] = body
         self.trace.update(body)
         self.visible.setdefault(key, self.now + self.rng.random() * self.plan.list_lag)
         self.observer.written(process, key, old, body)
-        return None
+        if old is None:
+            may_rot(self, key)
 
+    def _forget(self, process: Process, key: str) -> None:
+        self.observer.deleted(process, key)
+        self.fired["collected"] += key in self.objects
+        for those in (self.objects, self.visible, self.originals):
+            those.pop(key, None)
 
-class SimClock:
-    def __init__(self, world: World, process: Process) -> None:
-        self._world, self._process = world, process
-
-    def now(self) -> float:
-        return self._world.now + 1000.0 * self._process.id
-
-    def wall(self) -> float:
-        return self._world.now + self._process.skew
-
-    def sleep(self, seconds: float) -> None:
-        self._world.wait(self._process, seconds)
-
-
-class SimStore:
-    """The bucket as one process sees it: each call takes time, and something may happen before or after it."""
-
-    url = "sim://"
-
-    def __init__(self, world: World, process: Process) -> None:
-        self._world, self._process = world, process
-        self._mute = process.slot in [layout.slot_name(i) for i in world.plan.mute]
-
-    def put(self, key: str, body: Buffer) -> None:
-        if self._mute and key.startswith("alive/"):
-            raise StoreUnclear("the heartbeat does not get through")
-        self._call("put", key, bytes(body))
-
-    def create(self, key: str, body: Buffer) -> None:
-        self._call("create", key, bytes(body))
-
-    def get(self, key: str) -> bytes | None:
-        return self._call("get", key)
-
-    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
-        body = self._call("get", key)
-        if body is None or len(body) < start + len(out):
-            return False
-        out[:] = body[start : start + len(out)]
-        return True
-
-    def list(self, prefix: str) -> list[str]:
-        return self._call("list", prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        raise Violation("registers stay", f"delete of {list(keys)}")
-
-    def _call(self, verb: str, key: str, body: bytes | None = None) -> Any:
-        w, p = self._world, self._process
-        latency = 0.002 + w.rng.expovariate(1 / w.plan.latency)
-        if key.endswith(".bin") and verb == "put":
-            latency *= w.plan.slow_blobs
-        w.wait(p, latency)
-        fault = self._fault(verb) if w.now < w.plan.calm else ""
-        if not fault:
-            return w.effect(p, verb, key, body)
-        return self._faulty(fault, verb, key, body)
-
-    def _fault(self, verb: str) -> str:
-        plan, x = self._world.plan, self._world.rng.random()
-        chances = (
-            ("error", plan.error), ("kill before", plan.kill / 2), ("kill after", plan.kill / 2),
-            ("pause before", plan.pause / 2), ("pause after", plan.pause / 2), ("slow", plan.slow),
-            ("lost", plan.lost), ("duplicate", plan.duplicate),
-        )  # fmt: skip
-        for name, chance in chances[: 6 if verb in ("get", "list") else 8]:
-            x -= chance
-            if x < 0:
-                return name
-        return ""
-
-    def _faulty(self, fault: str, verb: str, key: str, body: bytes | None) -> Any:
-        w, p = self._world, self._process
-        if fault == "error":
-            raise StoreUnclear("no answer")
-        if fault == "kill before":
-            if w.plan.torn and verb == "put" and key.endswith(".bin") and body and key not in w.objects:
-                w.effect(p, verb, key, body[: w.rng.randrange(len(body))])
-            w.die(p)
-        if fault == "pause before":
-            self._pause()
-        if fault == "slow":
-            w.wait(p, w.rng.uniform(1.0, 20.0))
-        answer = w.effect(p, verb, key, body)
-        if fault == "kill after":
-            w.die(p)
-        if fault == "pause after":
-            self._pause()
-        if fault == "lost":
-            raise StoreUnclear("the answer was lost")
-        if fault == "duplicate":
-            w.at(w.now + w.rng.expovariate(0.1), lambda: again(w, p, verb, key, body))
-        return answer
-
-    def _pause(self) -> None:
-        """SIGSTOP: every greenlet of the process stands still."""
-        w, p = self._world, self._process
-        p.asleep_until = w.now + w.rng.choice((3.0, 12.0, 40.0))
-        w.wait(p, 0.0)
-
-
-def again(world: World, process: Process, verb: str, key: str, body: bytes | None) -> None:
-    """A retry by some layer below us arrives late."""
-    try:
-        world.effect(process, verb, key, body)
-    except KeyExists:
-        return
+    def truth(self, key: str) -> bytes | None:
+        """What was written under a key, whatever has become of it since."""
+        return self.originals.get(key, self.objects.get(key))
 
 
 @contextmanager
@@ -345,6 +289,7 @@ class Result:
     carried: int
     calls: int
     cpu: float
+    fired: Counter[str]
 
 
 def run(schedule: Schedule) -> Result:
@@ -356,10 +301,11 @@ def run(schedule: Schedule) -> Result:
         red = ": ".join(broken.args)
     except Exception as error:
         red = f"{type(error).__name__}: {error} (at {traceback.format_tb(error.__traceback__)[-1].strip()})"
-    seen = world.observer
-    carried = sum(len(c.carried) for c in seen.commits)
-    cpu = time.process_time() - began
-    return Result(schedule, red, world.trace.hexdigest(), len(seen.commits), seen.applied, carried, world.calls, cpu)
+    commits, trace = world.observer.commits, world.trace.hexdigest()
+    return Result(
+        schedule, red, trace, len(commits), world.observer.applied, sum(len(c.carried) for c in commits), world.calls,
+        time.process_time() - began, world.fired + world.fleet.endings(),
+    )  # fmt: skip
 
 
 def run_seed(seed: int, bug: str = "") -> Result:
@@ -370,6 +316,13 @@ def run_seed(seed: int, bug: str = "") -> Result:
         return run(draw(seed))
 
 
+def table(fired: Counter[str], columns: int = 3) -> str:
+    """What happened, and how often."""
+    cells = [f"{n:>10,}  {name:<28}" for name, n in sorted(fired.items())]
+    rows = -(-len(cells) // columns)
+    return "\n".join("".join(cells[i::rows]).rstrip() for i in range(rows))
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("seeds", type=int)
@@ -378,19 +331,27 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--bug", default="", help="plant this bug (tests/sim_bugs.py)")
     args = parser.parse_args(argv)
     one, seeds = partial(run_seed, bug=args.bug), range(args.start, args.start + args.seeds)
-    if args.jobs > 1:
-        with multiprocessing.Pool(args.jobs) as pool:
-            results = list(pool.imap(one, seeds, chunksize=8))
-    else:
-        results = [one(seed) for seed in seeds]
-    red = [r for r in results if r.red]
-    for r in red:
-        print(f"seed {r.schedule.seed}: {r.red}\n    {r.schedule}")
-    total = sum(r.cpu for r in results)
+    if args.jobs == 1:
+        return report(map(one, seeds), args.bug)
+    with multiprocessing.Pool(args.jobs) as pool:
+        return report(pool.imap(one, seeds, chunksize=8), args.bug)
+
+
+def report(results: Iterable[Result], bug: str) -> int:
+    """Red seeds as they come, then the sums; -> the exit code."""
+    sums, fired, red, cpu = Counter[str](), Counter[str](), 0, 0.0
+    for r in results:
+        sums.update(schedules=1, commits=r.commits, applied=r.applied, carried=r.carried, calls=r.calls)
+        fired, cpu = fired + r.fired, cpu + r.cpu
+        if r.red:
+            red += 1
+            again = f"python -m tests.sim 1 --start {r.schedule.seed}" + (f" --bug {bug!r}" if bug else "")
+            print(f"seed {r.schedule.seed}: {r.red}\n    {again}", flush=True)
+    print(table(fired))
     print(
-        f"{len(results)} schedules, {sum(r.commits for r in results)} commits, {sum(r.applied for r in results)} "
-        f"offers applied ({sum(r.carried for r in results)} carried), {sum(r.calls for r in results)} store calls, "
-        f"{1000 * total / len(results):.0f} CPU-ms each: {len(red)} red"
+        f"{sums['schedules']} schedules, {sums['commits']} commits, {sums['applied']} offers applied "
+        f"({sums['carried']} carried), {sums['calls']} store calls, "
+        f"{1000 * cpu / max(1, sums['schedules']):.0f} CPU-ms each: {red} red"
     )
     return 1 if red else 0
 

@@ -14,10 +14,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from rendezvous import closing, layout, membership, rendezvous, rules
+from rendezvous import closing, garbage, layout, membership, records, reduce, rendezvous, rules, snapshots
 from rendezvous.chain import Chain, head
 from rendezvous.closing import Closer
 from rendezvous.errors import KeyExists, StoreUnclear
+from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
 from rendezvous.sharded import Sharer
@@ -171,7 +172,7 @@ def early_snapshot() -> Iterator[None]:
     def eager(rv: Any, commit: Any) -> None:
         move_on(rv, commit)
         if commit.by == rv.name:
-            rv._write_snapshot(confirmed=True)
+            rv._snapshot_of(confirmed=True)()
 
     with patch.object(Rendezvous, "_move_on", eager):
         yield
@@ -180,19 +181,104 @@ def early_snapshot() -> Iterator[None]:
 @contextmanager
 def writer_carries() -> Iterator[None]:
     """Who was left out adds the old work to the new, which the committer carries as well."""
-    upload, advance = Rendezvous._upload, Rendezvous.advance
+    offer, advance = Rendezvous.offer, Rendezvous.advance
 
-    def both(rv: Any, delta: np.ndarray, *args: Any) -> Any:
+    def both(rv: Any, delta: np.ndarray, *args: Any, **more: Any) -> Any:
         old = getattr(rv, "_left_out", None)
-        return upload(rv, delta if old is None or len(old) != len(delta) else delta + old, *args)
+        return offer(rv, delta if old is None or len(old) != len(delta) else delta + old, *args, **more)
 
     def remember(rv: Any, commit: Any) -> None:
-        mine = rv._mine
-        rv._left_out = mine[2].view(np.float32).copy() if mine and not commit.lists(commit.t, rv.slot) else None
+        mine = next((m.body for m in rv._mine if m.step == commit.t), None)
+        rv._left_out = None if mine is None or commit.lists(commit.t, rv.slot) else mine.view(np.float32).copy()
         advance(rv, commit)
 
-    with patch.object(Rendezvous, "_upload", both), patch.object(Rendezvous, "advance", remember):
+    with patch.object(Rendezvous, "offer", both), patch.object(Rendezvous, "advance", remember):
         yield
+
+
+@contextmanager
+def moved_snapshot() -> Iterator[None]:
+    """θ_t is written down in the background, when the outer step has already moved it."""
+    move_on = Rendezvous._move_on
+
+    def late(rv: Any, commit: Any) -> None:
+        if commit.t and commit.t % rv.rules.snapshot_every == 0 and commit.by == rv.name:
+            rv._snapshot_of(confirmed=True)()
+        move_on(rv, commit)
+
+    with patch.object(Rendezvous, "_snapshot_if_due", nothing), patch.object(Rendezvous, "_move_on", late):
+        yield
+
+
+@contextmanager
+def early_announcement() -> Iterator[None]:
+    """The closer announces the buffer of the mean before the mean is in it."""
+    mean = Rendezvous.mean
+
+    def eager(rv: Any, commit: Any, out: np.ndarray) -> None:
+        if commit.by == rv.name and commit.mode == "direct":
+            rv._reducer.announce(commit, out)
+        mean(rv, commit, out)
+
+    with patch.object(Rendezvous, "mean", eager):
+        yield
+
+
+@contextmanager
+def inherited_residual() -> Iterator[None]:
+    """A new life takes the residual of the one before it, which may have sent it."""
+    under = Rendezvous.under
+
+    def steals(rv: Any, *args: Any) -> Any:
+        under(rv, *args)
+        rv._encoder._residuals = vars(rv._bucket._world).setdefault("_stolen", {}).setdefault(rv.slot, {})
+        return rv
+
+    with patch.object(Rendezvous, "under", steals):
+        yield
+
+
+@contextmanager
+def residual_taken_back() -> Iterator[None]:
+    """What a body carried stays in the residual, though the body counts."""
+    announce = Rendezvous._announce_offer
+
+    def twice(rv: Any, record: Any) -> None:
+        announce(rv, record)
+        rv._encoder.take_back(rv.fragment, rv._mine[-1].body)
+
+    with patch.object(Rendezvous, "_announce_offer", twice):
+        yield
+
+
+def trusting(store: Any, clock: Any, key: str, pieces: Any, out: np.ndarray, start: int = 0) -> str | None:
+    """What is there is taken for what was written."""
+    view = rendezvous.payload(out)
+    return None if store.get_into(key, view, start) else f"{key} is missing"
+
+
+def mends_blindly(store: Any, snapshot: Any, arrays: Any) -> bool:
+    store.put(snapshot.blob, snapshots.serialized(arrays))
+    return True
+
+
+def announces_again(reducer: Any, commit: Any, j: int, body: np.ndarray) -> None:
+    n = records.nonce()
+    record = records.Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, records.digest(body.tobytes()), n)
+    reducer._store.put(record.blob, body.tobytes())
+    reducer._store.put(layout.mean(commit.t, j), record.encode())
+
+
+def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> int:
+    return max([s.t for s in snapshots.newest_first(store, hint) if garbage.complete(store, s)], default=at_least)
+
+
+def everything_old(keys: Any, floor: int, rules: Rules) -> list[str]:
+    return [k for k in keys if int(k.split("/")[1]) < floor]
+
+
+def a_step_early(keys: Any, floor: int, rules: Rules) -> list[str]:
+    return doomed(keys, floor + 1, rules)
 
 
 def waits_for_all(t: int, fresh: Any, expected: set[str], peers: Any, *rest: Any) -> dict[str, str]:
@@ -208,6 +294,31 @@ def sharded(seed: int) -> Schedule:
     """Nobody is replaced for long: the living must take over the parts of the dead."""
     rules = Rules(sync_every=2, snapshot_every=3, shard_from=1, shard_elements=2)
     return Schedule(seed, replicas=4, min_replicas=2, kill=0.004, pause=0.002, rules=rules)
+
+
+def sweeping(seed: int) -> Schedule:
+    """Every second step is a snapshot, and what is older goes."""
+    rules = Rules(sync_every=2, max_carry=1, snapshot_every=2)
+    plan = Schedule(seed, replicas=3, min_replicas=1, retention="window", rules=rules, end=240.0)
+    return replace(plan, kill=0.001, pause=0.006, calm=100.0, speeds=(0.6, 1.0, 1.5))
+
+
+def rotting(seed: int) -> Schedule:
+    """Blobs do not last."""
+    rules = Rules(sync_every=2, snapshot_every=2, shard_from=1 if seed % 2 else 8 << 20, shard_elements=2)
+    return Schedule(seed, replicas=3, min_replicas=2, rot=0.25, rot_after=2.0, kill=0.002, rules=rules)
+
+
+def rotting_in_bad_memory(seed: int) -> Schedule:
+    return replace(rotting(seed), flip=0.08, rots=("snapshot blob",), rot=0.7)
+
+
+def lossy(seed: int) -> Schedule:
+    """bf16 with error feedback, and short lives."""
+    return Schedule(seed, replicas=3, min_replicas=1, kill=0.002, rules=Rules(sync_every=2, codec="bf16"))
+
+
+doomed = garbage.doomed
 
 
 def attr(owner: Any, name: str, value: Any) -> Callable[[], list[Patch]]:
@@ -249,11 +360,22 @@ BUGS: dict[str, Bug] = {
     "unconfirmed snapshot": Bug(lambda: [early_snapshot()], flipping),
     "no self-check": Bug(attr(Rendezvous, "_check_state", nothing), flipping),
     "no re-derive": Bug(attr(Rendezvous, "_rederive", nothing), pair),
-    "waits for everybody for ever": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
+    "no patience": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
     "no catch-up": Bug(lambda: [patch.object(Rendezvous, "behind", property(lambda rv: False))], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
     "no takeover": Bug(attr(Sharer, "_turn", lambda sharer, commit, j, waited: False), sharded),
     "stale wishes": Bug(attr(Closer, "_news", lambda closer, wishes: ""), restless),
+    "shard overwritten": Bug(attr(Reducer, "announce_part", announces_again), sharded),
+    "residual stolen": Bug(lambda: [inherited_residual()], lossy),
+    "residual used twice": Bug(lambda: [residual_taken_back()], lossy),
+    "GC deletes registers": Bug(attr(garbage, "doomed", everything_old), sweeping),
+    "early GC, by a step": Bug(attr(garbage, "doomed", a_step_early), sweeping),
+    "early GC, newest snapshot": Bug(attr(garbage, "floor", newest_is_the_floor), sweeping),
+    "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
+    "bytes are not verified": Bug(attr(reduce, "fetch", trusting), rotting),
+    "repair is not verified": Bug(attr(snapshots, "mend", mends_blindly), rotting_in_bad_memory),
+    "mean announced before it is right": Bug(lambda: [early_announcement()], unequal),
+    "snapshot of a moved θ": Bug(lambda: [moved_snapshot()], unequal),
 }
 
 

@@ -1,13 +1,17 @@
 """Who is launched, asked, stopped and lost: supervisor, operator and bad luck."""
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rendezvous import layout, records
+from rendezvous.errors import RendezvousError
+from rendezvous.garbage import Collected
 from rendezvous.membership import Wanted, write_control
 from rendezvous.records import Control
 from rendezvous.store import PatientStore
 from tests.sim_replica import Process, Replica
+from tests.sim_store import restore
 
 if TYPE_CHECKING:
     from tests.sim import World
@@ -19,6 +23,7 @@ class Fleet:
     def __init__(self, world: "World") -> None:
         self.w, self.plan = world, world.plan
         self.wanted = Wanted()
+        self.complaints: dict[str, float] = {}  # damaged key -> when somebody last found it so
 
     def begin(self) -> None:
         plan, operator = self.plan, Process(0, "operator", 0.0, dead=True)
@@ -37,7 +42,10 @@ class Fleet:
     def launch(self, index: int) -> Process:
         w, plan = self.w, self.plan
         p = Process(len(w.processes), layout.slot_name(index), w.now, plan.speeds[index % len(plan.speeds)])
-        p.skew = w.rng.choice((0.0, -3600.0, 86400.0))
+        p.skew, p.drift = w.rng.choice((0.0, -3600.0, 86400.0)), w.rng.choice((1.0, 0.9, 1.1))
+        w.fired["launch"] += 1
+        w.fired["wrong clock"] += p.skew != 0.0
+        w.fired["grown"] += index >= plan.replicas
         w.processes.append(p)
         w.spawn(p, lambda: Replica(w, p).live())
         return p
@@ -60,11 +68,36 @@ class Fleet:
 
     def _terminate(self, p: Process) -> None:
         """SIGTERM, and SIGKILL when the grace time is over."""
+        self.w.fired["SIGTERM"] += 1
         if p.rv is not None:
             p.rv.ask_to_leave()
         self.w.at(self.w.now + 1.5 * self.plan.timing.grace, lambda: setattr(p, "dead", True))
 
+    def loud(self, p: Process, error: RendezvousError) -> None:
+        """A replica stopped because something cannot be read: then that must be so, and the operator acts."""
+        damage = any(name.startswith(("rot:", "truncated:")) for name in self.w.fired)
+        if not damage and not (isinstance(error, Collected) and self.w.fired["collected"]):
+            self.w.observer.broken("loud stops have a reason", f"{p.slot}: {error}")
+        self.w.at(self.w.now + 8.0, lambda: restore(self.w))
+
+    def complaint(self, key: str) -> None:
+        """Bytes are bad, and a replica waits for somebody to mend them; the operator looks after a while, too."""
+        if key in self.w.originals:
+            if key not in self.complaints:
+                self.w.at(self.w.now + 25.0, lambda: self._still_bad(key))
+            self.complaints[key] = self.w.now
+
+    def _still_bad(self, key: str) -> None:
+        if self.w.now - self.complaints.pop(key) < 8.0 and key in self.w.originals:
+            self.w.observer.gives_up_on(key)
+            restore(self.w)
+
+    def endings(self) -> Counter[str]:
+        """How lives ended that ended by themselves."""
+        return Counter(f"ends: {p.ended}" for p in self.w.processes if p.ended and p.slot != "operator")
+
     def _lose_all(self) -> None:
+        self.w.fired["whole fleet lost"] += 1
         for p in self.living():
             p.dead = True
 
@@ -77,7 +110,8 @@ class Fleet:
             self._make_possible()
         if not self.wanted.stop and not self.finished:
             for i in range(self.wanted.replicas):
-                self._replace(i, calm)
+                if not self.wanted.leaves(layout.slot_name(i)):
+                    self._replace(i, calm)
         w.at(w.now + 3.0, self._supervise)
 
     def _replace(self, index: int, calm: bool) -> None:
@@ -86,6 +120,7 @@ class Fleet:
         if not awake and (calm or r.random() < 0.4):
             self.launch(index)
             if r.random() < self.plan.double_launch:
+                w.fired["double launch"] += 1
                 self.launch(index)
 
     def _churn(self, r: random.Random) -> None:
@@ -96,7 +131,9 @@ class Fleet:
             self.wish(stop=not now.stop, resume=now.stop)
         elif x < 0.18 and self.living():
             self._terminate(r.choice(self.living()))
-        elif x < 0.22 and not self.plan.flip:
+        elif x < 0.21 and len(now.drains) < now.replicas - now.min_replicas - hung:
+            self.wish(drain=layout.slot_name(r.randrange(now.replicas)))
+        elif x < 0.25 and not self.plan.flip:
             self.wish(min_replicas=max(1, min(now.replicas - hung, r.randint(1, 3))))
 
     def _make_possible(self) -> None:
@@ -104,12 +141,14 @@ class Fleet:
         wanted = self.wanted
         if wanted.stop:
             self.wish(resume=True)
-        elif wanted.replicas < wanted.min_replicas + len(self.plan.hung):
-            self.wish(replicas=wanted.min_replicas + len(self.plan.hung))
+        elif wanted.replicas - len(wanted.drains) < wanted.min_replicas + len(self.plan.hung):
+            self.wish(replicas=max(wanted.replicas, wanted.min_replicas + len(self.plan.hung)))
 
     def wish(self, **wishes: object) -> None:
         """A control record, written by a process of its own."""
         w = self.w
+        more = "replicas" in wishes and int(str(wishes["replicas"])) > self.wanted.replicas
+        w.fired["wish: " + ("grow" if more else next(iter(wishes)))] += 1
         p = Process(len(w.processes), "operator", w.now)
         w.processes.append(p)
         clock = w.clock(p)

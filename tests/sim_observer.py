@@ -5,7 +5,11 @@ every offer is listed once or expires               nothing durable before the c
 a chain without gaps                                at least m fresh offers, by the wishes of that moment
 fences only rise, and reach every claim             offers only by holders, from the chain's θ, of their own work
 blob before offer, offer before commit              snapshots are what the chain confirmed
+a residual goes into one body, of its own life      damaged blobs are only ever overwritten with what they were
+registers are never deleted                         nothing is collected that a reader may need
 steps are made again when the faults are over       whoever lives follows the head
+
+Not promised: that it sees what is never written, nor applied.
 """
 
 from dataclasses import dataclass
@@ -16,8 +20,8 @@ import xxhash
 from safetensors.numpy import load
 
 from rendezvous import layout
-from rendezvous.records import Claim, Commit, Control, Mean, Offer, Snapshot
-from tests.sim_replica import LR, MU, SIZES, Process, SimState, digest_of
+from rendezvous.records import Claim, Commit, Control, Leave, Mean, Offer, Snapshot
+from tests.sim_replica import LR, MU, Process, SimState, digest_of
 
 if TYPE_CHECKING:
     from tests.sim import World
@@ -54,6 +58,11 @@ class Observer:
         self.wishes: list[tuple[float, int]] = []  # (since, min_replicas)
         self.last_commit, self.times = 0.0, list[float]()
         self.at_calm: int | None = None
+        self.offered_blobs: set[str] = set()
+        self.snapshots: list[int] = []  # steps of confirmed ones
+        self.gone: set[str] = set()  # collected blobs
+        self.residuals: dict[str, bytes] = {}  # left by who went
+        self.inherited: dict[str, bytes] = {}
         self.applied = 0
 
     def broken(self, promise: str, seen: str) -> NoReturn:
@@ -71,24 +80,86 @@ class Observer:
             return
         room = key.split("/", 1)[0]
         if room == "steps":
-            step, kind = int(key[6:16]), key[17:22]
-            if kind == "offer":
-                self._offered(process, step, key, Offer.decode(body))
-            elif kind == "commi":
-                self._committed(process, step, Commit.decode(body), body)
-            elif kind == "mean/" and key.endswith(".json"):
-                self._announced(step, int(key[-9:-5]), Mean.decode(body))
+            self._of_step(process, int(key[6:16]), key, body)
         elif room == "replicas":
             self._claimed(process, Claim.decode(body))
         elif room == "snapshots" and key.endswith("manifest.json"):
             self._snapshot(Snapshot.decode(body))
+        elif room == "leave":
+            self._left(process, Leave.decode(body))
         elif room == "control":
             self._wish(Control.decode(body))
 
+    def _of_step(self, process: Process, step: int, key: str, body: bytes) -> None:
+        kind = key[17:22]
+        if kind == "delta" and process.rv is not None:
+            self._encoded(process, step % self.rules.fragments, key)
+        elif kind == "offer":
+            self._offered(process, step, key, Offer.decode(body))
+        elif kind == "commi":
+            self._committed(process, step, Commit.decode(body), body)
+        elif kind == "mean/" and key.endswith(".json"):
+            self._announced(process, step, int(key[-9:-5]), Mean.decode(body))
+
     def _overwritten(self, key: str, old: bytes, body: bytes) -> None:
-        if key.startswith("alive/") or old == body:
+        if key.startswith("alive/"):
             return
-        self.broken("write once", f"{key} was overwritten")
+        if key in self.w.torn and body.startswith(old):
+            self.w.torn.discard(key)
+            self.w.fired["half a blob is replaced"] += 1
+        elif key in self.w.originals:
+            if self.w.originals.pop(key) != body:
+                self.broken("repaired with what it was", key)
+            self.w.fired[f"repaired: {'delta' if '/delta/' in key else key.rpartition('.')[2]}"] += 1
+        elif old != body:
+            self.broken("write once", f"{key} was overwritten")
+
+    def deleted(self, process: Process, key: str) -> None:
+        """A collector must leave whatever a reader may need that starts at the second-newest snapshot."""
+        if key.startswith("residuals/"):
+            return
+        if key.endswith(".json"):
+            self.broken("registers stay", f"{process.slot} deletes {key}")
+        floor = sorted(self.snapshots)[-2] if len(self.snapshots) > 1 else 0
+        ends = floor - ("/delta/" in key) * self.rules.fragments * self.rules.max_carry
+        if int(key.split("/")[1]) >= ends:
+            self.broken("nothing is collected that is needed", f"{process.slot} deletes {key}, the floor is {floor}")
+        self.gone.add(key)
+
+    def _encoded(self, process: Process, f: int, key: str) -> None:
+        """A new pseudogradient, with what the last one left."""
+        s, e = np.frombuffer(process.work, np.float32), self._residual(process, f)
+        process.sent[f] = key, s if e is None else s + e
+
+    def _residual(self, process: Process, f: int) -> np.ndarray | None:
+        """What the codec of this life has not sent; all of a body that no offer names."""
+        if self.rules.codec == "fp32" or f not in process.sent:
+            return process.inherited.get(f)
+        key, s = process.sent[f]
+        return s - decoded(encoded(s)) if key in self.offered_blobs else s
+
+    def _left(self, process: Process, leave: Leave) -> None:
+        if leave.residual:
+            self.residuals[leave.residual] = body = self.w.objects[leave.residual]
+            for name, e in load(body).items():
+                mine = self._residual(process, int(name.rpartition(".")[2]))
+                if mine is None or mine.tobytes() != e.tobytes():
+                    self.broken("each work and each residual once", f"{process.slot} leaves another residual than its")
+
+    def inherits(self, process: Process, generation: int) -> None:
+        """A life begins with what the codec of that generation has not sent."""
+        left = Leave.decode(self.w.objects[layout.leave(process.slot, generation)])
+        if left.residual in self.inherited:
+            self.broken("each work and each residual once", f"{left.residual} is inherited twice")
+        found = load(self.inherited.setdefault(left.residual, self.residuals[left.residual]))
+        process.inherited = {int(name.rpartition(".")[2]): e for name, e in found.items()}
+
+    def _body(self, process: Process, offer: Offer) -> bytes:
+        """What this life's work must look like on the wire."""
+        key, s = process.sent.get(offer.step % self.rules.fragments, ("", np.zeros(0, np.float32)))
+        if key != offer.blob:
+            return b""
+        return encoded(s) if self.rules.codec != "fp32" else s.tobytes()
 
     def _claimed(self, process: Process, claim: Claim) -> None:
         if claim.pid != process.id or (claim.slot, claim.generation) in self.holders:
@@ -98,32 +169,48 @@ class Observer:
     def _offered(self, process: Process, step: int, key: str, offer: Offer) -> None:
         if self.holders.get((offer.slot, offer.generation), (None,))[0] != process.id:
             self.broken("fencing", f"{key} by process {process.id}, which does not hold generation {offer.generation}")
-        blob = self.w.objects.get(offer.blob)
-        if blob is None or xxhash.xxh3_128_hexdigest(blob) != offer.digest:
-            self.broken("blob before offer", key)
-        if blob != process.work:
-            self.broken("each work once", f"{key} holds something else than its replica's own work")
-        if step < len(self.bases) and process.tainted == (offer.base == self.bases[step]):
-            self.broken("base on the chain", f"{key}, tainted={process.tainted}, starts from {offer.base}")
+        blob = self.w.truth(offer.blob)
+        if offer.blob not in self.gone:  # its writer slept in between, and nobody will list it
+            if blob is None or not self._is(blob, offer):
+                self.broken("blob before offer", key)
+            if blob != self._body(process, offer):
+                self.broken("each work and each residual once", f"{key} is not its replica's own work and residual")
+        if step < len(self.bases) and process.tainted_work == (offer.base == self.bases[step]):
+            self.broken("base on the chain", f"{key}, tainted={process.tainted_work}, starts from {offer.base}")
         self.offers[step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
+        self.offered_blobs.add(offer.blob)
 
-    def _announced(self, step: int, part: int, mean: Mean) -> None:
-        blob = self.w.objects.get(mean.blob)
-        if step >= len(self.commits) or blob != self._part(step, part).tobytes():
+    def _announced(self, process: Process, step: int, part: int, mean: Mean) -> None:
+        owners = self.commits[step].owners if step < len(self.commits) else ()
+        self.w.fired["mean announced"] += 1
+        self.w.fired["part taken over"] += bool(owners) and process.slot != owners[part]
+        if mean.blob in self.gone:
+            return
+        if step >= len(self.commits) or self.w.truth(mean.blob) != self._part(step, part):
             self.broken("the same mean everywhere", f"announced mean of step {step}, part {part}")
 
-    def _part(self, step: int, j: int) -> np.ndarray:
-        """Part j of a mean: the shards, dealt out to the owners in runs."""
+    def averaged(self, process: Process, mean: np.ndarray) -> None:
+        """A replica is about to take an outer step with this."""
+        step = process.rv.step if process.rv else 0
+        if step >= len(self.means) or mean.tobytes() != self.means[step].tobytes():
+            self.broken("the same mean everywhere", f"{process.slot} averages something else in step {step}")
+
+    def _part(self, step: int, j: int) -> bytes:
+        """Part j of a mean on the wire: the shards, dealt out to the owners in runs."""
         mean, owners, width = self.means[step], len(self.commits[step].owners), self.rules.shard_elements
         if not owners:
-            return mean
+            return mean.tobytes()
         shards = -(-len(mean) // width)
-        return mean[round(j * shards / owners) * width : round((j + 1) * shards / owners) * width]
+        part = mean[round(j * shards / owners) * width : round((j + 1) * shards / owners) * width]
+        return encoded(part) if self.rules.codec != "fp32" else part.tobytes()
 
     def _snapshot(self, snapshot: Snapshot) -> None:
-        if snapshot.blob not in self.w.objects:
+        if snapshot.blob in self.gone:
+            return
+        blob = self.w.truth(snapshot.blob)
+        if blob is None:
             self.broken("blob before manifest", str(snapshot))
-        arrays = load(self.w.objects[snapshot.blob])
+        arrays = load(blob)
         theta = [arrays[f"theta.{i}"].copy() for i in range(self.rules.fragments)]
         momentum = [arrays[f"momentum.{i}"].copy() for i in range(self.rules.fragments)]
         if snapshot.t == 0:
@@ -131,6 +218,15 @@ class Observer:
             self.bases.append(digest_of(theta, momentum))
         if [snapshot.base, digest_of(theta, momentum)] != 2 * self.bases[snapshot.t : snapshot.t + 1]:
             self.broken("confirmed snapshots", f"snapshot {snapshot.t} says {snapshot.base}")
+        if snapshot.confirmed:
+            self.snapshots.append(snapshot.t)
+
+    def _is(self, blob: bytes, named: Any) -> bool:
+        """Are these the bytes that an offer, or a commit, names?  In shards, each by its digest."""
+        width = self.rules.shard_elements * (4 if self.rules.codec == "fp32" else 2)
+        cut = tuple(xxhash.xxh3_128_hexdigest(blob[at : at + width]) for at in range(0, len(blob), width))
+        whole = "".join(cut).encode() if named.shards else blob
+        return named.shards in ((), cut) and xxhash.xxh3_128_hexdigest(whole) == named.digest
 
     # ------------------------------------------------------------ a commit
 
@@ -174,8 +270,8 @@ class Observer:
             self.broken("base on the chain", f"commit {t} lists {s}/{slot}, which started elsewhere")
         if self._fenced(known[0]):
             self.broken("fencing", f"commit {t} lists {s}/{slot} of fenced generation {listed.generation}")
-        blob = self.w.objects.get(listed.blob)
-        if blob is None or xxhash.xxh3_128_hexdigest(blob) != listed.digest:
+        blob = self.w.truth(listed.blob)
+        if blob is None or not self._is(blob, listed):
             self.broken("listed blobs exist", f"commit {t}, {s}/{slot}")
         self.listed[s, slot] = t
         return s
@@ -194,14 +290,7 @@ class Observer:
 
     def _step(self, t: int, commit: Commit, body: bytes) -> None:
         """The chain's own θ: fp32, each operation rounded by itself."""
-        f = t % self.rules.fragments
-        total, weights = np.zeros(SIZES[f], np.float32), 0.0
-        for o in commit.offers:
-            age = (t - o.step) // self.rules.fragments
-            w = np.float32(o.h / self.rules.sync_every * self.rules.age_discount**age)
-            total = total + w * np.frombuffer(self.w.objects[o.blob], np.float32)
-            weights += float(w)
-        mean = total / np.float32(weights)
+        f, mean = t % self.rules.fragments, self._mean(t, commit)
         assert self.theta is not None
         self.momentum[f] = MU * self.momentum[f] + mean
         self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
@@ -213,6 +302,17 @@ class Observer:
         self.last_commit = self.w.now
         self.times.append(self.w.now)
 
+    def _mean(self, t: int, commit: Commit) -> np.ndarray:
+        total, weights, lossy = np.zeros(0, np.float32), 0.0, self.rules.codec != "fp32"
+        for o in commit.offers:
+            age = (t - o.step) // self.rules.fragments
+            w = np.float32(o.h / self.rules.sync_every * self.rules.age_discount**age)
+            body = self.w.truth(o.blob) or b""
+            x = w * (decoded(body) if lossy else np.frombuffer(body, np.float32))
+            total, weights = total + x if len(total) else x, weights + float(w)
+        mean = total / np.float32(weights)
+        return decoded(encoded(mean)) if lossy and commit.owners else mean
+
     # ------------------------------------------------------------ replicas
 
     def trains(self, process: Process, state: SimState) -> None:
@@ -222,6 +322,21 @@ class Observer:
             return
         if step > len(self.commits) or state.digest() != self.bases[step]:
             self.broken("the same θ everywhere", f"process {process.id} ({process.slot}) trains at step {step}")
+
+    def agrees(self, step: int, state: SimState) -> bool:
+        """Is this the chain's θ?  (A flipped bit may be rounded away by the next outer step.)"""
+        return step < len(self.bases) and state.digest() == self.bases[step]
+
+    def gives_up_on(self, key: str) -> None:
+        """The operator restores a blob: nobody may have its bytes in memory and nothing else to do."""
+        for p in self.w.fleet.living():
+            if p.rv and key in [mine.key for mine in p.rv._mine] and self._waits(p, p.rv.step):
+                self.broken("who has the bytes puts them back", f"{key} is damaged for 25 s, and {p.slot} has it")
+
+    def _waits(self, p: Process, step: int) -> bool:
+        """Has its offer for the open step been durable for a good while?"""
+        mine = [d.at for d in self.offers.values() if (d.offer.step, d.offer.slot) == (step, p.slot)]
+        return bool(mine) and self.w.now - max(mine[0], p.asleep_until) > 20
 
     def look(self) -> None:
         """Once a second: is anything happening?"""
@@ -249,3 +364,16 @@ class Observer:
             if working and p.rv is not None and (p.rv.step < len(self.commits) - 4 or p.tainted):
                 found.append(p)
         return found
+
+
+# ---------------------------------------------------------------------- bf16, in our own words
+
+
+def encoded(x: np.ndarray) -> bytes:
+    """The upper halves of fp32 numbers, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def decoded(body: bytes) -> np.ndarray:
+    return (np.frombuffer(body, np.uint16).astype(np.uint32) << 16).view(np.float32)

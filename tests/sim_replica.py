@@ -1,18 +1,25 @@
 """One simulated life: the engine unchanged, a θ of a few numbers, and the loop that a trainer would write.
 
 claim ─ beat (a greenlet of its own) ─ boot ─ join ─▶ h inner steps ─ offer ─ settle ─ mean ─ apply ─ advance ─▶ …
-                                                           └─ behind or leaving: offer what there is, catch up or go
+                                            │          └── τ > 0: in a greenlet of its own, ──┘
+                                            │                while τ inner steps go on
+                                            └─ behind or leaving: offer what there is, catch up or go
+
+Not promised: that these inner steps learn anything; they are noise.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 
 from rendezvous import layout
-from rendezvous.errors import Leaving, Terminal
+from rendezvous.errors import Corrupt, Leaving, RendezvousError, Terminal
+from rendezvous.garbage import Collected
+from rendezvous.records import Commit
 from rendezvous.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -31,11 +38,15 @@ class Process:
     born: float
     speed: float = 1.0
     skew: float = 0.0
+    drift: float = 1.0  # its seconds per second
     dead: bool = False  # no store call of it has any effect any more
     asleep_until: float = 0.0
     ended: str = ""  # why it ended by itself
     tainted: bool = False  # a bit of its θ or momentum was flipped
     work: bytes = b""  # its newest pseudogradient
+    tainted_work: bool = False  # made when θ was tainted
+    inherited: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> residual of the life before
+    sent: dict[int, tuple[str, np.ndarray]] = field(default_factory=dict)  # fragment -> blob, what was encoded
     scan: float = 0.0  # when it last began to look for offers
     rv: Rendezvous | None = None
     tasks: list[greenlet] = field(default_factory=list)
@@ -62,6 +73,7 @@ class SimState:
         return len(self.theta[fragment])
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
+        self._world.observer.averaged(self._process, mean)
         m, look = self.momentum[fragment], np.empty_like(mean)
         np.multiply(m, MU, out=m)
         np.add(m, mean, out=m)
@@ -86,6 +98,7 @@ class SimState:
         if w.plan.flip and not p.tainted and w.now < w.plan.calm and w.rng.random() < w.plan.flip:
             w.rng.choice((self.theta, self.momentum))[0].view(np.int32)[0] ^= w.rng.randrange(1, 1 << 22)
             p.tainted = True
+            w.fired["bit flip in memory"] += 1
 
 
 def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
@@ -96,7 +109,8 @@ def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
 
 
 def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
-    """The engine unchanged; the observer is told when a look for offers begins."""
+    """The engine unchanged; the observer is told when a look for offers begins, and threads are greenlets."""
+    rv._reducer._together = together(world, process)
     closer: Any = rv._closer
     look = closer._fresh
 
@@ -108,29 +122,112 @@ def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
     return rv
 
 
+class Flight:
+    """Work of a process in a greenlet of its own; who needs its result waits for it to land."""
+
+    def __init__(self, world: "World", process: Process, work: Callable[[], Any]) -> None:
+        self._world, self._process, self._work = world, process, work
+        self.done, self._error, self._waiter = False, None, None
+        world.spawn(process, self._run)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except RendezvousError as error:
+            self._error = error
+        self.done = True
+        if self._waiter is not None:
+            self._world.at(self._world.now, self._waiter, self._process)
+
+    def land(self) -> Any:
+        if not self.done:
+            self._world.fired["waits for a greenlet"] += 1
+            self._waiter = getcurrent()
+            self._world.park()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def together(world: "World", process: Process) -> Callable[..., None]:
+    """`rendezvous.background.at_once`, with greenlets for threads."""
+
+    def at_once(*jobs: Callable[[], None]) -> None:
+        errors: list[RendezvousError] = []
+        for flight in [Flight(world, process, job) for job in jobs]:
+            try:
+                flight.land()
+            except RendezvousError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    return at_once
+
+
+class SimBackground:
+    """`rendezvous.background.Worker` as a greenlet: jobs in order, one at a time."""
+
+    def __init__(self, world: "World", process: Process) -> None:
+        self._world, self._process = world, process
+        self._last: Flight | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        before = self._last
+        if before is not None:
+            self._world.fired["background job waits"] += not before.done
+            before.land()
+        self._world.fired["background job"] += 1
+        self._last = Flight(self._world, self._process, job)
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last.land()
+
+
 class Replica:
     """The loop of a life, as a trainer would write it."""
 
     def __init__(self, world: "World", process: Process) -> None:
-        self.w, self.p, self.rules = world, process, world.plan.rules
+        self.w, self.p, self.rules, self.tau = world, process, world.plan.rules, world.plan.tau
         store, self.clock = world.store(process), world.clock(process)
-        rv = Rendezvous(store, self.clock, process.slot, self.rules, world.plan.timing, pid=process.id)
+        rv = Rendezvous(
+            store, self.clock, process.slot, self.rules, world.plan.timing, tell=self._tell, pid=process.id,
+            retention=world.plan.retention, background=SimBackground(world, process),
+        )  # fmt: skip
         self.rv = process.rv = observed(rv, world, process)
+
+    def _tell(self, event: str, **fields: object) -> None:
+        self.w.fired[f"told: {event}"] += 1
+        if event == "inherited":
+            self.w.observer.inherits(self.p, self.rv.generation - 1)
+        elif event == "bad_blob":
+            self.w.fleet.complaint(str(fields["trouble"]).split()[0])
 
     def live(self) -> None:
         """A whole life: from the claim to the goodbye, or to whatever ends it."""
         try:
-            self.rv.claim()
-            self.w.spawn(self.p, lambda: self.rv.members.run(lambda: self.p.gone))
-            self.clock.sleep(self.w.rng.choice((0.5, 3.0)))
-            self._train()
-            self.rv.finish("done" if self.rv.done else "leaving")
-            self.p.ended = "finished"
+            self._live()
         except Leaving:
             self.rv.finish("leaving")
             self.p.ended = "left"
         except Terminal as error:
             self.p.ended = type(error).__name__
+            if isinstance(error, Collected):
+                self.w.fleet.loud(self.p, error)
+        except RendezvousError as error:
+            if type(error) not in (Corrupt, RendezvousError):
+                raise
+            self.p.ended = type(error).__name__
+            self.w.fleet.loud(self.p, error)
+
+    def _live(self) -> None:
+        self.rv.claim()
+        self.w.spawn(self.p, lambda: self.rv.members.run(lambda: self.p.gone))
+        self.clock.sleep(self.w.rng.choice((0.5, 3.0)))
+        self._train()
+        self.rv.finish("done" if self.rv.done else "leaving")
+        self.p.ended = "finished"
 
     def _train(self) -> None:
         self.state = SimState(self.w, self.p)
@@ -143,28 +240,45 @@ class Replica:
     def _outer_step(self) -> None:
         rv, f = self.rv, self.rv.fragment
         self.w.observer.trains(self.p, self.state)
-        self._inner_steps()
+        self._inner_steps(max(1, min(rv.h_cap, self.rules.sync_every) // self.rules.fragments - self.tau))
         if rv.behind:
             self._catch_up()
             return
-        if self.h[f]:
-            rv.offer(self._delta(f), self.h[f])
-        if rv.leaving:
-            return
-        commit = rv.settle()
-        mean = np.empty(self.state.size(f), np.float32)
-        rv.mean(commit, mean)
-        self.state.apply(f, mean)
-        rv.advance(commit)
-        self._restart(f)
+        landed = self._round(f, self._delta(f), self.h[f])
+        if landed is not None:
+            commit, mean = landed
+            self.state.apply(f, mean)
+            rv.advance(commit)
+            self._restart(f)
 
-    def _inner_steps(self) -> None:
+    def _round(self, f: int, delta: np.ndarray, h: int) -> tuple[Commit, np.ndarray] | None:
+        """Offer, settle, mean; with τ beside inner steps that nothing interrupts."""
+        if self.tau == 0 or self.rv.leaving:
+            return self._exchange(f, delta, h)
+        self.w.fired["round in flight"] += 1
+        flight = Flight(self.w, self.p, lambda: self._exchange(f, delta, h))
+        self._inner_steps(self.tau, free=False)
+        return flight.land()
+
+    def _exchange(self, f: int, delta: np.ndarray, h: int) -> tuple[Commit, np.ndarray] | None:
+        if h:
+            self.rv.offer(delta, h)
+        if self.rv.leaving:
+            return None
+        commit = self.rv.settle()
+        mean = np.empty(self.state.size(f), np.float32)
+        self.rv.mean(commit, mean)
+        return commit, mean
+
+    def _inner_steps(self, count: int, free: bool = True) -> None:
+        """free: may stop for a commit that was made without us, or to leave."""
         rv, status, rate = self.rv, self.rv.members.status, self.p.speed
         learns = np.float32(self.w.rng.random() >= self.w.plan.zeros)
-        for _ in range(max(1, min(rv.h_cap, self.rules.sync_every) // self.rules.fragments)):
-            if rv.behind or rv.leaving:
+        for _ in range(count):
+            if free and (rv.behind or rv.leaving):
                 return
             while layout.slot_index(self.p.slot) in self.w.plan.hung and self.w.now > 15:
+                self.w.fired["hung trainer"] += 1
                 self.clock.sleep(5.0)
             self.clock.sleep(rate)
             self.state.maybe_flip()
@@ -188,7 +302,8 @@ class Replica:
 
     def _delta(self, f: int) -> np.ndarray:
         delta = self.state.theta[f] - self.local[f]
-        self.p.work = delta.tobytes()
+        self.p.tainted = self.p.tainted and not self.w.observer.agrees(self.rv.step, self.state)
+        self.p.work, self.p.tainted_work = delta.tobytes(), self.p.tainted
         return delta
 
     def _restart(self, f: int) -> None:

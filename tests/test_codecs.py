@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rendezvous.codecs import NAMES, Codec, auto, codec, nominal_ratio
 from rendezvous.codecs.choose import sync_seconds
 from rendezvous.codecs.gate import _from_gaps, _gaps
-from rendezvous.codecs.pieces import Rows
+from rendezvous.codecs.pieces import Outbox, fused
 from rendezvous.codecs.topk import _pack14, _unpack14
 from rendezvous.errors import BadDelta, Corrupt
 
@@ -312,11 +312,12 @@ def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytes
     x, e, straight_e = normal(300_000, 1), np.zeros(300_000, np.float32), np.zeros(300_000, np.float32)
     straight = encoded(codec(name), x, straight_e)
 
-    def buffers(c: Rows, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        r = (1 << 16) // c.align
-        return torch.empty(r, c.align), torch.empty(r, c.row_bytes, dtype=torch.uint8)
+    class Far(Outbox):
+        def __init__(self, out: torch.Tensor, most: int, device: torch.device) -> None:
+            super().__init__(out, most, device)
+            self._near = torch.empty(most, out.shape[1], dtype=torch.uint8)
 
-    monkeypatch.setattr(Rows, "_buffers", buffers)
+    monkeypatch.setattr("rendezvous.codecs.pieces.Outbox", Far)
     monkeypatch.setattr("rendezvous.codecs.pieces._CPU_PIECE", 1 << 16)
     assert encoded(codec(name), x, e) == straight
     assert e.tobytes() == straight_e.tobytes()
@@ -342,9 +343,11 @@ def test_encoding_needs_memory_for_pieces_only() -> None:
 BITS = """
 import hashlib, os, sys
 import numpy as np, torch
-from rendezvous.codecs import NAMES, codec
+from rendezvous.codecs import NAMES, codec, pieces
 
 torch.set_num_threads(1)
+if 'one pass' not in sys.argv[2:]:
+    pieces.fused = lambda name, kind: None
 r = np.random.default_rng(0)
 x = (r.standard_normal(600_000) * 10.0 ** r.integers(-42, 30, 600_000)).astype('f')
 for name in NAMES:
@@ -375,11 +378,90 @@ def run_python(program: str, *arguments: str, capability: str | None = None) -> 
 
 
 def test_every_cpu_decodes_to_the_same_bits(tmp_path: Path) -> None:
-    """The same bodies, decoded and accumulated with other vector units; bodies are the same too, except topk's,
-    whose levels are means."""
-    default, *others = [run_python(BITS, f"{tmp_path}/", capability=c) for c in ("default", "avx2", "avx512")]
+    """The same bodies, decoded and accumulated with other vector units and by the kernels of one pass; bodies are the
+    same too, except topk's, whose levels are means."""
+    levels = ["default", "avx2", "avx512"]
+    has = torch.backends.cpu.get_cpu_capability().lower()
+    levels = levels[: levels.index(has) + 1] if has in levels else levels[:1]
+    default, *others = [run_python(BITS, f"{tmp_path}/", capability=c) for c in levels]
+    others.append(run_python(BITS, f"{tmp_path}/", "one pass"))
     assert len(default.splitlines()) == len(NAMES)
-    assert others == [default, default]
+    assert others == [default] * len(levels)
+
+
+def worked(name: str, x: torch.Tensor, device: str) -> list[bytes]:
+    """Everything a codec makes of x on that device: three bodies, the residual, a sum, what decodes."""
+    c, x = codec(name), x.to(device)
+    out, e, total, back = torch.zeros(c.bound(x.numel()), dtype=torch.uint8), x / 3, x.flip(0), torch.empty_like(x)
+    made: list[bytes] = []
+    for residual in (e, e, None):
+        c.encode(x, out, residual)
+        made.append(out.numpy().tobytes())
+        c.accumulate(out, 0.3, total, False)
+    c.decode(out, back)
+    stored = torch.empty_like(x)
+    c.accumulate(out, -0.7, stored, True)
+    return made + [t.cpu().numpy().tobytes() for t in (e + 0.0, total, back, stored)]  # −0 + 0 = 0: any zero will do
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-41, 1e38])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_one_pass_makes_the_bits_of_many(name: str, kind: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fused(name, kind) is None:
+        pytest.skip("there are no such kernels here")
+    for n in (1, 511, 513, 1024, 9000, 100_000):
+        x = torch.from_numpy(normal(n, n, size, 0.1)).clamp_(-1e38, 1e38)
+        found = worked(name, x, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr("rendezvous.codecs.pieces.fused", lambda name, kind: None)
+            assert found == worked(name, x, "cpu"), n
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_one_pass_refuses_what_many_refuse(name: str, kind: str) -> None:
+    c, kernels = codec(name), fused(name, kind)
+    if kernels is None:
+        pytest.skip("there are no such kernels here")
+    n = 3 * c.align * 64 - 5
+    for bad in (np.nan, np.inf, -np.inf):
+        x = torch.ones(n, device=kind)
+        x[n // 2] = bad
+        for e in (None, torch.zeros_like(x)):
+            with pytest.raises(BadDelta, match=f"1 of {n} elements"):
+                c.encode(x, torch.zeros(c.bound(n), dtype=torch.uint8), e)
+    rows = torch.zeros(c.bound(n), dtype=torch.uint8)
+    c.encode(torch.ones(n), rows)
+    total = torch.zeros(n, device=kind)
+    assert kernels.add(name, rows.view(-1, c.row_bytes).to(kind), 1.0, total, True)
+    for at, wrong in ((c.row_bytes, b"\0\0\xc0\xff\x80\xff"), (c.bound(n) - 1, b"\x11"))[: 2 if c.align > 1 else 1]:
+        broken = rows.clone()
+        broken[at : at + len(wrong)] = torch.tensor(list(wrong), dtype=torch.uint8)
+        assert not kernels.add(name, broken.view(-1, c.row_bytes).to(kind), 1.0, total, True)
+        with pytest.raises(Corrupt, match=f"{name} body has"):
+            c.decode(broken, total)
+
+
+@needs_cuda
+@pytest.mark.parametrize("where", ["pageable", "pinned", "device"])
+@pytest.mark.parametrize("name", FIXED)
+def test_cuda_writes_and_reads_what_a_cpu_reads(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces, into any kind of memory."""
+    monkeypatch.setattr("rendezvous.codecs.pieces._CUDA_PIECE", 1 << 16)
+    x, c = torch.from_numpy(normal(300_000, 1)), codec(name)
+    out = torch.zeros(c.bound(x.numel()), dtype=torch.uint8, pin_memory=where == "pinned")
+    out = out.cuda() if where == "device" else out
+    e = torch.zeros(x.numel(), device="cuda")
+    c.encode(x.cuda(), out, e)
+    near, far = torch.zeros_like(e), torch.zeros_like(x)
+    c.decode(out, near)
+    c.decode(out.cpu(), far)
+    assert near.cpu().numpy().tobytes() == far.numpy().tobytes()
+    np.testing.assert_allclose((far + e.cpu()).numpy(), x.numpy(), rtol=1e-6, atol=1e-6)
 
 
 # ---------------------------------------------------------------- refusals

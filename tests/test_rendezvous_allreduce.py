@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from rendezvous import FileStore, MemoryStore, ObjectStoreAllReduce
-from rendezvous.errors import Fenced
+from rendezvous import FileStore, MemoryStore, ObjectStoreAllReduce, layout
+from rendezvous.errors import BadDelta, Fenced
+from rendezvous.records import Commit
 from tests.fakes import FaultyStore, ManualClock
 
 FORK = multiprocessing.get_context("fork")
@@ -118,6 +120,51 @@ def test_a_restarted_rank_goes_on_where_its_predecessor_stopped() -> None:
     assert again.allreduce(np.float32([100])).tolist() == [55] == a.allreduce(np.float32([10])).tolist()
     with pytest.raises(Fenced, match="r01 now belongs to generation 2"):
         b.allreduce(np.float32([3]))
+
+
+def test_the_step_of_a_restarted_rank_waits_no_longer_than_a_call() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    with pytest.raises(TimeoutError):
+        group(store, 1, 2, clock).allreduce(np.float32([3]))
+    with pytest.raises(TimeoutError, match="step 0: no value from rank 0 of 2"):
+        _ = group(store, 1, 2, clock).step
+
+
+def test_the_kth_call_is_step_k() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    ranks = [group(store, rank, 2, clock) for rank in range(2)]
+    for k in range(4):
+        assert [g.step for g in ranks] == [k, k]
+        first, second = np.float32([k, 1]), np.float32([k + 2, 3])
+        with pytest.raises(TimeoutError):
+            ranks[0].allreduce(first)
+        ranks[1].allreduce(second)
+        ranks[0].allreduce(first)
+        assert first.tolist() == second.tolist() == [k + 1, 2]
+        commit = Commit.decode(store.get(layout.commit(k)) or b"")
+        assert [(o.step, o.slot, o.weight) for o in commit.offers] == [(k, "r00", 1.0), (k, "r01", 1.0)]
+
+
+def test_a_value_that_is_not_finite_is_refused_and_a_better_one_counts() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    a, b = group(store, 0, 2, clock), group(store, 1, 2, clock)
+    with pytest.raises(BadDelta, match="1 of 2 elements"):
+        a.allreduce(np.float32([1, np.nan]))
+    with pytest.raises(TimeoutError):
+        a.allreduce(np.float32([1, 2]))
+    assert b.allreduce(np.float32([3, 4])).tolist() == [2, 3]
+
+
+def test_large_tensors_are_reduced_in_shards_to_the_same_bits() -> None:
+    """From 8 MiB on, each of three ranks reduces its part."""
+    store, size = MemoryStore(), (9 << 20) // 4
+    values = [value(rank, 0, size) for rank in range(3)]
+    expected = (values[0] + values[1] + values[2]) / np.float32(3)
+    ranks = [ObjectStoreAllReduce("unused", rank, 3, 60, store=store) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda pair: pair[0].allreduce(pair[1]), zip(ranks, values, strict=True)))
+    assert all(v.tobytes() == expected.tobytes() for v in values)
+    assert Commit.decode(store.get(layout.commit(0)) or b"").mode == "sharded"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

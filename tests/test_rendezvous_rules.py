@@ -1,11 +1,14 @@
 """The decisions, as tables: what was seen, and what follows."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rendezvous import rules
+from rendezvous.closing import refuse_misweighed
+from rendezvous.errors import BadCommit
 from rendezvous.membership import seen
 from rendezvous.records import Beat, Commit, Listed, Offer
 from rendezvous.rules import Peer, Rules, Timing
@@ -37,14 +40,100 @@ def commit(t: int, *slots: str, leaving: tuple[str, ...] = ()) -> Commit:
 # ---------------------------------------------------------------------- weights, patience, pace
 
 
+def listed(slot: str = "r00", h: int = 4, age: int = 0, **fields: Any) -> Listed:
+    """As for commit 5 of one fragment; scale: ‖θ‖."""
+    return Listed(5 - age, slot, 1, "n", "b", 12, "d", h, 0.0, **fields)
+
+
 @pytest.mark.parametrize(
     ("h", "every", "age", "weight"),
     [(4, 4, 0, 1.0), (2, 4, 0, 0.5), (4, 4, 1, 0.5), (4, 4, 2, 0.25), (1, 3, 0, np.float32(1 / 3)),
      (2, 3, 1, np.float32(1 / 3)), (7, 10, 2, np.float32(0.175))],
 )  # fmt: skip
 def test_weight_is_h_by_H_discounted_by_age_in_fp32(h: int, every: int, age: int, weight: float) -> None:
-    w = rules.weight(h, every, age, 0.5)
-    assert np.float32(w) == np.float32(weight) and float(np.float32(w)) == w, "fp32 exactly, so that text keeps it"
+    (o,) = rules.weighed([listed(h=h, age=age)], 5, Rules(sync_every=every))
+    assert np.float32(o.weight) == np.float32(weight)
+    assert float(np.float32(o.weight)) == o.weight, "fp32 exactly, so that text keeps it"
+
+
+def weights(weighting: str, *offers: Listed, fragments: int = 1) -> list[float]:
+    return [o.weight for o in rules.weighed(offers, 5, Rules(fragments, 4, weighting=weighting))]
+
+
+def test_equal_offers_weigh_1_by_whatever_they_are_weighed() -> None:
+    for weighting in rules.WEIGHTINGS:
+        assert weights(weighting, *[listed(s, samples=96) for s in ("r00", "r01", "r02")]) == [1.0] * 3
+        late = listed("r01", age=2, samples=96)
+        assert weights(weighting, listed(samples=96), late) == [1.0, 0.25]
+        assert weights(weighting, listed(samples=96), late, fragments=2) == [1.0, 0.5], "one sync of its fragment ago"
+
+
+def test_uniform_ignores_h_and_samples_follow_samples() -> None:
+    offers = [listed("r00", h=4, samples=30), listed("r01", h=1, samples=90), listed("r02", h=2, samples=45)]
+    assert weights("uniform", *offers) == [1.0, 1.0, 1.0]
+    assert weights("steps", *offers) == [1.0, 0.25, 0.5]
+    assert weights("samples", *offers) == [float(np.float32(1 / 3)), 1.0, 0.5]
+
+
+def test_who_does_not_say_its_samples_makes_the_commit_weigh_by_steps() -> None:
+    assert weights("samples", listed(samples=50), listed("r01", h=2)) == [1.0, 0.5]
+    assert weights("samples", listed(), listed("r01", h=2)) == [1.0, 0.5], "and nothing is divided by 0"
+
+
+# ---------------------------------------------------------------------- the norm gate
+
+
+def gated(*norms: float, limit: float = 10.0, scale: float = 0.0, h: tuple[int, ...] = ()) -> list[float]:
+    steps = h or (4,) * len(norms)
+    return rules.gate([listed(norm=n, scale=scale, h=k) for n, k in zip(norms, steps, strict=True)], limit)
+
+
+def test_an_outlier_counts_as_a_typical_one() -> None:
+    assert gated(1, 1, 1, 40) == [1.0, 1.0, 1.0, float(np.float32(1 / 40))]
+    assert gated(1, 2, 19) == [1.0, 1.0, 1.0], "up to the limit everybody counts"
+    assert gated(1, 2, 21) == [1.0, 1.0, float(np.float32(2 / 21))]
+    assert gated(1, 1, 1e30)[-1] == float(np.float32(1e-30))
+    assert gated(1, 2, 1e30, limit=0.0) == [1.0] * 3, "no gate"
+
+
+def test_who_cannot_be_judged_is_not_gated() -> None:
+    assert gated() == [] and gated(5) == [1.0] and gated(1, 1e9) == [1.0, 1.0]
+    assert gated(0, 0, 0, 1, 1e9) == [1.0] * 5, "zeros are honest, but no measure"
+    assert gated(0, 1, 1, 1, 30) == [1.0] * 4 + [float(np.float32(1 / 30))]
+
+
+def test_honest_fleets_are_not_damped() -> None:
+    """Rounds of other lengths, learning that slows down, and rewards that only one replica has found."""
+    assert gated(1, 1, 100, h=(1, 1, 100)) == [1.0] * 3, "as long per inner step"
+    assert gated(100, 100, 90, 1, h=(100, 100, 100, 1)) == [1.0] * 4
+    assert gated(30, 30, 8, h=(100, 100, 1)) == [1.0] * 3, "Adam's first steps go further than later ones"
+    assert gated(1e-7, 1e-6, 0.5, scale=20.0) == [1.0] * 3, "θ is 20 long: 0.5 is nothing to be afraid of"
+    assert gated(1e-7, 1e-6, 5.0, scale=20.0) == [1.0, 1.0, float(np.float32(1e-6 / 5))]
+    spread = np.exp(np.random.default_rng(3).normal(0, 0.5, 64))
+    assert set(gated(*spread)) == {1.0}
+
+
+def test_the_gate_depends_neither_on_the_order_nor_on_the_unit() -> None:
+    r = np.random.default_rng(11)
+    norms = [float(x) for x in r.lognormal(0, 3, 12)]
+    order, factors = r.permutation(12), gated(*norms)
+    assert gated(*[norms[i] for i in order]) == [factors[i] for i in order]
+    assert gated(*[n * 1024 for n in norms]) == factors and min(factors) < 1.0
+    assert all(f == float(np.float32(f)) for f in factors)
+
+
+def test_weights_survive_text_and_are_checked_by_readers() -> None:
+    """What the closer decides, a reader finds again from the offers in the commit; anything else it refuses."""
+    for weighting in rules.WEIGHTINGS:
+        run = Rules(sync_every=7, weighting=weighting, norm_gate=3.0)
+        offers = [listed(f"r{i:02d}", h=i + 1, norm=0.1 * 3**i, samples=10.0 + i, age=i % 2) for i in range(5)]
+        made = Commit(5, None, "b", rules.weighed(offers, 5, run), {}, 1, 1.0, 0, "r00-1", "n", 0.0)
+        read = Commit.decode(made.encode())
+        assert read == made and min(o.factor for o in read.offers) < 1.0
+        refuse_misweighed(read, run)
+        heavier = replace(read.offers[4], weight=2 * read.offers[4].weight)
+        with pytest.raises(BadCommit, match=r"gives r04's offer for step 5 the weight .* Nothing was averaged"):
+            refuse_misweighed(replace(read, offers=(*read.offers[:4], heavier)), run)
 
 
 def test_patience_and_pace() -> None:
@@ -66,6 +155,22 @@ def test_patience_and_pace() -> None:
 )
 def test_next_cap(cap: int, fresh: bool, h: int, took: float, after: int) -> None:
     assert rules.next_cap(cap, 8, fresh=fresh, h=h, took=took, pace_s=10.0) == after
+
+
+def test_first_cap_is_what_the_others_have_left_to_do() -> None:
+    """Of 8 inner steps in a round: the median of 2, 5 and 0, the last of whom has offered already."""
+    there = [
+        peer(phase="train", step=3, inner=6),
+        peer(phase="train", step=3, inner=3),
+        peer(phase="wait", step=3, inner=8),
+    ]
+    h8, h16f2 = Rules(sync_every=8), Rules(sync_every=16, fragments=2)
+    assert rules.first_cap(3, there, h8, 1.0) == 2
+    assert rules.first_cap(3, there, h16f2, 1.0) == 4, "h counts a fragment's inner steps, two rounds of them"
+    assert rules.first_cap(3, [there[2]], h8, 1.0) == 1, "at least one"
+    nobody = [peer(phase="heal", step=3), peer(phase="train", step=2, inner=7), peer(silent=9.0, step=3, inner=7)]
+    assert rules.first_cap(3, nobody, h8, 1.0) == 8, "who starts, is elsewhere, or is dead does not count"
+    assert rules.first_cap(0, [peer(phase="train", step=0, inner=6)], h8, 1.0) == 8, "at first all wait for all"
 
 
 def test_window_reaches_back_to_the_oldest_offer_that_may_be_carried_and_its_fence() -> None:
@@ -163,12 +268,19 @@ def test_arrival_counts_the_fragment_rounds() -> None:
     assert rules.arrival(peer(rate=0.0), 5, two, 2.0) is None
 
 
+def test_arrival_knows_that_a_round_may_end_by_the_clock() -> None:
+    timed = Rules(sync_every=100, sync_seconds=5.0)
+    assert rules.arrival(peer(inner=2), 5, timed, 2.0) == 3.0
+    assert rules.arrival(peer(inner=2), 5, Rules(sync_every=3, sync_seconds=5.0), 2.0) == 1.0, "H comes first"
+    assert rules.arrival(peer(inner=0, rate=8.0), 5, timed, 2.0) == 8.0, "one inner step at least"
+
+
 def test_ranks_are_at_most_four_apart_and_take_turns() -> None:
     for slots in (1, 2, 3, 4, 9, 64):
-        ranks = {(t, s): rules.rank(t, s, slots) for t in range(50) for s in range(slots)}
+        ranks = {(t, s): rules.rank(t, s, slots) for t in range(64) for s in range(slots)}
         assert set(ranks.values()) <= set(range(4))
         for s in range(slots):
-            assert any(ranks[t, s] == 0 for t in range(50)), "everybody comes first now and then"
+            assert any(ranks[t, s] == 0 for t in range(64)), "everybody comes first now and then"
 
 
 # ---------------------------------------------------------------------- what is seen of a heartbeat

@@ -7,11 +7,11 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Corrupt
-from rendezvous.records import Commit, Listed, digest
+from rendezvous.records import Commit, Listed
 from rendezvous.reduce import Reducer
 from rendezvous.rules import Rules, reduces_sharded
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, alignment, grid, payload, shard_digests
+from rendezvous.wire import Encoder, alignment, digests, grid, payload
 
 RNG = np.random.default_rng(3)
 
@@ -34,13 +34,11 @@ def commit_of(
     listed, vectors = [], []
     for i in range(count):
         x = RNG.standard_normal(n, dtype=np.float32)
-        body = Encoder(codec).encode(0, x)
+        body = Encoder(codec).encode(0, x, np.ones_like(x))
         store.put(f"blob/{i}", payload(body))
-        shards = shard_digests(body, codec, grid(n, alignment(codec), rules.shard_elements))
+        whole, shards = digests(body, codec, grid(n, alignment(codec), rules.shard_elements))
         w = float(np.float32(0.1 + 0.3 * i))
-        listed.append(
-            Listed(0, f"r{i:02d}", 1, "n", f"blob/{i}", body.size, digest(payload(body)), 1, w, shards=shards)
-        )
+        listed.append(Listed(0, f"r{i:02d}", 1, "n", f"blob/{i}", body.size, whole, 1, w, shards=shards))
         vectors.append(x)
     slots = tuple(f"r{i:02d}" for i in range(owners))
     mode = "sharded" if owners else "direct"
@@ -99,6 +97,29 @@ def test_an_announced_part_is_fetched_and_a_damaged_one_mended() -> None:
     assert store.get(blob) == body and "repaired" in told
     start, stop = parts[1][0][1][0], parts[1][-1][1][1]
     assert out[start:stop].tobytes() == good[start:stop].tobytes()
+
+
+class Far(MemoryStore):
+    """A store whose requests take long, so that many are made at the same time."""
+
+    cheap = False
+
+
+@pytest.mark.parametrize(
+    ("codec", "owners"), [("fp32", 0), ("fp32", 3), ("int8", 0), ("int8", 3), ("topk", 0), ("bf16-gate", 0)]
+)
+def test_the_mean_is_the_same_however_bodies_are_fetched(codec: str, owners: int) -> None:
+    store, n = Far(), 10_007
+    commit, _, rules = commit_of(store, codec, n, 5, owners)
+    near = MemoryStore()
+    near._objects = store._objects
+    one, two = np.empty(n, np.float32), np.empty(n, np.float32)
+    Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, one)
+    Reducer(near, SystemClock(), lambda *_, **__: None, rules).mean(commit, two)
+    assert one.tobytes() == two.tobytes()
+    store.delete(["blob/3"])
+    with pytest.raises(Corrupt, match="blob/3 is missing"):
+        Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, one)
 
 
 def test_a_damaged_range_is_never_averaged() -> None:

@@ -4,6 +4,7 @@ A red schedule prints its seed and what it means; `python -m tests.sim 1 --start
 """
 
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -15,20 +16,51 @@ import pytest
 
 from rendezvous import rules
 from rendezvous.rules import Rules
-from tests.sim import Schedule, World, draw, run
+from tests.sim import Schedule, World, draw, main, run, table
 from tests.sim_bugs import BUGS, planted
+from tests.sim_replica import Process
+from tests.sim_store import rot
 
-SCHEDULES = 900  # about 30 ms of one core each
-BATCH = 60
+SCHEDULES, BATCH = 1080, 180  # about 60 ms of one core each
+FAULTS = {
+    "error", "lost answer", "duplicate", "slow", "torn upload", "half a blob is seen", "outage", "store full",
+    "stale LIST", "wrong clock", "kill before", "kill after", "pause before", "pause after", "zombie returns",
+    "kill at create claim", "kill at put delta", "kill at create offer", "kill at create commit",
+    "kill at put mean blob", "kill at create mean", "kill at put snapshot blob", "kill at create manifest",
+    "kill at create leave", "kill at create control", "kill at delete", "kill at get", "kill at list",
+    "kill at put beat", "double launch", "whole fleet lost", "SIGTERM", "grown", "hung trainer", "mute",
+    "bit flip in memory", "rot: delta", "rot: mean blob", "rot: snapshot blob", "truncated: delta",
+    "truncated: mean blob", "truncated: snapshot blob", "wish: grow", "wish: replicas", "wish: drain",
+    "wish: min_replicas", "wish: stop", "wish: resume",
+}  # fmt: skip
+ANSWERS = {
+    "collected", "ends: Collected", "ends: Corrupt", "ends: Diverged", "ends: Fenced", "ends: GaveUp", "ends: left",
+    "ends: finished", "half a blob is replaced", "mean announced", "part taken over", "repaired: delta",
+    "repaired: bin", "repaired: safetensors", "round in flight", "waits for a greenlet", "background job",
+    "told: adopted", "told: offer_lost", "told: replay_differs", "told: inherited", "restored by the operator",
+}  # fmt: skip
 
 
+RARE = {
+    "ends: Collected", "told: replay_differs", "told: offer_lost", "repaired: delta", "repaired: bin",
+    "repaired: safetensors", "truncated: snapshot blob", "rot: snapshot blob", "truncated: mean blob", "rot: mean blob",
+    "kill at create mean", "kill at create control", "kill at create commit", "kill at delete", "kill at list",
+    "kill at put snapshot blob", "kill at put mean blob", "kill at create manifest", "part taken over",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("start", range(0, SCHEDULES, BATCH))
 def test_the_promises_hold(start: int) -> None:
+    """And everything that can happen does: in every batch, what is rare in the first."""
     results = [run(draw(seed)) for seed in range(start, start + BATCH)]
     red = [f"seed {r.schedule.seed}: {r.red}\n{r.schedule}" for r in results if r.red]
     assert not red, "\n".join(red)
     assert sum(r.commits for r in results) > 3 * BATCH, "the schedules hardly do anything"
     assert sum(r.carried for r in results) > 0
+    fired = sum((r.fired for r in results), Counter[str]())
+    never = (FAULTS | ANSWERS) - (RARE if start else set()) - {name for name, n in fired.items() if n}
+    assert not never, f"never: {never}\n{table(fired)}"
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -52,6 +84,41 @@ def test_a_seed_replays_exactly() -> None:
     }  # fmt: skip
     here = " ".join(run(draw(s)).trace for s in range(6)) + "\n"
     assert traces == {here}
+
+
+def test_a_red_seed_prints_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["8", "--start", "40", "--jobs", "2", "--bug", "no carry"]) == 1
+    first = capsys.readouterr().out.splitlines()[:2]
+    command = shlex.split(first[1])
+    assert command[:3] == ["python", "-m", "tests.sim"]
+    assert main(command[3:]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == first[0]
+
+
+# ---------------------------------------------------------------------- blobs that rot
+
+
+SHARDS = Rules(sync_every=4, shard_from=1, shard_elements=2)
+
+
+@pytest.mark.parametrize("rules_", [Rules(sync_every=4), SHARDS], ids=["direct", "sharded"])
+@pytest.mark.parametrize("whose", [["r00"], ["r00", "r01"], ["r00", "r01", "r02"]], ids=len)
+def test_deltas_that_rot_in_an_open_step_are_put_back_by_their_writers(rules_: Rules, whose: list[str]) -> None:
+    """They live and have the bytes, so nobody stops, and no operator is needed."""
+    world = World(Schedule(0, replicas=3, min_replicas=3, rules=rules_, speeds=(1.0, 1.1, 1.5), end=120.0))
+    written, damaged = world.observer.written, set[str]()
+
+    def then_rots(process: Process, key: str, old: bytes | None, body: bytes) -> None:
+        written(process, key, old, body)
+        if key.startswith("steps/0000000001/commit"):
+            for blob in [k for k in world.objects if "0000000001/delta" in k and any(slot in k for slot in whose)]:
+                rot(world, blob)
+            damaged.update(world.originals)
+
+    with patch.object(world.observer, "written", then_rots):
+        world.run()
+    assert len(damaged) == len(whose) and not world.fired["restored by the operator"]
+    assert len(world.observer.commits) > 5 and all(not p.ended or p.ended == "finished" for p in world.processes)
 
 
 # ---------------------------------------------------------------------- how long to wait, and for whom

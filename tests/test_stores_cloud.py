@@ -52,10 +52,21 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
+    """moto looks whether a key is there and then writes it, in two steps; here no other request comes between."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    from moto.s3.responses import S3Response
+
+    two_steps, lock = S3Response.put_object, threading.Lock()
+
+    def in_one(self: S3Response) -> Any:
+        with lock:
+            return two_steps(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Response, "put_object", in_one)
+        server.start()
+        yield "http://{}:{}".format(*server.get_host_and_port())
+        server.stop()
 
 
 @pytest.fixture(params=["ours", "ours, two keys a page", "gs", "moto"])

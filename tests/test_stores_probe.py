@@ -153,16 +153,21 @@ def measured() -> Probe:
     return replace(seen, put_bytes_s=1e8, get_bytes_s=2e8, get_s=0.1, create_s=0.1)
 
 
-def test_the_estimate_counts_what_a_direct_sync_does(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_counts_what_a_sync_does(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    estimate = sync_estimate(measured, 500_000_000, 4)
-    assert (estimate.upload_bytes, estimate.download_bytes) == (8_000_000_000, 24_000_000_000)
-    assert estimate.seconds == pytest.approx(2e9 / 1e8 + 3 * 2e9 / 2e8 + 0.8)
-    assert estimate.puts == 4 * (2 + 60 + 2) + 1 and estimate.gets == 4 * (3 * 120 + 4 + 10)
-    assert estimate.dollars == pytest.approx(estimate.puts * 5e-6 + estimate.gets * 4e-7)
-    assert estimate.egress_dollars == pytest.approx(24 * 0.09)
-    assert sync_estimate(measured, 500_000_000, 4, 1.0).seconds < estimate.seconds / 3
+    two = sync_estimate(measured, 500_000_000, 2)
+    assert (two.mode, two.upload_bytes, two.download_bytes) == ("direct", 4_000_000_000, 4_000_000_000)
+    assert two.puts == 2 * (62 + 2) + 1 and two.gets == 2 * (120 + 2 + 10)
+    assert two.seconds == pytest.approx(2e9 / 1e8 + 2e9 / 2e8 + 0.5 * (0.5 + 0.6) + 2 * 0.1 + 4 * 0.1)
+    four = sync_estimate(measured, 500_000_000, 4)  # S + S/4 up, 6/4·S down
+    assert (four.mode, four.upload_bytes, four.download_bytes) == ("sharded", 10_000_000_000, 12_000_000_000)
+    assert four.puts == 4 * (62 + 2 + 17 + 1) + 1 and four.gets == 4 * (2 * 3 * 30 + 4 + 10)
+    assert four.seconds == pytest.approx(2.5e9 / 1e8 + 3e9 / 2e8 + 0.5 * (0.5 + 3 * 0.6) + 3 * 0.1 + 6 * 0.1)
+    assert four.dollars == pytest.approx(four.puts * 5e-6 + four.gets * 4e-7)
+    assert four.egress_dollars == pytest.approx(12 * 0.09)
+    topk = sync_estimate(measured, 500_000_000, 4, "topk")  # everyone reads everyone's
+    assert topk.mode == "direct" and topk.download_bytes == 3 * topk.upload_bytes < four.download_bytes / 70
 
 
 def test_prices_are_only_given_where_they_are_known(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +186,6 @@ def test_the_table_reads_like_this(measured: Probe, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     table = doctor_table(measured, 500_000_000, 4)
     assert table.splitlines()[0] == "s3://bucket/run"
-    assert "500 M parameters, 4 replicas, direct" in table and "8.00 GB up, 24.00 GB down" in table
-    assert "for requests; $2.16 more from outside that cloud" in table
+    assert "500 M parameters, 4 replicas, fp32, sharded" in table and "10.00 GB up, 12.00 GB down" in table
+    assert "for requests; $1.08 more from outside that cloud" in table
     assert all(len(line) <= 120 for line in table.splitlines())

@@ -12,66 +12,89 @@ Not promised: anything about values below half of the smallest normal fp32 (they
 bit: the code is rounded from fl(v·fl(1/scale)).
 """
 
+from abc import abstractmethod
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import FLT_MAX, Rows, all_finite, refuse
+from rendezvous.codecs.pieces import FLT_MAX, Rows, all_finite, refuse, scratch
 from rendezvous.errors import Corrupt
 
 _TINY = torch.finfo(torch.float32).tiny  # 1/scale must not overflow
 
 
-class Int8(Rows):
+class Blocks(Rows):
+    """levels: the largest code."""
+
+    levels: int
+
+    def pack(self, v: Tensor, rows: Tensor) -> None:
+        self.write(self._codes(v, rows, scratch(v.numel(), v.device).view(v.shape)), rows)
+
+    def split(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+        self.write(self._codes(s, rows, t), rows)
+        s.sub_(t.mul_(self._scales(rows)))
+
+    def unpack(self, rows: Tensor, out: Tensor) -> None:
+        self.read(rows, out)
+        scale = self._scales(rows)
+        least, most = float(scale.min()), float(scale.max())
+        if not (least >= _TINY and most <= largest(self.levels)):
+            raise Corrupt(f"this {self.name} body has scales from {least} to {most}")
+        out.mul_(scale)
+        if most * (self.levels + 1) > FLT_MAX and not all_finite(out):  # a code of −levels − 1, which nobody writes
+            raise Corrupt(f"this {self.name} body has values that are not finite")
+
+    @abstractmethod
+    def write(self, codes: Tensor, rows: Tensor) -> None:
+        """Codes, whole numbers as fp32, into their places; they stay as they are."""
+
+    @abstractmethod
+    def read(self, rows: Tensor, out: Tensor) -> None:
+        """The inverse."""
+
+    def _codes(self, v: Tensor, rows: Tensor, t: Tensor) -> Tensor:
+        """Write the scales; -> whole numbers in [−levels, levels], in t."""
+        scale = torch.amax(torch.abs(v, out=t), 1, keepdim=True).div_(self.levels)
+        if not float(scale.max()) < float("inf"):  # NaN is found too
+            raise refuse(v)
+        scale.clamp_(_TINY, largest(self.levels))
+        rows.view(torch.float32)[:, :1].copy_(scale)
+        return torch.mul(v, scale.reciprocal_(), out=t).round_()
+
+    def _scales(self, rows: Tensor) -> Tensor:
+        return rows.view(torch.float32)[:, :1].contiguous()
+
+
+class Int8(Blocks):
     name, align, row_bytes = "int8", 1024, 4 + 1024
     levels = 127
 
-    def pack(self, v: Tensor, rows: Tensor) -> None:
-        rows.view(torch.int8)[:, 4:].copy_(_codes(v, rows, self.levels))
+    def write(self, codes: Tensor, rows: Tensor) -> None:
+        rows.view(torch.int8)[:, 4:].copy_(codes)
 
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
+    def read(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(rows.view(torch.int8)[:, 4:])
-        _rescale(out, rows, self.levels, self.name)
 
 
-class Int4(Rows):
+class Int4(Blocks):
     name, align, row_bytes = "int4", 512, 4 + 256
     levels = 7
 
-    def pack(self, v: Tensor, rows: Tensor) -> None:
-        low, high = _codes(v, rows, self.levels).chunk(2, dim=1)
-        rows.view(torch.int8)[:, 4:].copy_(low.add_(high, alpha=16))  # small integers: exact
+    def write(self, codes: Tensor, rows: Tensor) -> None:
+        low, high = codes.chunk(2, dim=1)
+        rows.view(torch.int8)[:, 4:].copy_(torch.add(low, high, alpha=16))  # small integers: exact
 
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
+    def read(self, rows: Tensor, out: Tensor) -> None:
         low, high = out.chunk(2, dim=1)
         pair = rows.view(torch.int8)[:, 4:] + 8
         low.copy_(pair & 15).sub_(8)
         high.copy_(pair >> 4)
-        _rescale(out, rows, self.levels, self.name)
 
 
-def _codes(v: Tensor, rows: Tensor, levels: int) -> Tensor:
-    """Write the scales; -> whole numbers in [−levels, levels], as fp32."""
-    t = torch.abs(v)
-    scale = torch.amax(t, 1, keepdim=True).div_(levels)
-    if not float(scale.max()) < float("inf"):  # NaN is found too
-        raise refuse(v)
-    scale.clamp_(_TINY, _largest(levels))
-    rows.view(torch.float32)[:, :1].copy_(scale)
-    return torch.mul(v, scale.reciprocal_(), out=t).round_()
-
-
-def _rescale(out: Tensor, rows: Tensor, levels: int, name: str) -> None:
-    """out *= scale"""
-    scale = rows.view(torch.float32)[:, :1].contiguous()
-    least, most = float(scale.min()), float(scale.max())
-    if not (least >= _TINY and most <= _largest(levels)):
-        raise Corrupt(f"this {name} body has scales from {least} to {most}")
-    out.mul_(scale)
-    if most * (levels + 1) > FLT_MAX and not all_finite(out):  # a code of −levels − 1, which nobody writes
-        raise Corrupt(f"this {name} body has values that are not finite")
-
-
-def _largest(levels: int) -> float:
+@cache
+def largest(levels: int) -> float:
     """The largest scale with fl(levels·scale) < ∞."""
     return float(np.nextafter(np.float32(FLT_MAX / levels), np.float32(0)))

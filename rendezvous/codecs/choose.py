@@ -31,7 +31,12 @@ _TRAITS = {
     "bf16": Traits(2, 0.8, 0.5, "rounding, with error feedback"),
     "int8": Traits(4, 1.2, 0.5, "1 % of the signal waits in the residual"),
     "int4": Traits(8, 1.4, 0.7, "fp4 cost nothing in Streaming DiLoCo, and there is error feedback"),
-    "topk": Traits(32 / (64 * (12 + 2) / 4096), 5, 0.8, "1.6 % of the elements at 2 bits; the residual sends the rest"),
+    "topk": Traits(
+        32 / (64 * (12 + 2) / 4096),
+        5,
+        0.8,
+        "1.6 % of the elements at 2 bits; the residual sends the rest, over tens of outer steps",
+    ),
     "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model"),
 }
 NAMES = tuple(_TRAITS)

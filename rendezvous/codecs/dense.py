@@ -37,6 +37,10 @@ class Bf16(Rows):
                 raise refuse(v)
             half.copy_(v.clamp(-_BF16_MAX, _BF16_MAX))
 
+    def split(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+        self.pack(s, rows)
+        s.sub_(t.copy_(rows.view(torch.bfloat16)))
+
     def unpack(self, rows: Tensor, out: Tensor) -> None:
         _fill(out, rows.view(torch.bfloat16), self.name)
 

@@ -1,19 +1,25 @@
 """What the kernels share: vectors cut into pieces that stay in the cache, and the loops over them.
 
     encode       for each piece:   s = x + decay·e    rows = pack(s)     e ← s − unpack(rows)
-    accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)
+    accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)      (w = 1: nothing)
 
-Multiplying and adding are separate torch calls, so no CPU fuses them and all replicas get the same bits.
-On CUDA a piece is larger, and its rows go through a buffer on the device.
+    CUDA   x ─▶ rows on the device ─▶ pinned memory ─▶ out        the next piece is packed while one travels
+
+Multiplying and adding are separate torch calls, so no CPU fuses them and all replicas get the same bits.  A piece is
+large enough that a torch call costs little beside its work, small enough for the cache; on CUDA it is larger.
 
 Not promised: speed beside a busy Python thread, because each torch call hands over the GIL.  Encode on the training
 thread or in a helper process.
 """
 
+import threading
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from math import isfinite
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,14 +50,15 @@ class Pieces(ABC):
         """The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
         target, w = flat(total, "the sum")[start:stop], float(np.float32(weight))
         for a, b, piece in self.decoded(body, target.numel(), target.device):
-            piece.mul_(w)
+            if w != 1:
+                piece.mul_(w)
             if first:
                 target[a:b].copy_(piece)
             else:
                 target[a:b].add_(piece)
 
 
-class Rows(Pieces):
+class Rows(ABC):
     """A codec whose every `align` elements become one row of `row_bytes`; the last row is padded with zeros."""
 
     name: str
@@ -68,6 +75,12 @@ class Rows(Pieces):
     def unpack(self, rows: Tensor, out: Tensor) -> None:
         """(r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for what `pack` never writes."""
 
+    def split(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+        """rows <- pack(s);  s <- s − unpack(rows).   t: scratch of s's shape."""
+        self.pack(s, rows)
+        self.unpack(rows, t)
+        s.sub_(t)
+
     def bound(self, n: int) -> int:
         return -(-n // self.align) * self.row_bytes
 
@@ -80,42 +93,139 @@ class Rows(Pieces):
         v = flat(x, "the pseudogradient")
         e = None if residual is None else flat(residual, "the residual", like=v)
         used = self.bound(v.numel())
-        all_rows = room(out, used).view(-1, self.row_bytes)
-        t, staged = self._buffers(v.numel(), v.device)
+        most = -(-min(v.numel(), piece_size(v.device)) // self.align)
+        outbox = Outbox(room(out, used).view(-1, self.row_bytes), most, v.device)
         for a, b in pieces(v.numel(), v.device):
-            rows = all_rows[a // self.align : -(-b // self.align)]
-            s = v[a:b] if e is None else add_residual(v[a:b], e[a:b], self.decay)
-            self._encode_piece(s, rows, staged, t if e is not None else None)
+            rows = outbox.rows(a // self.align, -(-b // self.align))
+            self._encode_piece(v[a:b], None if e is None else e[a:b], rows)
+            outbox.send()
+        outbox.wait()
         return used
 
-    def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-        all_rows = bytes_of(body)
+    def decode(self, body: Body, out: Array) -> None:
+        self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
+
+    def accumulate(
+        self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
+    ) -> None:
+        target, w = flat(total, "the sum")[start:stop], float(np.float32(weight))
+        n, device, all_rows = target.numel(), target.device, bytes_of(body)
         if all_rows.numel() != self.bound(n):
             raise Corrupt(f"{self.name} of {n} elements has {self.bound(n)} bytes, this body has {all_rows.numel()}")
-        all_rows, t = all_rows.view(-1, self.row_bytes), self._buffers(n, device)[0]
+        all_rows = all_rows.view(-1, self.row_bytes)
         for a, b in pieces(n, device):
-            rows = all_rows[a // self.align : -(-b // self.align)]
-            self.unpack(rows.to(device), t[: len(rows)])
-            piece = t[: len(rows)].view(-1)
-            if piece[b - a :].any():
-                raise Corrupt(f"this {self.name} body has values after its last element, {n}")
-            yield a, b, piece[: b - a]
+            rows = all_rows[a // self.align : -(-b // self.align)].to(device, non_blocking=True)
+            self._add_piece(rows, w, target[a:b], first)
 
-    def _buffers(self, n: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """One piece of decoded rows; one of encoded rows where `out` is on another device."""
-        r = -(-min(n, piece_size(device)) // self.align)
-        staged = torch.empty(r, self.row_bytes, dtype=torch.uint8, device=device) if device.type != "cpu" else None
-        return torch.empty(r, self.align, device=device), staged
+    def _encode_piece(self, x: Tensor, e: Tensor | None, rows: Tensor) -> None:
+        """rows <- pack(x + decay·e);  e <- what they lack."""
+        kernels = fused(self.name, x.device.type)
+        if kernels is not None:
+            if not kernels.encode(self.name, x, e, rows):
+                raise refuse(x if e is None else e)
+        elif e is None:
+            self.pack(padded(x, self.align), rows)
+        else:
+            s = add_residual(x, e, self.decay)
+            whole = padded(s, self.align)
+            self.split(whole, rows, scratch(whole.numel(), x.device).view(whole.shape))
+            if whole.numel() != s.numel():
+                s.copy_(whole.view(-1)[: s.numel()])
 
-    def _encode_piece(self, s: Tensor, rows: Tensor, staged: Tensor | None, t: Tensor | None) -> None:
-        """rows <- pack(s); with t, s -= unpack(rows)."""
-        near = rows if staged is None else staged[: len(rows)]
-        self.pack(padded(s, self.align), near)
-        if t is not None:
-            self.unpack(near, t[: len(rows)])
-            s.sub_(t[: len(rows)].view(-1)[: s.numel()])
-        if staged is not None:
-            rows.copy_(near)
+    def _add_piece(self, rows: Tensor, w: float, target: Tensor, first: bool) -> None:
+        """target += fl(w·unpack(rows)).   The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
+        kernels = fused(self.name, target.device.type)
+        if kernels is not None and kernels.add(self.name, rows, w, target, first):
+            return
+        straight = first and target.numel() == len(rows) * self.align
+        t = self._unpacked(rows, target if straight else None, target.numel())
+        if kernels is not None:
+            raise Corrupt(f"this {self.name} body holds what no encoder writes")
+        if w != 1:
+            t.mul_(w)
+        if straight:
+            return
+        if first:
+            target.copy_(t)
+        else:
+            target.add_(t)
+
+    def _unpacked(self, rows: Tensor, into: Tensor | None, n: int) -> Tensor:
+        """The n elements in these rows; in scratch if `into` is None."""
+        t = scratch(len(rows) * self.align, rows.device) if into is None else into
+        self.unpack(rows, t.view(-1, self.align))
+        if t.numel() > n and t[n:].any():
+            raise Corrupt(f"this {self.name} body has values after its last element, {n}")
+        return t[:n]
+
+
+class Kernels(Protocol):
+    """A codec's whole piece in one pass over memory."""
+
+    def encode(self, name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> bool:
+        """rows <- pack(x + e), e <- what they lack.   False: some of it is not finite."""
+        ...
+
+    def add(self, name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
+        """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
+        ...
+
+
+@cache
+def fused(name: str, kind: str) -> Kernels | None:
+    """Kernels for that codec on that kind of device; None: torch's, call by call."""
+    try:
+        if kind == "cpu" and name in ("bf16", "int8", "int4"):
+            from rendezvous.codecs import native
+
+            return native
+        if kind == "cuda" and name in ("int8", "int4"):
+            from rendezvous.codecs import on_cuda
+
+            return on_cuda
+    except ImportError:  # no C compiler; no Triton, which comes with torch for CUDA on Linux
+        pass
+    return None
+
+
+class Outbox:
+    """Encoded rows on their way into `out`.   Where `out` is on x's device they are written in place."""
+
+    def __init__(self, out: Tensor, most: int, device: torch.device) -> None:
+        """most: rows of the largest piece."""
+        self._out, self._span = out, (0, 0)
+        self._near = torch.empty(most, out.shape[1], dtype=torch.uint8, device=device) if out.device != device else None
+        self._pinned = device.type == "cuda" and out.is_pinned()
+        self._on_way: deque[tuple[torch.Event | None, Tensor, Tensor]] = deque()
+
+    def rows(self, a: int, b: int) -> Tensor:
+        """Where to write rows [a, b)."""
+        self._span = a, b
+        return self._out[a:b] if self._near is None else self._near[: b - a]
+
+    def send(self) -> None:
+        """They are written.  At most two pieces are on their way."""
+        if self._near is None:
+            return
+        a, b = self._span
+        near, out = self._near[: b - a], self._out[a:b]
+        while len(self._on_way) > 1:
+            self._arrive()
+        cuda = near.device.type == "cuda"
+        host = out if self._pinned else torch.empty(out.shape, dtype=torch.uint8, pin_memory=cuda)
+        host.copy_(near, non_blocking=True)
+        self._on_way.append((torch.cuda.current_stream(near.device).record_event() if cuda else None, host, out))
+
+    def wait(self) -> None:
+        while self._on_way:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        sent, host, out = self._on_way.popleft()
+        if sent is not None:
+            sent.synchronize()
+        if not self._pinned:
+            out.copy_(host)
 
 
 def pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -125,6 +235,20 @@ def pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 def piece_size(device: torch.device) -> int:
     return _CPU_PIECE if device.type == "cpu" else _CUDA_PIECE
+
+
+_own = threading.local()
+
+
+def scratch(n: int, device: torch.device) -> Tensor:
+    """n elements of rubbish, valid until this thread asks again.  On the CPU the same memory every time, because fresh
+    pages cost more than the work; CUDA keeps memory by itself."""
+    if device.type != "cpu" or n > _CPU_PIECE:
+        return torch.empty(n, device=device)
+    if not hasattr(_own, "memory"):
+        with torch.inference_mode(False):
+            _own.memory = torch.empty(_CPU_PIECE)
+    return _own.memory[:n]
 
 
 def padded(s: Tensor, align: int) -> Tensor:
@@ -171,7 +295,9 @@ def flat(array: Array, what: str, like: Tensor | None = None) -> Tensor:
 
 
 def bytes_of(body: Body) -> Tensor:
-    """The same memory as flat uint8 on the CPU."""
+    """The same memory as flat uint8."""
+    if isinstance(body, Tensor) and body.device.type != "cpu":
+        return body.view(-1).view(torch.uint8)
     return tensor_of(np.frombuffer(body.numpy() if isinstance(body, Tensor) else body, np.uint8))
 
 

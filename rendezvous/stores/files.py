@@ -17,15 +17,21 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreUnclear
 from rendezvous.store import Buffer
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _CHUNK = 8 << 20
+_CACHED, _PAGE = 1 << 18, 4096
 
 
 class FileStore:
+    near = True  # this very machine serves it
+    cheap = True  # a request costs no more than a copy
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         if not str(root):
             raise ValueError("an empty path is no folder for a run; give one, e.g. runs/demo")
@@ -117,10 +123,21 @@ def _write(fd: int, body: memoryview) -> None:
 
 
 def _fill(fd: int, out: memoryview, start: int) -> bool:
+    through = bytearray(_CACHED) if _overlaps(out, start) else None
     done = 0
     while done < len(out):
-        n = os.preadv(fd, [out[done : done + _CHUNK]], start + done)
+        piece = out[done : done + _CHUNK] if through is None else memoryview(through)[: len(out) - done]
+        n = os.preadv(fd, [piece], start + done)
         if n == 0:
             return False
+        if through is not None:
+            out[done : done + n] = piece[:n]
         done += n
     return True
+
+
+def _overlaps(out: memoryview, start: int) -> bool:
+    """Does `out` begin a few bytes after `start`, as places on a page?  Then CPUs take every load for a reload of the
+    store before it, and reading straight is four times as slow as by a detour."""
+    address = np.frombuffer(out, np.uint8).ctypes.data
+    return 0 < (address - start) % _PAGE < 32

@@ -1,0 +1,37 @@
+"""What a codec has not sent yet, from one life of a slot to the next.
+
+    r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
+    r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer
+
+Only generation g reads what g − 1 left.  So it is used once, whatever happens: if r01-2 is killed, r01-3 looks for
+leave/r01-2.json, finds nothing, and starts from zero.
+
+Not promised: that it arrives.  A residual makes a run a little better; nothing that is agreed on depends on it.
+"""
+
+from contextlib import suppress
+
+import numpy as np
+from safetensors.numpy import load as load_tensors
+
+from rendezvous import layout, snapshots
+from rendezvous.errors import StoreError
+from rendezvous.records import Leave, digest, nonce
+from rendezvous.store import Store
+
+
+def put(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
+    """-> key and digest."""
+    key, body = layout.residual(slot, generation, nonce()), snapshots.serialized(unsent)
+    store.put(key, body)
+    return key, digest(body)
+
+
+def take(store: Store, left: Leave) -> dict[str, np.ndarray] | None:
+    """What `left` names, and remove it; None if it is missing or damaged."""
+    body = store.get(left.residual)
+    if body is None or digest(body) != left.residual_digest:
+        return None
+    with suppress(StoreError):  # a few bytes too many
+        store.delete([left.residual])
+    return load_tensors(body)

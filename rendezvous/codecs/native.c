@@ -1,0 +1,200 @@
+/* One piece of a codec in one pass over memory.      x, e ─▶ s = x + e ─▶ rows,  e ← s − unpack(rows)
+                                                      rows ─▶ v ─▶ total ← fl(total + fl(w·v))
+   The arithmetic is that of blocks.py and dense.py, rounding by rounding; compile with -ffp-contract=off.
+   Each function returns 0, or 1 for what encode must refuse and for rows that no encoder wrote. */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define EXPORT __attribute__((target_clones("avx2", "default")))
+#else
+#define EXPORT
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define TINY 0x1p-126f
+#define INF_BITS 0x7F800000
+#define STEP 1024
+
+INLINE float to_even(float v) { return (v + 12582912.0f) - 12582912.0f; } /* |v| < 2^22 */
+
+INLINE int32_t magnitude(float v) {
+    int32_t bits;
+    memcpy(&bits, &v, 4);
+    return bits & 0x7FFFFFFF;
+}
+
+INLINE int32_t peak(const float *v, long n) { /* as bits, in whose order NaN is above infinity */
+    int32_t most = 0;
+    for (long i = 0; i < n; i++) most = magnitude(v[i]) > most ? magnitude(v[i]) : most;
+    return most;
+}
+
+INLINE int32_t sum(float *restrict s, const float *restrict x, const float *restrict e, long n) {
+    int32_t most = 0;
+    for (long i = 0; i < n; i++) {
+        s[i] = e ? e[i] + x[i] : x[i];
+        most = magnitude(s[i]) > most ? magnitude(s[i]) : most;
+    }
+    return most;
+}
+
+INLINE int keep(float *e, const float *s, long n) { /* shows the caller what was not finite */
+    if (e) memcpy(e, s, 4 * n);
+    return 1;
+}
+
+INLINE void put(float *total, const float *v, float w, int first, long n) {
+    if (first) for (long i = 0; i < n; i++) total[i] = w * v[i];
+    else for (long i = 0; i < n; i++) total[i] += w * v[i];
+}
+
+INLINE int encode_row(const float *x, float *restrict e, uint8_t *restrict row, long n, int block, int levels,
+                      float most) {
+    float s[STEP], rest[STEP], scale;
+    int32_t bits = sum(s, x, e, n);
+    if (bits >= INF_BITS) return keep(e, s, n);
+    memset(s + n, 0, 4 * (block - n));
+    memcpy(&scale, &bits, 4);
+    scale /= (float)levels;
+    scale = scale < TINY ? TINY : scale > most ? most : scale;
+    memcpy(row, &scale, 4);
+    float inverse = 1.0f / scale, *left = n == block && e ? e : rest;
+    int8_t *restrict to = (int8_t *)row + 4;
+    if (levels == 127) for (int i = 0; i < block; i++) {
+        float code = to_even(s[i] * inverse);
+        to[i] = (int8_t)(int32_t)code;
+        if (e) left[i] = s[i] - code * scale;
+    }
+    else for (int i = 0, j = block / 2; i < block / 2; i++, j++) {
+        float low = to_even(s[i] * inverse), high = to_even(s[j] * inverse);
+        to[i] = (int8_t)((int32_t)low + 16 * (int32_t)high);
+        if (e) left[i] = s[i] - low * scale, left[j] = s[j] - high * scale;
+    }
+    if (left == rest) keep(e, rest, n);
+    return 0;
+}
+
+INLINE int add_row(const uint8_t *row, float w, float *total, int first, long n, int block, int levels, float most) {
+    float v[STEP], scale;
+    const int8_t *code = (const int8_t *)row + 4;
+    memcpy(&scale, row, 4);
+    if (!(scale >= TINY && scale <= most)) return 1;
+    if (levels == 127) for (int i = 0; i < block; i++) v[i] = (float)code[i] * scale;
+    else for (int i = 0; i < block / 2; i++) {
+        int low = ((code[i] + 8) & 15) - 8;
+        v[i] = (float)low * scale;
+        v[i + block / 2] = (float)((code[i] - low) >> 4) * scale;
+    }
+    if (scale > 0x1p100f && peak(v, block) >= INF_BITS) return 1;
+    if (n < block && peak(v + n, block - n)) return 1;
+    put(total, v, w, first, n);
+    return 0;
+}
+
+#define BLOCKS(name, block, levels, row_bytes)                                                                    \
+    EXPORT int encode_##name(const float *x, float *e, uint8_t *rows, long n, float most) {                       \
+        int bad = 0;                                                                                              \
+        long i = 0;                                                                                               \
+        for (; i + block <= n && !bad; i += block, rows += row_bytes)                                             \
+            bad = encode_row(x + i, e ? e + i : 0, rows, block, block, levels, most);                             \
+        return bad || (i < n && encode_row(x + i, e ? e + i : 0, rows, n - i, block, levels, most));              \
+    }                                                                                                             \
+    EXPORT int add_##name(const uint8_t *rows, float w, float *total, int first, long n, float most) {            \
+        int bad = 0;                                                                                              \
+        long i = 0;                                                                                               \
+        for (; i + block <= n && !bad; i += block, rows += row_bytes)                                             \
+            bad = add_row(rows, w, total + i, first, block, block, levels, most);                                 \
+        return bad || (i < n && add_row(rows, w, total + i, first, n - i, block, levels, most));                  \
+    }
+
+BLOCKS(int8, 1024, 127, 1028)
+BLOCKS(int4, 512, 7, 260)
+
+INLINE float wide(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+
+INLINE uint16_t narrow(float v) { /* to nearest even, no infinities */
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    bits += 0x7FFF + (bits >> 16 & 1);
+    return (uint16_t)((bits & 0x7FFFFFFF) >= INF_BITS ? (bits >> 16 & 0x8000) | 0x7F7F : bits >> 16);
+}
+
+INLINE int narrow_all(const float *restrict x, float *restrict e, uint8_t *restrict rows, long n, int feedback) {
+    int32_t most = 0;
+    for (long i = 0; i < n; i++) {
+        float s = feedback ? e[i] + x[i] : x[i];
+        uint16_t half = narrow(s);
+        most = magnitude(s) > most ? magnitude(s) : most;
+        memcpy(rows + 2 * i, &half, 2);
+        if (feedback) e[i] = s - wide(half); /* not finite where s is not */
+    }
+    return most >= INF_BITS;
+}
+
+INLINE int widen(const uint8_t *restrict rows, float w, float *restrict total, long n, int first) {
+    int32_t most = 0;
+    for (long i = 0; i < n; i++) {
+        uint16_t half;
+        memcpy(&half, rows + 2 * i, 2);
+        float v = wide(half);
+        most = magnitude(v) > most ? magnitude(v) : most;
+        total[i] = first ? w * v : total[i] + w * v;
+    }
+    return most >= INF_BITS;
+}
+
+EXPORT int encode_bf16(const float *x, float *e, uint8_t *rows, long n, float most) {
+    (void)most;
+    return e ? narrow_all(x, e, rows, n, 1) : narrow_all(x, 0, rows, n, 0);
+}
+
+EXPORT int add_bf16(const uint8_t *rows, float w, float *total, int first, long n, float most) {
+    (void)most;
+    return first ? widen(rows, w, total, n, 1) : widen(rows, w, total, n, 0);
+}
+
+/* out = (fl(w0·v0) + fl(w1·v1) + …) / weight, row by row in the first cache;  1 if some of it is not finite, or no
+   encoder wrote it */
+INLINE int finish(const float *t, float weight, float *out, long n) {
+    int32_t most = 0, bits;
+    memcpy(&bits, &weight, 4);
+    float scaled[STEP], inverse = 1.0f / weight;
+    int exact = !(bits & 0x7FFFFF) && weight >= 0x1p-60f && weight <= 0x1p60f; /* then both are the same number, rounded */
+    if (exact) for (long i = 0; i < n; i++) scaled[i] = t[i] * inverse;
+    else for (long i = 0; i < n; i++) scaled[i] = t[i] / weight;
+    for (long i = 0; i < n; i++) most = magnitude(scaled[i]) > most ? magnitude(scaled[i]) : most;
+    memcpy(out, scaled, 4 * n);
+    return most >= INF_BITS;
+}
+
+#define MEAN(name, block, row_bytes, add)                                                                         \
+    EXPORT int mean_##name(const uint8_t *const *bodies, const float *w, long count, float weight, float *out,    \
+                           long n, float most) {                                                                  \
+        int bad = 0;                                                                                              \
+        for (long i = 0; i < n && !bad; i += block) {                                                             \
+            long m = n - i < block ? n - i : block;                                                               \
+            float t[STEP];                                                                                        \
+            for (long j = 0; j < count && !bad; j++) {                                                            \
+                const uint8_t *row = bodies[j] + i / block * (row_bytes);                                         \
+                bad = add;                                                                                        \
+            }                                                                                                     \
+            bad = bad || finish(t, weight, out + i, m);                                                           \
+        }                                                                                                         \
+        return bad;                                                                                               \
+    }
+
+INLINE int add_plain(const float *x, float w, float *total, int first, long n) {
+    put(total, x, w, first, n);
+    return 0;
+}
+
+MEAN(fp32, STEP, 4 * STEP, add_plain((const float *)row, w[j], t, j == 0, m))
+MEAN(bf16, STEP, 2 * STEP, j ? widen(row, w[j], t, m, 0) : widen(row, w[j], t, m, 1))
+MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most))
+MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most))

@@ -1,0 +1,135 @@
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+"""Blockwise codecs on CUDA: each element is read once and written once.
+
+                 one program per row
+    x, e ─▶ s = x + e ─▶ scale, codes ─▶ rows        rows ─▶ v = fl(scale·code) ─▶ total += fl(w·v)
+       e ◀── s − fl(scale·code)
+
+The arithmetic is blocks.py's, operation by operation: no fused multiply-add, division rounded as IEEE 754 wants it.
+So bodies, residuals and decoded values have the same bits as on a CPU.  Formats are drawn in blocks.py.
+
+Not promised: anything where Triton is missing; there torch's own operations do the work.  Not yet run on a GPU: checked
+in Triton's interpreter only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LEVELS = {"int8": 127, "int4": 7}
+_PER_ROW = {"int8": 1024, "int4": 512}
+
+
+def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> bool:
+    """rows <- pack(x + e), e <- what they lack.   False: some of it is not finite."""
+    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
+    _encode[(len(rows),)](
+        x, x if e is None else e, rows.view(torch.int8), rows.view(torch.float32), bad, x.numel(),
+        _LEVELS[name], _most(name), e is not None, name == "int4", _PER_ROW[name],
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return not bad.item()
+
+
+def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
+    """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
+    bad = torch.zeros(1, dtype=torch.int32, device=target.device)
+    _add[(len(rows),)](
+        rows.view(torch.int8), rows.view(torch.float32), target, bad, w, target.numel(),
+        _most(name), first, name == "int4", _PER_ROW[name],
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return not bad.item()
+
+
+def _most(name: str) -> float:
+    from rendezvous.codecs.blocks import largest
+
+    return largest(_LEVELS[name])
+
+
+@triton.jit
+def _finite(v):
+    return (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@triton.jit
+def _peak(v):
+    """max|v| as bits, in whose order NaN is above infinity"""
+    return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+
+
+@triton.jit
+def _rounded(v):
+    """To nearest even, for |v| < 2²²"""
+    return (v + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _sum(x, e, at, n, feedback: tl.constexpr):
+    s = tl.load(x + at, mask=at < n, other=0.0)
+    if feedback:
+        s = tl.load(e + at, mask=at < n, other=0.0) + s
+    return s
+
+
+@triton.jit
+def _encode(
+    x, e, codes, scales, bad, n, levels: tl.constexpr, most: tl.constexpr,
+    feedback: tl.constexpr, halves: tl.constexpr, per_row: tl.constexpr,
+):  # fmt: skip
+    width: tl.constexpr = per_row // 2 if halves else per_row
+    row = tl.program_id(0).to(tl.int64)
+    place = row * (4 + width) + 4 + tl.arange(0, width)
+    at = row * per_row + tl.arange(0, width)
+    s = _sum(x, e, at, n, feedback)
+    bits = _peak(s)
+    if halves:
+        high = _sum(x, e, at + width, n, feedback)
+        bits = tl.maximum(bits, _peak(high))
+    whole = bits < 0x7F800000
+    tl.store(bad, 1, mask=bits >= 0x7F800000)
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), levels * 1.0)
+    scale = tl.minimum(tl.maximum(scale, 1.1754943508222875e-38), most)
+    tl.store(scales + row * ((4 + width) // 4), scale)
+    inverse = tl.div_rn(1.0, scale)
+    code = _rounded(s * inverse)
+    if feedback:
+        tl.store(e + at, tl.where(whole, s - code * scale, s), mask=at < n)
+    if halves:
+        above = _rounded(high * inverse)
+        if feedback:
+            tl.store(e + at + width, tl.where(whole, high - above * scale, high), mask=at + width < n)
+        code += above * 16
+    tl.store(codes + place, code.to(tl.int32).to(tl.int8))
+
+
+@triton.jit
+def _put(target, at, v, w, n, first: tl.constexpr):
+    """-> how many values are not finite, or not zero after the end"""
+    wrong = tl.sum(tl.where((at < n) & _finite(v) | (v == 0), 0, 1), axis=0)
+    v = v * w
+    if not first:
+        v = tl.load(target + at, mask=at < n, other=0.0) + v
+    tl.store(target + at, v, mask=at < n)
+    return wrong
+
+
+@triton.jit
+def _add(
+    codes, scales, target, bad, w, n, most: tl.constexpr,
+    first: tl.constexpr, halves: tl.constexpr, per_row: tl.constexpr,
+):  # fmt: skip
+    width: tl.constexpr = per_row // 2 if halves else per_row
+    row = tl.program_id(0).to(tl.int64)
+    code = tl.load(codes + row * (4 + width) + 4 + tl.arange(0, width)).to(tl.int32)
+    scale = tl.load(scales + row * ((4 + width) // 4))
+    at = row * per_row + tl.arange(0, width)
+    if halves:
+        low = ((code + 8) & 15) - 8
+        wrong = _put(target, at + width, ((code - low) >> 4).to(tl.float32) * scale, w, n, first)
+        wrong += _put(target, at, low.to(tl.float32) * scale, w, n, first)
+    else:
+        wrong = _put(target, at, code.to(tl.float32) * scale, w, n, first)
+    tl.store(bad, 1, mask=(wrong > 0) | ~((scale >= 1.1754943508222875e-38) & (scale <= most)))

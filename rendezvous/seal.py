@@ -1,0 +1,179 @@
+"""Records that only holders of the run key can write.   DILOCO_RUN_KEY, in the environment, and nowhere else.
+
+    replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
+    replica ◀── record ── SealedStore ◀── record + tag ── bucket
+                              └─ a tag that is wrong:   claim, offer, leave, control ─▶ VOID: passed over, told once
+                                                        run, model, commit, mean, snapshot ─▶ Forged: the replica ends
+
+    {"base":"…", …}  ─▶  {"base":"…", … ,"seal":"<tag>"}        tag = HMAC-SHA256(run key, run ‖ 0 ‖ key ‖ 0 ‖ record)
+
+`run` is the nonce in seal.json, the first thing a run under a key writes; `key` is where the record lies.  So a true
+record is worth nothing under another key, in another slot, step or run.  What the others see is the record without
+its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
+
+Not promised: secrecy (records are plain text); a run that cannot be stopped (who may overwrite or delete objects can
+halt it, and a beat has no tag: it can make others wait); blobs that cannot be replaced.  Their digests are xxh3-128,
+which find accidents: who can overwrite a blob and constructs another one with its digest is not noticed.
+"""
+
+import hmac
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Forged, WrongRun
+from rendezvous.records import Record, nonce
+from rendezvous.store import VOID, Buffer, Store, open_store, put_once
+
+KEY = "DILOCO_RUN_KEY"
+LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
+_TAIL = re.compile(rb',"seal":"([0-9a-f]{64})"}\Z')
+_TAIL_BYTES = len(',"seal":""}') + 64
+_PASSED_OVER = {"claim", "offer", "leave", "control"}
+
+
+@dataclass(frozen=True)
+class Seal(Record):
+    """seal.json: "the records of this run are sealed".   nonce: the run's identity."""
+
+    kind = "seal"
+    nonce: str
+    at: float
+
+
+def say(event: str, **fields: Any) -> None:
+    """Tells the terminal; a replica has a journal instead."""
+    print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
+
+
+class SealedStore:
+    """A store that seals the records it writes and verifies those it reads.   tell: hears of what was passed over."""
+
+    def __init__(self, store: Store, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
+        self.url, self.tell = store.url, tell
+        self._store, self._key, self._run = store, key, run
+        self._told: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)  # what only some stores have: root, near
+
+    def put(self, key: str, body: Buffer) -> None:
+        self._store.put(key, self._sealed(key, body))
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._store.create(key, self._sealed(key, body))
+
+    def get(self, key: str) -> bytes | None:
+        body = self._store.get(key)
+        if body is None or (kind := layout.kind(key)) is None:
+            return body
+        record = opened(body, self._key, self._run, key)
+        if record is not None:
+            return record
+        if kind in _PASSED_OVER:
+            self._pass_over(kind, key)
+            return VOID
+        raise Forged(
+            f"{self.url}/{key} was not written with this run's key, or was changed since. Nothing was done with it. "
+            "Somebody else can write to this bucket: take that right away, restore the object from a backup (or delete "
+            "it, if it never was one of the run's), and run the same command again"
+        )
+
+    def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        return self._store.get_into(key, out, start)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._store.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._store.delete(keys)
+
+    def _sealed(self, key: str, body: Buffer) -> Buffer:
+        return body if layout.kind(key) is None else sealed(bytes(body), self._key, self._run, key)
+
+    def _pass_over(self, kind: str, key: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self.tell("forged", record=kind, key=key, text="not written with this run's key; passed over")
+
+
+def sealed(record: bytes, secret: bytes, run: str, key: str) -> bytes:
+    """A record's bytes with its tag as the last field."""
+    return record[:-1] + b',"seal":"' + _tag(record, secret, run, key) + b'"}'
+
+
+def opened(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
+    """The record without its tag; None if the tag is missing or another one than this record has here."""
+    found = _TAIL.search(body, max(0, len(body) - _TAIL_BYTES))
+    if found is None:
+        return None
+    record = body[: found.start()] + b"}"
+    return record if hmac.compare_digest(found[1], _tag(record, secret, run, key)) else None
+
+
+def _tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
+    return hmac.digest(secret, b"\0".join((run.encode(), key.encode(), record)), "sha256").hex().encode()
+
+
+# -------------------------------------------------------------------- which key
+
+
+def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
+    """The key in the environment; None without one."""
+    text = (os.environ if environ is None else environ).get(KEY, "").strip()
+    if not text:
+        return None
+    if len(text) < LEAST:
+        raise WrongRun(
+            f"the run key in {KEY} has {len(text)} characters; it needs {LEAST}, because it can be guessed offline. "
+            "Make one: python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return text.encode()
+
+
+def open_sealed(url: str) -> Store:
+    """The store for `url` as the run key in the environment shows it."""
+    return under_key(open_store(url), SystemClock(), run_key())
+
+
+def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
+    """`store`, sealed if a run under this key stands there, or if nothing does: then one is founded.  Raises WrongRun.
+
+    ask: the same store for the requests made here, one that is patient perhaps.
+    """
+    if isinstance(store, SealedStore):
+        return store
+    ask = ask or store
+    stands = ask.get(layout.SEAL)
+    if stands is None and secret is None:
+        return store
+    if secret is None:
+        raise WrongRun(
+            f"{store.url} holds a run under a run key, and {KEY} is not set here. Set it to the key that the run was "
+            "founded with; nobody can join, read or stop the run without it"
+        )
+    if stands is None:
+        _refuse_unsealed(ask)
+        mine = sealed(Seal(nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
+        _, stands = put_once(ask, clock, layout.SEAL, mine)
+    record = opened(stands, secret, "", layout.SEAL)
+    if record is None:
+        raise WrongRun(
+            f"{store.url} holds a run under another run key than the one in {KEY}, or its seal.json was changed. Set "
+            f"{KEY} to the key that the run was founded with, or use another URL for a new run"
+        )
+    return SealedStore(store, secret, Seal.decode(record).nonce)
+
+
+def _refuse_unsealed(store: Store) -> None:
+    first = (layout.RUN, layout.control(0), layout.commit(0), layout.claim(layout.slot_name(0), 1))
+    if any(store.get(key) is not None for key in first):
+        raise WrongRun(
+            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
+            "Unset it to go on with that run, or use another URL for a run under this key"
+        )

@@ -1,0 +1,126 @@
+"""What a codec had not sent, from one life of a slot to the next: nothing lost with a goodbye, nothing used twice.
+
+Σ of all pseudogradients  =  Σ of what was decoded  +  what the last life still holds
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rendezvous import layout
+from rendezvous.codecs import codec
+from rendezvous.records import Commit, Leave
+from rendezvous.rules import Rules
+from rendezvous.store import Store
+from tests.fakes import Fault, FaultyStore, ManualClock
+from tests.test_rendezvous_engine import RULES, TIMING, Seat, bucket
+
+LOSSY = replace(RULES, codec="int4")
+DELTAS = [np.array(d, np.float32) for d in ((1, 0.3, 0.02), (0.7, -0.2, 0.1), (0.1, 0.9, -0.05))]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def solo(clock: ManualClock, rules: Rules = LOSSY) -> tuple[FaultyStore, Callable[[], Seat]]:
+    store = bucket(clock, replicas=1, m=1, steps=9)
+    return store, lambda: Seat(store, "r00", clock, rules).join()
+
+
+def work(seat: Seat, delta: np.ndarray) -> Commit:
+    seat.offer(*delta.tolist())
+    return seat.step()
+
+
+def decoded(store: Store, commit: Commit) -> np.ndarray:
+    out = np.empty(3, np.float32)
+    (listed,) = commit.offers
+    codec("int4").decode(store.get(listed.blob) or b"", out)
+    return out
+
+
+def held(seat: Seat) -> np.ndarray:
+    return seat.rv._encoder.unsent.get("residual.0", np.zeros(3, np.float32))
+
+
+def goodbye(store: Store, generation: int) -> Leave:
+    return Leave.decode(store.get(layout.leave("r00", generation)) or b"")
+
+
+def test_nothing_is_lost_over_three_lives_that_say_goodbye(clock: ManualClock) -> None:
+    store, life = solo(clock)
+    seats, sent = list[Seat](), np.zeros(3, np.float32)
+    for delta in DELTAS:
+        seats.append(seat := life())
+        sent += decoded(store, work(seat, delta))
+        seat.rv.ask_to_leave()
+        seat.rv.finish("asked to leave")
+    assert np.abs(sent - sum(DELTAS)).max() > 0.01, "this codec loses enough to see"
+    np.testing.assert_allclose(sent + held(seats[-1]), sum(DELTAS), rtol=0, atol=1e-6)
+    assert [e["of"] for e in seats[-1].events("inherited")] == [2]
+    assert store.list("residuals/") == [goodbye(store, 3).residual], "taken ones are gone"
+
+
+def test_after_a_kill_the_next_life_starts_from_zero(clock: ManualClock) -> None:
+    """2 inherits and is killed before it offers; 3 must not find what 1 left."""
+    store, life = solo(clock)
+    first = life()
+    work(first, DELTAS[0])
+    kept = store.inner.get
+    first.rv.finish("asked to leave")
+    blob = kept(goodbye(store, 1).residual) or b""
+    second = life()
+    assert np.array_equal(held(second), held(first)) and held(first).any()
+    store.put(goodbye(store, 1).residual, blob)  # even if it had not been deleted
+    assert not held(life()).any()
+
+
+def test_what_does_not_fit_the_time_is_dropped_and_told(clock: ManualClock) -> None:
+    store, life = solo(clock)
+    seat = life()
+    slow = Fault("put", "/delta/", error=None, before=lambda: clock.sleep(1000 * TIMING.grace))
+    store.faults.append(slow)
+    work(seat, DELTAS[0])
+    seat.rv.ask_to_leave()
+    seat.rv.finish("asked to leave")
+    (told,) = seat.events("residual_dropped")
+    assert told["bytes"] == 12 and told["left_s"] == TIMING.grace
+    assert goodbye(store, 1).residual == "" and store.list("residuals/") == [] and not held(life()).any()
+
+
+def test_with_no_grace_left_it_is_dropped(clock: ManualClock) -> None:
+    _, life = solo(clock)
+    seat = life()
+    work(seat, DELTAS[0])
+    seat.rv.ask_to_leave()
+    clock.sleep(TIMING.grace)
+    seat.rv.finish("asked to leave")
+    assert seat.events("residual_dropped")
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+def test_a_bad_blob_is_told_and_not_used(clock: ManualClock, harm: str) -> None:
+    store, life = solo(clock)
+    seat = life()
+    work(seat, DELTAS[0])
+    seat.rv.finish("asked to leave")
+    key = goodbye(store, 1).residual
+    store.delete([key]) if harm == "missing" else store.put(key, b"x" * 100)
+    after = life()
+    assert after.events("bad_residual") and not held(after).any()
+    work(after, DELTAS[1])
+
+
+@pytest.mark.parametrize(("rules", "wishes"), [(RULES, {}), (LOSSY, {"steps": 1})])
+def test_nothing_is_left_where_there_is_no_use_for_it(clock: ManualClock, rules: Rules, wishes: dict[str, Any]) -> None:
+    """fp32 holds nothing back, and a run that is over needs nothing."""
+    store = bucket(clock, replicas=1, m=1, **wishes)
+    seat = Seat(store, "r00", clock, rules).join()
+    work(seat, DELTAS[0])
+    seat.rv.finish("done")
+    assert goodbye(store, 1).residual == "" and store.list("residuals/") == []
