@@ -8,6 +8,8 @@ Unknown or contradictory settings are errors that name the next thing to do.  No
 """
 
 import difflib
+import math
+import re
 import tomllib
 import types
 import typing
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from inner import InnerConfig, InnerError
-from rendezvous.rules import Rules, Timing
+from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
-CODECS = ("fp32", "bf16", "int8", "int4", "topk")  # bf16-gate needs θ at the encoder: not on the wire yet
+CODECS = ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate")
+AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
+BUCKET = "bucket"
 USER_FILES = ("reward", "environment", "prompts", "text")  # settings of [inner] that name a file
 
 
@@ -34,27 +38,35 @@ class OuterConfig:
     sync_every: H, inner steps inside a full pseudogradient.   fragments: F; one of them is synchronised every H/F.
     fragment_sync_delay: τ, inner steps between sending a fragment and applying it.
     fragment_update_alpha: α, how much of the local value a fragment keeps when it is applied (0: none).
-    lr, momentum: of the Nesterov outer step.
-    codec: how pseudogradients travel: fp32, bf16, int8, int4 or topk, the lossy ones with error feedback.
+    lr, momentum: of the Nesterov outer step.   lr = "auto": as large as the likeness of successive means allows.
+    codec: how pseudogradients travel: fp32, bf16, int8, int4, topk or bf16-gate, the lossy ones with error feedback;
+    auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.
     max_carry, age_discount: how long a late pseudogradient may wait to be listed, and what it is worth per sync.
+    weighting: what a pseudogradient counts by: its inner "steps", its "samples", or "uniform".
+    norm_gate: one that is so many times longer than others counts as one of typical length (0: whatever it is).
+    sync_seconds: a sync is due after that long, if not sync_every inner steps come first.
     """
 
     sync_every: int = 10
     fragments: int = 1
     fragment_sync_delay: int = 0
     fragment_update_alpha: float = 0.0
-    lr: float = 0.7
+    lr: float | str = 0.7
     momentum: float = 0.5
     max_carry: int = 2
     age_discount: float = 0.5
     snapshot_every: int = 10
     codec: str = "fp32"
+    weighting: str = "steps"
+    norm_gate: float = 10.0
+    sync_seconds: float | None = None
 
     @property
     def rules(self) -> Rules:
         return Rules(
-            self.fragments, self.sync_every, self.max_carry, self.age_discount, self.snapshot_every, self.codec
-        )
+            self.fragments, self.sync_every, self.max_carry, self.age_discount, self.snapshot_every, self.codec,
+            self.weighting, self.norm_gate, self.sync_seconds or 0.0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,10 +98,14 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.   folder: where relative paths in [inner] start (not part of the run)."""
+    """One run.   folder: where relative paths in [inner] start (not part of the run).
+
+    rendezvous: "bucket", or lighthouse://host:port where replicas can reach each other (torchft's Manager, Gloo).
+    """
 
     name: str = "run"
     seed: int = 0
+    rendezvous: str = BUCKET
     outer: OuterConfig = field(default_factory=OuterConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -99,11 +115,12 @@ class RunConfig:
         """What may never change under one URL.  Names of the user's files are not in it: their digests are."""
         inner = {k: v for k, v in self.inner.to_dict().items() if k not in USER_FILES}
         entry_points = {k: _entry_point(getattr(self.inner, k)) for k in USER_FILES if getattr(self.inner, k)}
-        return {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
+        fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
+        return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
-        return {"name": self.name, "seed": self.seed, **parts}
+        return {"name": self.name, "seed": self.seed, "rendezvous": self.rendezvous, **parts}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
@@ -128,6 +145,7 @@ class RunConfig:
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
         _check_outer(self.outer, self.inner.boundary)
+        _check_rendezvous(self.rendezvous, self.outer)
         check_fleet(self.fleet)
         for setting, path in self.user_files().items():
             if not path.is_file():
@@ -168,12 +186,42 @@ def _check_outer(outer: OuterConfig, boundary: int) -> None:
         )
     if not 0 <= outer.fragment_update_alpha <= 1:
         raise ConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")
-    if outer.lr <= 0 or not 0 <= outer.momentum < 1:
+    if isinstance(outer.lr, str) and outer.lr != "auto":
+        raise ConfigError(f'outer.lr = {outer.lr!r} is no number. "auto" is the only word for it')
+    if (not isinstance(outer.lr, str) and not 0 < outer.lr < math.inf) or not 0 <= outer.momentum < 1:
         raise ConfigError(f"outer.lr = {outer.lr} must be above 0, outer.momentum = {outer.momentum} in [0, 1)")
-    if outer.codec not in CODECS:
-        raise ConfigError(f"outer.codec = {outer.codec!r} is not known. Use one of: {', '.join(CODECS)}")
+    if outer.codec not in (*CODECS, AUTO):
+        raise ConfigError(f"outer.codec = {outer.codec!r} is not known. Use one of: {', '.join(CODECS)}, {AUTO}")
     if outer.max_carry < 0 or not 0 <= outer.age_discount <= 1 or outer.snapshot_every < 1:
         raise ConfigError("outer.max_carry must be at least 0, age_discount in [0, 1], snapshot_every at least 1")
+    _check_weighing(outer)
+
+
+def _check_weighing(outer: OuterConfig) -> None:
+    if outer.weighting not in WEIGHTINGS:
+        raise ConfigError(f"outer.weighting = {outer.weighting!r} is not known. Use one of: {', '.join(WEIGHTINGS)}")
+    if outer.norm_gate != 0 and not 2 <= outer.norm_gate < math.inf:
+        raise ConfigError(
+            f"outer.norm_gate = {outer.norm_gate} would damp honest replicas: it is a multiple of the typical length. "
+            "Use at least 2, or 0 for no gate"
+        )
+    if outer.sync_seconds is not None and not 0 < outer.sync_seconds < math.inf:
+        raise ConfigError(f"outer.sync_seconds = {outer.sync_seconds} must be above 0; without the line, there is none")
+
+
+def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:
+    if rendezvous == BUCKET:
+        return
+    if not re.fullmatch(r"lighthouse://(\[[0-9a-fA-F:]+\]|[^:/@\s]+):\d+", rendezvous):
+        raise ConfigError(
+            f'rendezvous = {rendezvous!r} is not known. Use "bucket" (or no line), or lighthouse://host:port'
+        )
+    if outer.codec != "fp32":
+        raise ConfigError(
+            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
+        )
+    if outer.weighting == "samples":
+        raise ConfigError('outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse')
 
 
 def check_fleet(fleet: FleetConfig) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.report import (
     BAD_ENDS,
+    NUMBERS,
     PART_NAMES,
     PARTS,
     Life,
@@ -253,14 +254,17 @@ def _page(report: Report, svg: str) -> str:
 
 
 def _step_table(report: Report) -> str:
-    head = ["step", "mean reward", *report.slots, "inner steps", "closed by", "later work", "s", "up", "down"]
+    head = ["step", "mean reward", *report.slots, "inner steps", "closed by", "later work", "gated"]
+    head += ["ρ", "η/(1−μρ)", "cos of replicas", "‖ḡ‖", "s", "up", "down"]
     rows, before = [], report.began
     for s in report.steps:
         rewards = [_number(s.reward.get(slot)) + ("" if slot in s.fresh else " ·") for slot in report.slots]
         late = ", ".join(f"{slot}@{t}" for slot, t in s.carried)
         inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
         up, down = (nice_bytes(sum(b.values())) for b in (s.up, s.down))
-        rows.append([str(s.t), _number(s.mean_reward), *rewards, inner, s.by, late, f"{s.at - before:.2f}", up, down])
+        numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in NUMBERS]
+        about = [inner, s.by, late, ", ".join(s.gated), *numbers]
+        rows.append([str(s.t), _number(s.mean_reward), *rewards, *about, f"{s.at - before:.2f}", up, down])
         before = s.at
     return _table(head, rows) + "<p>· means: not in this step's own commit.</p>"
 

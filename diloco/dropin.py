@@ -27,7 +27,9 @@ from rendezvous.rules import Rules
 
 UNVERIFIED = "unverified"
 START_PATIENCE_S = 1.0  # a user's loop may stand anywhere when step 0 is due; it joins when it comes
-RULES = Rules(snapshot_every=1 << 40, max_carry=0)  # states are published here; which fragment a blob was is unknown
+RULES = Rules(
+    snapshot_every=1 << 40, max_carry=0, weighting="uniform"
+)  # states are published here; which fragment a blob was is unknown
 
 
 class OpaqueState:

@@ -21,6 +21,7 @@ from diloco.outer import Nesterov, OuterState, cut, trainable
 from rendezvous import layout, snapshots
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock
+from rendezvous.closing import refuse_misweighed
 from rendezvous.garbage import kept_from
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import no_tell
@@ -58,6 +59,7 @@ def state_at(
         commit = chain.read(t)
         if commit is None:
             raise ConfigError(f"step {step} has not been taken yet: the run stands at {t}. Use --step {t} or less")
+        refuse_misweighed(commit, rules)
         mean = np.empty(state.size(t % rules.fragments), np.float32)
         reducer.mean(commit, mean)
         state.apply(t % rules.fragments, mean)
@@ -65,7 +67,7 @@ def state_at(
 
 
 def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
-    """Zeros in the shape of the run's θ and momentum."""
+    """Zeros in the shape of the run's θ, momentum, and memory of "auto" if it has one."""
     sizes = [math.prod(shape) for _, shape, _ in record.layout]
     thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut(sizes, outer.fragments)]
     optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]

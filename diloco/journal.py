@@ -16,7 +16,10 @@ from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
 from rendezvous.store import Store
 
-LOUD = {"nothing_learned", "store_trouble", "bad_blob", "bad_snapshot", "base_differs", "replay_differs", "warning"}
+LOUD = {
+    "nothing_learned", "store_trouble", "forged", "bad_offer", "poisoned", "bad_blob", "bad_snapshot", "base_differs",
+    "replay_differs", "warning",
+}  # fmt: skip
 
 
 class Journal:
@@ -60,4 +63,4 @@ def read_journal(store: Store) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 6) if isinstance(v, float) else v for k, v in fields.items()}
+    return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in fields.items()}

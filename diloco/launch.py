@@ -10,12 +10,14 @@ The first writer of run.json decides.  The same command again resumes; other mat
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from diloco.config import ConfigError, FleetConfig, RunConfig, check_fleet
+from diloco import sizing
+from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
@@ -23,6 +25,7 @@ from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.probe import unfit
 from rendezvous.records import Record, digest, nonce
 from rendezvous.rules import Timing
+from rendezvous.seal import run_key, under_key
 from rendezvous.store import PatientStore, Store, open_store, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -34,7 +37,7 @@ FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud co
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched."""
+    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched.   why_codec: if we chose it."""
 
     kind: ClassVar[str] = "run"
     config: dict[str, Any]
@@ -42,6 +45,17 @@ class RunRecord(Record):
     files: dict[str, dict[str, str]]
     nonce: str
     at: float
+    why_codec: str = ""
+
+    def with_codec(self, codec: str, why: str = "") -> "RunRecord":
+        """The same run, with a codec in the place of auto."""
+        config = {**self.config, "outer": {**self.config["outer"], "codec": codec}}
+        mathematics = {**self.mathematics, "outer": {**self.mathematics["outer"], "codec": codec}}
+        return replace(self, config=config, mathematics=mathematics, why_codec=why)
+
+    @property
+    def codec(self) -> str:
+        return self.mathematics.get("outer", {}).get("codec", "")
 
 
 @dataclass(frozen=True)
@@ -93,8 +107,7 @@ class Run:
 
 def timing_for(store: Store, fleet: FleetConfig) -> Timing:
     """How often replicas look and beat there: often if this machine serves it, else every second or five."""
-    near = isinstance(store, FileStore | MemoryStore) or getattr(store, "near", False)
-    return fleet.timing if near else replace(fleet.timing, **FAR)
+    return fleet.timing if getattr(store, "near", False) else replace(fleet.timing, **FAR)
 
 
 def open_run(
@@ -118,26 +131,60 @@ def open_run(
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     if not isinstance(raw, FileStore | MemoryStore) and store.get(layout.RUN) is None:
         _refuse_unfit(raw, clock)
+    raw = under_key(raw, clock, run_key(), ask=store)
+    store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
-    won, value = put_once(store, clock, layout.RUN, mine.encode())
-    stands = RunRecord.decode(value)
+    won, stands, mine = _founded(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
     refuse_another(url, stands, mine, untouched=store.get(layout.MODEL_MANIFEST) is None)
     wish(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
 
 
-def agree(store: Store, clock: Clock, outer: Mapping[str, Any], parameters: list[list[Any]]) -> None:
+def _founded(
+    store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]]
+) -> tuple[bool, RunRecord, RunRecord]:
+    """Write run.json unless it stands; -> were we first, what stands, and ours to compare with it.
+
+    codec = "auto" is whatever codec stands there; only who finds no run chooses.
+    """
+    auto = mine.codec == AUTO
+    if auto and store.get(layout.RUN) is None:
+        mine = mine.with_codec(*choose())
+    won, value = put_once(store, clock, layout.RUN, mine.encode())
+    stands = RunRecord.decode(value)
+    return won, stands, mine.with_codec(stands.codec) if auto else mine
+
+
+def agree(
+    store: Store, clock: Clock, outer: Mapping[str, Any], parameters: list[list[Any]], replicas: int = 1
+) -> RunRecord:
     """What `open_run` does, for a loop that has no run.toml: its outer settings and parameter layout, once and for all.
 
-    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   Raises WrongRun.
+    outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: as wanted.
+    -> what stands: with the codec, if that is "auto".   Raises WrongRun.
     """
+    count = sum(prod(shape) for _, shape, _ in parameters)
+    seconds = sizing.compute_seconds(count, outer["sync_every"])
     mathematics = {"outer": dict(outer), "parameters": parameters}
     mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, nonce(), clock.wall())
-    _, value = put_once(store, clock, layout.RUN, mine.encode())
-    refuse_another(store.url, RunRecord.decode(value), mine)
+    choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
+    _, stands, mine = _founded(store, clock, mine, choose)
+    refuse_another(store.url, stands, mine)
+    return stands
+
+
+def solo_warning(wanted: Wanted) -> str:
+    """What to say of a run in which one replica alone may take an outer step; "" for others."""
+    if wanted.min_replicas > 1:
+        return ""
+    alone = "it is the only one" if wanted.replicas == 1 else f"{wanted.replicas} are wanted, any of them will do"
+    return (
+        f"min_replicas = 1: one replica alone may take an outer step ({alone}). Nobody confirms its θ, so a replica "
+        "with bad memory cannot be told from a good one; with --min-replicas 2 two of them must agree"
+    )
 
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
@@ -153,12 +200,12 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
 def read_run(url: str) -> Run:
     """Open the run at `url`; ConfigError if there is none."""
     store = open_store(url)
-    body = store.get(layout.RUN)
-    if body is None:
+    if store.get(layout.RUN) is None:
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
         )
-    return Run(url, store, RunRecord.decode(body))
+    store = under_key(store, SystemClock(), run_key())
+    return Run(url, store, RunRecord.decode(store.get(layout.RUN) or b""))
 
 
 def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
@@ -184,6 +231,18 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
             "use another --run URL for this config, or the config that the run was started with"
             + (". Nothing was trained there yet, so you may also delete it" if untouched else "")
         )
+
+
+def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
+    """WrongRun if this replica's flat vectors would mean something else.   [name, shape, dtype] in flat order."""
+    for at in range(max(len(stands), len(mine))):
+        there, here = ([*parameters[at : at + 1], ["nothing", []]][0][:2] for parameters in (stands, mine))
+        if there != here:
+            raise WrongRun(
+                f"this replica's model has another parameter layout than the run: parameter {at} is {here[0]} "
+                f"{here[1]} here, {there[0]} {there[1]} in the run. Use the releases of torch and transformers that "
+                "the run was started with"
+            )
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:

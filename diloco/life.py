@@ -16,10 +16,12 @@ from typing import Any
 from diloco import exitcodes
 from diloco.journal import Journal
 from rendezvous import layout
+from rendezvous.background import Worker
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import read_control, write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
+from rendezvous.seal import SealedStore
 from rendezvous.store import Store
 
 ORPHAN_GRACE_S = 40.0  # an orphan that has not left by then ends itself
@@ -41,6 +43,9 @@ class Life:
         self.clock, self.timing, self._store, self._slot = clock or SystemClock(), timing, store, slot
         self._journal: Journal | None = None
         self._parent_alive, self._orphan_since = parent_alive, 0.0
+        self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
+        if isinstance(store, SealedStore):
+            store.tell = self.tell
         self._ended, self.why = threading.Event(), "asked to leave"
         self.rv = Rendezvous(
             store,
@@ -52,14 +57,19 @@ class Life:
             host=socket.gethostname(),
             pid=os.getpid(),
             retention=retention,
+            background=Worker(),
         )
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
+        for event, fields in self._early:
+            self.tell(event, **fields)
         self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=socket.gethostname())
         threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True).start()
 
     def tell(self, event: str, **fields: Any) -> None:
-        if self._journal is not None:
+        if self._journal is None:
+            self._early.append((event, fields))
+        else:
             self._journal.tell(event, **fields)
 
     def flush(self) -> None:

@@ -16,7 +16,10 @@ here; all are terminal.  Not promised: several ranks per replica.
 """
 
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,18 +27,47 @@ import torch
 from torch import Tensor
 
 from diloco import dropin
-from diloco.launch import agree
+from diloco.launch import agree, solo_warning
 from diloco.life import Life, make_room
+from diloco.safety import Finding, Tracker, moved, of_replica
 from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Leaving
 from rendezvous.membership import Wanted
-from rendezvous.records import Commit
-from rendezvous.rules import Timing
+from rendezvous.records import Commit, Offer
+from rendezvous.rules import Rules, Timing
+from rendezvous.seal import run_key, under_key
 from rendezvous.store import Store, open_store
 
 if TYPE_CHECKING:
     from diloco.outer import OuterLoop
 
 logger = logging.getLogger(__name__)
+
+
+class Flight:
+    """A round under way in a thread of its own, while inner steps go on."""
+
+    def __init__(self, fly: Callable[[], Commit]) -> None:
+        self._fly, self._commit, self._error = fly, None, None
+        self._thread = threading.Thread(target=self._run, name="round", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._commit = self._fly()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def land(self, timeout_s: float | None = None) -> Commit | None:
+        """Its commit, or None if it is not there in time.   Raises what ended the round."""
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._commit
 
 
 class Work:
@@ -79,8 +111,8 @@ class StoreManager:
         state_dict: Callable[[], Any] | None = None,
     ) -> None:
         if not isinstance(run, Life):
-            store = open_store(run) if isinstance(run, str) else run
             clock = clock or SystemClock()
+            store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
             make_room(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
             run, self._founds = Life(store, slot, timing or Timing(), clock=clock), True
         else:
@@ -90,7 +122,10 @@ class StoreManager:
         self.left = False  # did the `with` end because this replica was asked to go?
         self._loop: OuterLoop | None = None
         self._dropin = dropin.DropIn(run, load_state_dict, state_dict)
+        self._tracker = Tracker([], 0.0, Rules())
+        self._samples: list[float] = []  # of each fragment, since its last offer
         self._commit: Commit | None = None  # settled, not yet advanced
+        self._flight: Flight | None = None
         self._spent: dict[str, float] = {}
         self._round_began = run.clock.now()
 
@@ -106,8 +141,17 @@ class StoreManager:
         if self._loop is None:
             return Work(self._dropin.add(tensor))
         vector = tensor.detach().numpy()
-        self.offer(vector, self._loop.h[self.life.rv.fragment])
-        return Work(lambda: self._settle(vector))
+        offer = self._offering(vector, self._loop.h[self.life.rv.fragment])
+        if not self._loop.overlaps:
+            offer()
+            return Work(lambda: self._land(self._settle(vector)))
+
+        def round_() -> Commit:
+            offer()
+            return self._settle(vector)
+
+        self._flight = flight = Flight(round_)
+        return Work(lambda: self._land(flight.land()))
 
     def should_commit(self, *_: Any, **__: Any) -> bool:
         if self._loop is None:
@@ -174,9 +218,19 @@ class StoreManager:
         """Heal: afterwards the loop's θ is the run's.   Raises WrongRun."""
         from diloco.outer import layout_of  # outer names this class
 
-        rv, self._loop = self.life.rv.under(loop.rules), loop
+        rv, self._loop = self.life.rv, loop
         if self._founds:
-            agree(rv.store, self.life.clock, loop.mathematics(), layout_of(loop.model))
+            stands = agree(
+                rv.store, self.life.clock, loop.mathematics(), layout_of(loop.model), replicas=self.wanted.replicas
+            )
+            loop.rules = replace(loop.rules, codec=stands.codec)
+            self._warn_of_solo()
+            self.life.tell("codec", codec=stands.codec, why=stands.why_codec or "as asked for")
+        rv.under(loop.rules)
+        outer = loop.state.optimizers
+        sizes = [loop.state.size(f) for f in range(len(outer))]
+        self._tracker = Tracker(sizes, outer[0].param_groups[0]["momentum"], loop.rules)
+        self._samples = [0.0] * len(sizes)
         rv.join(loop.state)
         self.life.tell("joined", step=rv.step)
         self.life.flush()
@@ -184,18 +238,40 @@ class StoreManager:
 
     def offer(self, delta: np.ndarray, h: int) -> None:
         """Make Δ durable for the open step; leaves if this replica is asked to go."""
-        stats, began = self.stats(), self.life.clock.now()
-        self._spent = {"inner_s": began - self._round_began}
-        self.life.rv.offer(delta, h, samples=stats.get("samples", 0.0), stats=stats)
-        self._spent["offer_s"] = self.life.clock.now() - began
+        self._offering(delta, h)()
 
-    def _settle(self, out: np.ndarray) -> None:
+    def _offering(self, delta: np.ndarray, h: int) -> Callable[[], None]:
+        """What is to be said of Δ, asked now; -> what makes it durable."""
+        stats, began = {**self.stats(), "moved": moved(delta)}, self.life.clock.now()
+        self._spent = {"inner_s": began - self._round_began}
+        theta = self._loop.thetas[self.life.rv.fragment].numpy() if self._loop else None
+        samples = self._samples_inside(stats)
+
+        def offer() -> None:
+            began = self.life.clock.now()
+            self.life.rv.offer(delta, h, samples=samples, stats=stats, theta=theta)
+            self._spent["offer_s"] = self.life.clock.now() - began
+
+        return offer
+
+    def _samples_inside(self, stats: dict[str, float]) -> float:
+        """Samples behind the Δ that is offered: those of every round since its fragment's last."""
+        self._samples = [n + stats.get("samples", 0.0) for n in self._samples]
+        fragment = self.life.rv.fragment
+        inside, self._samples[fragment] = self._samples[fragment], 0.0
+        return inside
+
+    def _settle(self, out: np.ndarray) -> Commit:
         began = self.life.clock.now()
         commit = self.life.rv.settle()
         settled = self.life.clock.now()
         self.life.rv.mean(commit, out)
         self._spent |= {"wait_s": settled - began, "mean_s": self.life.clock.now() - settled}
-        self._commit = commit
+        self._tracker.mean(commit, out)
+        return commit
+
+    def _land(self, commit: Commit | None) -> None:
+        self._commit, self._flight = commit, None
 
     def finish_round(self) -> int | None:
         """After torchft's hook: the fragment whose outer step was just taken, or None."""
@@ -217,13 +293,23 @@ class StoreManager:
         """Goes into the next beat: `inner` steps done of this round, `rate` seconds each."""
         status = self.life.rv.members.status
         status.inner, status.rate = inner, rate
+        if self._flight is not None and self._flight.failed:
+            self._flight.land()
 
     def close(self, reason: str) -> None:
         """Say goodbye; the last write of this generation."""
         self.left = reason != "done"
+        self._land_in_time()
         self.life.rv.finish(reason)
         self.life.tell("left", step=self.life.rv.step, reason=reason)
         self.life.end()
+
+    def _land_in_time(self) -> None:
+        """A round under way ends when its offer is durable; what was decided then is for the others."""
+        if self._flight is not None and not self._flight.failed:
+            self.life.rv.ask_to_leave()
+            with suppress(Leaving):
+                self._flight.land(self.life.timing.grace)
 
     # ---------------------------------------------------------------- what others ask
 
@@ -256,6 +342,11 @@ class StoreManager:
         return self.life.rv.leaving
 
     @property
+    def why(self) -> str:
+        """Why this replica leaves, if it does."""
+        return self.life.why
+
+    @property
     def fenced(self) -> bool:
         return self.life.rv.members.fenced_by > self.life.rv.generation
 
@@ -268,17 +359,37 @@ class StoreManager:
         return self.life.rv.h_cap
 
     def _report(self, commit: Commit) -> None:
-        offer = self.life.rv.last_offer
+        offer, fragment = self.life.rv.last_offer, commit.t % self.life.rv.rules.fragments
         mine = offer if offer is not None and offer.step == commit.t else None
         stats = mine.stats if mine else {}
+        assert self._loop is not None
+        numbers = self._tracker.step(self._loop.state.optimizers[fragment].param_groups[0]["lr"])
         self.life.tell(
             "step", step=commit.t, h=mine.h if mine else 0, listed=commit.lists(commit.t, self.slot),
             theta=self.life.rv.base, bytes_up=mine.size if mine else 0,
-            bytes_down=sum(o.size for o in commit.offers), **self._spent, **stats,
+            bytes_down=sum(o.size for o in commit.offers), delta_norm=mine.norm if mine else 0.0,
+            **numbers, **self._spent, **stats,
         )  # fmt: skip
         if self.life.rv.idle_steps in (3, 6, 12, 24) or (self.life.rv.idle_steps and self.life.rv.idle_steps % 50 == 0):
             self.life.tell("nothing_learned", steps=self.life.rv.idle_steps, cause=likely_cause(stats))
+        self._warn(commit, self._about_mine(mine, fragment) if mine else [])
         self.life.flush()
+
+    def _about_mine(self, mine: Offer, fragment: int) -> list[Finding]:
+        if self.life.rv.idle_steps:  # all of them have zeros: that is said as such
+            return []
+        small = self._loop is not None and any(p.dtype.itemsize < 4 for p in self._loop.fragments[fragment].live)
+        return of_replica(mine.stats, mine.h, mine.zero, small)
+
+    def _warn(self, commit: Commit, about_mine: list[Finding]) -> None:
+        """Each replica speaks for itself, and the closer for the commit."""
+        for finding, steps in self._tracker.findings(commit, self.wanted.replicas, about_mine):
+            if finding in about_mine or commit.by == self.life.rv.name:
+                self.life.tell("warning", kind=finding.kind, step=commit.t, steps=steps, text=finding.text)
+
+    def _warn_of_solo(self) -> None:
+        if text := solo_warning(self.wanted):
+            self.life.tell("warning", kind="solo", text=text)
 
 
 def MockManager(name: str = "mock", slot: str = "r00", **settings: Any) -> StoreManager:

@@ -16,21 +16,26 @@ Not promised: anything about inner steps after the last sync when the `with` end
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from diloco.lighthouse import seated
+from diloco.safety import AutoLR
 from rendezvous.errors import Leaving
-from rendezvous.rules import Rules
+from rendezvous.rules import WEIGHTINGS, Rules
 
 if TYPE_CHECKING:
-    from diloco.manager import StoreManager
+    from torchft import Manager
+
+
+_CACHED = 1 << 17  # elements: three pieces of this size stay in the cache
 
 
 class OuterError(RuntimeError):
@@ -45,15 +50,20 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 
     Every operation is rounded by itself: fused multiply-adds would give other bits on other CPUs.
     """
-    momentum.mul_(mu).add_(mean)
-    theta.sub_(momentum.mul(mu).add_(mean).mul_(lr))
+    for t, m, g in zip(*(x.split(_CACHED) for x in (theta, momentum, mean)), strict=True):
+        m.mul_(mu).add_(g)
+        t.sub_(m.mul(mu).add_(g).mul_(lr))
 
 
 class Nesterov(torch.optim.Optimizer):
-    """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp)."""
+    """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
 
-    def __init__(self, flat: nn.Parameter, *, lr: float, momentum: float) -> None:
-        super().__init__([flat], {"lr": lr, "momentum": momentum})
+    lr: a number, or "auto" (safety.AutoLR), which sets it anew for every mean.
+    """
+
+    def __init__(self, flat: nn.Parameter, *, lr: float | str, momentum: float) -> None:
+        self.auto = AutoLR(flat.numel(), mu=momentum) if lr == "auto" else None
+        super().__init__([flat], {"lr": self.auto.lr if self.auto else float(lr), "momentum": momentum})
         self.flat = flat
         self.state[flat]["momentum"] = torch.zeros_like(flat)
 
@@ -64,6 +74,8 @@ class Nesterov(torch.optim.Optimizer):
     def apply(self, theta: Tensor, mean: Tensor) -> None:
         """One step on `theta` with `mean` as the gradient."""
         group = self.param_groups[0]
+        if self.auto is not None:
+            group["lr"] = self.auto.step(mean.numpy())
         nesterov(theta, self.momentum, mean, lr=group["lr"], mu=group["momentum"])
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -135,7 +147,8 @@ def layout_of(model: nn.Module) -> list[list[Any]]:
 
 
 class OuterState:
-    """θ and the outer momentum of every fragment: views of the very tensors that torchft and our optimizers step.
+    """θ, outer momentum and what "auto" has learned of every fragment: the very tensors that torchft and our
+    optimizers step.
 
     The `State` that the rendezvous digests, snapshots and heals.
     """
@@ -160,6 +173,8 @@ class OuterState:
         for i, (theta, optimizer) in enumerate(zip(self.thetas, self.optimizers, strict=True)):
             named[f"theta.{i}"] = theta.numpy()
             named[f"momentum.{i}"] = optimizer.momentum.numpy()
+            if optimizer.auto is not None:
+                named |= {f"{name}.{i}": array for name, array in optimizer.auto.arrays().items()}
         return named
 
     def load(self, arrays: Any) -> None:
@@ -172,6 +187,49 @@ class OuterState:
             target[:] = arrays[name]
 
 
+class OuterManager(Protocol):
+    """What an OuterLoop asks of a Manager, beside torchft's eight names: the bucket's and the lighthouse's have it.
+
+    leaving, fenced: this life should end soon; why: in words.   behind: the next sync is due at once.
+    h_cap: inner steps worth doing.
+    """
+
+    @property
+    def leaving(self) -> bool: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def fenced(self) -> bool: ...
+    @property
+    def behind(self) -> bool: ...
+    @property
+    def h_cap(self) -> int: ...
+    def current_step(self) -> int: ...
+    def join(self, loop: "OuterLoop") -> None:
+        """Heal: afterwards the loop's θ is the run's, as far as that can be known yet."""
+        ...
+
+    def progress(self, inner: int, rate: float) -> None:
+        """`inner` steps are done of this round, `rate` seconds each."""
+        ...
+
+    def offer(self, delta: np.ndarray, h: int) -> None:
+        """Make Δ durable for the open step."""
+        ...
+
+    def finish_round(self) -> int | None:
+        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        ...
+
+    def catch_up(self, late: Callable[[int], None]) -> None:
+        """Apply what was decided without us; `late(step)` comes before each."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Say goodbye; reason "done" is the regular end."""
+        ...
+
+
 class OuterLoop:
     """`with make_diloco(...)`: hooks on the inner optimizer for as long as the block lasts."""
 
@@ -179,10 +237,10 @@ class OuterLoop:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        manager: "StoreManager",
+        manager: OuterManager,
         *,
         rules: Rules,
-        lr: float,
+        lr: float | str,
         momentum: float,
         delay: int,
         alpha: float,
@@ -209,17 +267,23 @@ class OuterLoop:
         self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
         self._hooks: list[Any] = []
 
+    @property
+    def overlaps(self) -> bool:
+        """Do inner steps go on while a fragment travels?"""
+        return self.prepare_at < self.interval
+
     def mathematics(self) -> dict[str, Any]:
         """What all replicas of a run must share."""
-        group = self.state.optimizers[0].param_groups[0]
-        step = {"lr": group["lr"], "momentum": group["momentum"]}
+        outer = self.state.optimizers[0]
+        group = outer.param_groups[0]
+        step = {"lr": "auto" if outer.auto else group["lr"], "momentum": group["momentum"]}
         schedule = {"fragment_sync_delay": self.interval - self.prepare_at, "fragment_update_alpha": self.alpha}
         return {**asdict(self.rules), **step, **schedule}
 
     def __enter__(self) -> "OuterLoop":
         self.manager.join(self)
         for fragment in range(len(self.fragments)):
-            self._rewrite(fragment)
+            self.rewrite(fragment)
         self._mark = time.monotonic()
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
         self.diloco.__enter__()
@@ -234,7 +298,7 @@ class OuterLoop:
             hook.remove()
         self._hooks.clear()
         if kind is None or kind is Leaving:
-            self.manager.close("done" if kind is None else self.manager.life.why)
+            self.manager.close("done" if kind is None else self.manager.why)
         return kind is Leaving
 
     # ---------------------------------------------------------------- hooks
@@ -254,7 +318,14 @@ class OuterLoop:
         if self.manager.leaving or self.manager.fenced:
             return True
         enough = local * self.rules.fragments >= self.manager.h_cap
-        return local % self.boundary == 0 and (enough or self.manager.behind)
+        return local % self.boundary == 0 and (enough or self.manager.behind or self._time_is_up(local))
+
+    def _time_is_up(self, local: int) -> bool:
+        """Is this the boundary that is nearest to `sync_seconds`?"""
+        if self.rules.sync_seconds <= 0:
+            return False
+        spent = time.monotonic() - self._mark
+        return spent + self.boundary * spent / local / 2 >= self.rules.sync_seconds
 
     def _after_torchft(self, *_: object) -> None:
         """When torchft has taken an outer step: model ← θ, then whatever was decided without us."""
@@ -283,32 +354,35 @@ class OuterLoop:
         self.fragments[fragment].scatter(self.thetas[fragment])
         self.h[fragment] = 0
 
-    def _rewrite(self, fragment: int) -> None:
+    def rewrite(self, fragment: int) -> None:
         """model ← θ, which was moved without torchft."""
         self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
         self.scatter(fragment)
 
     def _rewrite_stale(self) -> None:
         if self._stale is not None:
-            self._rewrite(self._stale)
+            self.rewrite(self._stale)
         self._stale = None
 
 
 def make_diloco(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    manager: "StoreManager",
+    manager: "OuterManager | Manager",
     *,
     sync_every: int,
     fragments: int = 1,
     fragment_sync_delay: int = 0,
     fragment_update_alpha: float = 0.0,
-    outer_lr: float = 0.7,
+    outer_lr: float | str = 0.7,
     outer_momentum: float = 0.5,
     max_carry: int = 2,
     age_discount: float = 0.5,
     snapshot_every: int = 10,
     codec: str = "fp32",
+    weighting: str = "steps",
+    norm_gate: float = 10.0,
+    sync_seconds: float | None = None,
     boundary: int = 1,
 ) -> OuterLoop:
     """Make any PyTorch loop elastic:
@@ -316,7 +390,8 @@ def make_diloco(
         with make_diloco(model, optimizer, manager, sync_every=50):
             for batch in loader: ...        # unchanged
 
-    optimizer: the inner one; its `step` drives everything.   manager: a StoreManager.
+    optimizer: the inner one; its `step` drives everything.   manager: a StoreManager, or a torchft.Manager
+    (use_async_quorum=False) where replicas can reach each other.
     Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for settings that
     do not fit, WrongRun if the URL holds another run; the block swallows `Leaving` (see `manager.left`).
     """
@@ -325,10 +400,19 @@ def make_diloco(
         raise OuterError(f"sync_every={sync_every} is not divisible by fragments={fragments}; use sync_every={better}")
     if not 0 <= fragment_sync_delay < sync_every // fragments:
         raise OuterError(f"fragment_sync_delay={fragment_sync_delay} must be below {sync_every // fragments}")
+    if isinstance(outer_lr, str) and outer_lr != "auto":
+        raise OuterError(f'outer_lr={outer_lr!r} is no number; "auto" is the only word for it')
+    if weighting not in WEIGHTINGS:
+        raise OuterError(f"weighting={weighting!r} is not known; use one of {', '.join(WEIGHTINGS)}")
+    if norm_gate != 0 and not norm_gate >= 2:
+        raise OuterError(f"norm_gate={norm_gate} would damp honest replicas; use at least 2, or 0 for no gate")
     return OuterLoop(
-        model, optimizer, manager, lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
+        model, optimizer, seated(manager), lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
         alpha=fragment_update_alpha, boundary=boundary,
-        rules=Rules(fragments, sync_every, max_carry, age_discount, snapshot_every, codec),
+        rules=Rules(
+            fragments, sync_every, max_carry, age_discount, snapshot_every, codec, weighting, norm_gate,
+            sync_seconds or 0.0,
+        ),
     )  # fmt: skip
 
 

@@ -21,16 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco import exitcodes
-from diloco.config import ConfigError, RunConfig
-from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run
+from diloco.config import BUCKET, ConfigError, RunConfig
+from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run, refuse_layout
 from diloco.life import Life, process_alive
 from inner import InnerError, Seeds
 from rendezvous import layout
 from rendezvous.chain import head
-from rendezvous.errors import BadDelta, Diverged, Fenced, GaveUp, Leaving, RendezvousError, StoreError, WrongRun
+from rendezvous.errors import BadDelta, Diverged, Fenced, Forged, GaveUp, Leaving, RendezvousError, StoreError, WrongRun
 from rendezvous.garbage import Collected
+from rendezvous.records import WireError
 
 if TYPE_CHECKING:
+    from diloco.lighthouse import LighthouseManager
     from diloco.manager import StoreManager
     from inner import InnerLoop
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         return _life_of(args.url, args.slot, _watcher(args.parent))
-    except (ConfigError, InnerError, WrongRun) as error:
+    except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
         return _say(args.slot, error, exitcodes.USER_ERROR)
     except (StoreError, GaveUp) as error:
         return _say(args.slot, error, exitcodes.GAVE_UP)
@@ -71,34 +73,38 @@ def _live(run: Run, life: Life) -> int:
         model_dir = fetch_model(run.store, record, Path(scratch) / "model")
         files = fetch_files(run, Path(scratch) / "code")
         _leave_now(life)
-        return _train(run.config, life, model_dir, files)
+        return _train(run.config, life, record, model_dir, files)
 
 
-def _train(config: RunConfig, life: Life, model_dir: Path, files: dict[str, Path]) -> int:
+def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, files: dict[str, Path]) -> int:
     import torch  # heavy imports only now: the slot is claimed and beating
 
+    from diloco import lighthouse
     from diloco.manager import StoreManager
-    from diloco.outer import make_diloco
+    from diloco.outer import layout_of, make_diloco
     from inner import build_inner
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
-    at = head(life.rv.store)
+    at = head(life.rv.store) if config.rendezvous == BUCKET else lighthouse.latest(life)
     warmup = REJOIN_WARMUP if at else 0
     loop = build_inner(config.inner, model_dir, files, seeds(config, life, at), warmup)
-    manager, outer = StoreManager(life), config.outer
+    refuse_layout(record.layout, layout_of(loop.model))
+    manager = StoreManager(life) if config.rendezvous == BUCKET else lighthouse.connect(config.rendezvous, life)
+    outer = config.outer
     manager.stats = lambda: _finite(loop.harvest())
     with make_diloco(
         loop.model, loop.optimizer, manager, sync_every=outer.sync_every, fragments=outer.fragments,
         fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=outer.fragment_update_alpha,
         outer_lr=outer.lr, outer_momentum=outer.momentum, max_carry=outer.max_carry,
-        age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, codec=outer.codec, boundary=loop.boundary,
+        age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, codec=outer.codec,
+        weighting=outer.weighting, norm_gate=outer.norm_gate, sync_seconds=outer.sync_seconds, boundary=loop.boundary,
     ):  # fmt: skip
         _run_inner(loop, manager)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
 
-def _run_inner(loop: "InnerLoop", manager: "StoreManager") -> None:
+def _run_inner(loop: "InnerLoop", manager: "StoreManager | LighthouseManager") -> None:
     if not manager.done:
         loop.train(lambda: manager.done)
 
@@ -141,6 +147,9 @@ def _ended(life: Life, error: RendezvousError) -> int:
         (Collected, exitcodes.DIVERGED, "collected"),
         (GaveUp, exitcodes.GAVE_UP, "gave_up"),
         (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
+        (WrongRun, exitcodes.USER_ERROR, "refused"),
+        (WireError, exitcodes.USER_ERROR, "refused"),
+        (Forged, exitcodes.USER_ERROR, "refused"),
         (RendezvousError, 1, "crashed"),
     ]
     code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))

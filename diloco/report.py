@@ -17,20 +17,27 @@ from statistics import fmean
 from typing import Any
 
 from rendezvous import layout
-from rendezvous.membership import Wanted, read_control
+from rendezvous.membership import Wanted, claims, read_control
 from rendezvous.records import Beat, Claim, Commit, Leave, Offer, digest
 from rendezvous.store import Store
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
 PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
+NUMBERS = {
+    "rho": "ρ {:.2f}", "effective_step": "η/(1−μρ) {:.2f}", "cos_pair": "cos of replicas {:.2f}",
+    "mean_norm": "‖ḡ‖ {:.2g}",
+}  # fmt: skip
 LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed")  # events after which a life is over
 BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up")
 
 
 @dataclass
 class Step:
-    """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later."""
+    """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later.
+
+    gated: slots whose weight the norm gate lowered.   numbers: ρ, effective step, norms (diloco/safety.py).
+    """
 
     t: int
     at: float
@@ -44,6 +51,8 @@ class Step:
     up: dict[str, int] = field(default_factory=dict)
     down: dict[str, int] = field(default_factory=dict)
     thetas: dict[str, str] = field(default_factory=dict)  # life -> digest of θ after this step
+    gated: tuple[str, ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
 
     @property
     def mean_reward(self) -> float | None:
@@ -92,7 +101,7 @@ class Report:
 
     @property
     def head(self) -> int:
-        return len(self.steps)
+        return len(self.steps) or 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # no commits: the logs
 
     @property
     def done(self) -> bool:
@@ -160,7 +169,8 @@ class Reader:
             c = Commit.decode(body)
             linked = c.prev == (digest(self._last) if self._last is not None else None)
             fresh, carried = tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried)
-            self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked))
+            gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
+            self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated))
             self._last = body
             for o in c.offers:
                 self._twice += (o.step, o.slot) in self._listed
@@ -171,8 +181,8 @@ class Reader:
     def _read_offer(self, t: int, slot: str, nonce: str) -> None:
         attempt = 0
         while (body := self._store.get(layout.offer(t, slot, attempt))) is not None:
-            offer = Offer.decode(body)
-            if offer.nonce == nonce:
+            offer = Offer.decode(body) if body else None
+            if offer is not None and offer.nonce == nonce:
                 self._steps[t].h[slot] = offer.h
                 if "reward" in offer.stats:
                     self._steps[t].reward[slot] = offer.stats["reward"]
@@ -187,14 +197,14 @@ class Reader:
 
     def _read_claims(self) -> None:
         for slot in self._wanted.slots:
-            generation = 1
-            while self._life(slot, generation) is not None:
-                generation += 1
+            known = max((g for s, g in self._lives if s == slot), default=0)
+            for generation, _ in claims(self._store, slot, known):
+                self._life(slot, generation)
 
     def _life(self, slot: str, generation: int) -> Life | None:
         if (slot, generation) not in self._lives:
             body = self._store.get(layout.claim(slot, generation))
-            if body is None:
+            if not body:
                 return None
             c = Claim.decode(body)
             self._lives[slot, generation] = Life(slot, generation, c.pid, c.host, c.at)
@@ -214,6 +224,7 @@ class Reader:
                 step, slot = self._steps[t], e["slot"]
                 step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
                 step.up[slot], step.down[slot] = e.get("bytes_up", 0), e.get("bytes_down", 0)
+                step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
                 if "theta" in e:
                     step.thetas[e["who"]] = e["theta"]
                 if e.get("reward") is not None:
@@ -226,7 +237,7 @@ class Reader:
             self._tell_life(e)
 
     def _end_by_records(self, life: Life, beat: Beat | None) -> None:
-        if life.how == "running" and (body := self._store.get(layout.leave(life.slot, life.generation))) is not None:
+        if life.how == "running" and (body := self._store.get(layout.leave(life.slot, life.generation))):
             leave = Leave.decode(body)
             life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
         successor = self._lives.get((life.slot, life.generation + 1))
@@ -325,7 +336,33 @@ def _cost_lines(report: Report) -> list[str]:
     parts = " · ".join(f"{n} {fmean(s.part(p) for s in told):.2f}" for n, p in zip(PART_NAMES, PARTS, strict=True))
     up, down = (fmean(b for s in told for b in getattr(s, way).values()) for way in ("up", "down"))
     sizes = f"{nice_bytes(up)} up, {nice_bytes(down)} down"
-    return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {sizes}"]
+    return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {sizes}", *_outer_lines(report)]
+
+
+def _outer_lines(report: Report) -> list[str]:
+    words = outer_words(report)
+    lines = [f"  outer step {words[0]}: {words[1]}"] if words else []
+    if gated := [f"{s}@{step.t}" for step in report.steps for s in step.gated]:
+        lines.append(f"  too long, counted as one of typical length: {', '.join(gated)}")
+    if alone := [s.t for s in report.steps if len(s.fresh) == 1]:
+        lines.append(f"  taken by one replica alone (unconfirmed): {len(alone)} of {report.head} outer steps")
+    return lines
+
+
+def outer_words(report: Report) -> tuple[int, str] | None:
+    """The newest outer step that has numbers, and these."""
+    for step in reversed(report.steps):
+        if step.numbers:
+            return step.t, " · ".join(form.format(step.numbers[k]) for k, form in NUMBERS.items() if k in step.numbers)
+    return None
+
+
+def solo_words(report: Report) -> str:
+    """What to say when the newest outer step was taken by one replica; "" when it was not."""
+    if not report.steps or len(report.steps[-1].fresh) != 1:
+        return ""
+    last = report.steps[-1]
+    return f"solo: outer step {last.t} was taken by {last.fresh[0]} alone, unconfirmed (min_replicas = 1)"
 
 
 def _life_lines(report: Report, room: int) -> list[str]:

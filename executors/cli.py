@@ -1,6 +1,7 @@
 """The command `diloco`: one verb per intent, and a clear word when something is wrong.
 
     train CONFIG --run URL    status RUN    stop RUN    export RUN --to DIR    report RUN    doctor URL    demo
+    objectives [CONFIG]
 
 A verb's own imports happen when it is used, so that `--help` and `status` answer at once.
 """
@@ -27,8 +28,10 @@ exit codes:
   4    ended before the last outer step, because somebody asked; the same command resumes
   75   nothing moved for too long; the same command resumes
 
-DILOCO_DEBUG=1 shows the traceback behind an error.  A run is a folder (runs/demo, file:///an/absolute/path)
-or lies in a bucket (s3://bucket/prefix, gs://…, az://…, hf://buckets/namespace/bucket/prefix)."""
+DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's
+records: what others write into its bucket does not count (docs/protocol.md).
+A run is a folder (runs/demo, file:///an/absolute/path) or lies in a bucket (s3://bucket/prefix, gs://…, az://…,
+hf://buckets/namespace/bucket/prefix)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,15 +66,20 @@ class UsageError(ValueError):
 
 def _train(args: argparse.Namespace) -> int:
     from diloco.config import load_config
-    from diloco.launch import open_run
+    from diloco.launch import open_run, solo_warning
     from executors import foreground
     from rendezvous.clock import SystemClock
+    from rendezvous.membership import read_control
 
     url = _shareable(args.run)
     wishes = {"replicas": args.replicas, "steps": args.steps, "min_replicas": args.min_replicas}
     config = load_config(args.config)
     _make_folder(url)
     run = open_run(config, url, SystemClock(), **wishes)
+    if run.record.why_codec:
+        foreground.say(f"codec {run.record.codec}: {run.record.why_codec}")
+    if text := solo_warning(read_control(run.store)):
+        foreground.say(f"warning: {text}")
     if args.detach:
         return _detached(run, args)
     outcome = foreground.supervise_here(run)
@@ -165,6 +173,20 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if good else 2
 
 
+def _objectives(args: argparse.Namespace) -> int:
+    from diloco.config import load_config
+    from inner.objectives import menu
+
+    settings = {}
+    if args.config:
+        inner = load_config(args.config).inner
+        chosen = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+        settings = {name: getattr(inner, name) for name in chosen}
+        print(f"{args.config} has objective = {inner.objective!r}\n")
+    print(menu(settings))
+    return 0
+
+
 def _demo(args: argparse.Namespace) -> int:
     from executors.demo import demo
 
@@ -238,6 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--parameters", type=_count, metavar="N", help="of the model, e.g. 600M or 1.7B")
     size.add_argument("--config", metavar="CONFIG", help="a run.toml: its model, codec and replicas")
     doctor.add_argument("--replicas", type=_positive, metavar="N", help="default: as in CONFIG, else 4")
+    objectives = _verb(verbs, "objectives", _objectives, "inner.objective's menu: formulas, knobs, when to use which")
+    objectives.add_argument("config", nargs="?", metavar="CONFIG", help="a run.toml: what would be inert there")
     demo = _verb(verbs, "demo", _demo, "the whole thing on this machine, with a kill -9 on the way")
     demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
     return parser

@@ -15,7 +15,7 @@ from executors import processes
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError
-from rendezvous.membership import claim
+from rendezvous.membership import claim, claims
 from rendezvous.records import Beat, Claim
 from rendezvous.store import Store
 
@@ -61,14 +61,12 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Has another supervisor taken over?"""
-        return self.store.get(layout.claim(SUPERVISOR, self.generation + 1)) is not None
+        return any(True for _ in claims(self.store, SUPERVISOR, self.generation))
 
 
 def _holder(store: Store) -> Claim | None:
-    generation, newest = 1, None
-    while (body := store.get(layout.claim(SUPERVISOR, generation))) is not None:
-        newest, generation = body, generation + 1
-    return None if newest is None else Claim.decode(newest)
+    newest = max(claims(store, SUPERVISOR), default=None)
+    return None if newest is None else Claim.decode(newest[1])
 
 
 def supervisor_of(store: Store) -> Claim | None:

@@ -41,9 +41,9 @@ from executors.base import (
 from executors.forkserver import ForkServer
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import read_control
+from rendezvous.membership import claims, read_control
 from rendezvous.records import Claim
-from rendezvous.store import open_store
+from rendezvous.seal import open_sealed
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
@@ -261,14 +261,9 @@ def process_folder(run: str) -> Path:
 
 def newest_claims(run: str) -> list[Claim]:
     """The present holder of each slot."""
-    store, claims = open_store(run), []
-    for slot in read_control(store).slots:
-        generation, newest = 1, None
-        while (body := store.get(layout.claim(slot, generation))) is not None:
-            newest, generation = body, generation + 1
-        if newest is not None:
-            claims.append(Claim.decode(newest))
-    return claims
+    store = open_sealed(run)
+    newest = [max(claims(store, slot), default=None) for slot in read_control(store).slots]
+    return [Claim.decode(taken[1]) for taken in newest if taken is not None]
 
 
 def claimed_process(run: str, claim: Claim) -> Handle | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from diloco import exitcodes
 from diloco.journal import Journal
-from diloco.launch import Run, read_run
+from diloco.launch import Run, read_run, solo_warning
 from diloco.report import SUPERVISOR, Reader, Report
 from executors.base import REPLICA, Handle, ReplicaSpec, ServerlessExecutor, State, Status
 from executors.lease import Lease
@@ -29,6 +29,7 @@ from executors.plan import Action, Desired, Drain, GiveUp, Holder, Launch, Limit
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import RendezvousError, StoreError
+from rendezvous.membership import read_control
 from rendezvous.records import Beat
 
 # What a replica imports, by name: the fork server has them ready.  A name that is missing is the replica's to report.
@@ -100,6 +101,8 @@ class Supervisor:
         self.lease = Lease.take(self.run.store, self.clock)
         self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
         self.tell("started", pid=os.getpid(), executor=self.executor.name)
+        if text := solo_warning(read_control(self.run.store)):
+            self.tell("warning", kind="solo", text=text)
         self._reader = Reader(self.run.store)
         timing = self.run.timing
         self._fresh_s, self._tick_s = 3 * timing.dead_after, max(TICK_S, timing.poll)

@@ -16,7 +16,7 @@ Not promised: that a line is the newest truth; the bucket is, and it is read a f
 import shutil
 from typing import Any, Protocol, TextIO
 
-from diloco.report import Life, Report, Step, first_and_last, sparkline
+from diloco.report import Life, Report, Step, first_and_last, outer_words, solo_words, sparkline
 from rendezvous.records import Beat
 
 # What people want to hear of; everything else stays in the log.
@@ -78,8 +78,9 @@ def step_line(step: Step, report: Report) -> str:
     late = {"late": ",".join(f"{s}@{t}" for s, t in step.carried)} if step.carried else {}
     rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
     fresh = ",".join(step.fresh)
+    gated = {"gated": ",".join(step.gated)} if step.gated else {}
     fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
-    return key_values({**fields, "fresh": fresh, **late, "by": step.by})
+    return key_values({**fields, "fresh": fresh, **late, **gated, "by": step.by})
 
 
 def event_line(event: dict[str, Any], began: float) -> str:
@@ -125,7 +126,9 @@ def table(report: Report, now: float | None = None) -> list[str]:
     for slot in report.wanted.slots:
         lives = [_life_line(x, report, now) for x in shown if x.slot == slot]
         lines += lives or [f"  {slot:9s} starting"]
-    return [*lines, *remarks(report, now)]
+    words = outer_words(report)
+    numbers = [f"  outer step {words[0]}: {words[1]}"] if words else []
+    return [*lines, *numbers, *remarks(report, now)]
 
 
 def _lives_to_show(report: Report) -> list[Life]:
@@ -166,6 +169,8 @@ def remarks(report: Report, now: float) -> list[str]:
     """What is being waited for, and the latest loud words."""
     lines = [f"! {e['who']}: {_words(e)}" for e in report.of_kind(*LOUD)[-2:]]
     lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _listening(b, report, now)]
+    if words := solo_words(report):
+        lines.append(f"! {words}")
     if report.wanted.stop:
         lines.append("! a stop was asked for; the same `diloco train` command resumes")
     return lines[:6]
@@ -193,6 +198,8 @@ def status(report: Report, now: float) -> dict[str, Any]:
         "replicas": report.wanted.replicas,
         "min_replicas": report.wanted.min_replicas,
         "mean_reward": None if ends is None else ends[1],
+        "solo": bool(solo_words(report)),
+        "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
         "lives": [_life_status(x, report, now) for x in report.lives],
         "remarks": remarks(report, now),
     }

@@ -1,10 +1,12 @@
 """An independent reading of a run: json, numpy and the files, none of the product's code.
 
 θ₀ = snapshots/0 ;  for every commit: check the chain, weigh and sum the listed blobs, step with Nesterov in fp32
-and compare the digest of (θ, momentum) with what the next commit says it started from.
+and compare the digest of (θ, momentum, what "auto" remembers) with what the next commit says it started from.
 """
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,49 @@ class Audit:
     momentum: list[np.ndarray] = field(default_factory=list)
     listed: list[tuple[int, str]] = field(default_factory=list)
     late: int = 0
+    lrs: list[float] = field(default_factory=list)  # the outer lr of each step
+    gated: list[tuple[int, str]] = field(default_factory=list)
 
 
-def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
+@dataclass
+class Auto:
+    """What lr = "auto" remembers of one fragment: some of the last mean, ρ̂ and how many values that is made of."""
+
+    some: np.ndarray
+    rho: float = 1.0
+    count: float = 1.0
+
+    def lr(self, mean: np.ndarray, mu: float) -> float:
+        every = mean.size // 65536 + (mean.size // 65536 + 1) % 2
+        now = mean[::every].astype(np.float64)
+        before, length = self.some.astype(np.float64), _total(now * now)
+        if length > 0:
+            if (other := _total(before * before)) > 0:
+                rho = min(1.0, max(0.0, _total(now * before) / (math.sqrt(length) * math.sqrt(other))))
+                self.count = min(self.count + 1.0, 8.0)
+                self.rho = self.rho + (rho - self.rho) / self.count
+            self.some = mean[::every].copy()
+        return float(np.float32(1.0 - mu * self.rho))
+
+    def bytes(self) -> bytes:
+        return self.some.tobytes() + np.array([self.rho, self.count]).tobytes()
+
+
+def _total(products: np.ndarray) -> float:
+    """Σ in 2^14 lanes, from the front; then exactly."""
+    lanes = np.zeros(1 << 14)
+    for row in np.pad(products, (0, -products.size % lanes.size)).reshape(-1, lanes.size):
+        lanes = lanes + row
+    return math.fsum(lanes.tolist())
+
+
+def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray], autos: list[Auto]) -> str:
     h = xxhash.xxh3_128()
-    for t, m in zip(theta, momentum, strict=True):
+    for i, (t, m) in enumerate(zip(theta, momentum, strict=True)):
         h.update(t.tobytes())
         h.update(m.tobytes())
+        if autos:
+            h.update(autos[i].bytes())
     return h.hexdigest()
 
 
@@ -42,20 +80,22 @@ def audit(root: Path) -> Audit:
     fragments = outer["fragments"]
     theta = [arrays[f"theta.{i}"].copy() for i in range(fragments)]
     momentum = [arrays[f"momentum.{i}"].copy() for i in range(fragments)]
-    found, prev = Audit(theta=theta, momentum=momentum), None
-    lr, mu = np.float32(outer["lr"]), np.float32(outer["momentum"])
+    found, prev, mu = Audit(theta=theta, momentum=momentum), None, np.float32(outer["momentum"])
+    autos = [Auto(arrays[f"last_mean.{i}"]) for i in range(fragments)] if outer["lr"] == "auto" else []
     while (path := root / "steps" / f"{found.steps:010d}" / "commit.json").exists():
         body = path.read_bytes()
         commit, f = json.loads(body), found.steps % fragments
         assert commit["prev"] == prev, f"chain broken at {found.steps}"
-        found.digests.append(digest_of(theta, momentum))
+        found.digests.append(digest_of(theta, momentum, autos))
         assert commit["base"] == found.digests[-1], f"commit {found.steps} started from another θ than the replay"
         _check_listed(commit, found)
+        _check_weights(commit, outer, found)
         mean = _mean(root, commit, outer.get("codec", "fp32"), theta[f].size)
+        found.lrs.append(autos[f].lr(mean, outer["momentum"]) if autos else outer["lr"])
         momentum[f][:] = momentum[f] * mu + mean
-        theta[f][:] = theta[f] - (momentum[f] * mu + mean) * lr
+        theta[f][:] = theta[f] - (momentum[f] * mu + mean) * np.float32(found.lrs[-1])
         prev, found.steps = xxhash.xxh3_128_hexdigest(body), found.steps + 1
-    found.digests.append(digest_of(theta, momentum))
+    found.digests.append(digest_of(theta, momentum, autos))
     return found
 
 
@@ -66,6 +106,30 @@ def _check_listed(commit: dict[str, Any], found: Audit) -> None:
         assert (o["step"], o["slot"]) not in found.listed, f"{o['slot']}'s work for step {o['step']} counted twice"
         found.listed.append((o["step"], o["slot"]))
         found.late += o["step"] < commit["t"]
+
+
+def _check_weights(commit: dict[str, Any], outer: dict[str, Any], found: Audit) -> None:
+    """w = share · γ^age · factor, from what the offers say of themselves."""
+    offers, limit = commit["offers"], outer["norm_gate"]
+    long = sorted(o["norm"] for o in offers if o["norm"] > 0)
+    per_step = sorted(o["norm"] / o["h"] for o in offers if o["norm"] > 0)
+    scales = sorted(o["scale"] for o in offers if o["norm"] > 0)
+    samples = [o["samples"] for o in offers]
+    for o in offers:
+        share = o["h"] / outer["sync_every"]
+        if outer["weighting"] == "uniform":
+            share = 1.0
+        elif outer["weighting"] == "samples" and min(samples) > 0:
+            share = o["samples"] / max(samples)
+        factor = 1.0
+        if limit and len(long) >= 3:
+            usual = max(float(np.median(long)), float(np.median(per_step)) * o["h"])
+            if o["norm"] > limit * max(usual, 0.01 * float(np.median(scales))):
+                factor = float(np.float32(usual / o["norm"]))
+                found.gated.append((o["step"], o["slot"]))
+        for _ in range((commit["t"] - o["step"]) // outer["fragments"]):
+            share *= outer["age_discount"]
+        assert o["factor"] == factor and o["weight"] == float(np.float32(share * factor)), (commit["t"], o)
 
 
 def decoded(name: str, body: bytes, elements: int) -> np.ndarray:
@@ -83,6 +147,8 @@ def decoded(name: str, body: bytes, elements: int) -> np.ndarray:
             low = ((codes + 8) & 15) - 8
             codes = np.concatenate([low, (codes - low) >> 4], axis=1)
         return (codes.astype(np.float32) * scale).reshape(-1)[:elements]
+    if name == "bf16-gate":
+        return np.concatenate([*_gated(body, elements)])
     from rendezvous.codecs import codec  # top-k's bit fields are checked by its own tests
 
     out = np.empty(elements, np.float32)
@@ -90,16 +156,47 @@ def decoded(name: str, body: bytes, elements: int) -> np.ndarray:
     return out
 
 
+def _gated(body: bytes, elements: int) -> Iterator[np.ndarray]:
+    """bf16-gate, block by block: a loop over gaps, or the bits of a map."""
+    at = 0
+    for n in [min(1 << 18, elements - a) for a in range(0, elements, 1 << 18)]:
+        count, size = (int(k) for k in np.frombuffer(body, np.uint32, 2, at))
+        coded = body[at + 8 + 4 * count :][:size]
+        places, here = list[int](), 0
+        for i in range(n) if size == -(-n // 8) else ():
+            places += [i] * (coded[i // 8] >> i % 8 & 1)
+        for gap in () if size == -(-n // 8) else coded:
+            here += gap
+            if gap < 255:
+                places.append(here)
+                here += 1
+        out = np.zeros(n, np.float32)
+        out[places] = np.frombuffer(body, np.float32, count, at + 8)
+        at += 8 + 4 * count + -(-size // 4) * 4
+        yield out
+    assert at == len(body), "bytes after the last block"
+
+
 def _mean(root: Path, commit: dict[str, Any], name: str, elements: int) -> np.ndarray:
     total: np.ndarray | None = None
     for o in commit["offers"]:
         body = (root / o["blob"]).read_bytes()
-        assert xxhash.xxh3_128_hexdigest(body) == o["digest"], o["blob"]
+        _check_body(body, o, name)
         x = decoded(name, body, elements) * np.float32(o["weight"])
         total = x if total is None else total + x
     assert total is not None
     mean = total / np.float32(sum(o["weight"] for o in commit["offers"]))
     return mean if commit["mode"] == "direct" or name == "fp32" else _requantised(root, commit, name, mean)
+
+
+def _check_body(body: bytes, o: dict[str, Any], name: str) -> None:
+    """A body in shards has the digest of their digests; a shard is a 64th, at least 2^16 elements (tests: 2^12)."""
+    whole = "".join(o["shards"]).encode() if o["shards"] else body
+    assert xxhash.xxh3_128_hexdigest(whole) == o["digest"] and len(body) == o["size"], o["blob"]
+    if o["shards"] and name == "fp32":
+        sizes = [4 * max(least, -(-len(body) // 256)) for least in (1 << 16, 1 << 12)]
+        cuts = [[body[at : at + size] for at in range(0, len(body), size)] for size in sizes]
+        assert o["shards"] in [[xxhash.xxh3_128_hexdigest(p) for p in pieces] for pieces in cuts], o["blob"]
 
 
 def _requantised(root: Path, commit: dict[str, Any], name: str, mean: np.ndarray) -> np.ndarray:

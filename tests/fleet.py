@@ -41,23 +41,24 @@ def context() -> Any:
     return forkserver
 
 
-def config(folder: Path, **changes: dict[str, Any]) -> RunConfig:
-    """A supervised run of a tiny model.  changes: per section."""
+def config(folder: Path, **changes: Any) -> RunConfig:
+    """A supervised run of a tiny model.  changes: per section, or a setting of none."""
     (folder / "text.txt").write_text(TEXT)
     base: dict[str, dict[str, Any]] = {
         "outer": {"sync_every": 4, "snapshot_every": 2},
         "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4, "context_length": 16},
         "fleet": {"replicas": 3, "steps": 6, "give_up_s": 60.0},
     }
-    return RunConfig.from_dict({"name": "test", **{s: {**v, **changes.get(s, {})} for s, v in base.items()}}, folder)
+    top = {k: v for k, v in changes.items() if k not in base}
+    return RunConfig.from_dict(
+        {"name": "test", **top, **{s: {**v, **changes.get(s, {})} for s, v in base.items()}}, folder
+    )
 
 
 class Fleet:
     """A run and its replica processes."""
 
-    def __init__(
-        self, folder: Path, url: str = "", environ: Mapping[str, str] | None = None, **changes: dict[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, url: str = "", environ: Mapping[str, str] | None = None, **changes: Any) -> None:
         self.folder, self.url, self.environ = folder, url or str(folder / "run"), dict(environ or {})
         self.config = config(folder, **changes)
         self.run: Run = open_run(self.config, self.url, SystemClock())

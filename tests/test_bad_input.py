@@ -1,21 +1,28 @@
 """What may go wrong while a run lives, with real replica processes: said clearly, and nothing is lost."""
 
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.history import export, state_at
-from diloco.launch import open_run, publish
+from diloco.launch import open_run, publish, refuse_layout
+from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from tests.audit import check_run
+from rendezvous.records import Claim, Offer, Snapshot
+from rendezvous.rules import Rules
+from rendezvous.wire import digests, grid
+from tests.audit import check_run, logged_digests
 from tests.fleet import Fleet
 
-SLOW = {"outer": {"sync_every": 60, "snapshot_every": 2}}
+SLOW: dict[str, Any] = {"outer": {"sync_every": 60, "snapshot_every": 2}}
 
 
 def events(fleet: Fleet, kind: str) -> list[dict[str, object]]:
@@ -102,6 +109,85 @@ def test_a_pseudogradient_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     assert codes == {s: [exitcodes.BAD_DELTA] for s in ("r00", "r01", "r02")}, fleet.logs()
     assert "not finite" in fleet.log("r00").read_text()
     assert fleet.commits() == []
+
+
+def test_an_offer_that_is_not_finite_is_left_out_by_everybody(tmp_path: Path) -> None:
+    """Without a run key an outsider can take a slot.  A blob of NaN, with its right digest, then moves nothing."""
+    fleet = Fleet(tmp_path, outer={"sync_every": 20, "snapshot_every": 2})
+    fleet.start("r00")
+    fleet.start("r01")
+    fleet.wait_for(lambda: fleet.store.get(layout.snapshot(0)))
+    base = Snapshot.decode(fleet.store.get(layout.snapshot(0)) or b"").base
+    elements = sum(math.prod(shape) for _, shape, _ in fleet.model.layout)
+    body = np.full(elements, np.nan, np.float32)
+    whole, shards = digests(body.view(np.uint8), "fp32", grid(elements, 1, Rules().shard_elements))
+    offer = Offer(0, "r02", 1, "n", base, 20, "steps/nan.bin", body.nbytes, whole, 1.0, 0.0, norm=1.0, shards=shards)
+    fleet.store.put(offer.blob, body.tobytes())
+    fleet.store.put(layout.claim("r02", 1), Claim("r02", 1, "n", 0.0).encode())
+    fleet.store.put(layout.offer(0, "r02", 0), offer.encode())
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    assert [o.slot for o in fleet.commits()[0].offers] == ["r00", "r01", "r02"]
+    assert {e["blob"] for e in events(fleet, "poisoned")} == {offer.blob}
+    thetas = logged_digests(tmp_path / "run")
+    assert len(thetas) == 6 and all(len(digests) == 1 for digests in thetas.values()), "one θ after every step"
+    at, replayed = state_at(fleet.run, fleet.model, None)
+    assert at == 6 and {replayed.digest()} == thetas[5]
+    assert all(bool(theta.isfinite().all()) for theta in replayed.thetas)
+
+
+def wire(path: Path, version: int) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "wire": version}))
+
+
+@pytest.mark.parametrize("record", ["run.json", "model/manifest.json", f"steps/{0:010d}/commit.json"])
+def test_a_record_of_another_release_ends_a_replica_for_good(tmp_path: Path, record: str) -> None:
+    fleet = Fleet(tmp_path)
+    if "steps" in record:
+        grown(fleet, 1)
+    wire(tmp_path / "run" / record, 99)
+    fleet.start("r00")
+    assert fleet.wait()["r00"][-1] == exitcodes.USER_ERROR, fleet.logs()
+    log = fleet.log("r00").read_text()
+    assert "version 99; run the release that started this run" in log and "Traceback" not in log
+
+
+def test_an_offer_of_another_release_is_passed_over(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    key = layout.offer(0, "r02", 0)
+    fleet.store.put(key, b'{"kind":"offer","wire":99,"step":0,"slot":"r02"}')
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    assert {e["key"] for e in events(fleet, "bad_offer")} == {key}
+    assert fleet.store.get(layout.offer(0, "r02", 1)) is not None
+    check_run(tmp_path / "run", 6)
+
+
+def test_a_replica_whose_model_has_another_layout_is_refused(tmp_path: Path) -> None:
+    """The same number of elements in another order: only the layout in the model's manifest can tell."""
+    fleet = Fleet(tmp_path)
+    path = tmp_path / "run" / layout.MODEL_MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["layout"].reverse()
+    path.write_text(json.dumps(manifest))
+    fleet.start("r00")
+    assert fleet.wait() == {"r00": [exitcodes.USER_ERROR]}, fleet.logs()
+    assert "another parameter layout than the run: parameter 0 is" in fleet.log("r00").read_text()
+    assert fleet.commits() == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        ([["b", [2], "float32"], ["a", [2], "float32"]], r"parameter 0 is b \[2\] here, a \[2\] in the run"),
+        ([["a", [2], "float32"], ["b", [3], "float32"]], r"parameter 1 is b \[3\] here, b \[2\] in the run"),
+        ([["a", [2], "float32"]], r"parameter 1 is nothing \[\] here, b \[2\] in the run"),
+    ],
+)
+def test_what_differs_in_a_layout_is_named(mine: list[list[object]], words: str) -> None:
+    stands: list[list[object]] = [["a", [2], "bfloat16"], ["b", [2], "bfloat16"]]
+    refuse_layout(stands, [[name, shape, "float32"] for name, shape, _ in stands])
+    with pytest.raises(WrongRun, match=words):
+        refuse_layout(stands, mine)
 
 
 def test_a_fleet_that_learns_nothing_is_told_loudly(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from diloco.config import ConfigError, RunConfig, load_config
-from diloco.launch import open_run, read_run
+from diloco.launch import open_run, read_run, solo_warning
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
-from rendezvous.membership import read_control, write_control
+from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.records import Control
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +38,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "[outer]\nsync_every = 6\n[inner]\nsteps_per_generation = 4\n", ["generation batch", "a multiple of 4"]
     ),
     "no quorum possible": ("[fleet]\nreplicas = 2\nmin_replicas = 3\n", ["min_replicas = 3", "from 1 to 2"]),
+    "lr is no number": ('[outer]\nlr = "fast"\n', ["outer.lr = 'fast'", '"auto"']),
+    "lr": ("[outer]\nlr = -1\n", ["outer.lr = -1.0 must be above 0"]),
+    "weighting": ('[outer]\nweighting = "tokens"\n', ["outer.weighting", "steps, uniform, samples"]),
+    "a gate for honest ones": ("[outer]\nnorm_gate = 1\n", ["outer.norm_gate = 1.0", "at least 2, or 0"]),
+    "no seconds": ("[outer]\nsync_seconds = 0\n", ["outer.sync_seconds = 0.0 must be above 0"]),
     "momentum": ("[outer]\nmomentum = 1.0\n", ["momentum"]),
     "missing file": ('[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "nowhere.txt"\n', ["nowhere.txt"]),
     "contradiction in inner": ("[inner]\nnum_generations = 5\n", ["batch_size = 32 is not a multiple"]),
@@ -149,3 +154,19 @@ def test_two_launchers_found_one_run(tmp_path: Path) -> None:
     assert sum(not run.resumed for run in runs) == 1
     first = Control.decode(runs[0].store.get(layout.control(0)) or b"")
     assert first.replicas == 3
+
+
+def test_how_the_outer_step_is_made_reaches_the_rules() -> None:
+    outer = {"lr": "auto", "weighting": "samples", "norm_gate": 0, "sync_seconds": 30}
+    config = RunConfig.from_dict({"outer": outer})
+    assert (config.outer.rules.weighting, config.outer.rules.norm_gate, config.outer.rules.sync_seconds) == (
+        "samples", 0.0, 30.0,
+    )  # fmt: skip
+    assert RunConfig.from_dict(config.to_dict()) == config and config.mathematics()["outer"]["lr"] == "auto"
+    assert RunConfig().outer.rules.sync_seconds == 0.0, "no such limit by default"
+
+
+def test_one_replica_alone_is_warned_of() -> None:
+    assert solo_warning(Wanted(replicas=3, min_replicas=2)) == ""
+    assert "3 are wanted, any of them will do" in solo_warning(Wanted(replicas=3, min_replicas=1))
+    assert "the only one" in solo_warning(Wanted(replicas=1, min_replicas=1))

@@ -13,9 +13,11 @@ from diloco.config import ConfigError
 from diloco.launch import read_run
 from diloco.manager import MockManager, StoreManager, likely_cause
 from diloco.outer import FlatFragment, Nesterov, OuterError, OuterState, cut, layout_of, make_diloco, nesterov
+from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
 from rendezvous.membership import write_control
+from rendezvous.records import Commit
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.stores.memory import MemoryStore
@@ -254,6 +256,12 @@ def test_settings_that_do_not_fit(fresh: str) -> None:
         make_diloco(model, optimizer, manager, sync_every=6, fragments=4)
     with pytest.raises(OuterError, match="must be below 3"):
         make_diloco(model, optimizer, manager, sync_every=6, fragments=2, fragment_sync_delay=3)
+    with pytest.raises(OuterError, match="is no number"):
+        make_diloco(model, optimizer, manager, sync_every=6, outer_lr="automatic")
+    with pytest.raises(OuterError, match="use one of steps, uniform, samples"):
+        make_diloco(model, optimizer, manager, sync_every=6, weighting="tokens")
+    with pytest.raises(OuterError, match="would damp honest replicas"):
+        make_diloco(model, optimizer, manager, sync_every=6, norm_gate=1.0)
     with pytest.raises(OuterError, match="no trainable parameter"):
         make_diloco(Net().requires_grad_(False), optimizer, manager, sync_every=6)
     manager.shutdown()
@@ -299,3 +307,53 @@ def test_other_settings_under_the_same_url_are_refused(fresh: str) -> None:
 )  # fmt: skip
 def test_likely_causes(stats: dict[str, float], word: str) -> None:
     assert word in likely_cause(stats)
+
+
+# ---------------------------------------------------------------- when a sync is due
+
+
+class Seconds:
+    """Time that passes by one second with every inner step."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "boundary", "fragments", "h"),
+    [(None, 1, 1, 12), (5.0, 1, 1, 5), (0.1, 1, 1, 1), (99.0, 1, 1, 12),
+     (5.0, 3, 1, 6), (4.0, 3, 1, 3), (0.1, 3, 1, 3), (2.0, 1, 2, 4)],  # F = 2: each fragment has its turn after 2 s
+)  # fmt: skip
+def test_a_sync_is_due_after_H_steps_or_some_seconds(
+    fresh: str, monkeypatch: pytest.MonkeyPatch, seconds: float | None, boundary: int, fragments: int, h: int
+) -> None:
+    """Whichever comes first, at the nearest boundary of a generation, after one inner step at least."""
+    time = Seconds()
+    monkeypatch.setattr("diloco.outer.time", time)
+    model, manager = Net(), MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: setattr(time, "now", time.now + 1.0))
+    with make_diloco(
+        model, optimizer, manager, sync_every=12, fragments=fragments, sync_seconds=seconds, boundary=boundary
+    ):
+        plain_steps(model, optimizer, 48)
+    bodies = [manager.store.get(layout.commit(t)) for t in range(fragments - 1, manager.current_step())]
+    assert {o.h for body in bodies if body for o in Commit.decode(body).offers} == {h}
+    manager.shutdown()
+
+
+def test_auto_lr_steps_by_the_likeness_of_the_means(fresh: str) -> None:
+    """Alone, with a constant gradient: all means are parallel, so η stays at its careful end, target·(1−μ)."""
+    model, manager = nn.Linear(4, 1, bias=False), MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_diloco(model, optimizer, manager, sync_every=2, outer_lr="auto", outer_momentum=0.5) as loop:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        assert loop.state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5)
+    assert loop.mathematics()["lr"] == "auto"
+    manager.shutdown()

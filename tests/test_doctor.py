@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco import sizing
 from diloco.config import ConfigError, RunConfig
 from executors import cli, doctor
 from inner import InnerConfig
@@ -54,7 +55,8 @@ def test_memory(capsys) -> None:
 
 def test_a_bucket_and_what_a_sync_takes(capsys, s3: S3Server) -> None:
     code, out, _ = say(capsys, "s3://bucket/run", "--parameters", "1.7B", "--replicas", "3")
-    assert code == 0 and "1,700 M parameters, 3 replicas" in out and "20.40 GB up, 40.80 GB down" in out
+    assert code == 0 and "1,700 M parameters, 3 replicas, fp32, sharded" in out
+    assert "27.20 GB up, 27.20 GB down" in out and "codec = auto would be" in out
     assert s3.keys("bucket", "") == []
 
 
@@ -83,7 +85,7 @@ def test_sizes_of_the_built_in_models() -> None:
 
     sizes = {"tiny": tiny_model(128), "toolworld": ToolWorld().model(seed=0)}
     counted = {name: sum(p.numel() for p in model.parameters()) for name, model in sizes.items()}
-    assert counted == doctor.BUILT_IN
+    assert counted == sizing.BUILT_IN
 
 
 def test_a_model_in_a_folder_is_counted_by_its_headers(tmp_path: Path) -> None:
@@ -91,9 +93,9 @@ def test_a_model_in_a_folder_is_counted_by_its_headers(tmp_path: Path) -> None:
     body = json.dumps(header).encode()
     config = RunConfig(inner=InnerConfig(loop="supervised", model=str(tmp_path), text="text.txt"))
     with pytest.raises(ConfigError, match="give --parameters N"):
-        doctor.parameters_of(config)
+        sizing.parameters_of(config)
     (tmp_path / "model.safetensors").write_bytes(len(body).to_bytes(8, "little") + body)
-    assert doctor.parameters_of(config) == 76
+    assert sizing.parameters_of(config) == 76
 
 
 def test_a_model_that_the_hub_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_a_model_that_the_hub_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
     config = RunConfig(inner=InnerConfig(loop="supervised", model="org/model", text="text.txt"))
     with pytest.raises(ConfigError, match=r"parameters of org/model: no network. Give --parameters N"):
-        doctor.parameters_of(config)
+        sizing.parameters_of(config)
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "0", "1Q", "inf"])

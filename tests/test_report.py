@@ -2,11 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from diloco.drawing import write_report
-from diloco.report import Reader, checks, first_and_last, read_report, sparkline, summary
+from diloco.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Claim, Commit, Leave, Listed, Offer, digest
@@ -199,3 +200,37 @@ def test_damaged_log_lines_are_skipped():
 def test_sparkline():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
     assert sparkline([1.0, 1.0]) == "▁▁"
+
+
+def numbered(gated: bool = True) -> Bucket:
+    """Two outer steps; in the second r01 is gated and r00 tells its numbers."""
+    b = Bucket(steps=2)
+    for slot in ("r00", "r01"):
+        b.claim(slot, 1, 0.5)
+    b.commit(0, 2.0, [b.offer(0, "r00", 1, 0.1)])
+    last = replace(b.offer(1, "r01", 1, 0.1), factor=0.01 if gated else 1.0)
+    b.commit(1, 4.0, [b.offer(1, "r00", 1, 0.1), last])
+    b.tell("r00", 1, 4.0, "step", step=1, rho=0.9, effective_step=1.27, cos_pair=0.25, mean_norm=3.0, outer_lr=0.7)
+    return b
+
+
+def test_the_numbers_of_an_outer_step_are_told(tmp_path):
+    report = read_report(numbered().store)
+    assert report.steps[1].numbers["outer_lr"] == 0.7 and report.steps[0].numbers == {}
+    text = summary(report)
+    assert "outer step 1: ρ 0.90 · η/(1−μρ) 1.27 · cos of replicas 0.25 · ‖ḡ‖ 3" in text
+    assert "counted as one of typical length: r01@1" in text
+    assert "typical length" not in summary(read_report(numbered(gated=False).store))
+    assert "<th>ρ</th>" in write_report(report, tmp_path)[0].read_text()
+
+
+def test_a_step_of_one_replica_alone_is_said_while_it_is_the_newest():
+    b = Bucket(steps=3)
+    b.claim("r00", 1, 0.5)
+    b.commit(0, 2.0, [b.offer(0, "r00", 1, 0.1)])
+    report = read_report(b.store)
+    assert solo_words(report) == "solo: outer step 0 was taken by r00 alone, unconfirmed (min_replicas = 1)"
+    assert "by one replica alone (unconfirmed): 1 of 1" in summary(report)
+    b.claim("r01", 1, 2.5)
+    b.commit(1, 4.0, [b.offer(1, "r00", 1, 0.1), b.offer(1, "r01", 1, 0.1)])
+    assert solo_words(read_report(b.store)) == "" and solo_words(read_report(Bucket().store)) == ""

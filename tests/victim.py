@@ -13,8 +13,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from diloco import outer
 from diloco.config import FleetConfig
+from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.stores.files import FileStore
 
@@ -53,6 +56,27 @@ def _fail(code: int, nth: str, seconds: str) -> None:
     tempfile.mkstemp = mkstemp  # the file store's way to write anything
 
 
+def _poison(factor: float) -> None:
+    """Every pseudogradient is `factor` times too long."""
+    original = Rendezvous.offer
+
+    def offer(self: Rendezvous, delta: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        original(self, np.multiply(delta, np.float32(factor), out=delta), *args, **kwargs)
+
+    Rendezvous.offer = offer
+
+
+def _note_deltas(folder: str) -> None:
+    """Keep every pseudogradient that is offered, before any codec sees it."""
+    original = Rendezvous.offer
+
+    def offer(self: Rendezvous, delta: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        np.save(f"{folder}/delta.{self.name}.{self.step}.npy", delta)
+        original(self, delta, *args, **kwargs)
+
+    Rendezvous.offer = offer
+
+
 def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str] | None = None) -> None:
     """Entry point of a child process: diloco.replica with its output in a file."""
     os.environ.update(environ or {})
@@ -65,9 +89,15 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
         FleetConfig.timing = property(lambda self: Timing(store_patience=float(patience)))  # type: ignore[assignment]
     if os.environ.get("TEST_SHARDED"):
         outer.Rules = lambda *a: replace(Rules(*a), shard_from=1, shard_elements=1 << 12)  # type: ignore
+    if folder := os.environ.get("TEST_NOTE_DELTAS"):
+        _note_deltas(folder)
+    if factor := os.environ.get("TEST_POISON"):
+        _poison(float(factor))
     import torch
 
     torch.set_num_threads(1)
-    from diloco.replica import main
+    from diloco import replica as life
 
-    os._exit(main([url, "--slot", slot]))
+    if os.environ.get("TEST_ONE_SEED"):
+        life._seed = lambda *parts: 1
+    os._exit(life.main([url, "--slot", slot]))

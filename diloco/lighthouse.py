@@ -1,0 +1,307 @@
+"""The same training where replicas can reach each other: torchft's own Manager, a Lighthouse and Gloo.
+
+    OuterLoop             LighthouseManager                              torchft.Manager
+    join()          ──▶   newest snapshot in the bucket, if any
+    start_quorum()  ──▶   who takes part; heal θ and momentum     ──▶    lighthouse, a peer's HTTP server
+    allreduce(Δ)    ──▶   w·Δ and w; w = h/H, or 1 for uniform    ──▶    Gloo
+    Work.wait()     ──▶   Σ wΔ / Σ w
+    should_commit() ──▶   no: the model keeps its inner steps; the sync is tried again after the next one
+    finish_round()  ──▶   log, beat, a snapshot now and then
+
+A replica that was healed in the quorum counts with weight 0 in that step: its inner steps were made from another θ.
+Start the Lighthouse with a join time-out longer than an outer step: who misses a quorum is healed in the next.
+With a `life` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
+
+Not promised: that late work counts, or that of a replica which leaves (it goes at once, its inner steps since the
+last sync are lost); a digest check of θ between replicas; a norm gate; leaving while it waits for a quorum.
+"""
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.life import Life
+from diloco.manager import Work
+from rendezvous import snapshots
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Fenced, GaveUp, Leaving
+
+if TYPE_CHECKING:
+    from torchft import Manager
+
+    from diloco.outer import OuterLoop
+
+TIMEOUT_S = 30.0  # how long a collective may stand still before the round is tried again with whoever is left
+CONNECT_S = 15.0
+TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's clients raise
+
+
+class LighthouseManager:
+    """What OuterLoop asks of a Manager, over a synchronous torchft.Manager.
+
+    life: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
+    """
+
+    def __init__(self, manager: "Manager", life: Life | None = None) -> None:
+        self._manager, self.life = manager, life
+        self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
+        self.left = self.behind = False  # behind: the last sync failed, the next one is due
+        self._loop: OuterLoop | None = None
+        self._committed = False
+        self._clock: Clock = life.clock if life else SystemClock()
+        self._spent: dict[str, float] = {}
+        self._round_began = self._clock.now()
+
+    # ---------------------------------------------------------------- torchft's eight names
+
+    @property
+    def _use_async_quorum(self) -> bool:
+        return self._manager._use_async_quorum
+
+    def start_quorum(self) -> None:
+        """Meet whoever else is at this step, for as long as torchft's quorum time-out; heal if we are behind."""
+        self._phase("wait")
+        began = self._clock.now()
+        self._spent = {"inner_s": began - self._round_began}
+        self._asked(self._manager.start_quorum)
+        self._spent["wait_s"] = self._clock.now() - began
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
+        """Send w·Δ and w; the Work makes `tensor` the weighted mean."""
+        loop, began = self._seated, self._clock.now()
+        h = loop.h[self.current_step() % loop.rules.fragments]
+        weight = torch.tensor([float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every])
+        if float(weight) != 1.0:
+            tensor.mul_(weight)
+        works = [self._manager.allreduce(tensor, should_quantize=should_quantize), self._manager.allreduce(weight)]
+        self._spent["h"] = h
+        return Work(lambda: self._finish(tensor, weight, works, began))
+
+    def _finish(self, tensor: Tensor, weight: Tensor, works: list[Any], began: float) -> None:
+        for work in works:
+            work.wait()
+        if float(weight) not in (0.0, 1.0):
+            tensor.div_(weight)
+        self._spent["mean_s"] = self._clock.now() - began
+
+    def should_commit(self) -> bool:
+        self._committed = bool(self._asked(self._manager.should_commit))
+        self.behind = not self._committed
+        if self.behind:
+            self._tell(
+                "sync_failed", step=self.current_step(), trouble=str(self._manager.errored() or "too few replicas")
+            )
+        return self._committed
+
+    def current_step(self) -> int:
+        return self._manager.current_step()
+
+    def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        self._manager.register_state_dict_fn(key, load, save)
+
+    def allow_state_dict_read(self) -> None:
+        self._manager.allow_state_dict_read()
+
+    def disallow_state_dict_read(self) -> None:
+        self._manager.disallow_state_dict_read()
+
+    # ---------------------------------------------------------------- for the outer loop
+
+    def join(self, loop: "OuterLoop") -> None:
+        """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
+        if loop.rules.codec != "fp32" or loop.rules.weighting == "samples":
+            raise ValueError(
+                f"codec={loop.rules.codec!r} with weighting={loop.rules.weighting!r} is for a StoreManager; "
+                'a torchft.Manager sends fp32 and weighs by "steps" or "uniform"'
+            )
+        self._loop = loop
+        self._manager.register_state_dict_fn("healed", self._healed, self._learned)  # torchft has loaded θ before it
+        if self.life is not None:
+            self._resume(self.life, loop)
+        self._phase("train")
+        self._round_began = self._clock.now()
+
+    def _resume(self, life: Life, loop: "OuterLoop") -> None:
+        for snapshot in snapshots.newest_first(life.rv.store):
+            arrays = snapshots.load(life.rv.store, snapshot, life.tell)
+            if arrays is not None:
+                loop.state.load(arrays)
+                self._manager.load_state_dict({"step": snapshot.t, "batches_committed": 0})
+                break
+        life.tell("joined", step=self.current_step())
+        life.flush()
+
+    def _learned(self) -> dict[str, np.ndarray]:
+        """What of the outer state torchft does not send by itself."""
+        arrays = self._seated.state.arrays()
+        return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
+
+    def _healed(self, learned: dict[str, np.ndarray]) -> None:
+        """torchft has replaced every fragment's θ and momentum by a peer's: model ← θ, and nothing of ours counts."""
+        arrays = self._seated.state.arrays()
+        for name, values in learned.items():
+            arrays[name][:] = values
+        for fragment in range(len(self._seated.fragments)):
+            self._seated.rewrite(fragment)
+        self._tell("healed", step=self.current_step())
+
+    def offer(self, delta: np.ndarray, h: int) -> None:
+        raise AssertionError("nobody is late here: who was not in the quorum is healed in the next")
+
+    def finish_round(self) -> int | None:
+        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        if not self._committed:
+            return None
+        self._committed, step = False, self.current_step()
+        self._phase("train")
+        if self.life is not None:
+            self._report(self.life, step - 1)
+            if step % self._seated.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
+                self._snapshot(self.life)
+        self._round_began = self._clock.now()
+        return (step - 1) % self._seated.rules.fragments
+
+    def catch_up(self, late: Callable[[int], None]) -> None:
+        """No step is ever taken without us and then replayed; the quorum heals."""
+
+    def progress(self, inner: int, rate: float) -> None:
+        """Goes into the next beat.  Here a replica leaves: there is nobody to hand unfinished work to."""
+        if self.life is None:
+            return
+        status = self.life.rv.members.status
+        status.inner, status.rate = inner, rate
+        if self.fenced:
+            raise Fenced(
+                f"{self.life.rv.slot} now belongs to generation {self.life.rv.members.fenced_by}; this one goes"
+            )
+        if self.leaving:
+            raise Leaving(f"{self.life.rv.name} was asked to go; {inner} inner steps since the last sync are lost")
+
+    def close(self, reason: str) -> None:
+        """Say goodbye.  A manager that was handed in stays its owner's."""
+        self.left = reason != "done"
+        if self.life is not None:
+            if self.done:
+                self._snapshot(self.life)
+            self.life.tell("left", step=self.current_step(), reason=reason)
+            self.life.rv.members.goodbye()
+            self.life.end()
+            self._manager.shutdown(wait=False)
+
+    # ---------------------------------------------------------------- what others ask
+
+    @property
+    def done(self) -> bool:
+        """Has the run all the outer steps that are wanted?  Without a bucket nobody has wished for any."""
+        return self.life is not None and self.current_step() >= self.life.rv.wanted.steps > 0
+
+    @property
+    def leaving(self) -> bool:
+        return self.life is not None and self.life.rv.leaving
+
+    @property
+    def why(self) -> str:
+        return self.life.why if self.life else ""
+
+    @property
+    def fenced(self) -> bool:
+        return self.life is not None and self.life.rv.members.fenced_by > self.life.rv.generation
+
+    @property
+    def h_cap(self) -> int:
+        return self._seated.rules.sync_every
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _seated(self) -> "OuterLoop":
+        assert self._loop is not None, "join comes first"
+        return self._loop
+
+    def _asked(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except TROUBLE as error:
+            raise GaveUp(
+                f"step {self.current_step()}: torchft's control plane did not answer: {error}. Is the lighthouse up, "
+                "and do min_replicas replicas live? Run the same command again to go on"
+            ) from error
+
+    def _phase(self, phase: str) -> None:
+        if self.life is not None:
+            status = self.life.rv.members.status
+            status.phase, status.step, status.inner = phase, self.current_step(), 0
+            self.life.rv.step = self.current_step()
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self.life is not None:
+            self.life.tell(event, **fields)
+
+    def _report(self, life: Life, step: int) -> None:
+        size = 4 * self._seated.state.size(step % self._seated.rules.fragments)
+        life.tell(
+            "step", step=step, listed=self._spent["h"] > 0, theta=self._seated.state.digest(), bytes_up=size,
+            participants=self._manager.num_participants(), **self._spent, **self.stats(),
+        )  # fmt: skip
+        life.flush()
+
+    def _snapshot(self, life: Life) -> None:
+        state, step = self._seated.state, self.current_step()
+        snapshots.write(life.rv.store, life.clock, step, state.arrays(), base=state.digest(), prev=None)
+        life.tell("snapshot", step=step)
+
+
+def seated(manager: Any) -> Any:
+    """A manager that OuterLoop can use: a torchft.Manager gets what it lacks, others are returned as they are."""
+    return manager if hasattr(manager, "finish_round") else LighthouseManager(manager)
+
+
+def connect(url: str, life: Life) -> LighthouseManager:
+    """This life's torchft.Manager at lighthouse://host:port.   Raises GaveUp when nobody answers there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.checkpointing.http_transport import HTTPTransport
+
+    where = urlsplit(url)
+    host, timeout = own_address(where.hostname or "", where.port or 0), timedelta(seconds=TIMEOUT_S)
+
+    class Transport(HTTPTransport[Any]):
+        def metadata(self) -> str:
+            return self.address().replace(socket.gethostname(), host)  # a container's name means nothing outside
+
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    try:
+        manager = Manager(
+            ProcessGroupGloo(timeout=timeout), None, None, life.rv.wanted.min_replicas, use_async_quorum=False,
+            timeout=timeout, quorum_timeout=timedelta(seconds=life.timing.give_up), store_addr=host,
+            store_port=store.port, connect_timeout=timedelta(seconds=CONNECT_S), rank=0, world_size=1,
+            lighthouse_addr=f"http://{where.netloc}", replica_id=life.rv.slot, hostname=host,
+            checkpoint_transport=cast("Any", Transport(timeout, num_chunks=0)), init_sync=False,
+        )  # fmt: skip
+    except TROUBLE as error:
+        raise GaveUp(
+            f"no lighthouse answers at {url}: {error}. Start one: torchft_lighthouse --min_replicas 1"
+        ) from error
+    manager._own_store = store  # type: ignore[attr-defined]  # lives as long as its manager
+    return LighthouseManager(manager, life)
+
+
+def own_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`.  Nothing is sent."""
+    try:
+        with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise GaveUp(f"there is no way to the lighthouse at {host}:{port}: {error}") from error
+
+
+def latest(life: Life) -> int:
+    """The outer step that a new life begins at, as far as the bucket knows."""
+    return next((s.t for s in snapshots.newest_first(life.rv.store)), 0)

@@ -1,0 +1,93 @@
+"""How large is a run's model, and which codec should carry it?  Decided once, when the run is founded.
+
+    parameters · replicas · bytes/s measured at the store · seconds between two syncs ──▶ codec, and why
+                                                            └ a guess, and the reason says so:
+                                                              H · max(0.1 s, 6 · parameters · tokens / 50 TFLOP/s)
+
+Parameters are counted without loading a model: from the headers of its files, here or on the Hub.  No torch here.
+
+Not promised: that replicas elsewhere see the bandwidth that the founder saw.  Who knows better names a codec.
+"""
+
+import json
+from math import prod
+from pathlib import Path
+
+from diloco.config import ConfigError, RunConfig
+from rendezvous import codecs
+from rendezvous.clock import Clock
+from rendezvous.probe import throughput
+from rendezvous.store import Store
+
+BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come
+TOKENS, FLOP_S, LEAST_INNER_S = 4096, 50e12, 0.1
+BLOB = 8 << 20  # bytes that are timed, at most
+
+
+def codec_of(config: RunConfig, store: Store, clock: Clock, replicas: int) -> tuple[str, str]:
+    """-> (codec, why), for a run that is founded from a config."""
+    parameters = parameters_of(config)
+    return choose_codec(store, clock, parameters, replicas, compute_seconds_of(config, parameters))
+
+
+def choose_codec(store: Store, clock: Clock, parameters: int, replicas: int, compute_s: float) -> tuple[str, str]:
+    """-> (codec, why), by a blob's way to the store and back."""
+    up, down = throughput(store, clock, min(BLOB, 4 * parameters))
+    return codec_for(parameters, replicas, up, down, compute_s)
+
+
+def codec_for(parameters: int, replicas: int, up: float, down: float, compute_s: float) -> tuple[str, str]:
+    """-> (codec, why).   up, down: bytes per second."""
+    name, why = codecs.auto(parameters, replicas, up, down, compute_s)
+    seen = f"{parameters / 1e6:,.1f} M parameters, {replicas} replicas, {up / 1e6:,.0f} MB/s up, {down / 1e6:,.0f} down"
+    return name, f"{why} ({seen}; the time between syncs is a guess)"
+
+
+def compute_seconds(parameters: int, sync_every: int, tokens: int = TOKENS) -> float:
+    """Seconds between two syncs of the whole model, as far as can be known before the run."""
+    return sync_every * max(LEAST_INNER_S, 6 * parameters * tokens / FLOP_S)
+
+
+def compute_seconds_of(config: RunConfig, parameters: int) -> float:
+    inner, outer = config.inner, config.outer
+    length = inner.context_length if inner.loop == "supervised" else inner.completion_length
+    tokens = inner.batch_size * inner.gradient_accumulation_steps * length
+    return min(compute_seconds(parameters, outer.sync_every, tokens), outer.sync_seconds or float("inf"))
+
+
+def parameters_of(config: RunConfig) -> int:
+    """How many parameters the run's model has.  Raises ConfigError."""
+    model = config.inner.model
+    if model in BUILT_IN:
+        return BUILT_IN[model]
+    if Path(model).is_dir():
+        return sum(_parameters_in(path) for path in _weights(Path(model)))
+    return _parameters_on_the_hub(model, config.inner.revision)
+
+
+def _weights(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError(f"{folder} holds no .safetensors file to count parameters in; {_ADVICE}")
+    return found
+
+
+def _parameters_in(path: Path) -> int:
+    """From the header: 8 bytes of length, then JSON."""
+    with open(path, "rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _parameters_on_the_hub(model: str, revision: str | None) -> int:
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        counts = get_safetensors_metadata(model, revision=revision).parameter_count
+    except Exception as error:  # no network, no such model, a private one, no safetensors: the advice is the same
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None
+    return sum(counts.values())
+
+
+_ADVICE = "give --parameters N instead (doctor), or name a codec instead of auto"
