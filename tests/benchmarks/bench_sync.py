@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rendezvous.background import Worker
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
@@ -53,7 +54,7 @@ def life(root: str, form: str, rank: int, count: int, n: int) -> Rendezvous:
         write_control(store, clock, replicas=count, min_replicas=count)
     while store.get("control/000000.json") is None:
         time.sleep(0.01)
-    rv = Rendezvous(store, clock, f"r{rank:02d}", FORMS[form], Timing(poll=0.005))
+    rv = Rendezvous(store, clock, f"r{rank:02d}", FORMS[form], Timing(poll=0.005), background=Worker())
     rv.claim()
     threading.Thread(target=rv.members.run, args=(lambda: False,), daemon=True).start()
     rv.join(Opaque(n))
@@ -75,20 +76,20 @@ def replica(rank: int, count: int, n: int, rounds: int, root: str, results: Any)
     dist.init_process_group("gloo", init_method=f"file://{root}/gloo", rank=rank, world_size=count)
     lives = {form: life(root, form, rank, count, n) for form in FORMS}
     source = np.random.default_rng(rank).standard_normal(n, dtype=np.float32)
-    vector = source.copy()
+    vector = torch.from_numpy(source).clone().numpy()  # aligned as tensors are
     for r in range(rounds + 1):  # the first round warms up
         for form in ["gloo", *FORMS]:
             vector[:] = source
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             if form == "gloo":
                 dist.all_reduce(torch.from_numpy(vector))
             else:
                 ours(lives[form], vector)
-            took = time.perf_counter() - began
+            took, cpu = time.perf_counter() - began, time.process_time() - cpu
             dist.barrier()
             if r:
-                results.put((form, r, took))
+                results.put((form, r, took, cpu))
             if rank == 0 and form != "gloo":
                 shutil.rmtree(f"{root}/{form.replace(' ', '-')}/steps/{r:010d}/delta", ignore_errors=True)
                 for blob in open_store(f"{root}/{form.replace(' ', '-')}").list(f"steps/{r:010d}/mean/"):
@@ -114,9 +115,11 @@ def main() -> None:
         for p in fleet:
             p.start()
         slowest: dict[tuple[str, int], float] = {}
+        busy: dict[str, list[float]] = {}
         for _ in range(count * rounds * (1 + len(FORMS))):
-            form, r, took = results.get(timeout=300)
+            form, r, took, cpu = results.get(timeout=300)
             slowest[form, r] = max(took, slowest.get((form, r), 0.0))
+            busy.setdefault(form, []).append(cpu)
         for p in fleet:
             p.join()
     finally:
@@ -124,7 +127,8 @@ def main() -> None:
     median = {f: statistics.median(slowest[f, r] for r in range(1, rounds + 1)) for f in ["gloo", *FORMS]}
     print(f"{millions} M parameters, {count} replicas, median of {rounds} rounds")
     for form, seconds in median.items():
-        print(f"  {form:12s} {seconds:7.3f} s   {seconds / median['gloo']:5.2f} x Gloo")
+        ratio, cpu = seconds / median["gloo"], statistics.median(busy[form])
+        print(f"  {form:12s} {seconds:7.3f} s   {ratio:5.2f} x Gloo   CPU {cpu:6.3f} s per replica")
 
 
 if __name__ == "__main__":
