@@ -19,60 +19,129 @@ if TYPE_CHECKING:
     from inner.check import check_inner
     from inner.compose import LossParts, build_batch, compose_loss
     from inner.losses.divergence import generalized_jsd_loss
-    from inner.losses.opd import entropy_aware_opd_loss
+    from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
     from inner.losses.preference import dpo_loss, sequence_logprobs, simpo_loss
+    from inner.losses.sdpo import sdpo_loss
     from inner.losses.taid import TAIDScheduler, taid_loss
+    from inner.objectives import PO_OBJECTIVES, make_dr_grpo_config, make_po_config
+    from inner.replay.ask import Replay, ReplayStopped, replay_trace
+    from inner.replay.normalize import (
+        DJNormalizer,
+        NormalizedDPOPair,
+        replay_and_normalize_trace,
+        replay_and_normalize_trace_sync,
+    )
+    from inner.replay.pairs import DPOPair, extract_dpo_pairs, load_pairs, pair_outcomes, save_pairs
+    from inner.replay.states import TraceState, TraceWarning, load_states, save_states
+    from inner.replay.teachers import DEFAULT_TEACHERS, Teacher, TeacherAction
+    from inner.replay.traces import openhands_states, swe_agent_states, tau_bench_states
     from inner.supervised import SupervisedLoop
     from inner.trainer import ComposerReplicationTrainer
     from inner.worlds.toolworld import ToolWorld
 
 __all__ = [
+    "DEFAULT_TEACHERS",
+    "PO_OBJECTIVES",
     "ComposerReplicationTrainer",
+    "DJNormalizer",
+    "DPOPair",
     "Files",
     "InnerConfig",
     "InnerError",
     "InnerLoop",
     "LossParts",
+    "NormalizedDPOPair",
+    "Replay",
+    "ReplayStopped",
     "Seeds",
     "SupervisedLoop",
     "TAIDScheduler",
+    "Teacher",
+    "TeacherAction",
     "ToolWorld",
+    "TraceState",
+    "TraceWarning",
     "build_batch",
     "build_inner",
     "check_inner",
     "compose_loss",
     "dpo_loss",
     "entropy_aware_opd_loss",
+    "eopd_loss",
+    "extract_dpo_pairs",
     "generalized_jsd_loss",
+    "load_pairs",
+    "load_states",
+    "make_dr_grpo_config",
+    "make_po_config",
+    "openhands_states",
+    "pair_outcomes",
     "publish_model",
+    "replay_and_normalize_trace",
+    "replay_and_normalize_trace_sync",
+    "replay_trace",
+    "save_pairs",
+    "save_states",
+    "sdpo_loss",
     "sequence_logprobs",
     "simpo_loss",
+    "swe_agent_states",
     "taid_loss",
+    "tau_bench_states",
 ]
 
 _HOME = {
+    "DEFAULT_TEACHERS": "inner.replay.teachers",
+    "PO_OBJECTIVES": "inner.objectives",
     "ComposerReplicationTrainer": "inner.trainer",
+    "DJNormalizer": "inner.replay.normalize",
+    "DPOPair": "inner.replay.pairs",
     "Files": "inner.base",
     "InnerConfig": "inner.base",
-    "InnerError": "inner.base",
+    "InnerError": "inner.errors",
     "InnerLoop": "inner.base",
     "LossParts": "inner.compose",
+    "NormalizedDPOPair": "inner.replay.normalize",
+    "Replay": "inner.replay.ask",
+    "ReplayStopped": "inner.replay.ask",
     "Seeds": "inner.base",
     "SupervisedLoop": "inner.supervised",
     "TAIDScheduler": "inner.losses.taid",
+    "Teacher": "inner.replay.teachers",
+    "TeacherAction": "inner.replay.teachers",
     "ToolWorld": "inner.worlds.toolworld",
+    "TraceState": "inner.replay.states",
+    "TraceWarning": "inner.replay.states",
     "build_batch": "inner.compose",
     "build_inner": "inner.build",
     "check_inner": "inner.check",
     "compose_loss": "inner.compose",
     "dpo_loss": "inner.losses.preference",
     "entropy_aware_opd_loss": "inner.losses.opd",
+    "eopd_loss": "inner.losses.opd",
+    "extract_dpo_pairs": "inner.replay.pairs",
     "generalized_jsd_loss": "inner.losses.divergence",
+    "load_pairs": "inner.replay.pairs",
+    "load_states": "inner.replay.states",
+    "make_dr_grpo_config": "inner.objectives",
+    "make_po_config": "inner.objectives",
+    "openhands_states": "inner.replay.traces",
+    "pair_outcomes": "inner.replay.pairs",
     "publish_model": "inner.build",
+    "replay_and_normalize_trace": "inner.replay.normalize",
+    "replay_and_normalize_trace_sync": "inner.replay.normalize",
+    "replay_trace": "inner.replay.ask",
+    "save_pairs": "inner.replay.pairs",
+    "save_states": "inner.replay.states",
+    "sdpo_loss": "inner.losses.sdpo",
     "sequence_logprobs": "inner.losses.preference",
     "simpo_loss": "inner.losses.preference",
+    "swe_agent_states": "inner.replay.traces",
     "taid_loss": "inner.losses.taid",
+    "tau_bench_states": "inner.replay.traces",
 }
+
+_EXTRA = {"httpx": "replay", "tenacity": "replay"}
 
 
 def __getattr__(name: str) -> Any:
@@ -84,16 +153,16 @@ def __getattr__(name: str) -> Any:
         package = (missing.name or "").split(".")[0]
         if package in ("", "inner"):  # one of our own files is gone: that is not a missing extra
             raise
-        return _absent(name, package, missing)
+        return _absent(name, package, _EXTRA.get(package, "train"), missing)
     globals()[name] = value
     return value
 
 
-def _absent(name: str, package: str, cause: ModuleNotFoundError) -> type:
+def _absent(name: str, package: str, extra: str, cause: ModuleNotFoundError) -> type:
     """A stand-in that can be imported and subclassed, and says what to install when it is used."""
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:
-        raise ImportError(f"{name} needs {package}: pip install 'serverless-diloco[train]'") from cause
+        raise ImportError(f"{name} needs {package}: pip install 'serverless-diloco[{extra}]'") from cause
 
     return type(name, (), {"__init__": refuse, "__module__": _HOME[name]})
 

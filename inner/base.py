@@ -23,6 +23,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from inner.errors import InnerError
+from inner.objectives import objective, po_settings
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -31,15 +34,16 @@ LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
 TEACHERS = ("frozen", "live")
-# TRL accepts any string here and fails in the first loss, or after the first generation: we refuse at once.
-LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
-SCALE_REWARDS = ("batch", "group", "none")
+OBJECTIVE_KNOBS = (
+    "loss_type",
+    "scale_rewards",
+    "epsilon",
+    "epsilon_high",
+    "dynamic_sampling",
+    "soft_overlong_tokens",
+)
 
 Files = Mapping[str, Path]  # "reward" | "environment" | "prompts" | "text" -> the local copy of the user's file
-
-
-class InnerError(RuntimeError):
-    """Something the user wrote cannot work. The message says what, what was seen, and the next thing to do."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,13 @@ class InnerConfig:
     max_completion_length: int | None = None  # all turns together, tool results included
     max_tool_calling_iterations: int = 2
     temperature: float = 1.0
-    loss_type: str = "dr_grpo"
-    scale_rewards: str = "none"
-    epsilon: float = 0.2
+    objective: str = "dr_grpo"  # a name of the menu: `diloco objectives`; None below is that objective's own value
+    loss_type: str | None = None
+    scale_rewards: str | None = None
+    epsilon: float | None = None
     epsilon_high: float | None = None
+    dynamic_sampling: int | None = None  # further generations per batch, to replace groups whose rewards all agree
+    soft_overlong_tokens: int | None = None  # the last tokens before max_completion_length, which cost reward
     steps_per_generation: int | None = None
     num_iterations: int = 1
 
@@ -120,8 +127,14 @@ class InnerConfig:
     @property
     def generation_steps(self) -> int:
         """Micro-batches that one generation serves before TRL generates anew."""
-        spg = self.steps_per_generation or self.gradient_accumulation_steps
+        stale = objective(self.objective).stale if self.num_iterations == 1 else 1
+        spg = self.steps_per_generation or stale * self.gradient_accumulation_steps
         return spg * self.num_iterations
+
+    @property
+    def objective_overrides(self) -> dict[str, Any]:
+        """What the run sets besides the objective's name."""
+        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
 
     @property
     def boundary(self) -> int:
@@ -153,8 +166,7 @@ class InnerConfig:
     def _check_names(self) -> None:
         _one_of("loop", self.loop, LOOPS)
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("loss_type", self.loss_type, LOSS_TYPES)
-        _one_of("scale_rewards", self.scale_rewards, SCALE_REWARDS)
+        objective(self.objective)
         _one_of("sdpo_teacher", self.sdpo_teacher, TEACHERS)
 
     def _check_numbers(self) -> None:
@@ -228,11 +240,7 @@ class InnerConfig:
                 f"steps_per_generation * num_iterations = {micro} and gradient_accumulation_steps = {ga} do not divide "
                 "each other, so generations would end inside an inner step. Make one a multiple of the other."
             )
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise InnerError(
-                f'loss_type = "cispo" without epsilon_high caps every weight at epsilon = {self.epsilon}: '
-                f"{self.epsilon} of the gradient, silently. Set inner.epsilon_high = 5.0."
-            )
+        po_settings(self.objective, self.objective_overrides)
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
 

@@ -23,10 +23,11 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
-from trl.trainer.grpo_config import GRPOConfig
 
 from inner.base import InnerConfig, Seeds
+from inner.objectives import make_po_config
 from inner.optim import make_optimizer, warm_up
+from inner.poconfig import POConfig
 from inner.tally import Tally
 from inner.task import Task
 from inner.trainer import ComposerReplicationTrainer
@@ -37,6 +38,8 @@ HARVESTED = {
     "loss/grpo": "loss/grpo",
     "loss/sdpo_kl": "loss/sdpo_kl",
     "reward": "reward",
+    "dynamic/informative": "informative_groups",
+    "dynamic/generations": "further_generations",
     "grad_norm": "grad_norm",
     "entropy": "entropy",
     "completions/mean_length": "completion_length",
@@ -97,6 +100,7 @@ class GrpoLoop:
             processing_class=tokenizer,
             optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),
             environment_factory=task.environment,
+            objective=config.objective,
             alpha_sdpo=config.alpha_sdpo,
             sdpo_jsd_beta=config.sdpo_jsd_beta,
             sdpo_temperature=config.sdpo_temperature,
@@ -145,10 +149,11 @@ class _Watch(TrainerCallback):
             control.should_training_stop = True
 
 
-def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> GRPOConfig:
+def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfig:
     """TRL's settings. Its defaults are for large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
     steps."""
-    return GRPOConfig(
+    return make_po_config(
+        config.objective,
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
         bf16=False,  # the model's own dtype decides
@@ -156,16 +161,13 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> GRPOCon
         max_steps=FOREVER,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        steps_per_generation=config.steps_per_generation,
+        steps_per_generation=config.generation_steps // config.num_iterations,
         num_iterations=config.num_iterations,
         num_generations=config.num_generations,
         max_completion_length=config.completion_length,
         max_tool_calling_iterations=config.max_tool_calling_iterations,
         temperature=config.temperature,
-        loss_type=config.loss_type,
-        scale_rewards=config.scale_rewards,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
+        **config.objective_overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,
         seed=seeds.noise % 2**32,  # numpy's limit; it seeds sampling only, the data order is ours

@@ -20,28 +20,33 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers.utils.chat_template_utils import get_json_schema
+from trl.rewards.other_rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.base import TEACHERS, InnerError
+from inner.dynamic import refill
 from inner.hints import Hint, template_hint
 from inner.losses.divergence import generalized_jsd_loss, zero_on_graph
+from inner.objectives import check_settings
 from inner.order import prompt_order
 from inner.spans import Lesson, Turn, read_turns, splice_hint
 
 # In TRL's batches: one list of lessons per rollout, so that its shuffle and split keep them aligned.
 LESSONS = "sdpo_lessons"
+REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
 CACHED = 4096  # entries per cache; tool results may be endless
 
 
 class ComposerReplicationTrainer(GRPOTrainer):
     """GRPOTrainer plus:
 
+    objective         the name in the menu that `args` must hold (make_po_config makes such); None: whatever args say
     alpha_sdpo        weight of the hint distillation; 0 is plain GRPO
     hint              (row, error) -> text or None; default: templates over the error and the tools (inner.hints)
     sdpo_jsd_beta     0 forward KL · .5 JSD · 1 reverse KL
@@ -55,6 +60,7 @@ class ComposerReplicationTrainer(GRPOTrainer):
     def __init__(
         self,
         *args: Any,
+        objective: str | None = None,
         alpha_sdpo: float = 0.0,
         beta_replay: float = 0.0,
         sdpo_jsd_beta: float = 0.5,
@@ -70,6 +76,7 @@ class ComposerReplicationTrainer(GRPOTrainer):
         model = kwargs.get("model", args[0] if args else None)
         teacher = _frozen_copy(model) if alpha_sdpo and sdpo_teacher == "frozen" else None
         super().__init__(*args, **kwargs)
+        self._apply_objective(objective)
         self.alpha_sdpo, self.hint = alpha_sdpo, hint
         self.sdpo_jsd_beta, self.sdpo_temperature = sdpo_jsd_beta, sdpo_temperature
         self.sdpo_token_clip, self.sdpo_teacher = sdpo_token_clip, sdpo_teacher
@@ -79,6 +86,39 @@ class ComposerReplicationTrainer(GRPOTrainer):
         self._cache_schemas()
         self._hint_cache: dict[str, list[int]] = {}
         self._opening, self._hint_role = self._read_template() if alpha_sdpo else ([], "system")
+
+    # the objective: what TRL's loss does not do by itself
+
+    def _apply_objective(self, objective: str | None) -> None:
+        arguments: Any = self.args
+        if objective is not None:
+            check_settings(objective, vars(arguments))
+        self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
+        self._refills = 0
+        if tokens := getattr(arguments, "soft_overlong_tokens", 0):
+            self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
+
+    def _add_reward(self, reward: Any) -> None:
+        self.reward_funcs = [*self.reward_funcs, reward]
+        self.reward_func_names.append(reward.__name__)
+        self.reward_processing_classes = [*self.reward_processing_classes, None]
+        self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
+
+    def _policy_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        if self.loss_type == "gmpo":  # TRL has it as a trainer of its own, which differs in this method only
+            from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+
+            return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
+        return super()._compute_loss(model, inputs)
+
+    def _more_rollouts(self, groups: int) -> dict[str, Any]:
+        """Rollouts of the next `groups` prompts, in an order of their own."""
+        dataset: Any = self.train_dataset
+        arguments: Any = self.args
+        at = prompt_order(len(dataset), REFILLS + (self.data_seed or 0))
+        rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
+        self._refills += groups
+        return self._rollouts(rows)
 
     # the data order
 
@@ -120,6 +160,16 @@ class ComposerReplicationTrainer(GRPOTrainer):
     # 2. attach the lessons to the batch
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = self._rollouts(inputs)
+        if not self.dynamic_sampling or self._mode() == "eval":
+            return batch
+        group: int = cast(Any, self.args).num_generations
+        batch, informative, more = refill(batch, self._more_rollouts, group, self.dynamic_sampling)
+        self._note("dynamic/informative", informative * group / len(inputs))
+        self._note("dynamic/generations", more)
+        return batch
+
+    def _rollouts(self, inputs: Any) -> Any:
         self._turns = None
         batch = super()._generate_and_score_completions(inputs)
         if not self.alpha_sdpo:
@@ -157,11 +207,11 @@ class ComposerReplicationTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         if not self.alpha_sdpo or LESSONS not in inputs:
-            loss = super()._compute_loss(model, inputs)
+            loss = self._policy_loss(model, inputs)
             self._note_losses(loss, None, loss)
             return loss
         with self._caught_states(model) as caught:
-            grpo = super()._compute_loss(model, inputs)
+            grpo = self._policy_loss(model, inputs)
         sdpo = self._sdpo_loss(caught, inputs)
         total = grpo + self.alpha_sdpo * sdpo / self._loss_divisor()
         self._note_losses(grpo, sdpo, total)

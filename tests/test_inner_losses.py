@@ -1,17 +1,25 @@
-"""Loss kernels against float64 references written from the papers' formulas: loss, gradient, edges."""
+"""Loss kernels against float64 references: the papers' formulas, torch.distributions, TRL's own functions; loss,
+gradient, edges, and what they keep in memory."""
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 
+from inner.losses import chunks
 from inner.losses.divergence import generalized_jsd_loss
-from inner.losses.opd import entropy_aware_opd_loss, teacher_entropy
+from inner.losses.opd import entropy_aware_opd_loss, eopd_loss, teacher_entropy
 from inner.losses.preference import dpo_loss, sequence_logprobs, simpo_loss
+from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import TAIDScheduler, taid_loss
 
 B, T, V = 2, 3, 5
+pytestmark = pytest.mark.filterwarnings("ignore:You are importing from .trl.experimental")
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -253,3 +261,396 @@ def test_entropy_opd_edges() -> None:
     assert teacher_entropy(one_hot).item() == 0
     empty = entropy_aware_opd_loss(student, teacher, torch.zeros(B, T))
     assert empty.item() == 0 and empty.requires_grad
+
+
+# Every distillation loss: (student, teacher, 0/1 mask) -> scalar, and what it is with the teacher equal to the student
+
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def as_labels(mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), 0, -100)
+
+
+KERNELS: dict[str, Kernel] = {
+    "forward KL": lambda s, t, m: generalized_jsd_loss(s, t, as_labels(m), beta=0.0),
+    "JSD": lambda s, t, m: generalized_jsd_loss(s, t, as_labels(m), beta=0.5),
+    "reverse KL": lambda s, t, m: generalized_jsd_loss(s, t, as_labels(m), beta=1.0),
+    "clipped": lambda s, t, m: generalized_jsd_loss(s, t, as_labels(m), beta=0.0, token_clip=0.3),
+    "teacher's top 2": lambda s, t, m: generalized_jsd_loss(s, t, as_labels(m), top_k=2),
+    "sdpo": lambda s, t, m: sdpo_loss(s, t, as_labels(m), torch.full(m.shape, -1.5, dtype=torch.float64), top_k=2),
+    "sdpo, no tail": lambda s, t, m: sdpo_loss(s, t, as_labels(m), top_k=2, add_tail=False),
+    "sdpo, all tokens": lambda s, t, m: sdpo_loss(s, t, as_labels(m), top_k=None, alpha=1.0),
+    "taid": lambda s, t, m: taid_loss(s, t, m, 0.6),
+    "soft gate": lambda s, t, m: entropy_aware_opd_loss(s, t, m, 1.0),
+    "hard gate": lambda s, t, m: eopd_loss(s, t, m, 1.0),
+}
+every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
+MASK = torch.tensor([[1, 0, 1], [0, 1, 1]])
+
+
+def finite_with_gradient(loss: Tensor, student: Tensor) -> Tensor:
+    gradient = torch.autograd.grad(loss, student)[0]
+    assert loss.isfinite() and gradient.isfinite().all()
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "name", sorted(KERNELS.keys() - {"taid", "sdpo"})
+)  # these hold a target, or a weight, constant
+def test_gradients_are_the_loss_s_own(name: str) -> None:
+    student, teacher = pair()
+    assert torch.autograd.gradcheck(lambda s: KERNELS[name](s, teacher, MASK), (student,))
+
+
+@every_kernel
+def test_empty_and_all_masked_are_zero_on_the_graph(kernel: Kernel) -> None:
+    student, teacher = pair()
+    loss = kernel(student, teacher, torch.zeros_like(MASK))
+    assert loss.item() == 0 and (finite_with_gradient(loss, student) == 0).all()
+    nothing = torch.zeros(0, T, V, dtype=torch.float64, requires_grad=True)
+    loss = kernel(nothing, nothing.detach(), MASK[:0])
+    assert loss.item() == 0 and finite_with_gradient(loss, nothing).shape == nothing.shape
+
+
+@every_kernel
+def test_one_token(kernel: Kernel) -> None:
+    """One position is its own mean: the masked others do not matter."""
+    student, teacher = pair()
+    one = torch.zeros_like(MASK)
+    one[1, 2] = 1
+    whole, gradient = kernel(student, teacher, one), torch.autograd.grad(kernel(student, teacher, one), student)[0]
+    alone = student.detach()[1:, 2:].clone().requires_grad_()
+    torch.testing.assert_close(kernel(alone, teacher[1:, 2:], one[1:, 2:]), whole)
+    torch.testing.assert_close(
+        torch.autograd.grad(kernel(alone, teacher[1:, 2:], one[1:, 2:]), alone)[0], gradient[1:, 2:]
+    )
+    assert (gradient[one == 0] == 0).all()
+
+
+@every_kernel
+def test_equal_distributions_teach_nothing(kernel: Kernel) -> None:
+    student = draw(1, B, T, V).requires_grad_()
+    assert finite_with_gradient(kernel(student, student.detach(), MASK), student).abs().max() < 1e-12
+    shifted = kernel(student, student.detach() + 7.0, MASK)  # a constant on the logits is no difference
+    assert torch.autograd.grad(shifted, student)[0].abs().max() < 1e-12
+
+
+@every_kernel
+@pytest.mark.parametrize("scale", [1e4, 1e30])
+def test_huge_logits_are_finite(kernel: Kernel, scale: float) -> None:
+    student = (scale * draw(1, B, T, V)).requires_grad_()
+    finite_with_gradient(kernel(student, student.detach().roll(1, -1), MASK), student)
+
+
+@every_kernel
+def test_one_hot_teacher(kernel: Kernel) -> None:
+    """As logits of -inf: where a KL would be infinite, log 0 counts as -708 (in float64)."""
+    student, _ = pair()
+    teacher = torch.full((B, T, V), -math.inf, dtype=torch.float64)
+    teacher[..., 3] = 0.0
+    loss = kernel(student, teacher, MASK)
+    finite_with_gradient(loss, student)
+    other_way = kernel(teacher.requires_grad_(), student.detach(), MASK)
+    finite_with_gradient(other_way, teacher)
+
+
+def test_log_0_is_a_number() -> None:
+    student, _ = pair()
+    one_hot = torch.full((B, T, V), -math.inf, dtype=torch.float64)
+    one_hot[..., 3] = 0.0
+    s = probabilities(student)
+    floor = math.log(torch.finfo(torch.float64).tiny)
+    reverse = ((s * s.log()).sum(-1) - (1 - s[..., 3]) * floor).sum() / B
+    same_loss_and_gradient(generalized_jsd_loss(student, one_hot, beta=1.0), reverse, student)
+    forward = -probabilities(student)[..., 3].log().sum() / B  # cross-entropy with the one token
+    same_loss_and_gradient(generalized_jsd_loss(student, one_hot, beta=0.0), forward, student)
+
+
+@every_kernel
+def test_tokens_that_both_rule_out_do_not_matter(kernel: Kernel) -> None:
+    student, teacher = pair()
+    dead, alive = torch.arange(V) == 1, [0, 2, 3, 4]
+    ours = kernel(student.masked_fill(dead, -math.inf), teacher.masked_fill(dead, -math.inf), MASK)
+    reference = kernel(student[..., alive], teacher[..., alive], MASK)
+    same_loss_and_gradient(ours, reference, student)
+
+
+@every_kernel
+def test_dtypes(kernel: Kernel) -> None:
+    student, teacher = pair()
+    assert kernel(student, teacher, MASK).dtype == torch.float64
+    exact = kernel(student, teacher, MASK).item()
+    low = student.detach().bfloat16().requires_grad_()
+    loss = kernel(low, teacher.bfloat16(), MASK)
+    assert loss.dtype in (torch.float32, torch.float64) and loss.item() == pytest.approx(exact, abs=0.05)
+    assert torch.autograd.grad(loss, low)[0].dtype == torch.bfloat16
+
+
+@every_kernel
+def test_nan_is_refused(kernel: Kernel) -> None:
+    student, teacher = pair()
+    teacher[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="NaN at 1 of 4 positions"):
+        kernel(student, teacher, MASK)
+
+
+@every_kernel
+def test_in_pieces_it_is_the_same(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = pair()
+    whole = kernel(student, teacher, MASK)
+    gradient = torch.autograd.grad(whole, student)[0]
+    monkeypatch.setattr(chunks, "CHUNK", 3 * V)  # three positions, then one
+    pieces = kernel(student, teacher, MASK)
+    torch.testing.assert_close(pieces, whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(pieces, student)[0], gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_the_teacher_may_learn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = pair()
+    teacher.requires_grad_()
+    monkeypatch.setattr(chunks, "CHUNK", V)
+    assert torch.autograd.gradcheck(lambda s, t: generalized_jsd_loss(s, t, as_labels(MASK)), (student, teacher))
+
+
+@every_kernel
+def test_pieces_keep_nothing_but_the_logits(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for the backward pass is the two inputs and a few numbers per position, whatever the loss makes."""
+
+    def kept(limit: int) -> int:
+        monkeypatch.setattr(chunks, "CHUNK", limit)
+        student, teacher = draw(1, 8, 16, 64).requires_grad_(), draw(2, 8, 16, 64)
+        inputs, seen = {student.data_ptr(), teacher.data_ptr()}, {}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.data_ptr() not in inputs:
+                seen[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            kernel(student, teacher, torch.ones(8, 16))
+        return sum(seen.values())
+
+    logits = 8 * 16 * 64 * 8
+    assert kept(4 * 64) < logits / 8
+    if kernel is not KERNELS["teacher's top 2"]:  # which makes little to begin with
+        assert kept(2**30) > logits
+
+
+# Against others' code
+
+
+def categorical(logits: Tensor) -> Categorical:
+    return Categorical(logits=logits)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_equals_torch_distributions(beta: float) -> None:
+    student, teacher = pair()
+    s, t = categorical(student), categorical(teacher)
+    if beta in (0, 1):
+        reference = (kl_divergence(t, s) if beta == 0 else kl_divergence(s, t)).sum() / B
+    else:
+        m = Categorical(probs=(1 - beta) * s.probs + beta * t.probs)
+        reference = (beta * kl_divergence(t, m) + (1 - beta) * kl_divergence(s, m)).sum() / B
+    same_loss_and_gradient(generalized_jsd_loss(student, teacher, beta=beta), reference, student)
+
+
+def test_the_ends_are_jumps() -> None:
+    """Near an end the loss is that end's KL times the distance to it, so a weight does not carry over."""
+    student, teacher = pair()
+    near = 1e-7
+    forward, reverse = (generalized_jsd_loss(student, teacher, beta=b).item() for b in (0.0, 1.0))
+    assert generalized_jsd_loss(student, teacher, beta=near).item() == pytest.approx(near * forward, rel=1e-5)
+    assert generalized_jsd_loss(student, teacher, beta=1 - near).item() == pytest.approx(near * reverse, rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("reduction", ["batchmean", "sum"])
+def test_jsd_equals_trl(beta: float, reduction: Any) -> None:
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    student, teacher = pair()
+    labels = torch.tensor([[7, -100, 3], [-100, -100, 4]])
+    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta, 0.7, reduction)
+    same_loss_and_gradient(generalized_jsd_loss(student, teacher, labels, beta, 0.7, reduction), theirs, student)
+
+
+def test_jsd_takes_a_full_mask_made_into_labels() -> None:
+    student, teacher = pair()
+    whole = generalized_jsd_loss(student, teacher, torch.zeros(B, T, dtype=torch.long), reduction="sum")
+    torch.testing.assert_close(whole, generalized_jsd_loss(student, teacher, reduction="sum"))
+    with pytest.raises(ValueError, match="0/1 mask"):
+        generalized_jsd_loss(student, teacher, torch.ones(B, T))
+    with pytest.raises(ValueError, match="vocabularies differ"):
+        generalized_jsd_loss(student, teacher[..., :4])
+    for wrong in ({"reduction": "avg"}, {"top_k": 0}, {"token_clip": 0.0}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            generalized_jsd_loss(student, teacher, **wrong)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("add_tail", [True, False])
+def test_sdpo_equals_trl(alpha: float, add_tail: bool) -> None:
+    from trl.experimental.sdpo import loss_utils
+
+    student, teacher = pair()
+    labels, offset = torch.tensor([[3, -100, 1], [-100, 2, 4]]), torch.tensor([[1.5, 9.0, -0.3], [9.0, 0.2, 2.0]])
+    kept = labels != -100
+
+    def theirs() -> Tensor:
+        return loss_utils.compute_topk_self_distillation_loss(
+            student, teacher, distillation_topk=2, distillation_alpha=alpha, distillation_add_tail=add_tail
+        )
+
+    logp = student.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    old = logp.detach() - offset  # ratios on both sides of the clip
+    reference = loss_utils.apply_importance_sampling_clipping(theirs(), logp, old, 2.0)[kept].sum() / kept.sum()
+    ours = sdpo_loss(student, teacher, labels, old, alpha=alpha, top_k=2, add_tail=add_tail)
+    same_loss_and_gradient(ours, reference, student)
+    on_policy = sdpo_loss(student, teacher, labels, alpha=alpha, top_k=2, add_tail=add_tail)
+    same_loss_and_gradient(on_policy, theirs()[kept].mean(), student)
+
+
+def test_sdpo_is_the_paper_s_reverse_kl() -> None:
+    student, teacher = pair()
+    labels = torch.zeros(B, T, dtype=torch.long)
+    for everything in (None, V, 100):
+        reference = kl_divergence(categorical(student), categorical(teacher)).mean()
+        same_loss_and_gradient(sdpo_loss(student, teacher, labels, alpha=1.0, top_k=everything), reference, student)
+
+
+def test_sdpo_tail_is_one_bucket() -> None:
+    """Two tokens kept of five: a distribution over three."""
+    student, teacher = pair()
+    s, t = probabilities(student), probabilities(teacher)
+    kept = s.argsort(-1, descending=True)[..., :2]
+
+    def bucketed(p: Tensor) -> Tensor:
+        top = p.gather(-1, kept)
+        return torch.cat([top, 1 - top.sum(-1, keepdim=True)], -1)
+
+    reference = kl(bucketed(t), bucketed(s)).mean()
+    labels = torch.zeros(B, T, dtype=torch.long)
+    same_loss_and_gradient(sdpo_loss(student, teacher, labels, alpha=0.0, top_k=2), reference, student)
+
+
+def test_sdpo_refuses() -> None:
+    student, teacher = pair()
+    labels = torch.zeros(B, T, dtype=torch.long)
+    for wrong, words in (
+        ({"alpha": -0.1}, "outside"),
+        ({"top_k": 0}, "top_k"),
+        ({"is_clip": 0.0}, "is_clip"),
+        ({"old_logprobs": torch.zeros(B)}, "old_logprobs"),
+        ({"labels": MASK}, "0/1 mask"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sdpo_loss(student, teacher, **{"labels": labels, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, 9.0])
+def test_the_hard_gate_equals_the_formula(threshold: float) -> None:
+    student, teacher = pair()
+    s, t = probabilities(student), probabilities(teacher)
+    gate = (-(t * t.log()).sum(-1) > threshold).double()
+    assert threshold != 1.0 or 0 < (gate * MASK).sum() < MASK.sum()
+    reference = ((kl(s, t) + gate * kl(t, s)) * MASK).sum() / MASK.sum()
+    same_loss_and_gradient(eopd_loss(student, teacher, MASK, threshold), reference, student)
+    with pytest.raises(ValueError, match="threshold"):
+        eopd_loss(student, teacher, MASK, -1.0)
+    with pytest.raises(ValueError, match="labels != -100"):
+        eopd_loss(student, teacher, as_labels(MASK), 1.0)
+
+
+def test_sequence_logprobs_equal_trl_s_at_unequal_lengths() -> None:
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    logits = draw(3, 3, 6, V).requires_grad_()
+    ids = torch.arange(18).reshape(3, 6) % V
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1]])
+    for average in (False, True):
+        theirs = CPOTrainer.get_batch_logps(logits, torch.where(mask.bool(), ids, -100), average)
+        same_loss_and_gradient(sequence_logprobs(logits, ids, mask, average).sum(), theirs.sum(), logits)
+    assert sequence_logprobs(logits[:0], ids[:0], mask[:0]).shape == (0,)
+    with pytest.raises(ValueError, match="do not fit"):
+        sequence_logprobs(logits, ids, mask[:, 1:])
+
+
+def test_sequence_logprobs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = draw(3, 3, 6, V).requires_grad_()
+    ids, mask = torch.arange(18).reshape(3, 6) % V, torch.ones(3, 6)
+    whole = sequence_logprobs(logits, ids, mask).pow(2).sum()
+    gradient = torch.autograd.grad(whole, logits)[0]
+    monkeypatch.setattr(chunks, "CHUNK", 2 * V)
+    pieces = sequence_logprobs(logits, ids, mask).pow(2).sum()
+    torch.testing.assert_close(torch.autograd.grad(pieces, logits)[0], gradient, rtol=1e-12, atol=0)
+
+
+def test_dpo_s_gradient_is_the_paper_s() -> None:
+    """Section 4: -β σ(r̂_l - r̂_w) [∇ log π(y_w) - ∇ log π(y_l)]; at π = ref the loss is log 2."""
+    chosen, rejected = draw(4, 3).requires_grad_(), draw(5, 3).requires_grad_()
+    ref_c, ref_r = draw(6, 3), draw(7, 3)
+    gradients = torch.autograd.grad(dpo_loss(chosen, rejected, ref_c, ref_r, beta=0.3), (chosen, rejected))
+    weight = -0.3 * torch.sigmoid(0.3 * ((rejected - ref_r) - (chosen - ref_c))) / 3
+    torch.testing.assert_close(gradients, (weight.detach(), -weight.detach()))
+    at_start = dpo_loss(ref_c, ref_r, ref_c, ref_r)
+    assert at_start.item() == pytest.approx(math.log(2))
+
+
+def test_dpo_anchors() -> None:
+    chosen, rejected = draw(4, 3).requires_grad_(), draw(5, 3)
+    ref_c, ref_r = chosen.detach() + torch.tensor([0.7, -0.2, 0.1]), draw(7, 3)
+    tokens = torch.tensor([2, 5, 1])
+    z = (chosen - ref_c) - (rejected - ref_r)
+    plain = -torch.sigmoid(0.2 * z).log().mean()
+    nll = dpo_loss(chosen, rejected, ref_c, ref_r, 0.2, nll_weight=0.5, chosen_tokens=tokens)
+    same_loss_and_gradient(nll, plain + 0.5 * (-chosen / tokens).mean(), chosen)
+    z, less_likely = (chosen - ref_c) - (rejected - ref_r), torch.relu(ref_c - chosen)
+    assert (less_likely > 0).any() and (less_likely == 0).any()
+    positive = dpo_loss(chosen, rejected, ref_c, ref_r, 0.2, dpop_lambda=5.0)
+    same_loss_and_gradient(positive, -torch.sigmoid(0.2 * (z - 5.0 * less_likely)).log().mean(), chosen)
+    with pytest.raises(ValueError, match="chosen_tokens"):
+        dpo_loss(chosen, rejected, ref_c, ref_r, nll_weight=0.5)
+
+
+def test_simpo_equals_trl() -> None:
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    trainer = SimpleNamespace(
+        alpha=0.0, accelerator=SimpleNamespace(device="cpu"), loss_type="simpo", simpo_gamma=1.0, beta=2.0
+    )
+    trainer.label_smoothing = 0.0
+    chosen, rejected = draw(8, 3).requires_grad_(), draw(9, 3)
+    theirs = CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()  # type: ignore[arg-type]
+    same_loss_and_gradient(simpo_loss(chosen, rejected), theirs, chosen)
+
+
+def test_preferences_without_pairs_and_with_negative_weights() -> None:
+    none = torch.zeros(0, dtype=torch.float64, requires_grad=True)
+    for loss in (dpo_loss(none, none, none.detach(), none.detach()), simpo_loss(none, none)):
+        assert loss.item() == 0 and torch.autograd.grad(loss, none)[0].shape == (0,)
+    one = torch.zeros(1)
+    for wrong in ({"beta": -1.0}, {"nll_weight": -1.0}, {"dpop_lambda": -1.0}, {"label_smoothing": -0.1}):
+        with pytest.raises(ValueError, match="must be 0 or more"):
+            dpo_loss(one, one, one, one, **wrong)
+    with pytest.raises(ValueError, match="rejected response would be preferred"):
+        dpo_loss(one, one, one, one, label_smoothing=0.5)
+    with pytest.raises(ValueError, match="gamma = -1"):
+        simpo_loss(one, one, gamma=-1.0)
+    hopeless = torch.tensor([-1e4], dtype=torch.float64, requires_grad=True)
+    finite_with_gradient(simpo_loss(hopeless, -hopeless.detach()), hopeless)
+
+
+def test_taid_equals_upstream() -> None:
+    """SakanaAI/TAID's compute_loss, as it is written there."""
+    student, teacher = pair()
+    for t in (0.0, 0.1, 0.4, 0.9, 1.0):
+        p_t = (1 - t) * student.detach() + t * teacher
+        target = torch.softmax(p_t, dim=-1, dtype=torch.float64)
+        products = target * torch.log_softmax(student, dim=-1)
+        reference = -torch.sum(products.sum(-1).view(-1) * MASK.view(-1)) / MASK.sum()
+        same_loss_and_gradient(taid_loss(student, teacher, MASK, t), reference, student)
+    forward = generalized_jsd_loss(student, teacher, as_labels(MASK), beta=0.0)
+    at_one = torch.autograd.grad(taid_loss(student, teacher, MASK, 1.0), student)[0]
+    torch.testing.assert_close(at_one, torch.autograd.grad(forward, student)[0])

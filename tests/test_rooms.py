@@ -27,7 +27,7 @@ def test_the_wheel_has_exactly_the_four_rooms() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_public_name_imports_from_its_room(room: str) -> None:
     module = import_module(room)
-    assert module.__all__ == sorted(module.__all__)
+    assert len(module.__all__) == len(set(module.__all__))  # ruff sees to the order: constants, classes, functions
     for name in module.__all__:
         assert getattr(module, name) is not None
 
@@ -49,6 +49,7 @@ def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
         ("torchft", "from diloco import make_diloco, MockManager; import torch; m = torch.nn.Linear(2, 2); "
          "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco"),
         ("trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train"),
+        ("httpx", "from inner import replay_trace; replay_trace([], [], 1.0)", "replay"),
         ("matplotlib", "from diloco.drawing import write_report; write_report(None, None)", "report"),
     ],
 )  # fmt: skip

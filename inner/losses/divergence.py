@@ -18,8 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from inner.losses.chunks import by_position
+
 IGNORE = -100
 Reduction = Literal["batchmean", "mean", "sum", "none"]
+REDUCTIONS = ("batchmean", "mean", "sum", "none")
 
 
 def generalized_jsd_loss(
@@ -35,27 +38,45 @@ def generalized_jsd_loss(
     """Divergence of logits (..., V), over positions where `labels` (...) is not -100.
 
     reduction   batchmean: sum / number of valid positions (without labels: / size of the first axis)
-                mean: sum / entries · sum · none: the kept entries
+                mean: sum / entries · sum · none: the kept entries (N, V), with no labels (..., V)
     top_k       only the teacher's k likeliest tokens, both sides renormalised, no tail
     token_clip  each vocabulary entry is capped before the sum over the vocabulary, on the upper side only, so the
                 result may be negative (OPSD)
-    No valid position gives 0, with a zero gradient that is still on the graph.
+    No valid position gives 0, with a zero gradient that is still on the graph. Where a KL would be infinite (the second
+    rules out, by a logit of -inf, what the first does) log 0 counts as the log of the smallest normal number.
     """
-    _check(student_logits, teacher_logits, labels, beta, temperature)
-    if labels is not None:
-        student_logits, teacher_logits = (
-            student_logits[labels != IGNORE],
-            teacher_logits[labels != IGNORE],
-        )
-    if student_logits.numel() == 0:
+    check_shapes(student_logits, teacher_logits, labels)
+    check_knobs(beta, temperature)
+    _check_choices(reduction, top_k, token_clip)
+    kept = valid_positions(student_logits, labels)
+    if student_logits.numel() == 0 or not bool(kept.any()):
         return zero_on_graph(student_logits)
-    if top_k is not None and top_k < teacher_logits.size(-1):
-        teacher_logits, kept = teacher_logits.topk(top_k, dim=-1)
-        student_logits = student_logits.gather(-1, kept)
-    entries = divergence_entries(log_probs(student_logits, temperature), log_probs(teacher_logits, temperature), beta)
-    if token_clip is not None:
-        entries = entries.clamp(max=token_clip)
-    return _reduce(entries, reduction)
+
+    def entries(student: Tensor, teacher: Tensor) -> Tensor:
+        if top_k is not None and top_k < teacher.size(-1):
+            teacher, likeliest = teacher.topk(top_k, dim=-1)
+            student = or_uniform(student.gather(-1, likeliest))
+        summands = divergence_entries(log_probs(student, temperature), log_probs(teacher, temperature), beta)
+        return summands if token_clip is None else summands.clamp(max=token_clip)
+
+    if reduction == "none":
+        here = () if labels is None else kept
+        return entries(student_logits[here], teacher_logits[here])
+    positions = by_position(lambda s, t: entries(s, t).sum(-1), student_logits, teacher_logits, kept)
+    return positions.sum() / _divisor(reduction, student_logits, labels, int(kept.sum()), top_k)
+
+
+def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Where there is something to learn -> (...), bool."""
+    return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if labels is None else labels != IGNORE
+
+
+def _divisor(reduction: Reduction, logits: Tensor, labels: Tensor | None, valid: int, top_k: int | None) -> int:
+    if reduction == "sum":
+        return 1
+    if reduction == "mean":
+        return valid * min(logits.size(-1), top_k or logits.size(-1))
+    return logits.size(0) if labels is None else valid
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -81,7 +102,17 @@ def divergence_entries(s: Tensor, t: Tensor, beta: float) -> Tensor:
 def _kl_entries(p: Tensor, q: Tensor) -> Tensor:
     """e^p (p - q), with 0 (log 0 - q) = 0."""
     possible = ~p.isneginf()
-    return p.exp() * torch.where(possible, torch.where(possible, p, 0.0) - torch.where(possible, q, 0.0), 0.0)
+    return p.exp() * torch.where(possible, torch.where(possible, p, 0.0) - torch.where(possible, floored(q), 0.0), 0.0)
+
+
+def or_uniform(logits: Tensor) -> Tensor:
+    """A row of nothing but -inf has no distribution to renormalise: it counts as one that does not know."""
+    return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, logits)
+
+
+def floored(logp: Tensor) -> Tensor:
+    """log 0 as the log of the smallest normal number (-87 in float32), so that no KL is infinite."""
+    return torch.where(logp.isneginf(), math.log(torch.finfo(logp.dtype).tiny), logp)
 
 
 def zero_on_graph(logits: Tensor) -> Tensor:
@@ -89,29 +120,53 @@ def zero_on_graph(logits: Tensor) -> Tensor:
     return logits.masked_fill(~logits.isfinite(), 0.0).sum() * 0.0
 
 
-def _reduce(entries: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return entries
-    if reduction == "mean":
-        return entries.mean()
-    return entries.sum() / entries.size(0) if reduction == "batchmean" else entries.sum()
-
-
-def _check(student: Tensor, teacher: Tensor, labels: Tensor | None, beta: float, temperature: float) -> None:
+def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> None:
     if student.shape != teacher.shape:
+        hint = "Pair the k-th token of both by index before you compare them."
+        if student.shape[:-1] == teacher.shape[:-1]:
+            hint = (
+                "Their vocabularies differ: use a teacher with the student's tokenizer, or cut both to the shared ids."
+            )
         raise ValueError(
-            f"student_logits {tuple(student.shape)} and teacher_logits {tuple(teacher.shape)} differ. Pair the k-th "
-            "token of both by index before you compare them."
+            f"student_logits {tuple(student.shape)} and teacher_logits {tuple(teacher.shape)} differ. {hint}"
         )
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta = {beta} is outside [0, 1].")
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature} must be greater than 0.")
     if labels is None:
         return
     if labels.shape != student.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not match the positions {tuple(student.shape[:-1])}.")
-    if labels.numel() and (labels.dtype == torch.bool or bool(((labels == 0) | (labels == 1)).all())):
+    refuse_mask(labels)
+
+
+def check_mask(student: Tensor, teacher: Tensor, mask: Tensor) -> None:
+    if student.shape != teacher.shape or mask.shape != student.shape[:-1]:
+        raise ValueError(
+            f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and mask {tuple(mask.shape)} do not fit: "
+            "(..., V), (..., V), (...)."
+        )
+    if bool((mask < 0).any()):
+        raise ValueError("the mask holds negative numbers: these are labels. Pass labels != -100.")
+
+
+def check_knobs(beta: float, temperature: float) -> None:
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta = {beta} is outside [0, 1].")
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature} must be greater than 0.")
+
+
+def _check_choices(reduction: str, top_k: int | None, token_clip: float | None) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction = {reduction!r} is not known. One of: {', '.join(REDUCTIONS)}.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k = {top_k} must be 1 or more; None is the whole vocabulary.")
+    if token_clip is not None and not token_clip > 0:
+        raise ValueError(f"token_clip = {token_clip} must be greater than 0; None is no clip.")
+
+
+def refuse_mask(labels: Tensor) -> None:
+    """A 0/1 mask is not a set of labels. (All 0 or all 1 mark every position either way.)"""
+    values = labels.unique() if labels.numel() else labels
+    if labels.is_floating_point() or labels.dtype == torch.bool or values.tolist() == [0, 1]:
         raise ValueError(
             "labels look like a 0/1 mask, and every position of a mask counts as valid (only -100 is ignored). Pass "
             "torch.where(mask.bool(), 0, -100)."

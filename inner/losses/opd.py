@@ -1,10 +1,17 @@
-"""Distillation with a soft entropy gate: cover the teacher where it is unsure, copy it where it is sure.
+"""Distillation that looks at how sure the teacher is: cover it where it is unsure, copy it where it is sure.
 
-    w = clamp(H(teacher) / h_max, 0, 1)      L = mean_tok [ w KL(teacher ‖ student) + (1 - w) KL(student ‖ teacher) ]
+    H = -Σ_v p_T log p_T        per token, in nats
 
-Named after Entropy-Aware On-Policy Distillation (arXiv 2603.07079), whose gate is another one: reverse KL everywhere,
-plus forward KL above an entropy threshold. This is the convex, soft form. The default h_max = log V is so large for a
-real vocabulary (11.9 at 150k; teachers are mostly below 1 nat) that w is near 0: a useful h_max is 1 to 2.
+    soft gate   w = clamp(H / h_max, 0, 1)     L = mean_tok [ w KL(T ‖ S) + (1 - w) KL(S ‖ T) ]
+    hard gate   g = 1[H > threshold]           L = mean_tok [ KL(S ‖ T) + g KL(T ‖ S) ]
+
+The hard gate is Entropy-Aware On-Policy Distillation (EOPD, arXiv 2603.07079): reverse KL everywhere, *plus* forward KL
+where the teacher's entropy is high. The soft gate is the convex form that often goes by the same name.
+
+The soft gate's default h_max = log V is so large for a real vocabulary (11.9 at 150k; teachers are mostly below 1 nat)
+that w is near 0: a useful h_max is 1 to 2.
+
+Not promised: EOPD's numbers. Its forward KL may run over the teacher's likeliest tokens only; ours is over all.
 """
 
 import math
@@ -12,7 +19,8 @@ import math
 import torch
 from torch import Tensor
 
-from inner.losses.divergence import divergence_entries, log_probs, zero_on_graph
+from inner.losses.chunks import PositionLoss, by_position
+from inner.losses.divergence import check_mask, divergence_entries, log_probs, zero_on_graph
 
 
 def teacher_entropy(t: Tensor) -> Tensor:
@@ -23,19 +31,41 @@ def teacher_entropy(t: Tensor) -> Tensor:
 def entropy_aware_opd_loss(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, h_max: float | None = None
 ) -> Tensor:
-    """Logits (..., V), 0/1 mask (...) over positions (already shifted). An empty mask gives 0, on the graph."""
-    if student_logits.shape != teacher_logits.shape or mask.shape != student_logits.shape[:-1]:
-        raise ValueError(
-            f"student {tuple(student_logits.shape)}, teacher {tuple(teacher_logits.shape)} and mask "
-            f"{tuple(mask.shape)} do not fit: (..., V), (..., V), (...)."
-        )
+    """The soft gate. Logits (..., V), 0/1 mask (...) over positions (already shifted) -> scalar, mean over the mask.
+
+    An empty mask gives 0, on the graph."""
     h_max = math.log(student_logits.size(-1)) if h_max is None else h_max
     if not h_max > 0:
         raise ValueError(f"h_max = {h_max} must be greater than 0.")
+
+    def gated(student: Tensor, teacher: Tensor) -> Tensor:
+        s, t = log_probs(student), log_probs(teacher)
+        w = (teacher_entropy(t) / h_max).clamp(0, 1)
+        forward, reverse = divergence_entries(s, t, 0.0).sum(-1), divergence_entries(s, t, 1.0).sum(-1)
+        return w * forward + (1 - w) * reverse
+
+    return _mean_over(gated, student_logits, teacher_logits, mask)
+
+
+def eopd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """The hard gate, EOPD's objective. Logits (..., V), 0/1 mask (...) over positions (already shifted) -> scalar.
+
+    `threshold` in nats of the teacher's entropy. It depends on the teacher: take a high quantile of its entropies.
+    An empty mask gives 0, on the graph."""
+    if not threshold >= 0:
+        raise ValueError(f"threshold = {threshold} must be 0 or more (nats).")
+
+    def gated(student: Tensor, teacher: Tensor) -> Tensor:
+        s, t = log_probs(student), log_probs(teacher)
+        forward, reverse = divergence_entries(s, t, 0.0).sum(-1), divergence_entries(s, t, 1.0).sum(-1)
+        return reverse + torch.where(teacher_entropy(t) > threshold, forward, 0.0)
+
+    return _mean_over(gated, student_logits, teacher_logits, mask)
+
+
+def _mean_over(gated: PositionLoss, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> Tensor:
+    check_mask(student_logits, teacher_logits, mask)
     kept = mask.bool()
-    if not bool(kept.any()):
+    if student_logits.numel() == 0 or not bool(kept.any()):
         return zero_on_graph(student_logits)
-    s, t = log_probs(student_logits[kept]), log_probs(teacher_logits[kept])
-    w = (teacher_entropy(t) / h_max).clamp(0, 1)
-    forward, reverse = divergence_entries(s, t, 0.0).sum(-1), divergence_entries(s, t, 1.0).sum(-1)
-    return (w * forward + (1 - w) * reverse).mean()
+    return by_position(gated, student_logits, teacher_logits, kept).mean()

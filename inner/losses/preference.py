@@ -1,16 +1,24 @@
 """Learning from a chosen and a rejected response to the same prompt.
 
-    DPO    -log σ(β [(π_c - π_r) - (ref_c - ref_r)])      summed log-probs    Rafailov et al., arXiv 2305.18290, eq. (7)
-    SimPO  -log σ(β (π̄_c - π̄_r) - γ)                      mean log-probs      Meng et al., arXiv 2405.14734, eq. (6)
+    DPO    -log σ(z), z = β [(π_c - ref_c) - (π_r - ref_r)]      summed log-probs    arXiv 2305.18290, eq. (7)
+    SimPO  -log σ(β (π̄_c - π̄_r) - γ)                            mean log-probs      arXiv 2405.14734, eq. (6)
+
+    anchors for DPO, which trains the margin alone and lets both log-probs fall:
+    label smoothing ε   -(1 - ε) log σ(z) - ε log σ(-z)          conservative DPO: a share ε of the labels is wrong
+    NLL                 + w · (-π_c / |c|)                       arXiv 2404.19733, eq. (1): keep the chosen one likely
+    DPO-Positive        z - β λ max(0, ref_c - π_c)              arXiv 2402.13228: no gain from a less likely chosen one
 
 γ is absolute here (the SimPO code's knob is γ/β; our 1.0 at β = 2 is its ratio .5). DPO's gradient grows with the
 length of the responses, SimPO's does not.
 
-Not promised: that the chosen response gets likelier; only the margin is trained.
+Not promised: that the chosen response gets likelier without an anchor.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from inner.losses.chunks import by_position
 
 
 def sequence_logprobs(
@@ -18,17 +26,27 @@ def sequence_logprobs(
 ) -> Tensor:
     """log p(response | prompt), summed (or averaged) over the tokens where the mask is 1 -> (B,).
 
-    The mask marks tokens, the shift is ours: the logits at i predict token i + 1. Token 0 is never predicted."""
+    The mask marks tokens, the shift is ours: the logits at i predict token i + 1. Token 0 is never predicted. A row
+    without a response token is refused: as 0 it would be a perfect response. No rows give no numbers."""
+    if ids_B_T.shape != logits_B_T_V.shape[:-1] or response_mask_B_T.shape != ids_B_T.shape:
+        raise ValueError(
+            f"logits {tuple(logits_B_T_V.shape)}, ids {tuple(ids_B_T.shape)} and mask "
+            f"{tuple(response_mask_B_T.shape)} do not fit: (B, T, V), (B, T), (B, T)."
+        )
     mask = response_mask_B_T[:, 1:].bool()
     counts = mask.sum(-1)
     if bool((counts == 0).any()):
         rows = (counts == 0).nonzero().flatten().tolist()
         raise ValueError(f"rows {rows} have no response token after the first position. Drop them, or mend the mask.")
-    logits = logits_B_T_V[:, :-1]
-    logits = logits if logits.element_size() >= 4 else logits.float()
-    logps = logits.log_softmax(-1).gather(-1, ids_B_T[:, 1:, None])[..., 0]
-    total = logps.masked_fill(~mask, 0.0).sum(-1)
+    logps = by_position(_token_logprob, logits_B_T_V[:, :-1], ids_B_T[:, 1:, None], mask)
+    row_of = mask.nonzero(as_tuple=True)[0]
+    total = torch.zeros(len(counts), dtype=logps.dtype, device=logps.device).index_add(0, row_of, logps)
     return total / counts if average else total
+
+
+def _token_logprob(logits: Tensor, ids: Tensor) -> Tensor:
+    logits = logits if logits.element_size() >= 4 else logits.float()
+    return logits.log_softmax(-1).gather(-1, ids)[:, 0]
 
 
 def dpo_loss(
@@ -38,18 +56,55 @@ def dpo_loss(
     reference_rejected: Tensor,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    nll_weight: float = 0.0,
+    chosen_tokens: Tensor | None = None,
+    dpop_lambda: float = 0.0,
 ) -> Tensor:
-    """Mean over pairs; every argument is (B,) summed log-probs. `label_smoothing` ε: the share of flipped labels."""
+    """Mean over pairs -> scalar; the log-probs are (B,), summed over the response. No pairs give 0, on the graph.
+
+    label_smoothing   ε, the share of flipped labels, below .5
+    nll_weight        of the NLL anchor, which needs chosen_tokens (B,): the length of each chosen response
+    dpop_lambda       λ of DPO-Positive (5 to 500 in the paper)"""
     _same_shape(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
-    z = beta * ((policy_chosen - policy_rejected) - (reference_chosen - reference_rejected))
+    _refuse_negative(beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight, dpop_lambda=dpop_lambda)
+    if not label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing = {label_smoothing}: from 0.5 on the rejected response would be preferred.")
+    if not policy_chosen.numel():
+        return (policy_chosen.sum() + policy_rejected.sum()) * 0.0
+    z = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
+    if dpop_lambda:
+        z = z - dpop_lambda * (reference_chosen - policy_chosen).clamp(min=0)
+    z = beta * z
     # logsigmoid, not log(sigmoid()): the latter is -inf from z = -104 on.
-    return (-F.logsigmoid(z) * (1 - label_smoothing) - F.logsigmoid(-z) * label_smoothing).mean()
+    losses = -F.logsigmoid(z) * (1 - label_smoothing) - F.logsigmoid(-z) * label_smoothing
+    return (losses + nll_weight * _nll(policy_chosen, chosen_tokens) if nll_weight else losses).mean()
+
+
+def _nll(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
+    """-log p per token of the chosen response."""
+    if tokens is None:
+        raise ValueError(
+            "nll_weight needs chosen_tokens, the length of each chosen response. Pass mask[:, 1:].sum(-1)."
+        )
+    _same_shape(policy_chosen, tokens)
+    return -policy_chosen / tokens
 
 
 def simpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
-    """Mean over pairs; both arguments are (B,) mean log-probs per token. No reference model."""
+    """Mean over pairs -> scalar; both arguments are (B,) mean log-probs per token. No reference model.
+
+    No pairs give 0, on the graph."""
     _same_shape(chosen_mean, rejected_mean)
+    _refuse_negative(beta=beta, gamma=gamma)
+    if not chosen_mean.numel():
+        return (chosen_mean.sum() + rejected_mean.sum()) * 0.0
     return -F.logsigmoid(beta * (chosen_mean - rejected_mean) - gamma).mean()
+
+
+def _refuse_negative(**weights: float) -> None:
+    for name, value in weights.items():
+        if not value >= 0:
+            raise ValueError(f"{name} = {value} must be 0 or more.")
 
 
 def _same_shape(*logps: Tensor) -> None:

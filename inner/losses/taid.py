@@ -3,8 +3,8 @@
     p_t = softmax((1 - t) sg(S) + t T_)          in logit space; sg = no gradient
     L   = - Σ_tok mask Σ_v p_t log softmax(S) / Σ mask          eq. (4), as in SakanaAI/TAID
 
-t = 0: the student's own entropy, no gradient. t = 1: the teacher's cross-entropy. It is a cross-entropy, so equal
-distributions give their entropy, not 0.
+t = 0: the student's own entropy, no gradient. t = 1: forward KL plus the teacher's entropy, so forward KL's gradient.
+It is a cross-entropy, so equal distributions give their entropy, not 0.
 
 Not promised: that the scheduler adapts. With the defaults its own step (≤ 1.5e-4) is below the linear slope .6/N unless
 N is above ~4000 steps; raise `alpha` for short runs.
@@ -15,25 +15,26 @@ from math import exp
 import torch
 from torch import Tensor
 
-from inner.losses.divergence import log_probs, zero_on_graph
+from inner.losses.chunks import by_position
+from inner.losses.divergence import check_mask, floored, log_probs, zero_on_graph
 
 
 def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: float) -> Tensor:
-    """Logits (..., V), 0/1 mask (...) over positions (already shifted). An empty mask gives 0, on the graph."""
+    """Logits (..., V), 0/1 mask (...) over positions (already shifted) -> scalar, mean over the mask.
+
+    An empty mask gives 0, on the graph."""
     if not 0 <= t <= 1:
         raise ValueError(f"t = {t} is outside [0, 1].")
-    if student_logits.shape != teacher_logits.shape or mask.shape != student_logits.shape[:-1]:
-        raise ValueError(
-            f"student {tuple(student_logits.shape)}, teacher {tuple(teacher_logits.shape)} and mask "
-            f"{tuple(mask.shape)} do not fit: (..., V), (..., V), (...)."
-        )
+    check_mask(student_logits, teacher_logits, mask)
     kept = mask.bool()
-    student, teacher = student_logits[kept], teacher_logits[kept]
-    if student.numel() == 0:
+    if student_logits.numel() == 0 or not bool(kept.any()):
         return zero_on_graph(student_logits)
-    target = _blend(student.detach(), teacher, t).softmax(-1)
-    logq = log_probs(student)
-    return -(target * torch.where(target > 0, logq, 0.0)).sum() / kept.sum()
+
+    def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
+        target = _blend(student.detach(), teacher, t).softmax(-1)
+        return -(target * torch.where(target == 0, 0.0, floored(log_probs(student)))).sum(-1)
+
+    return by_position(cross_entropy, student_logits, teacher_logits, kept).mean()
 
 
 def _blend(student: Tensor, teacher: Tensor, t: float) -> Tensor:

@@ -1,0 +1,80 @@
+"""From recorded traces to preference pairs: what would three stronger models have done?
+
+    python examples/teacher_replay.py traces.jsonl --format tau-bench --usd 2.00 --to pairs.jsonl
+
+    traces.jsonl ─▶ states ─▶ three teachers, at most $2.00, answers in pairs.ledger ─▶ pairs.jsonl
+                              killed? the same command goes on, and pays for nothing twice
+
+Needs OPENROUTER_API_KEY, or your own endpoint: --base-url http://127.0.0.1:8000/v1 --teacher MODEL --teacher OTHER.
+With data-juicer installed, --normalize leaves out what is too short, too long, garbage or there twice.
+
+Not promised: good pairs from few teachers. Read some before you train on them.
+"""
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+from inner import (
+    DEFAULT_TEACHERS,
+    DJNormalizer,
+    InnerError,
+    Teacher,
+    extract_dpo_pairs,
+    load_states,
+    openhands_states,
+    pair_outcomes,
+    replay_trace,
+    save_pairs,
+    swe_agent_states,
+    tau_bench_states,
+)
+
+FORMATS = {
+    "states": lambda path, tools: load_states(path),
+    "tau-bench": tau_bench_states,
+    "swe-agent": swe_agent_states,
+    "openhands": openhands_states,
+}
+
+
+def main() -> None:
+    given = arguments()
+    tools = json.loads(given.tools.read_text()) if given.tools else []
+    states = FORMATS[given.format](given.traces, tools)[: given.limit]
+    teachers = [Teacher(m, 0.0, 0.0, base_url=given.base_url, key_env=None) for m in given.teacher] or DEFAULT_TEACHERS
+    normalizer = DJNormalizer("calls" if tools else "default") if given.normalize else None
+    if normalizer is not None:
+        normalizer.check()
+    ledger = given.to.with_suffix(".ledger")
+    actions = asyncio.run(replay_trace(states, teachers, given.usd, ledger=ledger, agreement_threshold=given.agree))
+    print(actions.summary())
+    print(f"{len(states)} states:", dict(pair_outcomes(states, actions, given.agree)))
+    pairs = extract_dpo_pairs(states, actions, given.agree)
+    save_pairs(pairs if normalizer is None else normalizer.normalize(pairs), given.to)
+    print(f"pairs in {given.to}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--format", choices=FORMATS, default="states")
+    parser.add_argument("--tools", type=Path, help="a JSON file with the agent's tool schemas")
+    parser.add_argument("--to", type=Path, default=Path("pairs.jsonl"))
+    parser.add_argument("--usd", type=float, required=True, help="the most to spend, over all runs with the same --to")
+    parser.add_argument("--agree", type=float, default=2, help="so many teachers must agree")
+    parser.add_argument("--limit", type=int, help="only the first states")
+    parser.add_argument(
+        "--base-url", default="http://127.0.0.1:8000/v1", help="with --teacher: an endpoint without a price"
+    )
+    parser.add_argument("--teacher", action="append", default=[], help="a model at --base-url; may be given again")
+    parser.add_argument("--normalize", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InnerError as error:
+        raise SystemExit(str(error)) from None

@@ -1,0 +1,71 @@
+"""One loss per position, a few positions at a time.
+
+    student (…, V), teacher (…, V), the positions that count (N of them)
+
+        piece 0  ▓▓▓▓▓▓▓▓▓▓▓▓ V     forward   loss(piece) -> (n,), its temporaries are dropped
+        piece 1  ▓▓▓▓▓▓▓▓▓▓▓▓ V     backward  the same piece again, its gradient written in place
+        …                           a piece holds n · V ≤ CHUNK entries, and one position at least
+
+What a softmax makes on the way (log-probs, mixtures, summands) is as large as the logits, several times over. Here it
+exists for one piece. The whole of it is only there as what came in, and as the gradient that goes out.
+
+Not promised: second derivatives of a loss that needed more than one piece.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PositionLoss = Callable[[Tensor, Tensor], Tensor]  # (n, V), (n, V) -> (n,)
+CHUNK = 2**21  # entries: 8 MB in float32 for each of some twenty temporaries
+
+
+def by_position(loss: PositionLoss, student: Tensor, teacher: Tensor, kept: Tensor) -> Tensor:
+    """`loss` at the positions (...) where `kept` (...) is true -> (N,), for logits (..., V).
+
+    NaN is refused: it would reach every weight of the model."""
+    at = kept.nonzero(as_tuple=True)
+    if at[0].numel() * student.size(-1) <= CHUNK:
+        whole = at[0].numel() == kept.numel()  # then no row need be picked
+        values = loss(*(x.flatten(0, -2) if whole else x[at] for x in (student, teacher)))
+    else:
+        values = _Pieces.apply(loss, at, student, teacher)
+    if bool(values.isnan().any()):
+        raise ValueError(
+            f"the loss is NaN at {int(values.isnan().sum())} of {values.numel()} positions: the logits hold NaN or "
+            "+inf there, or nothing but -inf. Look at the model's output before the loss."
+        )
+    return values
+
+
+def _pieces(at: tuple[Tensor, ...], vocabulary: int) -> Iterator[tuple[Tensor, ...]]:
+    n = max(1, CHUNK // vocabulary)
+    return zip(*(index.split(n) for index in at), strict=True)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: PositionLoss, at: tuple[Tensor, ...], student: Tensor, teacher: Tensor) -> Tensor:
+        ctx.loss, ctx.at = loss, at
+        ctx.save_for_backward(student, teacher)
+        return torch.cat([loss(student[piece], teacher[piece]) for piece in _pieces(at, student.size(-1))])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        both, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        found = [torch.zeros_like(logits) if want else None for logits, want in zip(both, wanted, strict=True)]
+        pieces = list(_pieces(ctx.at, both[0].size(-1)))
+        for piece, weight in zip(pieces, grad_outputs[0].split([len(piece[0]) for piece in pieces]), strict=True):
+            leaves = [x[piece].detach().requires_grad_(want) for x, want in zip(both, wanted, strict=True)]
+            with torch.enable_grad():
+                value = ctx.loss(*leaves)
+            some = [leaf for leaf in leaves if leaf.requires_grad]
+            grads = iter(torch.autograd.grad(value, some, weight, allow_unused=True))
+            for total in found:
+                if total is not None and (grad := next(grads)) is not None:
+                    total[piece] = grad
+        return None, None, *found

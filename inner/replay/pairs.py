@@ -1,0 +1,190 @@
+"""From what the teachers did to what the student should prefer.
+
+    support(X) = Σ weights of the teachers that did X                       two ways to write the same call are one X
+    pair (chosen = X, rejected = the student's Y)   iff   support(X) ≥ agreement_threshold
+                                                      and support(X) > support of everything else
+                                                      and X ≠ Y
+
+    weight of the pair (p_X = support(X) / support of all answers, n answers)
+        "count"      1
+        "weighted"   p_X
+        "variance"   1 − V / V_max,   V = 1 − Σ_X p_X²,  V_max = 1 − 1/n        0 for all different, 1 for all the same
+
+A teacher that failed, was cut off or said nothing has no vote. `chosen` is the first agreeing teacher's own words.
+
+Not promised: that `chosen` is better than `rejected`. It is what most of the teachers would have done.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from inner.base import InnerError
+from inner.replay.actions import Message, action_key
+from inner.replay.states import TraceState, checked_messages, read_lines, save_lines
+from inner.replay.teachers import TeacherAction
+
+Shape = Literal["count", "weighted", "variance"]
+
+
+class DPOPair(TypedDict):
+    state_id: str
+    state_messages: list[Message]
+    chosen: str  # what enough teachers would have done
+    rejected: str  # what the student did
+    n_teachers_agreeing: int
+    weight: NotRequired[float]
+    tools: NotRequired[list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One action and who is for it."""
+
+    key: str
+    action: str
+    teachers: tuple[str, ...]
+    support: float
+
+
+def extract_dpo_pairs(
+    states: Sequence[TraceState],
+    teacher_actions: Iterable[TeacherAction],
+    agreement_threshold: float = 2,
+    *,
+    shape: Shape = "count",
+    teacher_weights: Mapping[str, float] | None = None,
+) -> list[DPOPair]:
+    """One pair for each state in which the teachers agree with each other and not with the student."""
+    if shape not in ("count", "weighted", "variance"):
+        raise InnerError(f"shape is {shape!r}: choose count, weighted or variance.")
+    pairs = []
+    for state, votes in _votes(states, teacher_actions, agreement_threshold, teacher_weights):
+        if verdict(state, votes, agreement_threshold) == "pair":
+            pairs.append(_pair(state, votes, shape))
+    return pairs
+
+
+def pair_outcomes(
+    states: Sequence[TraceState],
+    teacher_actions: Iterable[TeacherAction],
+    agreement_threshold: float = 2,
+    *,
+    teacher_weights: Mapping[str, float] | None = None,
+) -> Counter[str]:
+    """How many states gave a pair, and why the others did not: report it with every set of pairs."""
+    judged = _votes(states, teacher_actions, agreement_threshold, teacher_weights)
+    return Counter(verdict(state, votes, agreement_threshold) for state, votes in judged)
+
+
+def verdict(state: TraceState, votes: Sequence[Vote], agreement_threshold: float) -> str:
+    """pair | no_answer | no_student_action | tie | below_threshold | agrees_with_student"""
+    if not votes:
+        return "no_answer"
+    if not action_key(state["student_action"]):
+        return "no_student_action"
+    if len(votes) > 1 and votes[0].support == votes[1].support:
+        return "tie"
+    if votes[0].support < agreement_threshold:
+        return "below_threshold"
+    return "agrees_with_student" if votes[0].key == action_key(state["student_action"]) else "pair"
+
+
+def count_votes(actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None) -> list[Vote]:
+    """Most support first, then in the order of the answers. The last answer of a teacher counts."""
+    last = {a["teacher"]: a["action"] for a in actions if action_key(a["action"])}
+    groups: dict[str, list[str]] = {}
+    for teacher, action in last.items():
+        groups.setdefault(action_key(action), []).append(teacher)
+    votes = [
+        Vote(key, last[who[0]], tuple(who), sum(1.0 if weights is None else weights[t] for t in who))
+        for key, who in groups.items()
+    ]
+    return sorted(votes, key=lambda vote: -vote.support)
+
+
+def load_pairs(path: str | Path) -> list[DPOPair]:
+    """The pairs that `save_pairs` wrote. A line that is no pair is named in a TraceWarning and left out."""
+    return read_lines(path, lambda row, number: [checked_pair(row)])
+
+
+def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    save_lines(pairs, path)
+
+
+def checked_pair(row: Any) -> DPOPair:
+    """The row itself, if something can be learned from it; ValueError says what it lacks."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a pair is an object, this is a {type(row).__name__}")
+    checked_messages(row.get("state_messages"))
+    for key in ("state_id", "chosen", "rejected"):
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            raise ValueError(f"{key} is {row.get(key)!r:.60}: it must be a text that is not empty")
+    if action_key(row["chosen"]) == action_key(row["rejected"]):
+        raise ValueError("chosen and rejected are the same action")
+    return row  # pyright: ignore[reportReturnType]
+
+
+def _votes(
+    states: Sequence[TraceState],
+    teacher_actions: Iterable[TeacherAction],
+    threshold: float,
+    weights: Mapping[str, float] | None,
+) -> list[tuple[TraceState, list[Vote]]]:
+    by_state: dict[str, list[TeacherAction]] = {state["state_id"]: [] for state in states}
+    if len(by_state) < len(states):
+        raise InnerError("two states have the same state_id: each needs a name of its own.")
+    for action in teacher_actions:
+        if action["state_id"] not in by_state:
+            raise InnerError(
+                f"a teacher answered in state {action['state_id']!r}, which is not among the {len(states)} states. "
+                "Pass the states of this replay."
+            )
+        by_state[action["state_id"]].append(action)
+    _check_threshold(threshold, {a["teacher"] for rows in by_state.values() for a in rows}, weights)
+    return [(state, count_votes(by_state[state["state_id"]], weights)) for state in states]
+
+
+def _check_threshold(threshold: float, teachers: set[str], weights: Mapping[str, float] | None) -> None:
+    if weights is not None:
+        unknown = sorted(teachers - set(weights))
+        if unknown:
+            raise InnerError(f"teacher_weights has no weight for {unknown[0]!r}: it has {', '.join(weights)}.")
+        bad = [f"{t} = {w}" for t, w in weights.items() if not (isfinite(w) and w >= 0)]
+        if bad:
+            raise InnerError(f"teacher_weights: {bad[0]} is no weight; give 0 or more.")
+    most = len(teachers) if weights is None else sum(weights[t] for t in teachers)
+    if not threshold > 0 or (teachers and threshold > most):
+        raise InnerError(
+            f"agreement_threshold is {threshold}, and {len(teachers)} teachers have {most:g} votes together: "
+            f"give more than 0 and at most {most:g}."
+        )
+
+
+def _pair(state: TraceState, votes: Sequence[Vote], shape: Shape) -> DPOPair:
+    pair: DPOPair = {
+        "state_id": state["state_id"],
+        "state_messages": state["state_messages"],
+        "chosen": votes[0].action,
+        "rejected": state["student_action"],
+        "n_teachers_agreeing": len(votes[0].teachers),
+    }
+    if shape != "count":
+        pair["weight"] = pair_weight(votes, shape)
+    if tools := state.get("tools"):
+        pair["tools"] = tools
+    return pair
+
+
+def pair_weight(votes: Sequence[Vote], shape: Shape) -> float:
+    total = sum(vote.support for vote in votes)
+    shares = [vote.support / total for vote in votes]
+    if shape == "weighted":
+        return shares[0]
+    answers = sum(len(vote.teachers) for vote in votes)
+    if shape == "count" or answers == 1:
+        return 1.0
+    return 1.0 - (1.0 - sum(p * p for p in shares)) / (1.0 - 1.0 / answers)

@@ -1,0 +1,118 @@
+"""One moment of a frozen trace: what the student saw, and what it did.
+
+    {"state_id": "tau/3/1/t4",                  unique
+     "state_messages": [{"role": …}, …],        everything before the action, chat form
+     "student_action": "<tool_call> … ",        the action as one string (actions.py)
+     "tools": [ … ],                            JSON schemas, where there are tools
+     "reward": 0.0, "error": "Error: …",        of the whole trace; what the tool answered if the action failed
+     "student_entropy": 1.3}                    nats per token of the student's action
+
+One JSON object per line; a line that cannot be used is named in a TraceWarning, and the others are kept.
+
+Not promised: that two states come from different episodes.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from inner.base import InnerError
+from inner.replay.actions import Message
+
+
+class TraceState(TypedDict):
+    state_id: str
+    state_messages: list[Message]
+    student_action: str
+    tools: NotRequired[list[dict[str, Any]]]
+    reward: NotRequired[float | None]
+    error: NotRequired[str | None]
+    student_entropy: NotRequired[float]
+
+
+class TraceWarning(UserWarning):
+    """A line of a trace file was left out. The message names file and line."""
+
+
+def load_states(path: str | Path) -> list[TraceState]:
+    """The states that `save_states` wrote."""
+    return read_lines(path, lambda row, number: [checked_state(row)])
+
+
+def save_states(states: Iterable[TraceState], path: str | Path) -> None:
+    save_lines(states, path)
+
+
+def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def checked_state(row: Any) -> TraceState:
+    """The row itself, if it is a state; ValueError says what it lacks."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a state is an object, this is a {type(row).__name__}")
+    for key, kind in (("state_id", str), ("state_messages", list), ("student_action", str)):
+        if not isinstance(row.get(key), kind):
+            raise ValueError(f"{key} is {row.get(key)!r:.60}, not a {kind.__name__}")
+    checked_messages(row["state_messages"])
+    return row  # pyright: ignore[reportReturnType]
+
+
+def checked_messages(messages: Any) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("there are no messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} has no role: {message!r:.60}")
+    return messages
+
+
+def read_lines(path: str | Path, read: Callable[[Any, int], list[Any]]) -> list[Any]:
+    """What `read(record, its number)` makes of every record: the lines of a .jsonl, else one JSON document or a list.
+
+    A bad record is warned about and left out; nothing but bad records is an error."""
+    path = Path(path)
+    found, bad = [], []
+    for number, parse in _records(path):
+        try:
+            found += read(parse(), number)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            bad.append(f"{path}, {_place(path)} {number}: {_what(error)}. It is left out.")
+            warnings.warn(bad[-1], TraceWarning, stacklevel=3)
+    if bad and not found:
+        raise InnerError(f"{path}: nothing in it could be used.\n  {bad[0]}\n  next: is this the right file?")
+    return found
+
+
+def _records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    if not path.is_file():
+        raise InnerError(f"there is no file {path}. Check the path.")
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from ((number, partial(json.loads, line)) for number, line in enumerate(lines, 1) if line.strip())
+        return
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InnerError(
+            f"{path} is not JSON: {error}. Files with one JSON object per line are called .jsonl."
+        ) from error
+    records = document if isinstance(document, list) else [document]
+    yield from ((number, partial(_same, record)) for number, record in enumerate(records, 1))
+
+
+def _same(record: Any) -> Any:
+    return record
+
+
+def _place(path: Path) -> str:
+    return "line" if path.suffix == ".jsonl" else "record"
+
+
+def _what(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error}"
+    return f"no {error}" if isinstance(error, KeyError) else str(error)

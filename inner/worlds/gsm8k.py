@@ -1,0 +1,103 @@
+"""GSM8K: grade-school mathematics with one number as the answer (arXiv 2110.14168).
+
+    {"question": "Natalia sold …", "answer": "… 48+24 = <<48+24=72>>72 clips …\\n#### 72"}
+        gsm8k_rows    ──▶   {"prompt": [{"role": "user", "content": "Natalia sold … #### <number>"}], "answer": "72"}
+        exact_match   ──▶   1.0 if the completion's final number is 72, else 0.0
+
+    python -m inner.worlds.gsm8k --to prompts.jsonl                       the Hub's openai/gsm8k
+    python -m inner.worlds.gsm8k --to prompts.jsonl --source train.jsonl  a local file
+
+Not promised: that a right number was reached by right steps.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from inner.base import InnerError
+from inner.replay.actions import plain_text
+from inner.replay.states import read_lines
+
+HUB_ID = "openai/gsm8k"
+ASK = "\n\nThink step by step. End with a line `#### <number>`."
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+
+
+def gsm8k_rows(source: str | Path = HUB_ID, split: str = "train", limit: int | None = None) -> list[dict[str, Any]]:
+    """Prompts and answers from a Hub id, or from a local .jsonl. A bad line is named in a TraceWarning and left out."""
+    local = str(source).endswith(".jsonl")
+    rows = read_lines(source, lambda row, number: [prompt_row(row)]) if local else _from_hub(str(source), split)
+    return rows[:limit]
+
+
+def prompt_row(row: Any) -> dict[str, Any]:
+    """One problem as a row of a prompts file; ValueError says what it lacks."""
+    question, answer = row["question"], row["answer"]
+    final = final_number(answer, marked=True)
+    if final is None:
+        raise ValueError(f"the answer has no `#### <number>`: {answer[-60:]!r}")
+    return {"prompt": [{"role": "user", "content": question.strip() + ASK}], "answer": str(final)}
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1.0 where the final number is the answer: the one after the last `####`, else the last one in the text."""
+    return [
+        float(final_number(completion_text(c)) == final_number(a)) for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def final_number(text: str, marked: bool = False) -> Decimal | None:
+    """`marked`: only a number behind `####` counts. 1,000 is 1000 is 1000.0 is $1,000."""
+    _, mark, behind = text.rpartition("####")
+    if mark:
+        found = _NUMBER.match(behind.strip().removeprefix("<").lstrip("`* "))
+        return _decimal(found[0]) if found else None
+    numbers = [] if marked else _NUMBER.findall(text)
+    return _decimal(numbers[-1]) if numbers else None
+
+
+def completion_text(completion: Any) -> str:
+    """A completion is a string, or the messages of a conversation whose last turn counts."""
+    return (
+        completion if isinstance(completion, str) else plain_text(completion[-1].get("content") if completion else "")
+    )
+
+
+def _decimal(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "").replace("$", "")).normalize() + 0  # -0 is 0
+    except InvalidOperation:
+        return None
+
+
+def _from_hub(source: str, split: str) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        data = load_dataset(source, "main", split=split)
+    except Exception as error:
+        raise InnerError(
+            f"{source} could not be loaded from the Hub ({type(error).__name__}: {error}). Without a network, give a "
+            "local .jsonl with `question` and `answer`."
+        ) from error
+    return [prompt_row(row) for row in data]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write GSM8K as a prompts file.")
+    parser.add_argument("--to", required=True, type=Path, help="the .jsonl to write")
+    parser.add_argument("--source", default=HUB_ID, help="a Hub id or a local .jsonl")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--limit", type=int)
+    given = parser.parse_args()
+    rows = gsm8k_rows(given.source, given.split, given.limit)
+    given.to.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{len(rows)} prompts in {given.to}")
+
+
+if __name__ == "__main__":
+    main()
