@@ -29,7 +29,7 @@ class Journal:
         self._store, self._clock, self._slot, self._generation = store, clock, slot, generation
         self._lines: list[str] = []
         self._written = 0
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def tell(self, event: str, **fields: Any) -> None:
         line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_rounded(fields)})
@@ -39,8 +39,9 @@ class Journal:
             self._lines.append(line)
 
     def flush(self) -> None:
-        with self._lock:
-            lines, self._lines = self._lines, []
+        with self._writing:  # one at a time, and nobody who tells something waits for it
+            with self._lock:
+                lines, self._lines = self._lines, []
             if not lines:
                 return
             try:

@@ -47,6 +47,7 @@ class Life:
         if isinstance(store, SealedStore):
             store.tell = self.tell
         self._ended, self.why = threading.Event(), "asked to leave"
+        self._flush_due = False
         self.rv = Rendezvous(
             store,
             self.clock,
@@ -76,6 +77,10 @@ class Life:
         if self._journal is not None:
             self._journal.flush()
 
+    def flush_soon(self) -> None:
+        """With the next beat, by its thread: writing takes a request, and the caller has better things to do."""
+        self._flush_due = True
+
     def ask_to_leave(self, why: str = "asked to leave") -> None:
         """Offer what there is at the next inner step, and go.  Safe in a signal handler."""
         self.rv.ask_to_leave()
@@ -89,6 +94,9 @@ class Life:
     def _run(self) -> None:
         while not self._ended.wait(self.timing.beat):
             self.rv.members.tick()
+            if self._flush_due:
+                self._flush_due = False
+                self.flush()
             if not self._parent_alive():
                 self._orphaned()
 

@@ -126,6 +126,7 @@ class StoreManager:
         self._samples: list[float] = []  # of each fragment, since its last offer
         self._commit: Commit | None = None  # settled, not yet advanced
         self._flight: Flight | None = None
+        self._ahead = True  # may the next step be decided already?  If not, the beat will tell
         self._spent: dict[str, float] = {}
         self._round_began = run.clock.now()
 
@@ -148,7 +149,9 @@ class StoreManager:
 
         def round_() -> Commit:
             offer()
-            return self._settle(vector)
+            commit = self._settle(vector)
+            self._ahead = self.life.rv.chain.read(commit.t + 1) is not None  # here it holds nobody up
+            return commit
 
         self._flight = flight = Flight(round_)
         return Work(lambda: self._land(flight.land()))
@@ -284,7 +287,7 @@ class StoreManager:
         return fragment
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        missed = self.life.rv.catch_up(late)
+        missed = self.life.rv.catch_up(late) if self._ahead else 0
         if missed:
             self.life.tell("caught_up", missed=missed, step=self.life.rv.step)
         self._round_began = self.life.clock.now()
@@ -373,7 +376,10 @@ class StoreManager:
         if self.life.rv.idle_steps in (3, 6, 12, 24) or (self.life.rv.idle_steps and self.life.rv.idle_steps % 50 == 0):
             self.life.tell("nothing_learned", steps=self.life.rv.idle_steps, cause=likely_cause(stats))
         self._warn(commit, self._about_mine(mine, fragment) if mine else [])
-        self.life.flush()
+        if self._loop.overlaps:
+            self.life.flush_soon()
+        else:
+            self.life.flush()
 
     def _about_mine(self, mine: Offer, fragment: int) -> list[Finding]:
         if self.life.rv.idle_steps:  # all of them have zeros: that is said as such

@@ -107,9 +107,9 @@ class FlatFragment(nn.Module):
             at = to
 
     @torch.no_grad()
-    def scatter(self, theta: Tensor) -> None:
-        """model ← flat."""
-        self.merged = None if torch.equal(self.flat.data, theta) else self.flat.data.clone()
+    def scatter(self, merged: bool) -> None:
+        """model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
+        self.merged = self.flat.data.clone() if merged else None
         at = 0
         for p in self.live:
             p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
@@ -310,6 +310,8 @@ class OuterLoop:
         self.manager.progress(local, (time.monotonic() - self._mark) / local)
         if local < self.prepare_at and self._sync_now(local):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
+        elif self.prepare_at < local < self.interval and (self.manager.leaving or self.manager.fenced):
+            self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before it lands
         if local == self.prepare_at or (local == self.interval and self.alpha > 0):
             due = self.manager.current_step() % self.rules.fragments
             self.fragments[due].gather(self.thetas[due])
@@ -351,13 +353,16 @@ class OuterLoop:
 
     def scatter(self, fragment: int) -> None:
         """model ← this fragment, as torchft left it (θ, or θ merged with α)."""
-        self.fragments[fragment].scatter(self.thetas[fragment])
+        self._scatter(fragment, merged=self.alpha > 0)
+
+    def _scatter(self, fragment: int, *, merged: bool) -> None:
+        self.fragments[fragment].scatter(merged)
         self.h[fragment] = 0
 
     def rewrite(self, fragment: int) -> None:
         """model ← θ, which was moved without torchft."""
         self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
-        self.scatter(fragment)
+        self._scatter(fragment, merged=False)
 
     def _rewrite_stale(self) -> None:
         if self._stale is not None:

@@ -131,7 +131,7 @@ def test_rounding_never_enters_a_pseudogradient(dtype: torch.dtype) -> None:
     fragment = FlatFragment([live])
     theta = vector(500)  # fp32 master that the model's dtype cannot hold
     fragment.flat.data.copy_(theta)
-    fragment.scatter(theta)
+    fragment.scatter(merged=False)
     fragment.gather(theta)
     assert torch.equal(fragment.flat.data, theta), "an untouched model must have a pseudogradient of exactly 0"
     before = live.detach().float().clone()
@@ -146,7 +146,7 @@ def test_a_merge_is_not_part_of_the_next_pseudogradient() -> None:
     live = nn.Parameter(vector(64))
     fragment, theta = FlatFragment([live]), vector(64)
     fragment.flat.data.copy_(theta + 0.25)  # what torchft leaves for α > 0
-    fragment.scatter(theta)
+    fragment.scatter(merged=True)
     fragment.gather(theta)
     assert torch.equal(fragment.flat.data, theta)
 
