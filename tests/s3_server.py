@@ -42,6 +42,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
 PIECE = 1 << 20
+SLOW_PIECE = 1 << 16  # of a limited link: so that requests take turns
 NAMES = {
     "400": "ExpiredToken",
     "403": "AccessDenied",
@@ -347,11 +348,16 @@ class _Handler(BaseHTTPRequestHandler):
             source, left = io.BufferedReader(_Chunked(source)), float("inf")
         if self.headers.get("x-amz-content-sha256", "").startswith("STREAMING"):
             source, left = io.BufferedReader(_Chunked(source)), float("inf")
-        view = memoryview(bytearray(min(PIECE, int(left)) if left < float("inf") else PIECE))
+        piece = PIECE if self._free else SLOW_PIECE
+        view = memoryview(bytearray(min(piece, int(left)) if left < float("inf") else piece))
         while left and (n := source.readinto(view[: int(min(left, len(view)))])):
             self._wait_for(n)
             left -= n
             yield view[:n]
+
+    @property
+    def _free(self) -> bool:
+        return not (self.s3.link.rate or self.own_link.rate)
 
     def _wait_for(self, size: int) -> None:
         self.s3.link.wait_for(size)
@@ -462,9 +468,8 @@ class _Handler(BaseHTTPRequestHandler):
         return int(first), min(size, int(last) + 1 if last else size)
 
     def _pour(self, f: io.BufferedReader, at: int, end: int) -> None:
-        free = not (self.s3.link.rate or self.own_link.rate)
         while at < end:
-            n = min(end - at, 1 << 22 if free else 1 << 16)
+            n = min(end - at, 1 << 22 if self._free else SLOW_PIECE)
             self._wait_for(n)
             at += os.sendfile(self.connection.fileno(), f.fileno(), at, n)
 
