@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inner.build import build_inner, publish_model
     from inner.check import check_inner
     from inner.compose import LossParts, build_batch, compose_loss
+    from inner.llm_hints import LLMHints
     from inner.losses.divergence import generalized_jsd_loss
     from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
     from inner.losses.preference import dpo_loss, sequence_logprobs, simpo_loss
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from inner.replay.states import TraceState, TraceWarning, load_states, save_states
     from inner.replay.teachers import DEFAULT_TEACHERS, Teacher, TeacherAction
     from inner.replay.traces import openhands_states, swe_agent_states, tau_bench_states
+    from inner.spans import hinted_spans, span_batch
     from inner.supervised import SupervisedLoop
     from inner.trainer import ComposerReplicationTrainer
     from inner.worlds.toolworld import ToolWorld
@@ -49,6 +51,7 @@ __all__ = [
     "InnerConfig",
     "InnerError",
     "InnerLoop",
+    "LLMHints",
     "LossParts",
     "NormalizedDPOPair",
     "Replay",
@@ -70,6 +73,7 @@ __all__ = [
     "eopd_loss",
     "extract_dpo_pairs",
     "generalized_jsd_loss",
+    "hinted_spans",
     "load_pairs",
     "load_states",
     "make_dr_grpo_config",
@@ -85,6 +89,7 @@ __all__ = [
     "sdpo_loss",
     "sequence_logprobs",
     "simpo_loss",
+    "span_batch",
     "swe_agent_states",
     "taid_loss",
     "tau_bench_states",
@@ -100,6 +105,7 @@ _HOME = {
     "InnerConfig": "inner.base",
     "InnerError": "inner.errors",
     "InnerLoop": "inner.base",
+    "LLMHints": "inner.llm_hints",
     "LossParts": "inner.compose",
     "NormalizedDPOPair": "inner.replay.normalize",
     "Replay": "inner.replay.ask",
@@ -121,6 +127,7 @@ _HOME = {
     "eopd_loss": "inner.losses.opd",
     "extract_dpo_pairs": "inner.replay.pairs",
     "generalized_jsd_loss": "inner.losses.divergence",
+    "hinted_spans": "inner.spans",
     "load_pairs": "inner.replay.pairs",
     "load_states": "inner.replay.states",
     "make_dr_grpo_config": "inner.objectives",
@@ -136,6 +143,7 @@ _HOME = {
     "sdpo_loss": "inner.losses.sdpo",
     "sequence_logprobs": "inner.losses.preference",
     "simpo_loss": "inner.losses.preference",
+    "span_batch": "inner.spans",
     "swe_agent_states": "inner.replay.traces",
     "taid_loss": "inner.losses.taid",
     "tau_bench_states": "inner.replay.traces",

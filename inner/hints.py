@@ -1,63 +1,165 @@
-"""What to tell the self-teacher at a failed tool call, and when to tell it nothing.
+"""What to tell the self-teacher in front of a turn that failed, and when to tell it nothing.
 
-    "Tool t3_9 not found."                      -> which tools there are
-    "… got an unexpected keyword argument 'x'"  -> what the tool takes
-    anything else                               -> the error itself, as advice
+    hint(row, error) -> text or None        row: the prompt's columns, or a TraceState; and where they are known
+                                            student_action, tools, state_messages, error_kind, hint_template_key
 
-A hint is given only when it would change the action: a hint that recommends just the tool that failed would teach the
-model its own mistake with more confidence (with the live teacher that is how runs collapse).
+    kind            seen in the error                                   the hint says
+    unknown_tool    "Tool t3_9 not found." "Unknown action x"           which tools there are
+    bad_arguments   "f() got an unexpected keyword argument 'x'"        what the tool takes
+    timeout         "timed out" "deadline exceeded"                     ask for less
+    test_failure    "2 failed" "AssertionError"                         what the test says
+    style           "E501 line too long" "introduced new syntax error"  what the checker says
+    refused         "Error: gift card balance is not enough"            which rule is in the way
+    exception       a traceback, and everything else                    the error itself
 
-Not promised: that a hint is right. A better one is a function `hint(row, error) -> str | None` next to your
-environment.
+A hint is given only when it would change the action: a hint that recommends just what failed would teach the model its
+own mistake with more confidence (with the live teacher that is how runs collapse).
+
+The hint stands before the failed turn, so it speaks of the call as of one that is still to come.
+
+Not promised: that a hint is right, or that every text is read as the kind that a person would say. An environment that
+knows better names the kind in its error (spans.py), or brings a `hint(row, error) -> str | None` of its own; one that a
+model writes is in llm_hints.py.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-_TOOL_NAME = re.compile(r"Tool (\S+) not found")
-_ARGUMENTS = re.compile(r"(\w+)\(\) (?:got an unexpected|missing \d+ required|takes )")
+from inner.replay.actions import action_key, action_message
+
+LONGEST = 400  # characters of an error that a hint repeats
+
+_TOOL_NAME = re.compile(r"Tool (\S+) not found|Unknown (?:action|tool|function):? ['\"]?([\w.-]+)")
+_ARGUMENTS = re.compile(r"\b(\w+)\(\) (?:got an unexpected|got multiple values|missing \d+ required|takes )")
+
+# The first that matches. What a program says when it breaks comes before what a rule may say in the same words.
+_KINDS = [
+    ("unknown_tool", _TOOL_NAME),
+    ("bad_arguments", _ARGUMENTS),
+    ("bad_arguments", re.compile(r"validation error|field required|required property|invalid (?:argument|json)", re.I)),
+    ("timeout", re.compile(r"timed?[ -]?out|deadline exceeded", re.I)),
+    (
+        "style",
+        re.compile(r"introduced new syntax error|:\d+: [CEFW]\d{3,4}\b|[Ll]ine too long|\b[Ll]int|would reformat"),
+    ),
+    ("test_failure", re.compile(r"\b[1-9]\d* failed(?:,| in |$)|^FAILED |\bAssertionError\b|\btests? failed\b", re.M)),
+    ("exception", re.compile(r"^Traceback|\b[A-Z]\w+(?:Error|Exception)\b|^(?:Error: )?'\w+'$", re.M)),
+    ("exception", re.compile(r"NoneType|has no attribute|out of range|command not found|no such file", re.I)),
+    (
+        "refused",
+        re.compile(
+            r"\bnot (?:found|available|enough|allowed|permitted|eligible|match|add up)\b|\bcannot\b|insufficient|"
+            r"\b(?:should|must)\b|\binvalid\b|\balready\b|\bexpired\b|exceeds|denied|forbidden|refused|against the",
+            re.I,
+        ),
+    ),
+]
 
 TEMPLATES = {
     "unknown_tool": "The tool {tool} does not exist. Available tools: {tools}.",
     "bad_arguments": "The tool {tool} takes: {arguments}.",
-    "other": "The last call failed: {error} Do something else.",
+    "timeout": "{call} runs out of time: {error} Ask for less at once.",
+    "test_failure": "{call} leaves a test failing: {error} Change what the test checks.",
+    "style": "{call} does not pass the checker: {error} Write it so that it does.",
+    "refused": "{call} is against the rules: {error} Do what the rules allow, or tell the user why not.",
+    "exception": "{call} fails: {error} Do something else.",
 }
 
 
 class Hint(Protocol):
-    """row of the prompts file, the error's text -> what to tell, or None for nothing."""
+    """What is known of the turn (above), the error's text -> what to tell, or None for nothing."""
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None: ...
 
 
 def error_kind(error: str) -> str:
-    """unknown_tool | bad_arguments | other"""
-    if _TOOL_NAME.search(error):
-        return "unknown_tool"
-    return "bad_arguments" if _ARGUMENTS.search(error) else "other"
+    """A key of TEMPLATES."""
+    return next((kind for kind, seen in _KINDS if seen.search(error)), "exception")
 
 
-def failed_tool(error: str) -> str | None:
-    """The tool's name, where the error carries it."""
-    found = _TOOL_NAME.search(error) or _ARGUMENTS.search(error)
-    return found.group(1).split(".")[-1] if found else None
+def failed_tool(error: str, student_action: str = "") -> str | None:
+    """The tool's name: the one that the error says is missing, else that of the call, else of the function."""
+    if missing := _TOOL_NAME.search(error):
+        return next(name for name in missing.groups() if name)
+    function = found.group(1) if (found := _ARGUMENTS.search(error)) else None
+    names = [call["name"] for call in _calls(student_action)]
+    return function if function in names or not names else names[0]
 
 
-def template_hint(error: str, schemas: Sequence[Mapping[str, Any]]) -> str | None:
-    """A hint from the error's kind and the tools' JSON schemas. None where there is nothing to add."""
-    functions = {f["name"]: f for f in (schema["function"] for schema in schemas)}
-    kind, tool = error_kind(error), failed_tool(error)
-    if kind == "unknown_tool":
-        tools = ", ".join(functions)
-        return TEMPLATES[kind].format(tool=tool, tools=tools) if tools else None
-    if kind == "bad_arguments" and tool in functions:
-        arguments = functions[tool].get("parameters", {}).get("properties", {})
-        listed = ", ".join(f"{name} ({spec.get('type', 'any')})" for name, spec in arguments.items())
-        return TEMPLATES[kind].format(tool=tool, arguments=listed or "nothing")
-    return TEMPLATES["other"].format(error=error)
+def templates(row: Mapping[str, Any], error: str) -> str | None:
+    """The Hint that needs nobody: TEMPLATES over the error, the action and the tools."""
+    kind = row.get("hint_template_key") or row.get("error_kind")
+    return template_hint(error, row.get("tools") or (), row.get("student_action") or "", kind)
+
+
+def template_hint(
+    error: str, schemas: Sequence[Mapping[str, Any]], student_action: str = "", kind: str | None = None
+) -> str | None:
+    """A hint from the error's kind and the tools' JSON schemas. None where it would not change the action.
+
+    kind  what the environment says it was; one that has no template is read from the text"""
+    kind = kind if kind in TEMPLATES else error_kind(error)
+    functions = {f["name"]: f for f in (schema.get("function", schema) for schema in schemas)}
+    tool = failed_tool(error, student_action)
+    if kind == "unknown_tool" and functions:
+        others = ", ".join(name for name in functions if name != tool)
+        return TEMPLATES[kind].format(tool=tool, tools=others) if others else None
+    if kind == "bad_arguments" and tool in functions and not _fits(_calls(student_action), functions[tool]):
+        return TEMPLATES[kind].format(tool=tool, arguments=_listed(functions[tool]))
+    if kind in ("unknown_tool", "bad_arguments"):  # nothing to list, or nothing new in it: the error itself
+        kind = "exception"
+    return TEMPLATES[kind].format(call=f"Calling {tool}" if tool else "The next step", error=_sentence(error))
 
 
 def gate(hint: str | None, recommended: str | None, error: str) -> str | None:
     """The hint, unless the tool it recommends is the one that just failed."""
     return None if hint is None or recommended == failed_tool(error) else hint
+
+
+def same_action(recommended: str, student_action: str) -> bool:
+    """Both as action_text writes them: the calls count, not the words around them."""
+    return bool(student_action) and action_key(recommended) == action_key(student_action)
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """Beginning and end: a traceback says at its end what happened."""
+    text = text.strip()
+    head = longest // 4
+    return text if len(text) <= longest else f"{text[:head]} […] {text[head + 5 - longest :]}"
+
+
+def _parameters(function: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+    parameters = function.get("parameters") or {}
+    return parameters.get("properties") or {}, parameters.get("required") or ()
+
+
+def _listed(function: Mapping[str, Any]) -> str:
+    properties, _ = _parameters(function)
+    return ", ".join(f"{name} ({spec.get('type', 'any')})" for name, spec in properties.items()) or "nothing"
+
+
+def _fits(calls: Sequence[Mapping[str, Any]], function: Mapping[str, Any]) -> bool:
+    """The call has just the arguments that the schema lists: to list them again would change nothing."""
+    properties, required = _parameters(function)
+    given = next((call["arguments"] for call in calls if call["name"] == function["name"]), None)
+    if not isinstance(given, dict) or not set(required) <= set(given) <= set(properties):
+        return False
+    return all(_is(value, properties[name].get("type")) for name, value in given.items())
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return not isinstance(kind, str) or kind not in _TYPES or type(value) is _TYPES[kind]
+
+
+_TYPES = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
+
+
+def _calls(student_action: str) -> list[Mapping[str, Any]]:
+    """[{"name", "arguments"}] of the action; none where it is text."""
+    return [call["function"] for call in action_message(student_action).get("tool_calls") or ()]
+
+
+def _sentence(error: str) -> str:
+    text = shortened(error).removeprefix("Error: ")
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -7,24 +7,46 @@
     student      prompt … <assistant>            | turn k
     teacher      prompt … hint … <assistant>     | turn k        the same ids, spliced, never tokenised again
 
-The k-th token of the turn is paired with the k-th token of the turn in the teacher's row, by index. Pure functions.
+The k-th token of the turn is paired with the k-th token of the turn in the teacher's row, by index: both rows end with
+it. Pure functions but for the tokenizer's template.
 
-Not promised: error turns that TRL rolled back because the result did not fit; nobody sees those.
+    a tool result that is an error      {'error': text, …} as TRL writes it, the same in JSON, "Error: …", a traceback
+    what the environment may add        error_kind, hint_template_key: they go to the hint as they are
+
+    TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
+    recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
+
+Not promised: error turns that TRL rolled back because the result did not fit; nobody sees those. On recorded traces the
+ids are the tokenizer's, not the ones that some model sampled.
 """
 
 import ast
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from inner.errors import InnerError
+from inner.hints import Hint
+from inner.replay.actions import Message, action_message, action_text
+from inner.replay.states import TraceState
+
+CACHED = 4096  # hints whose ids are kept
+
+_SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most recent call last\)")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """completion[start:end] is what the model wrote; `error` is what its tool call came back with, if it failed."""
+    """completion[start:end] is what the model wrote; `error` is what its tool call came back with, if it failed.
+
+    seen  of a failed turn, for the hint: student_action, state_messages (of the completion), error_kind, …"""
 
     start: int
     end: int
     error: str | None = None
+    seen: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,18 @@ class Lesson:
     start: int
     end: int
     teacher_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Two rows that end with the same `length` ids: the k-th of them is the k-th of them in the other row."""
+
+    student_ids: list[int]
+    teacher_ids: list[int]
+    length: int
+
+
+# TRL's tool loop: turns and their errors
 
 
 def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
@@ -50,32 +84,65 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def error_text(content: object) -> str | None:
-    """The message in a tool result of the form {'error': message}, the way TRL reports a failed call; else None."""
-    if not (isinstance(content, str) and content.startswith("{'error':")):
-        return None
-    try:
-        return str(ast.literal_eval(content)["error"])
-    except (
-        ValueError,
-        SyntaxError,
-        KeyError,
-        TypeError,
-    ):  # a tool printed something that only looks like it
-        return None
+    """The message of a tool result that is an error (see above); else None."""
+    record = _error_record(content)
+    return None if record is None else str(record["error"])
 
 
 def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """The k-th run of 1s is the k-th assistant message; the tool messages behind it are its results."""
-    results: list[list[str | None]] = []
-    for message in messages:
+    failures: list[Mapping[str, Any] | None] = []
+    for at, message in enumerate(messages):
         if message.get("role") == "assistant":
-            results.append([])
-        elif message.get("role") == "tool" and results:
-            results[-1].append(error_text(message.get("content")))
-    errors = [next((e for e in found if e is not None), None) for found in results]
+            failures.append(_failure(messages, at))
     spans = model_turns(tool_mask)
-    errors += [None] * (len(spans) - len(errors))
-    return [Turn(start, end, error) for (start, end), error in zip(spans, errors, strict=False)]
+    failures += [None] * (len(spans) - len(failures))
+    return [
+        Turn(start, end) if found is None else Turn(start, end, str(found["error"]), found)
+        for (start, end), found in zip(spans, failures, strict=False)
+    ]
+
+
+def _failure(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[str, Any] | None:
+    """What is known of the assistant's message `at`, if one of the calls in it failed. The first that failed counts."""
+    for i, result in enumerate(messages[at + 1 :]):
+        if result.get("role") != "tool":
+            return None
+        if record := _error_record(result.get("content")):
+            action = action_text({"tool_calls": _call_behind(messages[at].get("tool_calls") or [], i, result)})
+            return {**record, "student_action": action, "state_messages": list(messages[:at])}
+    return None
+
+
+def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The call whose result is the i-th, or none. TRL puts the results of async tools behind the others."""
+    there = [call for call in calls[i : i + 1] + calls if "function" in call]
+    named = [call for call in there if call["function"]["name"] == result.get("name", call["function"]["name"])]
+    return named[:1]
+
+
+def _error_record(content: object) -> dict[str, Any] | None:
+    """{"error": text, and what else the environment says}"""
+    if not isinstance(content, str):
+        return None
+    if content.startswith(("{'error':", '{"error":')):
+        record = _parsed(content)
+        return record if record is not None and record["error"] else None
+    return {"error": content} if _SAYS_ERROR.match(content) else None
+
+
+def _parsed(content: str) -> dict[str, Any] | None:
+    for parse in (ast.literal_eval, json.loads):
+        try:
+            record = parse(content)
+            _ = record["error"]
+            return record
+        except (ValueError, SyntaxError, KeyError, TypeError):  # a tool printed what only looks like it
+            continue
+    return None
+
+
+# The splice
 
 
 def splice_hint(context: list[int], hint: list[int], opening: list[int], turn: list[int]) -> list[int]:
@@ -83,3 +150,122 @@ def splice_hint(context: list[int], hint: list[int], opening: list[int], turn: l
     if opening and context[-len(opening) :] == opening:
         context = context[: -len(opening)]
     return context + hint + opening + turn
+
+
+class HintSplicer:
+    """Puts a hint in front of a turn the way the chat template writes messages.
+
+    render(messages, opened) -> ids, with the opening of an assistant's turn behind them where `opened`"""
+
+    def __init__(self, render: Callable[[list[Message], bool], list[int]]) -> None:
+        self._render = render
+        self._cache: dict[str, list[int]] = {}
+        self.opening, self.role = self._read_template()
+
+    def __call__(self, context: list[int], hint: str, turn: list[int]) -> list[int]:
+        """The teacher's row."""
+        return splice_hint(context, self.hint_ids(hint), self.opening, turn)
+
+    def hint_ids(self, hint: str) -> list[int]:
+        """The hint as the template renders it behind a user message. Rendered alone, some templates add a system
+        prompt."""
+        if hint not in self._cache:
+            if len(self._cache) >= CACHED:
+                self._cache.clear()
+            hinted = self._render([*_ASK, {"role": self.role, "content": hint}], False)
+            self._cache[hint] = hinted[len(self._render(_ASK, False)) :]
+        return self._cache[hint]
+
+    def _read_template(self) -> tuple[list[int], str]:
+        """The ids that open an assistant turn, and the role in which the template takes a hint mid-dialogue."""
+        bare, opened = self._render(_ASK, False), self._render(_ASK, True)
+        if opened[: len(bare)] != bare or len(opened) == len(bare):
+            raise InnerError(
+                "the chat template does not open an assistant turn by appending tokens (add_generation_prompt), so a "
+                "hint cannot be spliced in. Use another template, or set alpha_sdpo = 0."
+            )
+        for role in ("system", "user"):
+            try:
+                hinted = self._render([*_ASK, {"role": role, "content": "a"}], False)
+            except Exception:  # a template refuses a role by raising whatever jinja raises
+                continue
+            if hinted[: len(bare)] == bare and len(hinted) > len(bare):
+                return opened[len(bare) :], role
+        raise InnerError(
+            "the chat template takes no message between a user's and the assistant's, so a hint cannot be spliced in. "
+            "Use another template, or set alpha_sdpo = 0."
+        )
+
+
+_ASK: list[Message] = [{"role": "user", "content": "a"}]
+
+
+# Recorded traces
+
+
+def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> list[Span]:
+    """One span per failed state that has a hint."""
+
+    def render(messages: list[Message], opened: bool, tools: Any = None) -> list[int]:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened
+        )
+
+    splice = HintSplicer(render)
+    spans = []
+    for state in states:
+        error = state.get("error")
+        text = hint(state, error) if error else None
+        if text is None:
+            continue
+        messages, tools = [_for_template(m) for m in state["state_messages"]], state.get("tools")
+        context = render(messages, True, tools)
+        turn = action_message(state["student_action"])
+        whole, mute = (render([*messages, t], False, tools) for t in (turn, _without_calls(turn)))
+        shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
+        action = whole[len(context) :] if shown else _plain(state, tokenizer)
+        spans.append(Span(context + action, splice(context, text, action), len(action)))
+    return spans
+
+
+def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
+    """The spans as compose_loss takes them: padded on the right, the loss on the spans' own tokens."""
+    student_ids, student_mask, marked = _padded([s.student_ids for s in spans], [s.length for s in spans], pad_id)
+    teacher_ids, teacher_mask, teacher_marked = _padded(
+        [s.teacher_ids for s in spans], [s.length for s in spans], pad_id
+    )
+    return {
+        "input_ids": student_ids,
+        "attention_mask": student_mask,
+        "response_mask": marked,
+        "sdpo_loss_mask": marked,
+        "ctx_teacher_input_ids": teacher_ids,
+        "ctx_teacher_attention_mask": teacher_mask,
+        "ctx_teacher_loss_mask": teacher_marked,
+    }
+
+
+def _padded(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int) -> tuple[Any, Any, Any]:
+    """ids, attention mask, and the mask of each row's last tokens; each (B, T)."""
+    import torch
+
+    width = max((len(row) for row in rows), default=0)
+    ids = [row + [pad_id] * (width - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    last = [[0] * (len(r) - n) + [1] * n + [0] * (width - len(r)) for r, n in zip(rows, lengths, strict=True)]
+    return torch.tensor(ids), torch.tensor(mask), torch.tensor(last)
+
+
+def _for_template(message: Message) -> Message:
+    """A call's arguments as an object; recorded ones are JSON text, and chat templates want them read."""
+    return {**message, **action_message(action_text(message))} if message.get("tool_calls") else message
+
+
+def _without_calls(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "tool_calls"}
+
+
+def _plain(state: TraceState, tokenizer: Any) -> list[int]:
+    """The action's own text, where the template leaves calls out or writes a finished turn unlike an opened one."""
+    ids = tokenizer(state["student_action"], add_special_tokens=False)["input_ids"]
+    return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

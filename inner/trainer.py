@@ -31,11 +31,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.base import TEACHERS, InnerError
 from inner.dynamic import refill
-from inner.hints import Hint, template_hint
+from inner.hints import Hint, templates
 from inner.losses.divergence import generalized_jsd_loss, zero_on_graph
 from inner.objectives import check_settings
 from inner.order import prompt_order
-from inner.spans import Lesson, Turn, read_turns, splice_hint
+from inner.spans import HintSplicer, Lesson, Turn, read_turns
 
 # In TRL's batches: one list of lessons per rollout, so that its shuffle and split keep them aligned.
 LESSONS = "sdpo_lessons"
@@ -77,15 +77,20 @@ class ComposerReplicationTrainer(GRPOTrainer):
         teacher = _frozen_copy(model) if alpha_sdpo and sdpo_teacher == "frozen" else None
         super().__init__(*args, **kwargs)
         self._apply_objective(objective)
-        self.alpha_sdpo, self.hint = alpha_sdpo, hint
+        self.alpha_sdpo, self.hint = alpha_sdpo, hint or templates
         self.sdpo_jsd_beta, self.sdpo_temperature = sdpo_jsd_beta, sdpo_temperature
         self.sdpo_token_clip, self.sdpo_teacher = sdpo_token_clip, sdpo_teacher
         self._teacher = teacher.to(self.accelerator.device) if teacher is not None else None
         self._turns: list[list[Turn]] | None = None
         self._start_at(data_seed, start)
         self._cache_schemas()
-        self._hint_cache: dict[str, list[int]] = {}
-        self._opening, self._hint_role = self._read_template() if alpha_sdpo else ([], "system")
+        self._splice = HintSplicer(self._render) if alpha_sdpo else None
+        if alpha_sdpo and not (self.tools and self.max_tool_calling_iterations):
+            raise InnerError(
+                f"alpha_sdpo = {alpha_sdpo} learns at tool errors, and this trainer can never see one (tools: "
+                f"{len(self.tools)}, max_tool_calling_iterations: {self.max_tool_calling_iterations}). Pass tools or "
+                "an environment_factory with a public method, or set alpha_sdpo = 0."
+            )
 
     # the objective: what TRL's loss does not do by itself
 
@@ -137,8 +142,10 @@ class ComposerReplicationTrainer(GRPOTrainer):
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        if tools := getattr(self, "_env_tools", None):  # dict schemas are accepted where callables are
-            self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in tools.items()}
+        by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
+        if by_environment:  # dict schemas are accepted where callables are
+            self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
+        self._schemas = [] if by_environment else [t if isinstance(t, dict) else get_json_schema(t) for t in self.tools]
 
     def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
         if not all(isinstance(m["content"], str) for m in tool_messages):  # images: not ours to cache
@@ -154,7 +161,8 @@ class ComposerReplicationTrainer(GRPOTrainer):
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         out = super()._tool_call_loop(*args, **kwargs)
-        self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
+        if self.alpha_sdpo:
+            self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
         return out
 
     # 2. attach the lessons to the batch
@@ -179,6 +187,9 @@ class ComposerReplicationTrainer(GRPOTrainer):
             ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
         ]
         completions = batch["completion_ids"].tolist()
+        if prepare := getattr(self.hint, "prepare", None):  # a hint that asks somebody asks for all at once
+            failed = [(row, turn) for row, found in zip(inputs, turns, strict=True) for turn in found if turn.error]
+            prepare([(self._told(row, turn), turn.error) for row, turn in failed])
         lessons = [self._lessons(*each) for each in zip(inputs, turns, prompts, completions, strict=True)]
         batch[LESSONS] = lessons
         errors = sum(turn.error is not None for rollout in turns for turn in rollout)
@@ -190,18 +201,20 @@ class ComposerReplicationTrainer(GRPOTrainer):
         """One lesson per failed turn that has a hint."""
         lessons = []
         for turn in turns:
-            hint = self._hint_for(row, turn.error) if turn.error is not None else None
+            hint = self.hint(self._told(row, turn), turn.error) if turn.error is not None else None
             if hint is not None:
-                context, written = prompt + ids[: turn.start], ids[turn.start : turn.end]
-                teacher_ids = splice_hint(context, self._hint_ids(hint), self._opening, written)
+                self._splice = self._splice or HintSplicer(self._render)
+                teacher_ids = self._splice(prompt + ids[: turn.start], hint, ids[turn.start : turn.end])
                 lessons.append(Lesson(turn.start, turn.end, teacher_ids))
         return lessons
 
-    def _hint_for(self, row: Mapping[str, Any], error: str) -> str | None:
-        if self.hint is not None:
-            return self.hint(row, error)
-        tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", {})
-        return template_hint(error, tools.get(row.get("environment"), tools.get(None, [])))
+    def _told(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+        """What a hint gets to see: the prompt's columns and what is known of the failed turn."""
+        tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
+        prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+        messages = [*prompt, *turn.seen.get("state_messages", ())]
+        schemas = tools.get(row.get("environment"), tools.get(None, []))
+        return {**row, "tools": schemas, **turn.seen, "state_messages": messages}
 
     # 3. the loss
 
@@ -299,7 +312,7 @@ class ComposerReplicationTrainer(GRPOTrainer):
         self._note("grad_norm", float(norm))
         return norm
 
-    def _render(self, messages: list[dict[str, str]], opened: bool = False) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], opened: bool) -> list[int]:
         tokenizer: Any = self.processing_class
         options: Any = self.chat_template_kwargs
         return tokenizer.apply_chat_template(
@@ -310,39 +323,6 @@ class ComposerReplicationTrainer(GRPOTrainer):
             chat_template=self.chat_template,
             **options,
         )
-
-    def _read_template(self) -> tuple[list[int], str]:
-        """The ids that open an assistant turn, and the role in which the template takes a hint mid- dialogue."""
-        bare, opened = self._render(_ASK), self._render(_ASK, opened=True)
-        if opened[: len(bare)] != bare or len(opened) == len(bare):
-            raise InnerError(
-                "the chat template does not open an assistant turn by appending tokens (add_generation_prompt), so a "
-                "hint cannot be spliced in. Use another template, or set alpha_sdpo = 0."
-            )
-        for role in ("system", "user"):
-            try:
-                hinted = self._render([*_ASK, {"role": role, "content": "a"}])
-            except Exception:  # a template refuses a role by raising whatever jinja raises
-                continue
-            if hinted[: len(bare)] == bare and len(hinted) > len(bare):
-                return opened[len(bare) :], role
-        raise InnerError(
-            "the chat template takes no message between a user's and the assistant's, so a hint cannot be spliced in. "
-            "Use another template, or set alpha_sdpo = 0."
-        )
-
-    def _hint_ids(self, hint: str) -> list[int]:
-        """The hint as the template renders it behind a user message. Rendered alone, some templates add a system
-        prompt."""
-        if hint not in self._hint_cache:
-            if len(self._hint_cache) >= CACHED:
-                self._hint_cache.clear()
-            hinted = self._render([*_ASK, {"role": self._hint_role, "content": hint}])
-            self._hint_cache[hint] = hinted[len(self._render(_ASK)) :]
-        return self._hint_cache[hint]
-
-
-_ASK = [{"role": "user", "content": "a"}]
 
 
 class _GenerationSampler(Sampler):

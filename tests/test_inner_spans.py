@@ -1,15 +1,15 @@
 """Turns, errors, hints and the splice: pure functions on small examples."""
 
-from inner.hints import error_kind, failed_tool, gate, template_hint
+from typing import Any
+
+import pytest
+
+from inner import InnerError
 from inner.order import prompt_order, window_starts
-from inner.spans import Turn, error_text, model_turns, read_turns, splice_hint
+from inner.spans import HintSplicer, Turn, error_text, model_turns, read_turns, splice_hint
 from inner.tally import Tally
 
 FAILED = "{'error': 'Tool t0_1 not found.'}"
-SCHEMAS = [
-    {"function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}},
-    {"function": {"name": "halt", "parameters": {"properties": {}}}},
-]
 
 
 def test_model_turns() -> None:
@@ -23,6 +23,10 @@ def test_error_text() -> None:
     assert error_text(str({"error": 'it\'s "odd"'})) == 'it\'s "odd"'  # quoted the other way round by repr
     assert error_text("7") is None
     assert error_text("{'error': oops") is None  # only looks like one
+    assert error_text('{"error": "no such id"}') == "no such id"  # JSON
+    assert error_text('{"error": null, "result": 3}') is None
+    assert error_text("Error: user not found") == "Error: user not found"  # a tool that reports instead of raising
+    assert error_text("Error rate: 3 %") is None
     assert error_text([{"type": "image"}]) is None
 
 
@@ -40,6 +44,35 @@ def test_turns_get_the_error_of_their_own_call() -> None:
     assert read_turns(mask, messages) == [Turn(0, 2), Turn(3, 6, error), Turn(8, 9)]
 
 
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_a_failed_turn_carries_what_a_hint_needs() -> None:
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call("ls")]},
+        {"role": "tool", "name": "ls", "content": "a b"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call("late"), call("cat", path="a"), call("cat", path="b")],
+        },
+        {"role": "tool", "name": "cat", "content": "text"},
+        {"role": "tool", "name": "cat", "content": str({"error": "Gone.", "error_kind": "refused"})},
+        {"role": "tool", "name": "late", "content": FAILED},  # an async tool: its result comes last
+    ]
+    fine, failed = read_turns([1, 0, 1], messages)
+    assert fine == Turn(0, 1) and not fine.seen
+    assert failed == Turn(2, 3, "Gone.") and failed.seen["error_kind"] == "refused"
+    assert '"name": "cat"' in failed.seen["student_action"]
+    assert failed.seen["state_messages"] == messages[:2]
+    (late,) = read_turns([1], [messages[2], messages[5]])
+    assert '"name": "late"' in late.seen["student_action"]
+    unsupported = {"role": "assistant", "tool_calls": [{"type": "custom", "name": "x"}]}
+    (odd,) = read_turns([1], [unsupported, {"role": "tool", "name": "x", "content": FAILED}])
+    assert odd.error and odd.seen["student_action"] == ""
+
+
 def test_turn_whose_answer_was_cut_away_still_has_its_error() -> None:
     messages = [{"role": "assistant"}, {"role": "tool", "content": FAILED}]
     assert read_turns([1, 1, 0, 0], messages) == [Turn(0, 2, "Tool t0_1 not found.")]
@@ -50,21 +83,21 @@ def test_splice_moves_the_opening_behind_the_hint() -> None:
     assert splice_hint([1, 2], [5], [9], [7]) == [1, 2, 5, 9, 7]  # the context did not end with the opening
 
 
-def test_hints_by_kind() -> None:
-    assert error_kind("Tool x not found.") == "unknown_tool"
-    assert template_hint("Tool x not found.", SCHEMAS) == "The tool x does not exist. Available tools: add, halt."
-    wrong = "Env.add() got an unexpected keyword argument 'c'"
-    assert template_hint(wrong, SCHEMAS) == "The tool add takes: a (integer), b (integer)."
-    assert template_hint("Env.halt() takes 1 positional argument but 2", SCHEMAS) == "The tool halt takes: nothing."
-    assert template_hint("boom.", SCHEMAS) == "The last call failed: boom. Do something else."
-    assert template_hint("Tool x not found.", []) is None  # nothing to recommend
+def test_a_splicer_reads_the_template_or_says_why_it_cannot() -> None:
+    marks = {"user": 1, "system": 2, "assistant": 3}
 
+    def render(messages: list[dict[str, Any]], opened: bool) -> list[int]:
+        if any(m["role"] == "system" for m in messages[1:]):
+            raise ValueError("system must come first")  # many templates do
+        return [i for m in messages for i in (marks[m["role"]], len(m["content"]), 9)] + [3] * opened
 
-def test_gate_keeps_only_hints_that_change_the_action() -> None:
-    assert failed_tool("Tool t3_1 not found.") == "t3_1"
-    assert gate("hint use t3_6", "t3_6", "Tool t3_1 not found.") == "hint use t3_6"
-    assert gate("hint use t3_1", "t3_1", "Tool t3_1 not found.") is None
-    assert gate("hint use t3_1", "t3_1", "Tool t3_10 not found.") is not None  # a name, not a prefix
+    splice = HintSplicer(render)
+    assert (splice.opening, splice.role) == ([3], "user")
+    assert splice([1, 1, 9, 3], "use b", [7, 8, 9]) == [1, 1, 9, 1, 5, 9, 3, 7, 8, 9]
+    with pytest.raises(InnerError, match="does not open an assistant turn"):
+        HintSplicer(lambda messages, opened: render(messages, False))
+    with pytest.raises(InnerError, match="takes no message between"):
+        HintSplicer(lambda messages, opened: [len(messages), *render(messages[:1], opened)])
 
 
 def test_prompt_order_is_a_permutation_per_epoch_and_pure() -> None:

@@ -1,5 +1,6 @@
 """The trainer against TRL itself: what alpha = 0 must not change, what the SDPO term must be, and what it may cost."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.base import InnerConfig, InnerError, Seeds
 from inner.grpo import _quietly, trainer_arguments
+from inner.spans import Turn
 from inner.trainer import LESSONS, ComposerReplicationTrainer
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
 
@@ -25,9 +27,11 @@ FOLDER = tempfile.TemporaryDirectory(
 
 def make(cls: type = ComposerReplicationTrainer, steps: int = 2, reward: Any = WORLD.reward, **options: Any) -> Any:
     """A trainer on a fresh copy of the small world, with the settings of our loop and a real last step."""
+    task = {"environment_factory": options.pop("environment_factory", WORLD.environment())}
+    iterations = options.pop("max_tool_calling_iterations", 2)
     own = {"hint": WORLD.hint, **options} if cls is ComposerReplicationTrainer else {}
     arguments = trainer_arguments(InnerConfig(**SMALL), Seeds(data=0, noise=11), FOLDER.name)
-    arguments.max_steps = steps
+    arguments.max_steps, arguments.max_tool_calling_iterations = steps, iterations
     with _quietly():
         return cls(
             model=AutoModelForCausalLM.from_pretrained(small_folder()),
@@ -35,7 +39,7 @@ def make(cls: type = ComposerReplicationTrainer, steps: int = 2, reward: Any = W
             args=arguments,
             train_dataset=WORLD.dataset(64),
             processing_class=AutoTokenizer.from_pretrained(small_folder()),
-            environment_factory=WORLD.environment(),
+            **task,
             **own,
         )
 
@@ -241,18 +245,50 @@ def test_suffixes_are_cached_per_tool_and_content() -> None:
 
 def test_without_a_hint_function_the_templates_are_used() -> None:
     trainer = make(alpha_sdpo=0.1, hint=None)
-    hint = trainer._hint_for({"kind": 0}, "Tool t0_9 not found.")
-    assert (
-        hint
-        == f"The tool t0_9 does not exist. Available tools: {', '.join(sorted(WORLD.right_name(k) for k in (0, 1)))}."
-    )
+    error = "Tool t0_9 not found."
+    hint = trainer.hint(trainer._told({"prompt": "op0 1 2"}, Turn(0, 1, error)), error)
+    names = ", ".join(sorted(WORLD.right_name(k) for k in (0, 1)))
+    assert hint == f"The tool t0_9 does not exist. Available tools: {names}."
+
+
+def test_a_hint_sees_the_failed_turn_and_is_asked_for_all_at_once() -> None:
+    class Asked:
+        def __init__(self) -> None:
+            self.prepared: list[Any] = []
+            self.called: list[Any] = []
+
+        def prepare(self, failed: list[Any]) -> None:
+            assert not self.called
+            self.prepared += failed
+
+        def __call__(self, row: Any, error: str) -> str | None:
+            self.called.append((row, error))
+            return None
+
+    asked = Asked()
+    batch = rollouts(make(alpha_sdpo=0.1, hint=asked))
+    assert asked.called and asked.called == asked.prepared
+    assert not any(batch[LESSONS])
+    for row, error in asked.called:
+        name = json.loads(row["student_action"].split("\n")[1])["name"]
+        assert error == f"Tool {name} not found."
+        assert row["state_messages"][0] == row["prompt"][0] and len(row["tools"]) == 2
+
+
+def test_alpha_with_nothing_that_can_fail_is_refused() -> None:
+    with pytest.raises(InnerError, match=r"can never see one.*max_tool_calling_iterations: 0"):
+        make(alpha_sdpo=0.1, max_tool_calling_iterations=0)
+    with pytest.raises(InnerError, match=r"can never see one \(tools: 0"):
+        make(alpha_sdpo=0.1, environment_factory=None)
+    make(environment_factory=None)  # plain GRPO needs no tools
 
 
 def test_refusals() -> None:
-    for options, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"beta_replay": 0.1}, "replay is not in this version"),
         ({"alpha_sdpo": -1.0}, "0 .off. or more"),
         ({"sdpo_teacher": "ema"}, "frozen, live"),
-    ):
+    ]
+    for options, words in cases:
         with pytest.raises(InnerError, match=words):
             make(**options)

@@ -1,6 +1,6 @@
 """Other people's traces as states: one state for every turn of the assistant.
 
-    tau_bench_states    {"reward", "traj": [messages]}       error: a tool result that starts with "Error"
+    tau_bench_states    {"reward", "traj": [messages]}       error: a tool result "Error…" or "Unknown action…"
     swe_agent_states    {"history": [messages]}              error: by its text, see SWE_ERROR
     openhands_states    {"history": [events]}                error: `error`, exit code ≠ 0, "ERROR:", a refused edit
 
@@ -103,7 +103,7 @@ def _name(path: str | Path, number: int) -> str:
 
 def _tau_error(turn: Message) -> str | None:
     text = plain_text(turn.get("content"))
-    return text if turn["role"] == "tool" and text.startswith("Error") else None
+    return text if turn["role"] == "tool" and text.startswith(("Error", "Unknown action")) else None
 
 
 def _swe_error(turn: Message) -> str | None:
