@@ -35,6 +35,7 @@ class Vigil:
         self._clock, self._timing = clock, timing
         self._looked_at, self._elapsed = clock.now(), 0.0
         self._since: float | None = None  # `idle` when m fresh offers were last seen
+        self._long = 0.0  # `idle` when `long` was last true
         self.idle, self.waited, self.again = 0.0, 0.0, 0.0
 
     @property
@@ -51,6 +52,13 @@ class Vigil:
         gap = self._elapsed if self._since is None else self.idle - self._since
         self.waited = self.waited + gap if reached else 0.0
         self._since = self.idle if reached else None
+
+    def long(self, normal: float = 0.0) -> bool:
+        """Are the others long in coming?  True once in every `dead_after`, or `normal` if that is more."""
+        if self.idle - self._long <= max(self._timing.dead_after, normal):
+            return False
+        self._long = self.idle
+        return True
 
     def sleep(self) -> None:
         self._clock.sleep(self.pause)

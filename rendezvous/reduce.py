@@ -285,8 +285,8 @@ class Reducer:
     # ---------------------------------------------------------------- announced by the closer
 
     def announces(self, commit: Commit, mean: np.ndarray) -> bool:
-        """Is the mean worth writing down for those who come later?  Not if the blobs are fewer bytes."""
-        return mean.nbytes <= sum(o.size for o in commit.offers)
+        """Is the mean worth writing down for those who come later?  It is if they read half as much, or less."""
+        return 2 * mean.nbytes <= sum(o.size for o in commit.offers)
 
     def announce(self, commit: Commit, mean: np.ndarray) -> None:
         """Write the mean down, once."""

@@ -112,7 +112,7 @@ class Rendezvous:
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_), Encoder(rules_.codec)
-        self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._alert)
+        self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._rest, self._bad)
         self._closer = Closer(
             self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd
         )
@@ -303,7 +303,7 @@ class Rendezvous:
         """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
         self._phase("wait")
         self._turn()
-        vigil, mend_at = Vigil(self.clock, self.timing), self.timing.dead_after
+        vigil = Vigil(self.clock, self.timing)
         while (commit := self.chain.read(self.step)) is None:
             self._alert()
             vigil.look()
@@ -311,11 +311,17 @@ class Rendezvous:
             self.members.status.note = why_open
             if why_open:
                 self._give_up_after(vigil.idle, why_open)
-                if vigil.idle > mend_at:
+                if vigil.long():
                     self._mend_mine()
-                    mend_at += self.timing.dead_after
                 vigil.sleep()
         return self._checked(commit)
+
+    def _rest(self, vigil: Vigil, normal: float) -> None:
+        """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
+        self._alert()
+        if vigil.long(normal):
+            self._mend_mine()
+        vigil.sleep()
 
     def _give_up_after(self, idle: float, why_open: str) -> None:
         if idle > self.timing.give_up:
@@ -406,12 +412,16 @@ class Rendezvous:
             try:
                 return self._reducer.mean(commit, out, mine)
             except Corrupt as error:
-                if self.clock.now() - began > self.timing.give_up or not self._writers_hold(commit):
+                if not self._bad(commit, error) or self.clock.now() - began > self.timing.give_up:
                     raise
-                self.members.status.note = str(error)
                 self._alert()
-                if mine is not None:  # two writers of bad blobs would wait for each other
-                    self._reducer.mend_mine(mine)
+
+    def _bad(self, commit: Commit, error: Corrupt) -> bool:
+        """A listed body is bad.  See that ours are not: two would wait for each other.   -> May it yet be put back?"""
+        self.members.status.note = str(error)
+        for mine in self._mine:
+            self._reducer.mend_mine(mine)
+        return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
         """Have its writers their bodies in memory still?  Until the step after the next, if they live."""

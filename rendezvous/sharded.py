@@ -5,6 +5,7 @@
     my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
     the others':  poll mean/{j}.json ─▶ GET
                   its owner is dead, or we waited (longer by rank, at most 2 × patience) ─▶ compute it here: same bits
+    bad blob:     its writer puts it back or takes over; who could? nobody any more ─▶ Corrupt, after `dead_after`
 
 Not promised: that a part is computed once.  Its register says which copy is fetched.
 """
@@ -22,21 +23,34 @@ from rendezvous.records import Commit
 from rendezvous.reduce import Mine, Reducer, Shard
 from rendezvous.rules import Timing
 
+_PATIENCE = 0.4  # of the time between two syncs
+
 
 class Sharer:
-    """One replica's share of a sharded reduction.   alert: called before every pause; may raise."""
+    """One replica's share of a sharded reduction.
+
+    rest(vigil, normal): a pause, when `normal` seconds of waiting are no reason to worry; may raise.
+    bad(commit, error): told that a listed body is; -> may it yet be put back?
+    """
 
     def __init__(
-        self, clock: Clock, reducer: Reducer, members: Membership, timing: Timing, alert: Callable[[], None]
+        self,
+        clock: Clock,
+        reducer: Reducer,
+        members: Membership,
+        timing: Timing,
+        rest: Callable[[Vigil, float], None],
+        bad: Callable[[Commit, Corrupt], bool],
     ) -> None:
-        self._clock, self._reducer, self._members, self._timing, self._alert = clock, reducer, members, timing, alert
+        self._clock, self._reducer, self._members, self._timing = clock, reducer, members, timing
+        self._rest, self._bad = rest, bad
         self._needed = 0.0  # seconds for the last part that was ours
 
     def mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
         """The commit's mean into `out`; on the way, what this replica owes to the others.
 
-        Who meets a bad blob leaves the part to others: its writer has the bytes in memory, and takes over.  He also
-        looks whether his own is still there: two writers would wait for each other.
+        Who meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them back or takes
+        over.  When nobody has them any more, and no part was announced, it ends this life after `dead_after`.
         """
         parts = self._reducer.parts(commit, out.size)
         missing = list(range(len(parts)))
@@ -50,8 +64,7 @@ class Sharer:
             missing = [j for j in missing if not self._reducer.take_part(commit, j, parts[j], out)]
             if not missing:
                 return
-            self._alert()
-            vigil.sleep()
+            self._rest(vigil, _PATIENCE * commit.pace)
 
     def _make(
         self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, mine: Mine | None, waited: float
@@ -60,11 +73,11 @@ class Sharer:
         try:
             if part:
                 self._reducer.announce_part(commit, j, self._reducer.make_part(commit, part, out, mine))
-        except Corrupt:
-            if waited > self._timing.give_up:
+        except Corrupt as error:
+            if self._reducer.take_part(commit, j, part, out):
+                return True
+            if waited > (self._timing.give_up if self._bad(commit, error) else self._timing.dead_after):
                 raise
-            if mine is not None:
-                self._reducer.mend_mine(mine)
             return False
         self._needed = self._clock.now() - began
         return True
@@ -75,6 +88,6 @@ class Sharer:
         peer = self._members.peers.get(owner)
         apart = layout.slot_index(self._members.slot) - layout.slot_index(owner)
         rank = max(1, apart % max(2, self._members.wanted.universe))
-        patience = max(4 * self._timing.poll, 0.4 * commit.pace, 2 * self._needed)
+        patience = max(4 * self._timing.poll, _PATIENCE * commit.pace, 2 * self._needed)
         gone = peer is not None and peer.dead(self._timing.dead_after)
         return waited > patience * min(2.0, 0.75 + rank / 4) or (gone and rank == 1)

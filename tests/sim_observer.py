@@ -334,9 +334,9 @@ class Observer:
                 self.broken("who has the bytes puts them back", f"{key} is damaged for 25 s, and {p.slot} has it")
 
     def _waits(self, p: Process, step: int) -> bool:
-        """Has its offer for the open step been durable for a good while?"""
+        """Has its offer for the open step been durable, and its requests been answered, for a good while?"""
         mine = [d.at for d in self.offers.values() if (d.offer.step, d.offer.slot) == (step, p.slot)]
-        return bool(mine) and self.w.now - max(mine[0], p.asleep_until) > 20
+        return bool(mine) and self.w.now - max(mine[0], p.asleep_until, p.hangs_until) > 20
 
     def look(self) -> None:
         """Once a second: is anything happening?"""

@@ -41,6 +41,7 @@ class Process:
     drift: float = 1.0  # its seconds per second
     dead: bool = False  # no store call of it has any effect any more
     asleep_until: float = 0.0
+    hangs_until: float = 0.0  # a request of its work, not of its heartbeat, is slow
     ended: str = ""  # why it ended by itself
     tainted: bool = False  # a bit of its θ or momentum was flipped
     work: bytes = b""  # its newest pseudogradient

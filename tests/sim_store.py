@@ -17,6 +17,8 @@ Not promised: registers that rot.  They are JSON with a kind, and a damaged one 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from greenlet import getcurrent
+
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreFull, StoreUnclear
 from rendezvous.store import Buffer
@@ -145,7 +147,7 @@ class SimStore:
         if fault == "pause before":
             self._pause()
         if fault == "slow":
-            w.wait(p, w.rng.uniform(1.0, 20.0))
+            self._hang(w.rng.uniform(1.0, 20.0))
         answer = w.effect(p, verb, key, body)
         if fault == "kill after":
             w.die(p)
@@ -164,6 +166,13 @@ class SimStore:
             w.torn.add(key)
             w.fired["half a blob is seen"] += 1
             w.effect(self._process, verb, key, body[: w.rng.randrange(len(body))])
+
+    def _hang(self, seconds: float) -> None:
+        """One request takes very long; whoever made it can do nothing else."""
+        w, p = self._world, self._process
+        if getcurrent() not in p.tasks[1:2]:  # its heartbeat
+            p.hangs_until = max(p.hangs_until, w.now + seconds)
+        w.wait(p, seconds)
 
     def _pause(self) -> None:
         """SIGSTOP: every greenlet of the process stands still."""

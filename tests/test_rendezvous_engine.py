@@ -13,6 +13,7 @@ import pytest
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import BadDelta, Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
+from rendezvous.garbage import Collected
 from rendezvous.membership import write_control
 from rendezvous.records import Claim, Commit, Leave, Mean, Snapshot
 from rendezvous.reduce import Reducer
@@ -403,6 +404,70 @@ def test_a_writer_that_waits_for_others_looks_after_its_last_blob(clock: ManualC
     assert b.events("repaired")
     a.step()
     assert a.state.theta.tolist() == b.state.theta.tolist() == [98.5] * 3
+
+
+def trio(clock: ManualClock, rules: Rules = RULES) -> tuple[FaultyStore, Seat, Seat, Seat]:
+    """Three that have seen each other's heart beat, and one step's work of ten seconds."""
+    store = bucket(clock, replicas=3, steps=20)
+    a, b, c = (Seat(store, f"r{i:02d}", clock, rules).join() for i in range(3))
+    for seat in (a, b, c) * 3:
+        seat.rv.members.tick()
+    clock.at += 10.0
+    return store, a, b, c
+
+
+@DAMAGE
+def test_a_writer_that_waits_for_a_bad_blob_looks_after_all_of_its_own(clock: ManualClock, how: str) -> None:
+    store, a, b, c = trio(clock)
+    a.offer(1, 1, 1)
+    b.offer(2, 2, 2)
+    a.rv.settle()
+    c.rv.catch_up()
+    b.step()
+    damage(store, b.rv.last_offer.blob, how)  # type: ignore[union-attr]
+    b.offer(3, 3, 3)
+    c.offer(3, 3, 3)
+    damage(store, c.rv.last_offer.blob, how)  # type: ignore[union-attr]
+    with pytest.raises(Corrupt, match=r"delta/r02-1"):
+        b.rv.mean(b.rv.settle(), np.empty(3, np.float32))
+    assert [event["step"] for event in b.events("repaired")] == [0], "a waits for it, and c may wait for a"
+    a.step()
+    assert a.state.theta.tolist() == c.state.theta.tolist() == [98.5] * 3
+
+
+SHARDS = replace(RULES, shard_from=1, shard_elements=1)
+
+
+@DAMAGE
+def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(clock: ManualClock, how: str) -> None:
+    store, a, b, c = trio(clock, SHARDS)
+    for seat in (a, b, c):
+        seat.offer(1, 1, 1)
+    damage(store, c.rv.last_offer.blob, how)  # type: ignore[union-attr]
+    a.rv.settle()
+    commit, out = c.rv.settle(), np.empty(3, np.float32)
+    assert commit.mode == "sharded"
+    c.rv.mean(commit, out)  # from its own memory, after a while in which nobody else could do his part
+    assert c.events("repaired") and out.tolist() == [1.0] * 3
+
+
+def test_a_part_that_nobody_can_compute_any_more_is_not_waited_for(clock: ManualClock) -> None:
+    """The others die before they announce their parts; their successors go on, and collect."""
+    store, a, b, c = trio(clock, SHARDS)
+    for seat in (a, b, c):
+        seat.offer(1, 1, 1)
+    commit = a.rv.settle()
+    b, c = (Seat(store, seat.rv.slot, clock, SHARDS).join() for seat in (b, c))
+    blobs = [o.blob for o in commit.offers if o.slot != "r00"]
+    for _ in range(6):
+        together(b, c)
+    store.delete(blobs)
+    for seat in (b, c, a) * 2:
+        seat.rv.members.tick()
+    began = clock.now()
+    with pytest.raises(Collected, match="step 0 cannot be read any more"):
+        a.rv.mean(commit, np.empty(3, np.float32))
+    assert clock.now() - began < TIMING.give_up / 2, "both live, and beat"
 
 
 @DAMAGE

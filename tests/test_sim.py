@@ -13,13 +13,14 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
+from greenlet import getcurrent
 
 from rendezvous import rules
 from rendezvous.rules import Rules
 from tests.sim import Schedule, World, draw, main, run, table
 from tests.sim_bugs import BUGS, planted
 from tests.sim_replica import Process
-from tests.sim_store import rot
+from tests.sim_store import SimStore, rot
 
 SCHEDULES, BATCH = 1080, 180  # about 60 ms of one core each
 FAULTS = {
@@ -119,6 +120,21 @@ def test_deltas_that_rot_in_an_open_step_are_put_back_by_their_writers(rules_: R
         world.run()
     assert len(damaged) == len(whose) and not world.fired["restored by the operator"]
     assert len(world.observer.commits) > 5 and all(not p.ended or p.ended == "finished" for p in world.processes)
+
+
+def test_who_hangs_in_a_request_cannot_put_anything_back_meanwhile() -> None:
+    """A heartbeat that hangs is no excuse."""
+    world, excused = World(Schedule(0, replicas=2, min_replicas=1, slow=0.02, end=60.0)), set[tuple[bool, bool]]()
+    hang = SimStore._hang
+
+    def seen(store: SimStore, seconds: float) -> None:
+        p, ends = store._process, world.now + seconds
+        hang(store, seconds)
+        excused.add((getcurrent() is p.tasks[1], p.hangs_until >= ends))
+
+    with patch.object(SimStore, "_hang", seen):
+        world.run()
+    assert {(False, True), (True, False)} <= excused and (False, False) not in excused
 
 
 # ---------------------------------------------------------------------- how long to wait, and for whom
