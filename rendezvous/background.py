@@ -52,7 +52,8 @@ def at_once(*jobs: Job) -> None:
     threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs[1:]]
     for thread in threads:
         thread.start()
-    run(jobs[0])
+    for job in jobs[:1]:
+        run(job)
     for thread in threads:
         thread.join()
     if errors:

@@ -2,13 +2,13 @@
 
     mean = ( fl(w₁·x₁) + fl(w₂·x₂) + … ) / fl(Σ wᵢ)        in listed order, each operation rounded to fp32
 
-direct     every reader fetches every listed blob
+direct     every reader fetches every listed blob but its own
 sharded    the owner of part j fetches its range of every blob, announces the part's mean; all fetch all parts
 announced  the closer wrote the mean and its digest, so that a later reader fetches one blob instead of N, and a
            blob that rots after it was listed can be done without
 
-numpy (and a codec's accumulate) multiplies and adds in two roundings on every CPU, so there is nothing here to make
-replicas differ.
+numpy, a codec's accumulate and the C kernels multiply and add in two roundings on every CPU, so there is nothing here
+to make replicas differ.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

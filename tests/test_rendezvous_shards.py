@@ -122,6 +122,15 @@ def test_the_mean_is_the_same_however_bodies_are_fetched(codec: str, owners: int
         Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, one)
 
 
+@pytest.mark.parametrize("kind", [MemoryStore, Far])
+def test_a_commit_of_which_no_body_fits_moves_nothing(kind: type[MemoryStore]) -> None:
+    store = kind()
+    commit, _, rules = commit_of(store, "fp32", 5000, 3, 0)
+    out = np.ones(4000, np.float32)  # another length than the bodies have
+    Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, out)
+    assert not out.any()
+
+
 def test_a_damaged_range_is_never_averaged() -> None:
     store, n = MemoryStore(), 5000
     commit, _, rules = commit_of(store, "fp32", n, 3, 3)
