@@ -9,6 +9,7 @@ FENCED = 3  # another process holds this slot; do not start again
 LEFT = 4  # asked to go; its work is durable
 DIVERGED = 5  # its memory was not the chain's θ, or what it needed was collected; starting again heals
 BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
+RESUME = 7  # it left because its platform's time limit is near; start the slot again
 GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
 
 NAMES = {
@@ -18,5 +19,6 @@ NAMES = {
     LEFT: "left",
     DIVERGED: "diverged",
     BAD_DELTA: "bad delta",
+    RESUME: "time limit near",
     GAVE_UP: "gave up",
 }

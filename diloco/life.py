@@ -24,6 +24,7 @@ from rendezvous.rules import Rules, Timing
 from rendezvous.seal import SealedStore
 from rendezvous.store import Store
 
+PLACE_ENV = "DILOCO_PLACE"
 ORPHAN_GRACE_S = 40.0  # an orphan that has not left by then ends itself
 
 
@@ -55,7 +56,7 @@ class Life:
             Rules(),
             timing,
             tell=self.tell,
-            host=socket.gethostname(),
+            host=host(),
             pid=os.getpid(),
             retention=retention,
             background=Worker(),
@@ -64,7 +65,7 @@ class Life:
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:
             self.tell(event, **fields)
-        self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=socket.gethostname())
+        self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=host())
         threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True).start()
 
     def tell(self, event: str, **fields: Any) -> None:
@@ -108,6 +109,11 @@ class Life:
             self.ask_to_leave("its launcher is gone")
         elif now - self._orphan_since > ORPHAN_GRACE_S:
             os._exit(exitcodes.LEFT)
+
+
+def host() -> str:
+    """Where this process is, for whoever looks for it: the launch that a rented container serves, or this machine."""
+    return os.environ.get(PLACE_ENV) or socket.gethostname()
 
 
 def make_room(

@@ -4,7 +4,7 @@
       └──launch_replicas──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
                                ├──cancel──▶ (asked to go)                                  ├▶ FAILED    its own fault
                                ├──collect─▶ results                                        ├▶ CANCELLED we asked
-                               └──logs────▶ lines                                          └▶ LOST      killed, gone
+                               └──logs, follow ─▶ lines                                    └▶ LOST      killed, gone
     find(run) ──▶ handles, from another process and with no local state
 
 A replica's whole input is the run's URL and its slot.  Specs, handles and statuses survive JSON.
@@ -13,13 +13,17 @@ An executor reports; only the supervisor replaces.
 Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket tells.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
 RANK_ENV = "REPLICA_RANK"
 REPLICA = "diloco.replica:main"
+
+
+class ExecutorError(ValueError):
+    """A platform cannot do this as asked: what happened, what was seen, and the next thing to do."""
 
 
 class State(StrEnum):
@@ -56,6 +60,8 @@ class ReplicaSpec(Plain):
     argv: called as function(list(argv)), and what it returns is the exit code (None: 0).
     kwargs: called as function(**kwargs) instead, and what it returns is the result.
     env: set before anything heavy is imported only where `fresh`, which asks for a new interpreter.
+    gpu: kinds in order of preference, in the platform's words; none: CPU only.   secrets: names, never values.
+    timeout_s: how long the process may live (0: as long as the executor allows); it leaves by itself before that.
     """
 
     run: str
@@ -66,13 +72,18 @@ class ReplicaSpec(Plain):
     kwargs: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     fresh: bool = False
+    gpu: tuple[str, ...] = ()
+    timeout_s: float = 0.0
+    secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Handle(Plain):
     """One launched process, as anybody on the same platform can find it again.
 
-    pid and started (clock ticks since boot) together name a process for ever; `files` is the stem of its files.
+    On this machine pid and started (clock ticks since boot) together name a process for ever, and `files` is the stem
+    of its files.  On a platform `native` is its id there (a FunctionCall, a job; "" if the launch failed).
+    launched_at: Unix time.   usd_per_hour: its price, None where nobody knows.
     """
 
     run: str
@@ -83,16 +94,28 @@ class Handle(Plain):
     pid: int = 0
     started: int = 0
     files: str = ""
+    native: str = ""
+    launched_at: float = 0.0
+    usd_per_hour: float | None = 0.0
+
+    @property
+    def place(self) -> str:
+        """What its claim and beats give as their host, where that is not this machine (executors/container.py)."""
+        return f"{self.executor}/{self.slot}.{self.attempt}" if self.native else ""
 
 
 @dataclass(frozen=True)
 class Status(Plain):
-    """What an executor knows of a handle now.  exit_code: negative for a signal, None if nobody saw it."""
+    """What an executor knows of a handle now.  exit_code: negative for a signal, None if nobody saw it.
+
+    stale: the platform did not answer; this is what was known before.
+    """
 
     handle: Handle
     state: State
     reason: str = ""
     exit_code: int | None = None
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +136,7 @@ class Result(Plain):
 
 @dataclass(frozen=True)
 class LaunchPlan(Plain):
-    """What a launch would do and cost.   usd_per_hour: None when nobody knows."""
+    """What a launch would do and cost.   usd_per_hour: of all together, None when nobody knows one of the prices."""
 
     lines: tuple[str, ...]
     usd_per_hour: float | None = 0.0
@@ -137,7 +160,11 @@ class ServerlessExecutor(Protocol):
         entrypoint_args: Mapping[str, Any] | None = None,
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
-        """Start them; the same (run, slot, attempt) again gives the same handle.  A failed start is a FAILED handle."""
+        """Start them, all at once; the same (run, slot, attempt) again gives the same handle, from any process.
+
+        A failed start is a FAILED handle, so that some may start.  Raises ExecutorError before anything was started
+        if nothing could be: no credentials, an unknown GPU, a run that the platform cannot reach.
+        """
         ...
 
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
@@ -154,6 +181,10 @@ class ServerlessExecutor(Protocol):
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         """Its output so far; the last `tail` lines only."""
+        ...
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        """The same and what comes, until it has ended.  A dropped connection is taken up again, each line once."""
         ...
 
     def find(self, run: str) -> list[Handle]:

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ FORK_ENV = {
 }  # else torch.cuda.is_available() in the server spoils CUDA after a fork
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
 TAIL = 12
+FOLLOW_S = 0.1
 
 
 class LocalProcessExecutor:
@@ -190,6 +191,17 @@ class LocalProcessExecutor:
         except OSError:
             return []
         return lines if tail is None else lines[-tail:] if tail > 0 else []
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        shown = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
+        while True:
+            ended = self.poll([handle])[0].state.ended  # before the look, so that nothing is missed
+            lines = self.logs(handle)
+            yield from lines[shown:]
+            shown = max(shown, len(lines))
+            if ended:
+                return
+            self._clock.sleep(FOLLOW_S)
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
         began = self._clock.now()

@@ -37,7 +37,7 @@ PRELOAD = ("diloco.replica", "diloco.manager", "diloco.outer", "inner.build", "i
 PUBLISH, PUBLISHER = "publish", "executors.supervisor:publish_model"
 FAILED, LOST_LEASE = 1, 3
 TICK_S, GRACE_S, PATIENCE_S = 0.2, 20.0, 120.0
-BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.GAVE_UP)
+BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
 
 
 def publish_model(argv: list[str]) -> int:
