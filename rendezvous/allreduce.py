@@ -28,7 +28,8 @@ from rendezvous.snapshots import Arrays
 from rendezvous.store import Store, open_store
 
 Floats = NDArray[np.floating[Any]]
-STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform")
+STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform", announce=False)
+NEAR_POLL_S, FAR_POLL_S = 0.005, 0.02
 
 
 class NoState:
@@ -83,28 +84,31 @@ class ObjectStoreAllReduce:
     def allreduce(self, tensor: Any) -> Any:
         """Replace a float tensor (numpy or torch) by its mean over all ranks; -> the tensor.
 
-        TimeoutError leaves it untouched; the same call again goes on waiting, with the value given first.
+        TimeoutError leaves it untouched; the same call again goes on waiting, with the value given first.  An error
+        while the mean is read may leave anything in it; the same call again reads the mean.
         """
         if self.world_size == 1:
             return tensor
-        mean = flat32(tensor)
+        flat = flat32(tensor)
         try:
             rv = self._begun()
-            rv.offer(mean, 1)
+            rv.offer(flat, 1)
             commit = rv.settle()
         except GaveUp as error:
             raise TimeoutError(self._who_is_missing(error)) from error
-        self._check_sizes(commit, mean)
-        rv.mean(commit, mean)
+        self._check_sizes(commit, flat)
+        rv.mean(commit, flat)
         rv.advance(commit)
-        write_back(tensor, mean)
+        if not shared(tensor, flat):
+            write_back(tensor, flat)
         return tensor
 
     def _begun(self) -> Rendezvous:
         """This rank's seat, at the first step that neither it nor a predecessor has offered."""
         if self._rv is None:
-            timing = Timing(poll=0.02, give_up=self.timeout_s, store_patience=self.timeout_s)
             store = under_key(self._store or open_store(self._url), self._clock, run_key())
+            poll = NEAR_POLL_S if getattr(store, "near", False) else FAR_POLL_S
+            timing = Timing(poll=poll, give_up=self.timeout_s, store_patience=self.timeout_s)
             rv = Rendezvous(store, self._clock, layout.slot_name(self.rank), STRICT, timing)
             rv.claim()
             n = self.world_size
@@ -133,18 +137,26 @@ class ObjectStoreAllReduce:
 
 
 def flat32(tensor: Any) -> np.ndarray:
-    """A flat fp32 copy of a float array or torch tensor."""
+    """A float array or torch tensor as flat fp32: its own memory if it is that already, else a copy."""
     if isinstance(tensor, np.ndarray):
         array = cast(Floats, tensor)
         if array.dtype.kind == "f":
-            return array.astype(np.float32).reshape(-1)
+            fits = array.flags.c_contiguous and array.flags.aligned and array.flags.writeable
+            return array.astype(np.float32, order="C", copy=not fits).reshape(-1)
     else:
         import torch
 
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            return tensor.detach().to("cpu", torch.float32).reshape(-1).numpy().copy()
+            return tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1).numpy()
     dtype: object = getattr(cast(object, tensor), "dtype", type(cast(object, tensor)))
     raise TypeError(f"allreduce takes numpy arrays and torch tensors of floats, got {dtype}")
+
+
+def shared(tensor: Any, flat: np.ndarray) -> bool:
+    """Is `flat` the tensor's own memory?"""
+    if isinstance(tensor, np.ndarray):
+        return np.may_share_memory(cast(Floats, tensor), flat)
+    return tensor.device.type == "cpu" and tensor.data_ptr() == flat.ctypes.data
 
 
 def write_back(tensor: Any, mean: np.ndarray) -> None:

@@ -349,7 +349,7 @@ class Rendezvous:
                 self._sharer.mean(commit, out, mine)
                 return
             self._mean(commit, out, mine)
-        if commit.by == self.name and self._reducer.announces(commit, out):
+        if commit.by == self.name and self.rules.announce and self._reducer.announces(commit, out):
             self._announcement = self._announce(commit, out, mine)
 
     def _announce(self, commit: Commit, mean: np.ndarray, mine: Mine | None) -> Callable[[], None]:

@@ -36,7 +36,8 @@ class Rules:
     weighting: what an offer counts by.   norm_gate: the limit of `gate`, 0 for none.   sync_seconds: a sync is due
     after that long even if inner steps are missing, 0 for never.
     shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
-    elements of the shards on whose grid bodies are digested.
+    elements of the shards on whose grid bodies are digested.   announce: the closer of a step that is reduced directly
+    writes the mean down for those who come later.
     """
 
     fragments: int = 1
@@ -50,6 +51,7 @@ class Rules:
     sync_seconds: float = 0.0
     shard_from: int = 8 << 20
     shard_elements: int = 1 << 16
+    announce: bool = True
 
     @property
     def window(self) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreUnclear
 from rendezvous.store import Buffer
+from rendezvous.stores.spares import LEAST, Spares
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -38,10 +39,14 @@ class FileStore:
         self.root = Path(root).absolute()
         self.url = f"file://{self.root}"
         self._tmp = self.root / ".tmp"
+        self._spares = Spares(self._tmp)
 
     def put(self, key: str, body: Buffer) -> None:
         with self._written(key, body) as tmp:
-            os.replace(tmp, self._path(key))
+            if memoryview(body).nbytes >= LEAST:
+                self._replace_and_keep(tmp, self._path(key))
+            else:
+                os.replace(tmp, self._path(key))
 
     def create(self, key: str, body: Buffer) -> None:
         with self._written(key, body) as tmp:
@@ -85,14 +90,29 @@ class FileStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def _replace_and_keep(self, tmp: str, path: Path) -> None:
+        """The same, and the file keeps a second name: when the key is deleted, its pages serve again."""
+        link = f"{tmp}.link"
+        try:
+            os.link(tmp, link)
+            os.replace(link, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(link)
+        self._spares.keep(tmp)
+
     @contextmanager
     def _written(self, key: str, body: Buffer) -> Generator[str]:
         """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
+        view = memoryview(body).cast("B")
         with self._errors("write", key):
             self._tmp.mkdir(parents=True, exist_ok=True)
             fd, tmp = tempfile.mkstemp(dir=self._tmp)
             try:
-                _write(fd, memoryview(body).cast("B"))
+                if len(view) >= LEAST and self._spares.take(len(view), tmp):
+                    os.close(fd)
+                    fd = os.open(tmp, os.O_WRONLY)
+                _write(fd, view)
                 yield tmp
             finally:
                 with suppress(FileNotFoundError):
@@ -109,6 +129,7 @@ class FileStore:
             if error.errno in _READ_ONLY:
                 raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
             if error.errno in _FULL:
+                self._spares.drop_all()
                 raise StoreFull(f"{where}. Free some space on that disk") from error
             raise StoreUnclear(where) from error
 
