@@ -11,6 +11,9 @@
 #else
 #define EXPORT
 #endif
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define TINY 0x1p-126f
 #define INF_BITS 0x7F800000
@@ -47,6 +50,22 @@ INLINE int keep(float *e, const float *s, long n) { /* shows the caller what was
 INLINE void put(float *total, const float *v, float w, int first, long n) {
     if (first) for (long i = 0; i < n; i++) total[i] = w * v[i];
     else for (long i = 0; i < n; i++) total[i] += w * v[i];
+}
+
+/* past the caches: what is written here is long, and read much later */
+INLINE void stream(void *out, const void *v, long bytes) {
+    long i = 0;
+#ifdef __SSE2__
+    if (((uintptr_t)out & 15) == 0) for (; i + 16 <= bytes; i += 16)
+        _mm_stream_si128((__m128i *)((char *)out + i), _mm_loadu_si128((const __m128i *)((const char *)v + i)));
+#endif
+    memcpy((char *)out + i, (const char *)v + i, bytes - i);
+}
+
+INLINE void fence(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
 }
 
 INLINE int encode_row(const float *x, float *restrict e, uint8_t *restrict row, long n, int block, int levels,
@@ -103,6 +122,11 @@ INLINE int add_row(const uint8_t *row, float w, float *total, int first, long n,
     EXPORT int add_##name(const uint8_t *rows, float w, float *total, int first, long n, float most) {            \
         int bad = 0;                                                                                              \
         long i = 0;                                                                                               \
+        for (float t[STEP]; first && i + block <= n && !bad; i += block, rows += row_bytes) {                     \
+            bad = add_row(rows, w, t, 1, block, block, levels, most);                                             \
+            stream(total + i, t, 4 * block);                                                                      \
+        }                                                                                                         \
+        fence();                                                                                                  \
         for (; i + block <= n && !bad; i += block, rows += row_bytes)                                             \
             bad = add_row(rows, w, total + i, first, block, block, levels, most);                                 \
         return bad || (i < n && add_row(rows, w, total + i, first, n - i, block, levels, most));                  \
@@ -125,15 +149,22 @@ INLINE uint16_t narrow(float v) { /* to nearest even, no infinities */
     return (uint16_t)((bits & 0x7FFFFFFF) >= INF_BITS ? (bits >> 16 & 0x8000) | 0x7F7F : bits >> 16);
 }
 
-INLINE int narrow_all(const float *restrict x, float *restrict e, uint8_t *restrict rows, long n, int feedback) {
+INLINE int narrow_all(const float *x, float *e, uint8_t *rows, long n, int feedback) {
     int32_t most = 0;
-    for (long i = 0; i < n; i++) {
-        float s = feedback ? e[i] + x[i] : x[i];
-        uint16_t half = narrow(s);
-        most = magnitude(s) > most ? magnitude(s) : most;
-        memcpy(rows + 2 * i, &half, 2);
-        if (feedback) e[i] = s - wide(half); /* not finite where s is not */
+    for (long at = 0; at < n; at += STEP) {
+        long m = n - at < STEP ? n - at : STEP;
+        const float *restrict from = x + at;
+        float *restrict left = feedback ? e + at : 0;
+        uint16_t halves[STEP];
+        for (long i = 0; i < m; i++) {
+            float s = feedback ? left[i] + from[i] : from[i];
+            halves[i] = narrow(s);
+            most = magnitude(s) > most ? magnitude(s) : most;
+            if (feedback) left[i] = s - wide(halves[i]); /* not finite where s is not */
+        }
+        stream(rows + 2 * at, halves, 2 * m);
     }
+    fence();
     return most >= INF_BITS;
 }
 
@@ -166,10 +197,13 @@ INLINE int finish(const float *t, float weight, float *out, long n) {
     memcpy(&bits, &weight, 4);
     float scaled[STEP], inverse = 1.0f / weight;
     int exact = !(bits & 0x7FFFFF) && weight >= 0x1p-60f && weight <= 0x1p60f; /* then both are the same number, rounded */
-    if (exact) for (long i = 0; i < n; i++) scaled[i] = t[i] * inverse;
-    else for (long i = 0; i < n; i++) scaled[i] = t[i] / weight;
-    for (long i = 0; i < n; i++) most = magnitude(scaled[i]) > most ? magnitude(scaled[i]) : most;
-    memcpy(out, scaled, 4 * n);
+    for (long i = 0; i < n; i++) {
+        float v = exact ? t[i] * inverse : t[i] / weight;
+        int32_t m = magnitude(v);
+        scaled[i] = v;
+        most = m > most ? m : most;
+    }
+    stream(out, scaled, 4 * n);
     return most >= INF_BITS;
 }
 
@@ -186,6 +220,7 @@ INLINE int finish(const float *t, float weight, float *out, long n) {
             }                                                                                                     \
             bad = bad || finish(t, weight, out + i, m);                                                           \
         }                                                                                                         \
+        fence();                                                                                                  \
         return bad;                                                                                               \
     }
 
