@@ -1,6 +1,7 @@
 """What one life of a replica writes down for people: one small object of JSON lines per outer step.
 
     log/{slot}-{generation}/000000.jsonl, 000001.jsonl, …        {"at": …, "event": "step", "step": 3, "reward": 0.4, …}
+    log/{slot}-{generation}/000000.rollouts.jsonl, …             a few rollouts of one outer step (inner/watched.py)
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
 """
@@ -29,6 +30,8 @@ class Journal:
         self._store, self._clock, self._slot, self._generation = store, clock, slot, generation
         self._lines: list[str] = []
         self._written = 0
+        self._watched: list[dict[str, Any]] = []
+        self._samples = 0
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def tell(self, event: str, **fields: Any) -> None:
@@ -38,8 +41,15 @@ class Journal:
         with self._lock:
             self._lines.append(line)
 
+    def watch(self, step: int, sample: dict[str, Any]) -> None:
+        """What the inner loop's `sample` gave, to be written with the next flush."""
+        if sample:
+            with self._lock:
+                self._watched.append({"step": step, **sample})
+
     def flush(self) -> None:
         with self._writing:  # one at a time, and nobody who tells something waits for it
+            self._flush_samples()
             with self._lock:
                 lines, self._lines = self._lines, []
             if not lines:
@@ -49,12 +59,28 @@ class Journal:
                 self._store.put(layout.log(self._slot, self._generation, self._written), body)
                 self._written += 1
             except StoreError as error:
-                print(f"{self._slot}: log not written: {error}", file=sys.stderr, flush=True)
+                print(f"{self._slot}: log not written: {error}; trying again", file=sys.stderr, flush=True)
+                with self._lock:
+                    self._lines = lines + self._lines
+
+    def _flush_samples(self) -> None:
+        with self._lock:
+            watched, self._watched = self._watched, []
+        for sample in watched:
+            try:
+                head = {k: v for k, v in sample.items() if k != "rollouts"}
+                body = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *sample["rollouts"]])
+                self._store.put(layout.rollouts(self._slot, self._generation, self._samples), body.encode())
+                self._samples += 1
+            except StoreError as error:
+                print(f"{self._slot}: rollouts not written: {error}", file=sys.stderr, flush=True)
 
 
 def read_journal(store: Store) -> Iterator[dict[str, Any]]:
     """Every event of a run with "slot" and "generation", in no particular order; damaged lines are skipped."""
     for key in store.list(layout.LOGS):
+        if layout.is_rollouts(key):
+            continue
         slot, generation = layout.log_owner(key)
         for line in (store.get(key) or b"").decode(errors="replace").splitlines():
             try:
@@ -64,4 +90,6 @@ def read_journal(store: Store) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in fields.items()}
+    """Seven digits are enough; a Unix time among them keeps its milliseconds."""
+    short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
+    return {k: short(v) if isinstance(v, float) else v for k, v in fields.items()}

@@ -2,8 +2,12 @@
 
     Life(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
 
-The only thread of a replica that we start.  It ticks the membership (rendezvous/membership.py) and watches the
-process that launched us, if there is one to watch.
+The only thread of a replica that we start.  It ticks the membership (rendezvous/membership.py) and watches what
+keeps us here: the process that launched us, if there is one to watch, and the budget's lease, if there is one:
+
+    control: until ──▶ passed, and nobody has put it off ──▶ leave, with what there is; by force after ORPHAN_GRACE_S
+
+Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
 """
 
 import os
@@ -25,7 +29,7 @@ from rendezvous.seal import SealedStore
 from rendezvous.store import Store
 
 PLACE_ENV = "DILOCO_PLACE"
-ORPHAN_GRACE_S = 40.0  # an orphan that has not left by then ends itself
+ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
 
 
 class Life:
@@ -43,7 +47,7 @@ class Life:
     ) -> None:
         self.clock, self.timing, self._store, self._slot = clock or SystemClock(), timing, store, slot
         self._journal: Journal | None = None
-        self._parent_alive, self._orphan_since = parent_alive, 0.0
+        self._parent_alive, self._alone_since = parent_alive, 0.0
         self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
         if isinstance(store, SealedStore):
             store.tell = self.tell
@@ -74,6 +78,11 @@ class Life:
         else:
             self._journal.tell(event, **fields)
 
+    def watch(self, sample: dict[str, Any]) -> None:
+        """A few rollouts of the outer step that this replica is in."""
+        if self._journal is not None:
+            self._journal.watch(self.rv.step, sample)
+
     def flush(self) -> None:
         if self._journal is not None:
             self._journal.flush()
@@ -99,15 +108,19 @@ class Life:
                 self._flush_due = False
                 self.flush()
             if not self._parent_alive():
-                self._orphaned()
+                self._abandoned("its launcher is gone", "the process that launched this replica is gone")
+            elif 0 < self.rv.members.wanted.until <= self.clock.wall():
+                self._abandoned("the budget's lease is over", "nobody has put off the end that the budget sets")
+            else:
+                self._alone_since = 0.0
 
-    def _orphaned(self) -> None:
+    def _abandoned(self, why: str, what: str) -> None:
         now = self.clock.now()
-        if not self._orphan_since:
-            self._orphan_since = now
-            print(f"{self._slot}: the process that launched this replica is gone; leaving", file=sys.stderr, flush=True)
-            self.ask_to_leave("its launcher is gone")
-        elif now - self._orphan_since > ORPHAN_GRACE_S:
+        if not self._alone_since:
+            self._alone_since = now
+            print(f"{self._slot}: {what}; leaving", file=sys.stderr, flush=True)
+            self.ask_to_leave(why)
+        elif now - self._alone_since > ORPHAN_GRACE_S:
             os._exit(exitcodes.LEFT)
 
 

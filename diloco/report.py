@@ -67,7 +67,7 @@ class Step:
 
 @dataclass
 class Life:
-    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, …"""
+    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …"""
 
     slot: str
     generation: int
@@ -207,12 +207,15 @@ class Reader:
             if not body:
                 return None
             c = Claim.decode(body)
-            self._lives[slot, generation] = Life(slot, generation, c.pid, c.host, c.at)
+            life = Life(slot, generation, c.pid, c.host, c.at)
+            if c.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
+                life.ended, life.how = c.at, "fence"
+            self._lives[slot, generation] = life
         return self._lives[slot, generation]
 
     def _read_logs(self) -> None:
         for key in self._store.list(layout.LOGS):
-            if key not in self._logs:
+            if key not in self._logs and not layout.is_rollouts(key):
                 owner, generation = layout.log_owner(key)
                 lines = (self._store.get(key) or b"").decode(errors="replace").splitlines()
                 self._logs[key] = [e for line in lines if (e := _event(line, owner, generation)) is not None]
@@ -246,7 +249,7 @@ class Reader:
 
     def _tell_life(self, e: dict[str, Any]) -> None:
         if e["event"] in ("killed", "lost"):
-            life = next((x for x in self._lives.values() if (x.slot, x.pid) == (e.get("slot"), e.get("pid"))), None)
+            life = self._told_of(e)
             if life is not None and (e["event"] == "killed" or life.how in ("running", "replaced")):
                 life.ended, life.how = e["at"], e["event"]
             return
@@ -255,6 +258,12 @@ class Reader:
             life.joined, life.joined_step = e["at"], e.get("step", 0)
         if life is not None and e["event"] in LAST_WORDS and life.how in ("running", "replaced", "lost"):
             life.ended, life.how = e["at"], e["event"].replace("_", " ")
+
+    def _told_of(self, e: Mapping[str, Any]) -> Life | None:
+        """Whose end it is: by its generation, or by its pid, which a rented machine may give to many."""
+        if e["generation"]:
+            return self._lives.get((e["slot"], e["generation"]))
+        return next((x for x in self._lives.values() if (x.slot, x.pid) == (e["slot"], e.get("pid"))), None)
 
 
 def _event(line: str, owner: str, generation: int) -> dict[str, Any] | None:
@@ -303,6 +312,7 @@ def summary(report: Report) -> str:
     """One screen: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
     lines += _reward_lines(report)
+    lines += [f"  channels {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)
     lines += ["", *_life_lines(report, room=21 - len(lines) - 5), ""]
     lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
@@ -327,6 +337,19 @@ def _reward_lines(report: Report) -> list[str]:
     if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
         lines.append(f"  counted later than their step: {', '.join(late)}")
     return lines
+
+
+def channel_words(report: Report) -> str:
+    """Of the newest outer step that tells: the share of its data that each channel of the loss used, and the norm of
+    what it sent into the backbone; means over replicas.  "" where there is one channel only."""
+    newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
+    told = [e for e in report.of_kind("step") if e["step"] == newest]
+    found = []
+    for name in ("grpo", "sdpo", "replay"):
+        coverage, norm = ([e[k] for e in told if k in e] for k in (f"{name}_coverage", f"{name}_grad_norm"))
+        if coverage:
+            found.append(f"{name} {fmean(coverage):.0%}" + (f" ‖∇‖ {fmean(norm):.1g}" if norm else ""))
+    return f"at step {newest}: {' · '.join(found)}" if found else ""
 
 
 def _cost_lines(report: Report) -> list[str]:

@@ -26,6 +26,10 @@ class ExecutorError(ValueError):
     """A platform cannot do this as asked: what happened, what was seen, and the next thing to do."""
 
 
+class Unavailable(ExecutorError):
+    """A platform does not answer now; the same may work later."""
+
+
 class State(StrEnum):
     PENDING = "PENDING"
     STARTING = "STARTING"
@@ -136,10 +140,14 @@ class Result(Plain):
 
 @dataclass(frozen=True)
 class LaunchPlan(Plain):
-    """What a launch would do and cost.   usd_per_hour: of all together, None when nobody knows one of the prices."""
+    """What a launch would do and cost.   usd_per_hour: of all together, None when nobody knows one of the prices.
+
+    refused: why some of them could not be launched, in sentences.
+    """
 
     lines: tuple[str, ...]
     usd_per_hour: float | None = 0.0
+    refused: tuple[str, ...] = ()
 
 
 class ServerlessExecutor(Protocol):

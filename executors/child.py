@@ -1,36 +1,91 @@
 """What runs inside a started process: one function, its output in a log file, its end in files beside it.
 
-    stem.json     who it is (pid, start)      first
+    stem.json     who it is (pid, start)      first, and only if nobody else is it already
     stem.log      stdout and stderr
     stem.result   what the function returned  JSON, only if it is a result
     stem.exit     pid, start, exit code       last, by whoever reaped it
 
-A fresh interpreter comes in by START with the request as JSON; the fork server calls `settle` and `run` directly.
+A fresh interpreter comes in by START with the request as JSON; the fork server calls `live` directly.  The name card
+is what makes a launch happen once: two launchers may start the same (slot, attempt), and the second process goes.
+
+Not promised: an end by itself at `timeout_s` for an entry point that ignores SIGTERM; it is ended then.
 """
 
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco import exitcodes
 from executors.processes import start_ticks
 
+MARGIN = 0.9  # of its time: the rest is for a last offer
 START = "import sys; from executors.child import main; sys.exit(main(sys.argv[1:]))"
 
 
-def settle(request: Mapping[str, Any]) -> None:
-    """Become a process of its own: session, working files, name card."""
+def live(request: Mapping[str, Any]) -> int:
+    """The whole life of a started process; -> the exit code."""
+    if not settle(request):
+        return exitcodes.FENCED
+    sys.argv = [request["entrypoint"], *request["argv"]]
+    if not request["timeout_s"]:
+        return run(request)
+    return run_in_time(request, request["timeout_s"])
+
+
+def settle(request: Mapping[str, Any]) -> bool:
+    """Become a process of its own: session, working files, cores, name card.   False: another process is it already."""
     os.environ.update(request["env"])
+    if cores := request.get("cores"):
+        os.sched_setaffinity(0, cores)
     log = os.open(request["files"] + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     me = {"pid": os.getpid(), "started": start_ticks(os.getpid())}
-    write_json(request["files"] + ".json", {**request["handle"], **me})
+    card = take_card(request["files"], {**request["handle"], **me})
+    return (card["pid"], card["started"]) == (me["pid"], me["started"])
+
+
+def take_card(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a name card there unless there is one; -> the one that stands."""
+    part = Path(f"{stem}.json.{os.getpid()}.part")
+    part.write_text(json.dumps(card))
+    try:
+        os.link(part, f"{stem}.json")
+    except FileExistsError:
+        pass
+    finally:
+        part.unlink()
+    return json.loads(Path(f"{stem}.json").read_text())
+
+
+def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
+    """The same as `run`; asked to leave before its time is over, and ended by force then."""
+    late = threading.Event()
+
+    def ask() -> None:
+        late.set()
+        print("its time is nearly over; leaving, to be started again", file=sys.stderr, flush=True)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            os._exit(exitcodes.RESUME)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    end = (os._exit, (exitcodes.RESUME,))
+    timers = [threading.Timer(MARGIN * seconds, ask), threading.Timer(seconds, *end)]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    code = run(request)
+    for timer in timers:
+        timer.cancel()
+    return exitcodes.RESUME if late.is_set() and code == exitcodes.LEFT else code
 
 
 def run(request: Mapping[str, Any]) -> int:
@@ -73,9 +128,14 @@ def write_json(path: str, value: Any) -> None:
     part.replace(path)
 
 
+def write_end(stem: str, pid: int, started: int, code: int) -> None:
+    """Its exit code, unless it was one too many."""
+    card = json.loads(Path(f"{stem}.json").read_text())
+    if (card["pid"], card["started"]) == (pid, started):
+        write_json(f"{stem}.exit", {"pid": pid, "started": started, "code": code})
+
+
 def main(argv: list[str]) -> int:
     request = json.loads(argv[0])
     sys.path[:] = request["path"]
-    settle(request)
-    sys.argv = [request["entrypoint"], *request["argv"]]
-    return run(request)
+    return live(request)

@@ -5,7 +5,9 @@
                           │  the platform's time limit is near    ─▶ the same, and the exit code is RESUME
                           └─▶ {"exit_code": 0, "reason": "done", "value": …, "tail": […]}
 
-    python -m executors.container SPEC     for platforms that start a command: the same, its end as the last line
+    python -m executors.container SPEC EXECUTOR     for platforms that start a command: the same, in its log
+        diloco-started: r01.1                       the first line
+        diloco-ended: {"exit_code": 0, …            the last ones: log collectors cut lines that are too long
 
 A child of its own, so that whatever the platform's runtime does with threads and signals is not the replica's
 business, and so that a crash is data too.  Light: nothing heavy is imported here.
@@ -23,20 +25,24 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from diloco import exitcodes
 from diloco.life import PLACE_ENV
-from executors import child
+from executors import child as entry
 from executors.base import REPLICA, ReplicaSpec
 from executors.processes import describe
 
 START = "import sys; from executors.container import inside; sys.exit(inside(sys.argv[1]))"
-ENDED = "diloco-ended: "  # begins the last line of a container's log; an end as JSON follows
+STARTED = "diloco-started: "  # begins the first line of a container's log
+ENDED = "diloco-ended: "  # begins the last ones; together they are an end as JSON
+PIECE = 4000  # characters of it in one line
 TAIL = 12
+CRASHED = 1
+PATIENCE_S = 30.0  # with a store that does not answer the first look
 GRACE_S = 12.0  # platforms give about fifteen seconds between asking and killing
 MARGIN, MARGIN_MOST_S = 0.1, 180.0  # of the time limit: left for a last offer
 
@@ -47,19 +53,32 @@ def run_replica(raw: Mapping[str, Any], executor: str, grace_s: float = GRACE_S)
     An interruption (KeyboardInterrupt, or whatever the platform raises) is passed on to the child and then raised
     again: the platform knows what it wanted.
     """
+    end, interruption = _run(raw, executor, grace_s)
+    if interruption is not None:
+        raise interruption
+    return end
+
+
+def _run(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
+    """(its end, what interrupted it)"""
     began, spec = time.monotonic(), ReplicaSpec.from_dict(raw)
-    if spec.entrypoint == REPLICA and (reason := unreachable(spec.run)):
-        reason = f"{spec.slot}: from inside {executor}: {reason}"
+    os.environ.update(spec.env)  # what its store needs, this look needs too
+    try:
+        unfit = unreachable(spec.run) if spec.entrypoint == REPLICA else None
+    except BaseException as interruption:
+        return _end(exitcodes.LEFT), interruption
+    if unfit is not None:
+        code, reason = unfit[0], f"{spec.slot}: from inside {executor}: {unfit[1]}"
         print(reason, file=sys.stderr, flush=True)
-        return _end(exitcodes.USER_ERROR, reason=reason, tail=(reason,))
+        return _end(code, reason=reason, tail=(reason,)), None
     with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
-        process = Child(spec, executor, Path(scratch) / "end")
+        child, interruption = Child(spec, executor, Path(scratch) / "end"), None
         try:
-            code = process.wait(_time_left(spec, began), grace_s)
-        except BaseException:
-            process.leave(grace_s)
-            raise
-        return _end(code, value=process.value() if code == 0 else None, tail=process.tail if code else ())
+            code = child.wait(_time_left(spec, began), grace_s)
+        except BaseException as error:
+            code, interruption = child.leave(grace_s), error
+        tail = child.tail  # also waits for the last line to be passed on
+        return _end(code, value=child.value() if code == 0 else None, tail=tail if code else ()), interruption
 
 
 class Child:
@@ -69,8 +88,8 @@ class Child:
         self._files, self._lines = files, deque[str](maxlen=TAIL)
         place = {PLACE_ENV: f"{executor}/{spec.slot}.{spec.attempt}"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps({**spec.to_dict(), "files": str(files)})],
-            env={**os.environ, **spec.env, **place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            [sys.executable, "-c", START, json.dumps({**spec.to_dict(), "files": str(files), "parent": os.getpid()})],
+            env={**os.environ, **place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -93,13 +112,17 @@ class Child:
             return exitcodes.RESUME if code in (exitcodes.LEFT, -signal.SIGTERM, -signal.SIGKILL) else code
 
     def leave(self, grace_s: float) -> int:
+        """Ask, wait, kill.  Interrupted once more: kill now."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:
             return self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
+        except BaseException as over:
             self._process.kill()
-            return self._process.wait()
+            code = self._process.wait()
+            if isinstance(over, subprocess.TimeoutExpired):
+                return code
+            raise
 
     def value(self) -> Any:
         """What the entry point returned, if it was called with keywords."""
@@ -113,43 +136,70 @@ class Child:
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)
-            print(text, flush=True)
+            with suppress(OSError):  # nobody reads our output any more; the child shall not notice
+                print(text, flush=True)
 
 
-def unreachable(run: str) -> str | None:
-    """Why the run's store cannot carry a run from here, or None."""
+def unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str] | None:
+    """(exit code, why) if the run's store cannot carry a run from here.
+
+    A refusal is the user's to mend.  No answer for `patience_s` is a crash like others: the next start may do better.
+    """
+    from rendezvous import layout
     from rendezvous.clock import SystemClock
-    from rendezvous.errors import RendezvousError
+    from rendezvous.errors import RendezvousError, StoreUnclear
     from rendezvous.probe import unfit
     from rendezvous.store import open_store
 
-    try:
-        return unfit(open_store(run), SystemClock())
-    except (RendezvousError, ValueError, ImportError, OSError) as error:
-        return str(error)
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            store = open_store(run)
+            store.get(layout.RUN)
+            reason = unfit(store, SystemClock())
+            return (exitcodes.USER_ERROR, reason) if reason else None
+        except StoreUnclear as error:
+            if time.monotonic() >= until:
+                return CRASHED, f"its store gave no answer for {patience_s:.0f} s: {error}"
+            time.sleep(1.0)
+        except (RendezvousError, ValueError, ImportError, OSError) as error:
+            return exitcodes.USER_ERROR, str(error)
 
 
 def inside(request: str) -> int:
     """In the child: ends with its parent, then the entry point."""
-    _die_with_parent()
     raw = json.loads(request)
+    _die_with(raw["parent"])
     sys.argv = [raw["entrypoint"], *raw["argv"]]
-    return child.run(raw)
+    return entry.run(raw)
 
 
-def read_end(lines: list[str]) -> dict[str, Any] | None:
+def end_lines(end: Mapping[str, Any]) -> list[str]:
+    """An end as the last lines of a log."""
+    text = json.dumps(end)
+    return [ENDED + text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+
+
+def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
     """The end that a container's log tells, or None if it was cut off."""
-    told = [line.removeprefix(ENDED) for line in lines[-TAIL:] if line.startswith(ENDED)]
-    return json.loads(told[-1]) if told else None
+    told = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
+    try:
+        return json.loads(told)
+    except ValueError:
+        return None
+
+
+def spoken(lines: Iterable[str]) -> list[str]:
+    """The lines that the replica said itself."""
+    return [line for line in lines if not line.startswith((STARTED, ENDED))]
 
 
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        end = run_replica(json.loads(argv[0]), argv[1])
-    except KeyboardInterrupt:
-        end = _end(exitcodes.LEFT)
-    print(ENDED + json.dumps(end), flush=True)
+    spec = json.loads(argv[0])
+    print(f"{STARTED}{spec['slot']}.{spec['attempt']}", flush=True)
+    end, _ = _run(spec, argv[1], GRACE_S)  # asked to go or not: how it ended is what counts
+    print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 
 
@@ -165,14 +215,17 @@ def _time_left(spec: ReplicaSpec, began: float) -> float | None:
 
 
 def _interrupt(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the child has its grace
     raise KeyboardInterrupt
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """SIGTERM when the parent is gone, however it went (Linux; containers are)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it went before we asked
+            sys.exit(exitcodes.LEFT)
 
 
 if __name__ == "__main__":

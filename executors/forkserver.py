@@ -4,14 +4,17 @@
               (JSON lines)     ├─fork──▶ r01
                                └─fork──▶ r02
 
-    {"entrypoint": …}  ─▶        ◀─ {"forked": pid, "started": ticks}
+    {"entrypoint": …}  ─▶        ◀─ {"forked": pid, "started": ticks}          one answer per request, in order
                                  ◀─ {"exited": pid, "code": -9}
 
 Not multiprocessing's: that one waits for its children when the parent exits, holds the parent's stdout open, and
 imports the parent's main module again.  This one lives in a session of its own and outlives its parent until its
 last child has ended, so that every exit code is written down.
 
-The server must never start a thread, and nothing it imports may open a device: both do not survive a fork.
+Requests that are still unread when the parent dies are not served: whoever comes after it starts what is missing.
+
+Not promised: a fork of anything that needs threads or a device in the server.  It must never start
+a thread, and nothing it imports may open a device: both do not survive a fork.
 """
 
 import gc
@@ -60,16 +63,20 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, request: Mapping[str, Any], timeout_s: float = 300.0) -> tuple[int, int]:
-        """-> pid and start of a new process that runs the request."""
-        self._send(request)
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            for message in self._messages(wait_s=0.5):
-                if "failed" in message:
-                    raise OSError(f"cannot fork: {message['failed']}")
-                return message["forked"], message["started"]
-        raise self._gone(f"did not answer within {timeout_s:.0f} s")
+    def fork(self, requests: Sequence[Mapping[str, Any]], timeout_s: float = 300.0) -> list[tuple[int, int] | OSError]:
+        """-> pid and start of a new process for each request, in their order; an error for each that has none."""
+        found: list[tuple[int, int] | OSError] = []
+        try:
+            for request in requests:
+                self._send(request)
+            until = time.monotonic() + timeout_s
+            while len(found) < len(requests):
+                if time.monotonic() > until:
+                    raise self._gone(f"did not answer within {timeout_s:.0f} s")
+                found += [_answer(message) for message in self._messages(wait_s=0.5)]
+        except OSError as error:
+            found += [error] * (len(requests) - len(found))
+        return found
 
     def listen(self) -> None:
         """Note the exit codes that have come in; never blocks."""
@@ -106,6 +113,12 @@ class ForkServer:
         return OSError(f"the fork server {what}" + "".join(f"\n    {line}" for line in last))
 
 
+def _answer(message: Mapping[str, Any]) -> tuple[int, int] | OSError:
+    if "failed" in message:
+        return OSError(f"cannot fork: {message['failed']}")
+    return message["forked"], message["started"]
+
+
 class _Server:
     """The server's end, single-threaded: one socket, one pipe that SIGCHLD writes to."""
 
@@ -138,7 +151,15 @@ class _Server:
         self._linked = bool(data)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
+            if self._parent_gone():  # whoever comes after it starts what is missing
+                return
             self._take(json.loads(line))
+
+    def _parent_gone(self) -> bool:
+        """Has it closed its end, after whatever it said before?"""
+        closed = select.poll()
+        closed.register(self._link, select.POLLHUP)
+        return bool(closed.poll(0))
 
     def _take(self, message: dict[str, Any]) -> None:
         if "preload" in message:
@@ -166,9 +187,7 @@ class _Server:
             self._link.close()
             os.close(self._wake)
             os.close(self._wakeup)
-            child.settle(request)
-            sys.argv = [request["entrypoint"], *request["argv"]]
-            code = child.run(request)
+            code = child.live(request)
         finally:
             os._exit(code)
 
@@ -177,9 +196,11 @@ class _Server:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             files, started = self._children.pop(pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # what it has left behind; it had a group of its own
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(OSError):  # a folder that is gone, a full disk: the parent still hears it
-                child.write_json(files + ".exit", {"pid": pid, "started": started, "code": code})
+                child.write_end(files, pid, started, code)
             self._say({"exited": pid, "code": code})
 
     def _say(self, message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 from dataclasses import dataclass
 
+from diloco.life import host
 from diloco.report import SUPERVISOR
 from executors import processes
 from rendezvous import layout
@@ -42,17 +43,22 @@ class Lease:
         if holder is not None and _lives(store, clock, holder, fresh_s):
             raise Supervised(f"process {holder.pid} on {holder.host} supervises this run already")
         try:
-            generation = claim(store, clock, SUPERVISOR, host=socket.gethostname(), pid=os.getpid())
+            return cls.seize(store, clock)
         except Fenced as lost_race:
             raise Supervised(str(lost_race)) from None
-        lease = cls(store, clock, generation)
+
+    @classmethod
+    def seize(cls, store: Store, clock: Clock) -> "Lease":
+        """Whoever has it.  Raises Fenced if somebody else does the same at this moment."""
+        lease = cls(store, clock, claim(store, clock, SUPERVISOR, host=host(), pid=os.getpid()))
         lease.beat("starting")
         return lease
 
     def beat(self, phase: str) -> None:
         self.beats += 1
-        host, pid, now = socket.gethostname(), os.getpid(), self.clock.wall()
-        body = Beat(SUPERVISOR, self.generation, self.beats, phase, 0, 0, 0.0, now, host, pid)
+        body = Beat(
+            SUPERVISOR, self.generation, self.beats, phase, 0, 0, 0.0, self.clock.wall(), host(), os.getpid()
+        )  # fmt: skip
         try:
             self.store.put(layout.beat(SUPERVISOR), body.encode())
         except StoreError:
@@ -81,7 +87,7 @@ def _lives(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
     """Is it a process of this machine, or does its beat move (or come at all) within `fresh_s`?"""
     first, until = _beat(store), clock.now() + fresh_s
     while not (_said_goodbye(holder, first) or _known_dead(holder)):
-        if holder.host == socket.gethostname():
+        if _here(holder):
             return True
         if _beat(store) != first:
             return True
@@ -103,9 +109,14 @@ def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
     return beat is not None and beat[0] == holder.generation and beat[2] == "left"
 
 
+def _here(holder: Claim) -> bool:
+    """Does it name a process of this machine?  A container's name and pids say nothing to other containers."""
+    return holder.host == host() == socket.gethostname()
+
+
 def _known_dead(holder: Claim) -> bool:
     """A process of this machine that is not there any more."""
-    if holder.host != socket.gethostname():
+    if not _here(holder):
         return False
     started = processes.start_ticks(holder.pid)
     if started is None or not processes.alive(holder.pid, started):

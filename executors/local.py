@@ -1,12 +1,14 @@
 """Replicas as processes of this machine: real ones, that can be killed with -9.
 
-    launch ──▶ fork server (heavy modules already imported) ──▶ process r00, its own session and log file
+    launch ──▶ fork server (heavy modules already imported) ──▶ process r00, its own session, group and log file
                     or, where forking is not safe: a fresh interpreter
 
     where their files are: {run folder}/processes/{slot}.{attempt}.log .json .exit .result
                            (a temporary folder when the run is not a folder of this machine)
 
 The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
+A process writes its name card before anything else, and there is one card per (slot, attempt): whenever a launcher
+dies, and however many there are, one process runs it.
 Replicas neither die nor hang with whoever launched them; `diloco.replica --parent` is how they notice.
 
 Not promised: an exit code for a process whose launcher and fork server are both gone (it is LOST, then).
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,28 +42,36 @@ from executors.base import (
     ranked_specs,
 )
 from executors.forkserver import ForkServer
+from executors.pins import Pins
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import claims, read_control
 from rendezvous.records import Claim
 from rendezvous.seal import open_sealed
 
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-) | {"TOKENIZERS_PARALLELISM": "false"}
+THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+ONE_THREAD = dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"}
 FORK_ENV = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
 }  # else torch.cuda.is_available() in the server spoils CUDA after a fork
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
 TAIL = 12
 FOLLOW_S = 0.1
+REAP_S = 2.0  # from a death until its exit code is written down, if anybody does
 
 
 class LocalProcessExecutor:
-    """preload: modules that the fork server imports at once, in the background.
+    """preload: modules that the fork server imports, once, before the first launch.
 
     folder: where logs go, when not below the run's own folder.   method: "fork" or "spawn" (default: what works).
     env: for every child; on top of one BLAS thread each, so that replicas share the cores fairly.
+    cores, gpus: what each replica may use of this machine (executors/pins.py).
     """
 
     name = "local"
@@ -72,22 +83,26 @@ class LocalProcessExecutor:
         folder: Path | None = None,
         method: str | None = None,
         env: Mapping[str, str] | None = None,
+        cores: int = 0,
+        gpus: Sequence[str] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._preload, self._folder, self._clock = tuple(preload), folder, clock or SystemClock()
         self._method = method or ("fork" if FORK else "spawn")
         self._env = {**ONE_THREAD, **(env or {})}
-        self._server = self._start_server() if self._method == "fork" else None
+        self._pins = Pins(cores, gpus)
+        self._server: ForkServer | None = None
         self._forked: set[int] = set()  # children of the present server, still running as far as we know
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
         self._handles: dict[tuple[str, str, int], Handle] = {}
         self._failed: dict[Handle, str] = {}
         self._deadlines: dict[Handle, float] = {}
+        self._dead: dict[Handle, float] = {}  # since when; its exit code is not written yet
 
     # ------------------------------------------------------------------ starting
 
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        lines = [f"{s.slot}: a process on this machine, log {self._stem(s)}.log" for s in specs]
+        lines = [f"{s.slot}: a process on this machine{self._pins.text(s)}, log {self._stem(s)}.log" for s in specs]
         return LaunchPlan((*lines, "no cost beyond this machine"))
 
     def launch_replicas(
@@ -103,44 +118,73 @@ class LocalProcessExecutor:
             slots = [layout.slot_name(i) for i in range(n_replicas)]
             run = Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
             specs = ranked_specs(run, slots, entrypoint, entrypoint_args, rank_env)
-        for spec in specs:
-            key = (spec.run, spec.slot, spec.attempt)
-            self._handles[key] = self._handles.get(key) or self._launch(spec)
-        return [self._handles[spec.run, spec.slot, spec.attempt] for spec in specs]
+        keys = [(s.run, s.slot, s.attempt) for s in specs]
+        new = {key: spec for key, spec in zip(keys, specs, strict=True) if key not in self._handles}
+        self._handles |= dict(zip(new, self._launch(list(new.values())), strict=True))
+        return [self._handles[key] for key in keys]
 
-    def _launch(self, spec: ReplicaSpec) -> Handle:
-        stem = self._stem(spec)
-        if (known := _card(stem)) is not None:  # launched before, by somebody who is gone
-            return known
-        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, socket.gethostname(), files=str(stem))
-        request = {**spec.to_dict(), "files": str(stem), "handle": handle.to_dict(), "path": sys.path}
-        try:
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            pid, started = self._spawn(request) if spec.fresh or self._server is None else self._fork(request)
-        except OSError as error:
-            self._failed[handle] = str(error)
-            return handle
-        handle = replace(handle, pid=pid, started=started)
-        child.write_json(f"{stem}.json", handle.to_dict())  # the child does so too, for the case that we die here
+    def _launch(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
+        """All of them start at once; one that was launched before, by somebody who is gone, does not."""
+        found: dict[int, Handle | OSError] = {}
+        requests: dict[int, dict[str, Any]] = {}
+        for i, request in enumerate([self._request(s) for s in specs]):  # an unknown GPU is told before any starts
+            try:
+                Path(request["files"]).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                found[i] = error
+                continue
+            if (known := _card(request["files"])) is not None:
+                found[i] = known
+            else:
+                requests[i] = request
+        found |= self._started(requests)
+        return [self._handle(spec, found[i]) for i, spec in enumerate(specs)]
+
+    def _request(self, spec: ReplicaSpec) -> dict[str, Any]:
+        stem, gpu, cores = str(self._stem(spec)), self._pins.gpu(spec), self._pins.cores(spec)
+        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, socket.gethostname(), files=stem)
+        env = {**spec.env, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        threads = dict.fromkeys(THREADS, str(len(cores))) if len(cores) > 1 else {}
+        more = {"files": stem, "cores": cores, "path": sys.path, "env": {**threads, **env}}
+        return {**spec.to_dict(), **more, "handle": replace(handle, launched_at=self._clock.wall()).to_dict()}
+
+    def _started(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Handle | OSError]:
+        fresh = {i for i, r in requests.items() if r["fresh"] or self._method != "fork" or len(r["cores"]) > 1}
+        forks = [i for i in requests if i not in fresh]
+        pids = dict(zip(forks, self._fork([requests[i] for i in forks]), strict=True))
+        pids |= {i: self._spawn(requests[i]) for i in fresh}
+        return {i: _introduced(requests[i], pid) for i, pid in pids.items()}
+
+    def _handle(self, spec: ReplicaSpec, found: Handle | OSError) -> Handle:
+        if isinstance(found, Handle):
+            return found
+        host, stem, now = socket.gethostname(), str(self._stem(spec)), self._clock.wall()
+        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, host, files=stem, launched_at=now)
+        self._failed[handle] = str(found)
         return handle
 
     def _start_server(self) -> ForkServer:
         return ForkServer(self._preload, {**self._env, **FORK_ENV})
 
-    def _fork(self, request: Mapping[str, Any]) -> tuple[int, int]:
+    def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
+        if not requests:
+            return []
         if self._server is None or not self._server.alive:  # somebody killed it; its children run on
             self._server, self._forked = self._start_server(), set()
-        pid, started = self._server.fork(request)
-        self._forked.add(pid)
-        return pid, started
+        found = self._server.fork(requests)
+        self._forked |= {pid[0] for pid in found if isinstance(pid, tuple)}
+        return found
 
-    def _spawn(self, request: Mapping[str, Any]) -> tuple[int, int]:
+    def _spawn(self, request: Mapping[str, Any]) -> tuple[int, int] | OSError:
         env = {**os.environ, **self._env, **request["env"], "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", child.START, json.dumps(request)]
-        with open(request["files"] + ".log", "ab") as log:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        try:
+            with open(request["files"] + ".log", "ab") as log:
+                process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError as error:
+            return error
         self._spawned[process.pid] = process
         return process.pid, processes.start_ticks(process.pid) or 0
 
@@ -158,6 +202,8 @@ class LocalProcessExecutor:
     def _status(self, handle: Handle) -> Status:
         if handle in self._failed:
             return Status(handle, State.FAILED, self._failed[handle])
+        if handle.executor != self.name or handle.host != socket.gethostname():
+            return Status(handle, State.RUNNING, f"it is not on this machine ({handle.host})", stale=True)
         code, ended = self._end(handle)
         if not ended:
             return Status(handle, State.RUNNING)
@@ -177,11 +223,15 @@ class LocalProcessExecutor:
             if code is not None or server.alive:  # a living server will tell; until then it has not been reaped
                 return code, code is not None
         if handle.pid in self._spawned:
-            code = self._spawned[handle.pid].poll()
+            code = _reaped(self._spawned[handle.pid])
             return code, code is not None
         if processes.alive(handle.pid, handle.started):
             return None, False
-        return _written_code(handle), True
+        code = _written_code(handle)
+        if code is None and processes.start_ticks(handle.pid) == handle.started:  # dead, and about to be reaped
+            since = self._dead.setdefault(handle, self._clock.now())
+            return None, self._clock.now() - since > REAP_S
+        return code, True
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         if not handle.files:  # found by its claim alone
@@ -288,7 +338,28 @@ def claimed_process(run: str, claim: Claim) -> Handle | None:
     return Handle(run, claim.slot, claim.generation, "local", claim.host, claim.pid, started)
 
 
-def _card(stem: Path) -> Handle | None:
+def _introduced(request: Mapping[str, Any], pid: tuple[int, int] | OSError) -> Handle | OSError:
+    """The process that the name card names: the one just started, unless another launcher was faster."""
+    stem = request["files"]
+    if isinstance(pid, OSError):
+        return _card(stem) or pid  # perhaps it was started, and the answer lost
+    try:
+        card = child.take_card(stem, {**request["handle"], "pid": pid[0], "started": pid[1]})
+    except OSError as error:
+        return error
+    return Handle.from_dict(card)
+
+
+def _reaped(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit code once it has ended; whatever it has left in its group ends too."""
+    if process.returncode is None and hasattr(os, "waitid"):
+        with suppress(ChildProcessError, ProcessLookupError):
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.poll()
+
+
+def _card(stem: Path | str) -> Handle | None:
     """The handle that a launched process wrote down."""
     raw = _read_json(f"{stem}.json")
     return None if raw is None else Handle.from_dict(raw)

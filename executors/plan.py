@@ -2,12 +2,16 @@
 
     desired ─┐                    Launch    nobody runs this slot
              ├─▶ plan ─▶ actions  Replace   who ran it is gone, or stands still
-    observed ┘                    Drain     runs, and is not wanted any more
+    observed ┘                    Fence     it was told to end for that, and does not
+                                  Drain     runs, and is not wanted any more
+                                  Cancel    the same, and it cannot hear or does not go
                                   Wait      not now, and why
                                   GiveUp    starting it again would change nothing
 
 A slot is one replica's place.  What ended well (DONE), or because we asked, is never started again; nor is one
-that a newer generation holds, as long as that one beats.
+that a newer generation holds, as long as that one beats.  A platform may restart what it runs by itself: while it
+says RUNNING, the slot is its business until `restart_grace_s` of silence; then it is ended first, or fenced, and only
+then started again.  Who waits for a machine (PENDING) is not silent.
 
 Not promised: that two supervisors never launch one slot twice.  They would; the supervisor's own claim prevents
 two of them, and the claim of the slot fences the older replica if all else fails.
@@ -29,7 +33,9 @@ class Limits:
     """failures: ends in a row by a replica's own fault, without one pseudogradient counted, before we give up.
 
     losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
-    silent_s: a running process whose beat stands still for so long is replaced.
+    silent_s: a running process of this machine whose beat stands still for so long is replaced.
+    restart_grace_s: the same on a platform, which may start it again by itself.   boot_s: before its first beat there.
+    fence_s: from telling it to end until its slot is taken from it.   drain_s: for leaving by itself, once asked.
     """
 
     failures: int = 3
@@ -37,6 +43,10 @@ class Limits:
     backoff_s: float = 1.0
     backoff_most_s: float = 60.0
     silent_s: float = 120.0
+    restart_grace_s: float = 600.0
+    boot_s: float = 1800.0
+    fence_s: float = 60.0
+    drain_s: float = 60.0
 
     def pause(self, losses: int) -> float:
         """Seconds between the latest of `losses` ends in a row and the next start."""
@@ -54,10 +64,12 @@ class Desired:
 
 @dataclass(frozen=True)
 class Seen:
-    """One slot.   state, exit_code: of the process launched last (None: none known).
+    """One slot.   state, exit_code, reason: of the process launched last (None: none known).
 
     holder: what the slot's newest generation does, by its heartbeat, whoever launched it.
     silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
+    native: a platform runs it.   beaten: its heart has been heard.
+    replacing_s, draining_s: since we told it to end, to start it anew or for good (None: we did not).
     """
 
     slot: str
@@ -68,6 +80,11 @@ class Seen:
     silent_s: float = 0.0
     losses: int = 0
     failures: int = 0
+    reason: str = ""
+    native: bool = False
+    beaten: bool = True
+    replacing_s: float | None = None
+    draining_s: float | None = None
 
     @property
     def running(self) -> bool:
@@ -88,8 +105,16 @@ class Replace(Action):
     """End what is left of it, and start it again."""
 
 
+class Fence(Action):
+    """Take its slot from it, as it does not end."""
+
+
 class Drain(Action):
     """Ask it to go."""
+
+
+class Cancel(Action):
+    """End it for good."""
 
 
 class Wait(Action):
@@ -111,7 +136,7 @@ def _about(desired: Desired, s: Seen, now: float, limits: Limits) -> Action | No
         return _about_running(desired, s, limits)
     if desired.done or desired.ending or s.slot not in desired.slots:
         return None
-    if s.exit_code == exitcodes.DONE or s.state is State.CANCELLED:
+    if s.exit_code == exitcodes.DONE or (s.state is State.CANCELLED and s.replacing_s is None):
         return None
     if s.holder == "beating":
         return Wait(s.slot, "a process that was launched elsewhere holds it")
@@ -122,22 +147,51 @@ def _about(desired: Desired, s: Seen, now: float, limits: Limits) -> Action | No
 
 def _about_running(desired: Desired, s: Seen, limits: Limits) -> Action | None:
     if desired.ending or (s.slot not in desired.slots and not desired.done):
-        return Drain(s.slot, "no longer wanted")
-    if s.silent_s >= limits.silent_s and not desired.done:
-        return Replace(s.slot, f"its heartbeat has stood still for {s.silent_s:.0f} s")
+        return _about_unwanted(s, limits)
+    if desired.done:
+        return None
+    if s.replacing_s is not None:
+        if s.replacing_s >= limits.fence_s:
+            return Fence(s.slot, f"it has not ended within {s.replacing_s:.0f} s")
+        return Wait(s.slot, "told to end, to be started again")
+    if s.state is State.RUNNING and s.silent_s >= _patience(s, limits):
+        what = "its heartbeat has stood still" if s.beaten else "it runs without a heartbeat"
+        return Replace(s.slot, f"{what} for {s.silent_s:.0f} s")
     return None
+
+
+def _about_unwanted(s: Seen, limits: Limits) -> Action:
+    if s.state is State.PENDING:
+        return Cancel(s.slot, "no longer wanted, and still waiting for a machine")
+    if s.draining_s is not None and s.draining_s >= limits.drain_s:
+        return Cancel(s.slot, f"no longer wanted, and it has not left within {s.draining_s:.0f} s")
+    return Drain(s.slot, "no longer wanted")
+
+
+def _patience(s: Seen, limits: Limits) -> float:
+    if not s.native:
+        return limits.silent_s
+    return limits.restart_grace_s if s.beaten else limits.boot_s
 
 
 def _about_ended(s: Seen, now: float, limits: Limits) -> Action:
     if s.state is None:
         return Launch(s.slot, "nobody runs it")
-    ended = "fenced by a generation that is silent now" if s.exit_code == exitcodes.FENCED else describe(s.exit_code)
     if (hopeless := _hopeless(s, limits)) is not None:
         return GiveUp(s.slot, hopeless)
     left = s.ended_at + limits.pause(s.losses) - now
     if left > 0:
-        return Wait(s.slot, f"{ended}; trying again in {left:.0f} s")
-    return Replace(s.slot, ended)
+        return Wait(s.slot, f"{_how(s)}; trying again in {left:.0f} s")
+    return Replace(s.slot, _how(s))
+
+
+def _how(s: Seen) -> str:
+    """How it ended."""
+    if s.replacing_s is not None:
+        return "ended because it was silent"
+    if s.exit_code == exitcodes.FENCED:
+        return "fenced by a generation that is silent now"
+    return s.reason if s.exit_code is None and s.reason else describe(s.exit_code)
 
 
 def _hopeless(s: Seen, limits: Limits) -> str | None:
@@ -147,7 +201,7 @@ def _hopeless(s: Seen, limits: Limits) -> str | None:
     if s.exit_code == exitcodes.GAVE_UP:
         return "nothing moved for too long"
     if s.failures >= limits.failures:
-        return f"failed {s.failures} times in a row ({describe(s.exit_code)})"
+        return f"failed {s.failures} times in a row ({_how(s)})"
     if s.losses >= limits.losses:
-        return f"ended {s.losses} times in a row before its work counted ({describe(s.exit_code)})"
+        return f"ended {s.losses} times in a row before its work counted ({_how(s)})"
     return None

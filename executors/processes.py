@@ -64,8 +64,12 @@ def send(pid: int, started: int, sig: int, group: bool = False) -> bool:
     """Signal that process (or its whole group); False if it is gone."""
     if not alive(pid, started):
         return False
+    if group:
+        with suppress(ProcessLookupError):  # it leads no group: the shell's, perhaps
+            os.killpg(pid, sig)
+            return True
     with suppress(ProcessLookupError):
-        os.killpg(pid, sig) if group else os.kill(pid, sig)
+        os.kill(pid, sig)
         return True
     return False
 

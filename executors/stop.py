@@ -1,64 +1,141 @@
 """End a run's replicas, and prove it.
 
-    control: stop ─▶ replicas offer what they have and leave ─▶ after `grace_s`: kill -9 the local ones that did not
+    control: stop ─▶ replicas offer what they have and leave ─▶ after `grace_s`: no supervisor may launch any more
+                                                             ─▶ cancelled on every platform, kill -9 on this machine
+                                                             ─▶ polled until each launch has ended
                                                              ─▶ every heartbeat looked at once more: none moves
 
 Not promised: an end for processes on machines that we cannot signal; their heartbeat tells, and so do we.
 """
 
+import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from diloco import exitcodes
+from diloco.journal import Journal
+from diloco.report import SUPERVISOR
 from executors import processes
-from executors.base import Handle
-from executors.lease import supervisor_of
+from executors.base import Handle, ServerlessExecutor
+from executors.launches import Launches
+from executors.lease import Lease, supervisor_of
 from executors.local import claimed_process, newest_claims
+from executors.track import end_fields
 from rendezvous import layout
 from rendezvous.clock import Clock
+from rendezvous.errors import Fenced
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Claim
 from rendezvous.store import Store
 
 LOOK_S = 1.0  # how long a heartbeat must stand still to be called silent; they move every 0.2 s
 KILLED_S = 5.0  # how long a killed process may take to vanish
+CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and how long it may take to say that somebody has ended
+PAUSE_S, ASK_S = 0.1, 1.0  # between two looks at this machine and the bucket, and at a platform
 
 
 @dataclass(frozen=True)
 class End:
-    """What became of one slot's newest generation."""
+    """What became of one slot's newest generation, or of a launch on a platform."""
 
     name: str
     live: bool
     text: str
 
 
-def stop_run(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None]) -> list[End]:
-    """Ask everybody to leave, wait, kill what stays, look again; -> one End per slot and the supervisor's."""
+def stop_run(
+    store: Store,
+    clock: Clock,
+    grace_s: float,
+    say: Callable[[str], None],
+    executor: ServerlessExecutor | None = None,
+) -> list[End]:
+    """Ask everybody to leave, wait, end who stays, look again; -> one End per slot and launch, and the supervisor's.
+
+    executor: where replicas live (default: as the run's control records say).
+    """
     write_control(store, clock, stop=True)
     say("asked every replica to leave; they offer what they have first")
-    _wait(store, clock, grace_s)
-    for handle in _local(store):
-        processes.send(handle.pid, handle.started, signal.SIGKILL)
-        say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
-    _wait(store, clock, KILLED_S)
-    return ends(store, clock)
+    launches = Launches(store, executor)
+    try:
+        launches.cancel(launches.waiting, 0.0)  # they hear nothing yet
+        _wait(store, clock, grace_s, launches)
+        launches.refresh()  # a supervisor may have launched something meanwhile
+        lease = _seized(store, clock, launches)
+        _end(store, clock, grace_s, say, launches)
+        _write_down(store, clock, lease, launches)
+        return ends(store, clock, launches)
+    finally:
+        launches.close()
 
 
-def ends(store: Store, clock: Clock) -> list[End]:
-    """Everybody who ever claimed something, with the proof that it is over (or not)."""
+def _seized(store: Store, clock: Clock, launches: Launches) -> Lease | None:
+    """The supervisor's lease, so that nobody launches any more, if there is anything left to do."""
+    if not launches.look() and not launches.unbooked and supervisor_of(store) is None:
+        return None
+    with suppress(Fenced):
+        return Lease.seize(store, clock)
+    return None
+
+
+def _end(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:
+    """Whoever is still there goes now."""
+    there = launches.there
+    local = {(h.pid, h.started): h for h in [*(h for h in there if not h.native), *_local(store)]}
+    for handle in local.values():
+        if processes.send(handle.pid, handle.started, signal.SIGKILL, group=True):
+            say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
+    rented = [h for h in there if h.native]
+    for h in rented:
+        say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; cancelled")
+    launches.cancel(rented, CANCEL_S)
+    if rented:
+        _wait(store, clock, CANCELLED_S, launches)
+    _wait(store, clock, KILLED_S, launches)
+
+
+def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launches) -> None:
+    """Ends that no supervisor has seen: their bills are closed."""
+    if lease is None:
+        return
+    journal = Journal(store, clock, SUPERVISOR, lease.generation)
+    for status in launches.unbooked:
+        journal.tell("ended", **end_fields(status))
+    journal.tell("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
+    journal.flush()
+    lease.beat("left")
+
+
+# -------------------------------------------------------------------- the proof
+
+
+def ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
+    """Everybody who ever claimed something or was launched elsewhere, with the proof that it is over (or not)."""
+    over = launches.ended_places
     claims = newest_claims(store.url)
     before = {c.slot: _beat(store, c) for c in claims}
-    if any(_may_beat(before[c.slot]) and claimed_process(store.url, c) is None for c in claims):
+    if any(_may_beat(before[c.slot]) and c.host not in over and claimed_process(store.url, c) is None for c in claims):
         clock.sleep(LOOK_S)
-    found = [_end(store, c, before[c.slot]) for c in claims]
-    supervisor = supervisor_of(store)
+    found = [_proof(store, c, before[c.slot], over) for c in claims]
+    found += [_launch_end(launches, h) for h in launches.there]
+    supervisor = _other_supervisor(store)
     if supervisor is not None:
         found.append(End("supervisor", True, f"pid {supervisor.pid} on {supervisor.host} has not ended yet"))
+    if launches.out_of_reach:
+        found.append(End("platforms", True, f"not all of them could be asked: {launches.out_of_reach}"))
     return found
 
 
-def _end(store: Store, claim: Claim, before: Beat | None) -> End:
+def _launch_end(launches: Launches, handle: Handle) -> End:
+    status = launches.statuses[handle.slot, handle.attempt]
+    where = f"{handle.executor} ({handle.native or handle.pid})"
+    text = f"{where} could not be asked: {status.reason}" if status.stale else f"still {status.state} on {where}"
+    return End(f"{handle.slot}.{handle.attempt}", True, text)
+
+
+def _proof(store: Store, claim: Claim, before: Beat | None, over: set[str]) -> End:
     name = f"{claim.slot}-{claim.generation}"
     process = claimed_process(store.url, claim)
     if process is not None:
@@ -66,20 +143,30 @@ def _end(store: Store, claim: Claim, before: Beat | None) -> End:
     now = _beat(store, claim)
     if now is not None and now.phase == "left":
         return End(name, False, f"left at outer step {now.step}")
-    if now is not None and before is not None and now.n != before.n:
+    if now is not None and before is not None and now.n != before.n and claim.host not in over:
         return End(name, True, f"its heartbeat moves, from {claim.host or 'an unknown machine'} (pid {claim.pid})")
     return End(name, False, "gone without a goodbye" + ("" if now is None else f", last seen at outer step {now.step}"))
 
 
-def _wait(store: Store, clock: Clock, seconds: float) -> None:
+def _wait(store: Store, clock: Clock, seconds: float, launches: Launches) -> None:
     """Until nobody is there any more, at most so long."""
-    until = clock.now() + seconds
+    until, asked = clock.now() + seconds, float("-inf")
     moved: dict[str, int] = {}
     while clock.now() < until:
-        waiting = [c for c in newest_claims(store.url) if _there(store, c, moved)]
-        if not waiting and supervisor_of(store) is None:
+        if clock.now() - asked >= (ASK_S if any(h.native for h in launches.there) else 0.0):
+            launches.look()
+            asked = clock.now()
+        over = launches.ended_places
+        waiting = [c for c in newest_claims(store.url) if c.host not in over and _there(store, c, moved)]
+        if not waiting and not launches.there and _other_supervisor(store) is None:
             return
-        clock.sleep(0.1)
+        clock.sleep(PAUSE_S)
+
+
+def _other_supervisor(store: Store) -> Claim | None:
+    """Who supervises it, if it is not this process that holds the lease to end it."""
+    holder = supervisor_of(store)
+    return None if holder is not None and holder.pid == os.getpid() else holder
 
 
 def _there(store: Store, claim: Claim, moved: dict[str, int]) -> bool:

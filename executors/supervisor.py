@@ -1,43 +1,55 @@
 """Keeps a run's replicas alive: looks, plans, acts, until the run is done.
 
-        ┌────────────────────────────────────────────────────┐
-        ▼                                                    │
-    bucket, executor ──▶ observed ──▶ plan ──▶ launch · replace · drain ──▶ log, screen
+        ┌────────────────────────────────────────────────────────────────┐
+        ▼                                                                │
+    bucket, executor ──▶ observed ──▶ plan ──▶ launch · replace · fence · drain ──▶ log, screen
+                             budget ──┘
 
-    python -m executors.supervisor RUN_URL         what `diloco train --detach` starts
+    python -m executors.supervisor RUN_URL         what `diloco train --detach` starts, on any machine
 
-It holds nothing that is not in the bucket, but for how often a slot has failed: it may be killed and started again at
-any time, and the replicas of a detached run do not notice.
+It holds nothing that is not in the bucket: where replicas live (executors/mixed.py), how often a slot has failed
+(executors/track.py) and what it all has cost (executors/money.py) stand there.  It may be killed and started again
+anywhere, at any time, and the replicas of a detached run do not notice.
 
-Not promised: replicas on other machines (an executor for those comes with its platform).
+Not promised: that places which change while it runs are used before the next supervisor.
 """
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from diloco import exitcodes
 from diloco.journal import Journal
 from diloco.launch import Run, read_run, solo_warning
 from diloco.report import SUPERVISOR, Reader, Report
-from executors.base import REPLICA, Handle, ReplicaSpec, ServerlessExecutor, State, Status
-from executors.lease import Lease
-from executors.plan import Action, Desired, Drain, GiveUp, Holder, Launch, Limits, Replace, Seen, plan
+from executors.base import REPLICA, ExecutorError, Handle, ReplicaSpec, ServerlessExecutor, Unavailable
+from executors.fleet import PUBLISH, Fleet, wanted_slots
+from executors.lease import Lease, Supervised
+from executors.mixed import PRELOAD as PRELOAD  # for who supervises in a process of its own
+from executors.mixed import build, place_of, places_of
+from executors.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
+from executors.purse import Purse
+from executors.track import LOST_LEASE, Track
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import RendezvousError, StoreError
-from rendezvous.membership import read_control
-from rendezvous.records import Beat
+from rendezvous.errors import Fenced, RendezvousError, StoreError
+from rendezvous.membership import claim, claims, read_control
 
-# What a replica imports, by name: the fork server has them ready.  A name that is missing is the replica's to report.
-PRELOAD = ("diloco.replica", "diloco.manager", "diloco.outer", "inner.build", "inner.trainer", "inner.worlds.toolworld")
-PUBLISH, PUBLISHER = "publish", "executors.supervisor:publish_model"
-FAILED, LOST_LEASE = 1, 3
+T = TypeVar("T")
+
+PUBLISHER = "executors.supervisor:publish_model"
+FAILED = 1
 TICK_S, GRACE_S, PATIENCE_S = 0.2, 20.0, 120.0
-BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
+RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
+FINISH_S = 300.0  # a replica that beats may take so long for its last snapshot
+BEAT_S = 2.0  # between beats while a platform takes its time
+PROOF_S = 600.0  # for seeing everybody's end
 
 
 def publish_model(argv: list[str]) -> int:
@@ -56,34 +68,8 @@ class Outcome:
 
 
 @dataclass
-class Track:
-    """What one slot has been through.
-
-    handle, status: of the process that runs it or was the last to.   attempt: the highest number used so far.
-    gone: (host, pid) of a process that is known to have ended.   beat: as last seen, since when, how often it moved.
-    """
-
-    slot: str
-    handle: Handle | None = None
-    status: Status | None = None
-    attempt: int = 0
-    launches: int = 0
-    gone: tuple[str, int] = ("", 0)
-    ended_at: float = 0.0
-    losses: int = 0
-    failures: int = 0
-    beat: tuple[int, int] | None = None
-    moves: int = 0
-    still_since: float = 0.0
-
-    @property
-    def running(self) -> bool:
-        return self.status is not None and not self.status.state.ended
-
-
-@dataclass
 class Supervisor:
-    """parent: "PID:START" that replicas should not outlive ("" for a detached run).
+    """parent: "PID:START" that replicas of this machine should not outlive ("" for a detached run).
 
     show(report): draws.   each_tick(supervisor, report): a hook, for who wants to meddle (the demo kills).
     """
@@ -101,20 +87,22 @@ class Supervisor:
         self.lease = Lease.take(self.run.store, self.clock)
         self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
         self.tell("started", pid=os.getpid(), executor=self.executor.name)
-        if text := solo_warning(read_control(self.run.store)):
+        wanted = read_control(self.run.store)
+        if text := solo_warning(wanted):
             self.tell("warning", kind="solo", text=text)
+        self.places = places_of(wanted.places)
         self._reader = Reader(self.run.store)
         timing = self.run.timing
-        self._fresh_s, self._tick_s = 3 * timing.dead_after, max(TICK_S, timing.poll)
-        self._found = {s.handle.slot: s for s in self.executor.poll(self.executor.find(self.run.url))}
-        self._tracks: dict[str, Track] = {}
-        self._publisher = self._tracked(PUBLISH)
+        self._tick_s = max(TICK_S, timing.poll)
+        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell)
         self._published = False
         self._leaving = ""  # why we end before the run is done
         self._killing = False
         self._verdict: Outcome | None = None
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
+        self._purse = Purse(self.run.store, self.clock, self.executor, self.places)
+        self._short_of = ""  # why the purse refused a launch
 
     # ------------------------------------------------------------------ from outside
 
@@ -129,7 +117,7 @@ class Supervisor:
 
     def handle(self, slot: str) -> Handle | None:
         """The running process of a slot."""
-        track = self._tracks.get(slot)
+        track = self.fleet.tracks.get(slot)
         return track.handle if track and track.running else None
 
     def tell(self, event: str, **fields: object) -> None:
@@ -152,12 +140,22 @@ class Supervisor:
             outcome, self._trouble_since = self.tick(), None
             return outcome
         except StoreError as error:  # the replicas wait for it too; nothing is lost meanwhile
-            if self._trouble_since is None:
-                print(f"waiting for the store, as the replicas do: {error}", file=sys.stderr, flush=True)
-                self._trouble_since = self.clock.now()
-            if self.clock.now() - self._trouble_since > PATIENCE_S:
-                raise
-            return None
+            self._wait_out(error, f"waiting for the store, as the replicas do: {error}")
+        except ExecutorError as error:
+            if self.fleet.anybody:
+                self._wait_out(error, f"trying again; those that run, run on: {error}", patience_s=float("inf"))
+            elif isinstance(error, Unavailable):
+                self._wait_out(error, f"trying again: {error}")
+            else:
+                return Outcome(exitcodes.USER_ERROR, str(error))
+        return None
+
+    def _wait_out(self, error: Exception, text: str, patience_s: float = PATIENCE_S) -> None:
+        if self._trouble_since is None:
+            print(text, file=sys.stderr, flush=True)
+            self._trouble_since = self.clock.now()
+        if self.clock.now() - self._trouble_since > patience_s:
+            raise error
 
     def tick(self) -> Outcome | None:
         """One look and what follows from it."""
@@ -165,30 +163,43 @@ class Supervisor:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
         self.lease.beat("watching")
         report = self._reader.refresh()
-        self._look(report)
-        self._publish()
-        for action in plan(self._desired(report), self._observed(report), self.clock.now(), self.limits):
-            self._act(action)
+        self.fleet.look(report)
+        self._leaving = self._leaving or self._purse.must_end(report)
+        actions = plan(self._desired(report), self.fleet.observed(report), self.clock.now(), self.limits)
+        self._act(actions, report)
         self.each_tick(self, report)
         self.show(report)
         return self._ended(report)
 
     def _desired(self, report: Report) -> Desired:
-        wanted = report.wanted
-        slots = frozenset(s for s in wanted.slots if not wanted.leaves(s))
-        return Desired(slots, done=report.done, ending=bool(self._leaving))
+        return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
 
     def _ended(self, report: Report) -> Outcome | None:
         """The outcome, once nobody runs any more."""
-        over = self._verdict or self._over(report)
-        if over is None:
+        outcome = self._verdict or self._over(report)
+        if outcome is None:
             return None
-        running = [t.handle for t in self._all() if t.running and t.handle]
-        if self._ending_since is None:
-            self._ending_since = self.clock.now()
-        if self._killing or self.clock.now() - self._ending_since > GRACE_S:
-            self.executor.cancel(running, grace_s=0.0)
-        return None if running else over
+        now = self.clock.now()
+        self._ending_since = since = self._ending_since if self._ending_since is not None else now
+        late = [t for t in self.fleet.all() if t.running and (self._killing or now - since > self._grace(t, report))]
+        self.fleet.cancel(late, 0.0)
+        if not self.fleet.strays and not any(t.running for t in self.fleet.all()):
+            return outcome
+        return self._given_up(outcome) if now - since > PROOF_S else None
+
+    def _grace(self, track: Track, report: Report) -> float:
+        """For who is to end: while its heart beats after the last step, it is writing down what it has."""
+        beat = report.beats.get(track.slot)
+        finishing = report.done and not (self._leaving or self._verdict) and beat is not None and beat.phase != "left"
+        if finishing and self.clock.now() - track.still_since < self.fleet.fresh_s:
+            return FINISH_S
+        return RENTED_GRACE_S if track.handle and track.handle.native else GRACE_S
+
+    def _given_up(self, outcome: Outcome) -> Outcome:
+        there = [t.handle for t in self.fleet.all() if t.running and t.handle] + list(self.fleet.strays)
+        names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
+        text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {self.run.url}` tries again"
+        return Outcome(outcome.code or FAILED, text)
 
     def _over(self, report: Report) -> Outcome | None:
         if report.done:
@@ -199,103 +210,94 @@ class Supervisor:
             return Outcome(exitcodes.LEFT, f"{why} {where}; nothing is lost")
         return None
 
-    # ------------------------------------------------------------------ looking
-
-    def _all(self) -> list[Track]:
-        return [*self._tracks.values(), self._publisher]
-
-    def _tracked(self, slot: str) -> Track:
-        """A slot as it was before us: its process goes on if it runs, else only its number counts."""
-        found = self._found.get(slot)
-        if found is None:
-            return Track(slot)
-        h = found.handle
-        if found.state.ended:
-            return Track(slot, attempt=h.attempt, gone=(h.host, h.pid))
-        return Track(slot, h, found, h.attempt, still_since=self.clock.now())
-
-    def _look(self, report: Report) -> None:
-        for slot in report.wanted.slots:
-            if slot not in self._tracks:
-                self._tracks[slot] = self._tracked(slot)
-        known = {t.handle: t for t in self._all() if t.handle is not None}
-        for status in self.executor.poll(list(known)):
-            self._note(known[status.handle], status, report)
-        for slot, beat in report.beats.items():
-            self._note_beat(self._tracks[slot], beat)
-
-    def _note(self, track: Track, status: Status, report: Report) -> None:
-        was_running, track.status = track.running, status
-        if was_running and status.state.ended:
-            track.ended_at, track.gone = self.clock.now(), (status.handle.host, status.handle.pid)
-            if status.state not in (State.SUCCEEDED, State.CANCELLED):
-                self._count(track, status, report)
-
-    def _count(self, track: Track, status: Status, report: Report) -> None:
-        """An end before the run's: counted from zero if its life had brought something."""
-        pid = status.handle.pid
-        useful = any(x.slot == track.slot and x.pid == pid and x.commits for x in report.lives)
-        track.losses = 1 + (0 if useful else track.losses)
-        own_fault = status.state is State.FAILED and status.exit_code not in BLAMELESS
-        track.failures = own_fault + (0 if useful else track.failures)
-        tail = self.executor.logs(status.handle, 8)
-        self.tell("lost", slot=track.slot, pid=pid, exit_code=status.exit_code, reason=status.reason, tail=tail)
-
-    def _note_beat(self, track: Track, beat: Beat) -> None:
-        seen = (beat.generation, beat.n)
-        if seen != track.beat:
-            track.moves += track.beat is not None
-            track.beat, track.still_since = seen, self.clock.now()
-
-    def _observed(self, report: Report) -> list[Seen]:
-        return [self._seen(t, report.beats.get(t.slot)) for t in self._tracks.values()]
-
-    def _seen(self, t: Track, beat: Beat | None) -> Seen:
-        ours = beat is not None and t.handle is not None and (beat.host, beat.pid) == (t.handle.host, t.handle.pid)
-        silent = self.clock.now() - t.still_since if ours else 0.0
-        state, code = (t.status.state, t.status.exit_code) if t.status else (None, None)
-        return Seen(t.slot, state, code, t.ended_at, self._holder(t, beat), silent, t.losses, t.failures)
-
-    def _holder(self, t: Track, beat: Beat | None) -> Holder:
-        if beat is None:
-            return "none"
-        if beat.phase == "left":
-            return "left"
-        still = self.clock.now() - t.still_since
-        if still >= self._fresh_s or (beat.host, beat.pid) == t.gone:  # gone: no need to wait
-            return "silent"
-        return "beating" if t.moves else "unknown"
-
     # ------------------------------------------------------------------ acting
 
-    def _act(self, action: Action) -> None:
-        track = self._tracks[action.slot]
-        if isinstance(action, Launch | Replace) and self._verdict is None:
-            if isinstance(action, Replace) and track.running and track.handle:
-                self.executor.cancel([track.handle], grace_s=0.0)
-            self._launch(track, action.why)
-        elif isinstance(action, Drain) and track.handle:
-            self.executor.cancel([track.handle], GRACE_S)
+    def _act(self, actions: Sequence[Action], report: Report) -> None:
+        starts: list[tuple[Track, str]] = []
+        for action in actions:
+            track = self.fleet.tracks[action.slot]
+            if isinstance(action, Launch | Replace) and not track.running:
+                starts.append((track, action.why))
+            else:
+                self._act_on(track, action, report)
+        starts += [(self.fleet.publisher, why) for why in self._publish()]
+        if starts and self._verdict is None and not self.lease.lost:
+            self._start(starts, report)
+
+    def _act_on(self, track: Track, action: Action, report: Report) -> None:
+        if isinstance(action, Replace):
+            self.tell("replacing", slot=track.slot, why=action.why)
+            track.replacing_at = self.clock.now()
+            self.fleet.cancel([track], 0.0)
+        elif isinstance(action, Fence):
+            self._fence(track, action.why)
+        elif isinstance(action, Drain):
+            self._drain(track, action.why, report)
+        elif isinstance(action, Cancel):
+            self.fleet.cancel([track], GRACE_S)
         elif isinstance(action, GiveUp) and self._verdict is None:
             self._give_up(track, action.why)
 
-    def _launch(self, track: Track, why: str) -> None:
-        newest = track.beat[0] if track.beat else 0
-        argv = (self.run.url, "--slot", track.slot, *(("--parent", self.parent) if self.parent else ()))
-        self._start(
-            track, ReplicaSpec(self.run.url, track.slot, 1 + max(track.attempt, newest), self.entrypoint, argv), why
+    def _drain(self, track: Track, why: str, report: Report) -> None:
+        """It hears it through the bucket, or else by a signal."""
+        if track.draining_at is None:
+            self.tell("draining", slot=track.slot, why=why)
+            track.draining_at = self.clock.now()
+        if not self.fleet.hears(track.slot, report):
+            self.fleet.cancel([track], GRACE_S)
+
+    def _fence(self, track: Track, why: str) -> None:
+        """Claim its slot in the name of the next launch, which alone may follow."""
+        newest = max((g for g, _ in claims(self.run.store, track.slot)), default=0)
+        number = 2 + max(track.attempt, newest)
+        with suppress(Fenced):  # it claimed at the same moment: the next tick fences that one
+            claim(self.run.store, self.clock, track.slot, host=f"{SUPERVISOR}/{track.slot}.{number}", pid=os.getpid())
+            assert track.handle is not None
+            self.tell("fenced_off", slot=track.slot, attempt=track.handle.attempt, why=why)
+            self.fleet.strays[track.handle] = self.clock.now()
+            track.attempt, track.handle, track.status = number - 1, None, None
+
+    def _start(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
+        """All at once; nothing if the budget does not allow all of them."""
+        specs = [self._spec(track) for track, _ in starts]
+        refused = self._beating(lambda: self._purse.refuses(report, specs))
+        if refused:
+            return self._do_without(refused, report)
+        handles = self._beating(lambda: self.executor.launch_replicas(specs))
+        for (track, why), handle in zip(starts, handles, strict=True):
+            track.launched(handle, self.clock.now())
+            self.fleet.book("launched", handle, why)
+
+    def _spec(self, track: Track) -> ReplicaSpec:
+        slot, place, url = track.slot, place_of(self.places, track.slot), self.run.url
+        attempt = 1 + max(track.attempt, track.beat[0] if track.beat else 0)
+        settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
+        if slot == PUBLISH:
+            return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
+        parent = ("--parent", self.parent) if self.parent and place.executor == "local" else ()
+        return ReplicaSpec(
+            url, slot, attempt, self.entrypoint, (url, "--slot", slot, *parent), gpu=place.gpu, **settings
         )
 
-    def _start(self, track: Track, spec: ReplicaSpec, why: str) -> None:
-        if self.lease.lost:
-            return  # the next tick ends us
-        (track.handle,) = self.executor.launch_replicas([spec])
-        track.status = Status(track.handle, State.STARTING)
-        track.attempt, track.launches, track.still_since = spec.attempt, track.launches + 1, self.clock.now()
-        self.tell("launched", slot=spec.slot, pid=track.handle.pid, attempt=spec.attempt, why=why)
+    def _do_without(self, why: str, report: Report) -> None:
+        """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
+        if self._short_of != why[:60]:
+            self._short_of = why[:60]
+            self.tell("refused", text=why)
+        if not self.fleet.anybody:
+            new = not report.of_kind("launched")
+            self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
+
+    def _beating(self, act: Callable[[], T]) -> T:
+        """Do what may take a platform minutes, and keep the lease meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(act)
+            while not wait([future], timeout=BEAT_S).done:
+                self.lease.beat("launching")
+            return future.result()
 
     def _give_up(self, track: Track, why: str) -> None:
-        tail = self.executor.logs(track.handle, 12) if track.handle else []
+        tail = self.fleet.tail(track.handle, 12) if track.handle else []
         self._stop_for(track.slot, track.status.exit_code if track.status else None, why, tail)
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
@@ -308,39 +310,47 @@ class Supervisor:
 
     # ------------------------------------------------------------------ θ₀
 
-    def _publish(self) -> None:
-        """One child puts θ₀ into the bucket, beside the replicas that are starting."""
-        p = self._publisher
+    def _publish(self) -> list[str]:
+        """Why one child must put θ₀ into the bucket now, beside the replicas that are starting; else nothing."""
+        p = self.fleet.publisher
         if self._published or self._leaving or p.running:
-            return
+            return []
         if self.run.store.get(layout.MODEL_MANIFEST) is not None:
             self._published = True
             if p.launches:
-                self.tell("published", seconds=self.clock.now() - p.still_since)
-        elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.launches >= self.limits.failures):
-            tail = self.executor.logs(p.status.handle, 12)
+                self.tell("published", seconds=self.clock.now() - p.launched_at)
+        elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.losses >= self.limits.failures):
+            tail = self.fleet.tail(p.status.handle, 12)
             self._stop_for("the start model", p.status.exit_code, "it cannot be published", tail)
         else:
-            spec = ReplicaSpec(self.run.url, PUBLISH, p.attempt + 1, PUBLISHER, (self.run.url,))
-            self._start(p, spec, "the run has no model yet")
+            return ["the run has no model yet"]
+        return []
 
 
 def main(argv: list[str] | None = None) -> int:
     """A supervisor of its own, for a detached run: ends when told to, and its replicas stay."""
-    from executors.local import LocalProcessExecutor
-
     parser = argparse.ArgumentParser(prog="python -m executors.supervisor", description="Keep a run's replicas alive.")
     parser.add_argument("url", help="the run")
+    parser.add_argument("--entrypoint", default=REPLICA, metavar="MODULE:FUNCTION", help="what each replica runs")
     args = parser.parse_args(argv)
-    executor = LocalProcessExecutor(PRELOAD)
     try:
-        outcome = Supervisor(read_run(args.url), executor, SystemClock()).supervise()
-    except RendezvousError as error:
+        outcome = _supervise(args.url, args.entrypoint)
+    except Supervised as error:
+        outcome = Outcome(LOST_LEASE, str(error))
+    except (RendezvousError, ExecutorError) as error:
         outcome = Outcome(FAILED, str(error))
-    finally:
-        executor.close()
     print(outcome.text, flush=True)
     return outcome.code
+
+
+def _supervise(url: str, entrypoint: str) -> Outcome:
+    run = read_run(url)
+    wanted = read_control(run.store)
+    executor = build(wanted.places, wanted.former)
+    try:
+        return Supervisor(run, executor, SystemClock(), entrypoint=entrypoint).supervise()
+    finally:
+        executor.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@
     ├── leave/{slot}-{generation}.json             a graceful goodbye                              put_once
     ├── residuals/{slot}-{generation}-{nonce}.bin  what its codec had not sent; deleted when taken put, new name
     ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
-    └── log/{slot}-{generation}/{n:06d}.jsonl      metrics and events                              put, by its slot
+    └── log/{slot}-{generation}/
+        ├── {n:06d}.jsonl                          metrics and events                              put, by its slot
+        └── {n:06d}.rollouts.jsonl                 a few of the student's rollouts, for traces     put, by its slot
 
 Zero-padded numbers sort as they count.  Registers (put_once) are never deleted within a run: a deleted one
 could be "won" again by a replica that slept.
@@ -110,6 +112,14 @@ def control(n: int) -> str:
 
 def log(slot: str, generation: int, n: int) -> str:
     return f"{LOGS}{slot}-{generation}/{n:06d}.jsonl"
+
+
+def rollouts(slot: str, generation: int, n: int) -> str:
+    return f"{LOGS}{slot}-{generation}/{n:06d}.rollouts.jsonl"
+
+
+def is_rollouts(key: str) -> bool:
+    return key.endswith(".rollouts.jsonl")
 
 
 def log_owner(key: str) -> tuple[str, int]:

@@ -10,8 +10,10 @@ A tick that the store refuses is skipped: beats are advisory.
 Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rendezvous import layout
 from rendezvous.clock import Clock
@@ -20,10 +22,17 @@ from rendezvous.records import Beat, Claim, Control, Offer, nonce
 from rendezvous.rules import CROWD, Peer, Timing
 from rendezvous.store import Store, put_once
 
+# What a control record overrides by naming it.
+FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until")
+
 
 @dataclass(frozen=True)
 class Wanted:
-    """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist)."""
+    """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist).
+
+    former: places that stood in earlier records.
+    places, max_usd, max_hours, allow_unknown_price, until: as in Control.
+    """
 
     replicas: int = 0
     universe: int = 0
@@ -32,15 +41,21 @@ class Wanted:
     drains: frozenset[str] = frozenset()
     stop: bool = False
     records: int = 0
+    places: tuple[dict[str, Any], ...] = ()
+    max_usd: float = 0.0
+    max_hours: float = 0.0
+    allow_unknown_price: bool = False
+    until: float = 0.0
+    former: tuple[dict[str, Any], ...] = ()
 
     def after(self, control: Control) -> "Wanted":
         """These wishes changed by one more control record."""
-        replicas = self.replicas if control.replicas is None else control.replicas
-        return Wanted(
-            replicas=replicas,
-            universe=max(self.universe, replicas),
-            steps=self.steps if control.steps is None else control.steps,
-            min_replicas=self.min_replicas if control.min_replicas is None else control.min_replicas,
+        said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
+        return replace(
+            self,
+            **said,
+            universe=max(self.universe, said.get("replicas", self.replicas)),
+            former=self._former(control),
             drains=self._drains(control),
             stop=(self.stop or control.stop) and not control.resume,
             records=control.n + 1,
@@ -50,6 +65,12 @@ class Wanted:
         if control.resume or control.replicas is not None:
             return frozenset()
         return self.drains | {control.drain} if control.drain else self.drains
+
+    def _former(self, control: Control) -> tuple[dict[str, Any], ...]:
+        if control.places is None:
+            return self.former
+        gone = [p for p in (*self.former, *self.places) if p not in control.places]
+        return tuple(p for i, p in enumerate(gone) if p not in gone[:i])
 
     def leaves(self, slot: str) -> bool:
         """Is this slot to go?"""
@@ -70,6 +91,8 @@ def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
 
 def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
     """Append one control record; -> the wishes with it folded in."""
+    if "places" in wishes:
+        wishes["places"] = tuple(wishes["places"])  # type: ignore[arg-type]
     while True:
         wanted = read_control(store)
         record = Control(n=wanted.records, nonce=nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
@@ -84,6 +107,9 @@ def _check_wishes(record: Control) -> None:
         count = getattr(record, name)
         if count is not None and count < 1:
             raise ValueError(f"{name} = {count} means nothing here, the least is 1; to end a run, stop it")
+    for name in ("max_usd", "max_hours", "until"):
+        if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
+            raise ValueError(f"{name} = {most} means nothing here; a number from 0 on, 0 for none")
     if record.drain is not None:
         layout.slot_index(record.drain)
 
@@ -100,11 +126,13 @@ def claims(store: Store, slot: str, above: int = 0) -> Iterator[tuple[int, bytes
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0) -> int:
     """Take the next generation of a slot.  Two launches for one slot: the loser goes, for good.
 
-    If it took the generation after, two launchers would fence each other for ever.
+    If it took the generation after, two launchers would fence each other for ever.  Nor is there a place for a launch
+    that its platform starts again after a later one has been here (or a claim in the name of one).
     """
     generation = 1
     while True:
-        while store.get(layout.claim(slot, generation)) is not None:
+        while (body := store.get(layout.claim(slot, generation))) is not None:
+            _refuse_outdated(slot, host, body)
             generation += 1
         mine = Claim(slot, generation, nonce(), clock.wall(), host, pid)
         won, value = put_once(store, clock, layout.claim(slot, generation), mine.encode())
@@ -116,6 +144,18 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
                 f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
                 f"(generation {generation}); this process goes"
             )
+
+
+def launch_of(host: str, slot: str) -> int:
+    """Which launch of the slot a claim comes from: "modal/r01.3" -> 3; 0 where its host does not tell."""
+    place, _, number = host.rpartition(".")
+    return int(number) if number.isdigit() and place.endswith(f"/{slot}") else 0
+
+
+def _refuse_outdated(slot: str, host: str, body: bytes) -> None:
+    mine = launch_of(host, slot)
+    if mine and body and launch_of(Claim.decode(body).host, slot) > mine:
+        raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
 
 
 @dataclass

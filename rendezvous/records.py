@@ -238,7 +238,12 @@ class Leave(Record):
 
 @dataclass(frozen=True)
 class Control(Record):
-    """What the operator wants; absent fields leave things as they are."""
+    """What the operator wants; absent fields leave things as they are.
+
+    places: where replicas run, in the words of who launches them (executors/mixed.py); opaque here.
+    max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
+    names a later one; 0 for none.
+    """
 
     kind = "control"
     n: int
@@ -250,6 +255,16 @@ class Control(Record):
     drain: str | None = None
     stop: bool = False
     resume: bool = False
+    places: tuple[dict[str, Any], ...] | None = None
+    max_usd: float | None = None
+    max_hours: float | None = None
+    allow_unknown_price: bool | None = None
+    until: float | None = None
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
+        places = raw.get("places")
+        return super().from_dict({**raw, "places": None if places is None else tuple(places)})
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco import exitcodes
 from executors import processes
-from executors.base import Handle, ReplicaSpec, State, Status
+from executors.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.local import LocalProcessExecutor, process_folder
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -73,6 +74,18 @@ def fails_on_one() -> int:
 def looks_around(argv: list[str]) -> int:
     facts = {"session": os.getsid(0) == os.getpid(), "threads": os.environ["OMP_NUM_THREADS"], "env": os.environ["X"]}
     print(json.dumps(facts), flush=True)
+    return 0
+
+
+def leaves_a_child_behind(argv: list[str]) -> int:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print(child.pid, flush=True)
+    return 0
+
+
+def tells_its_pins(argv: list[str]) -> int:
+    cores = sorted(os.sched_getaffinity(0))
+    print(json.dumps({"cores": cores, "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}), flush=True)
     return 0
 
 
@@ -192,7 +205,7 @@ def test_cancel_asks_first_and_kills_after_the_grace(executor, tmp_path):
     handles = executor.launch_replicas(specs)
     for handle in handles:
         wait_for_line(executor, handle)
-    executor.cancel(handles, grace_s=0.3)
+    executor.cancel(handles, grace_s=2.0)
     polite, stubborn = executor.collect(handles, timeout=20)
     assert (polite.state, polite.exit_code) == (State.CANCELLED, 4)
     assert (stubborn.state, stubborn.exit_code) == (State.CANCELLED, -9)
@@ -279,6 +292,198 @@ def test_the_parent_ends_at_once_while_its_children_live(tmp_path, method):
     assert (lost.state, cancelled.state) == (State.LOST, State.CANCELLED)
     if method == "fork":  # the fork server outlived the parent, and wrote down what it reaped
         assert (lost.exit_code, cancelled.exit_code) == (-9, -15)
+
+
+# -------------------------------------------------------------------- once, whoever dies
+
+
+def living(folder: Path) -> list[int]:
+    """Processes whose output goes to a log of this run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            target = os.readlink(entry / "fd" / "1") if entry.name.isdigit() else ""
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0] if target else "Z"
+        except OSError:
+            continue
+        if target.startswith(f"{folder}/processes/") and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+DIES_AT = """
+import os, signal, sys
+from pathlib import Path
+from executors import local
+from tests.test_executors_local import spec
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "after":
+    local._introduced = die
+executor = local.LocalProcessExecutor(["tests.test_executors_local"], method=sys.argv[2])
+if sys.argv[3] == "before":  # the server has the request, but is still importing
+    server = executor._start_server()
+    print(server._process.pid, flush=True)
+    server._send(executor._request(spec(Path(sys.argv[1]), "sleeps")))
+    die()
+executor.launch_replicas([spec(Path(sys.argv[1]), "sleeps")])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_launcher_killed_before_it_knows_its_child_leaves_one_that_is_found(tmp_path, method):
+    done = subprocess.run([sys.executable, "-c", DIES_AT, str(tmp_path), method, "after"], cwd=ROOT, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    executor = LocalProcessExecutor([], method="spawn")
+    (handle,) = executor.launch_replicas([spec(tmp_path, "sleeps")])  # the same launch, by the next one
+    wait_for_line(executor, handle)
+    until = time.monotonic() + 20
+    while len(living(tmp_path)) > 1 and time.monotonic() < until:  # the one that was too many is on its way out
+        time.sleep(0.05)
+    assert living(tmp_path) == [handle.pid] and executor.find(f"file://{tmp_path}") == [handle]
+    assert executor.logs(handle).count("here I am") == 1
+    executor.cancel([handle], 0.0)
+    executor.collect([handle], 20)
+
+
+def test_a_fork_that_nobody_waits_for_any_more_does_not_happen(tmp_path):
+    (tmp_path / "processes").mkdir()
+    command = [sys.executable, "-c", DIES_AT, str(tmp_path), "fork", "before"]
+    done = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
+    server, until = int(done.stdout), time.monotonic() + 60
+    started = processes.start_ticks(server)
+    while started is not None and processes.alive(server, started):
+        assert time.monotonic() < until, "the fork server has not ended"
+        time.sleep(0.05)
+    assert list((tmp_path / "processes").iterdir()) == [] and living(tmp_path) == []
+
+
+RIVAL = """
+import sys
+from pathlib import Path
+from executors.local import LocalProcessExecutor
+from tests.test_executors_local import spec
+executor = LocalProcessExecutor([], method=sys.argv[2])
+specs = [spec(Path(sys.argv[1]), "sleeps", slot=f"r{i:02d}") for i in range(4)]
+input()
+print([h.pid for h in executor.launch_replicas(specs)])
+"""
+
+
+def test_two_launchers_at_once_start_each_replica_once(tmp_path):
+    rivals = [
+        subprocess.Popen(
+            [sys.executable, "-c", RIVAL, str(tmp_path), method], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for method in ("fork", "spawn")
+    ]  # fmt: skip
+    for rival in rivals:
+        assert rival.stdin is not None
+        rival.stdin.write("\n")
+        rival.stdin.flush()
+    one, other = (rival.communicate()[0] for rival in rivals)
+    assert one == other
+    executor = LocalProcessExecutor([], method="spawn")
+    handles = executor.find(f"file://{tmp_path}")
+    until = time.monotonic() + 20
+    while len(living(tmp_path)) > 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert sorted(living(tmp_path)) == sorted(h.pid for h in handles) and len(handles) == 4
+    executor.cancel(handles, 0.0)
+    executor.collect(handles, 20)
+
+
+def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
+    (handle,) = forks.launch_replicas([spec(tmp_path, "exits", "5")])
+    forks.collect([handle], timeout=20)
+    rival = LocalProcessExecutor([HERE])
+    request = rival._request(spec(tmp_path, "exits", "6"))
+    (pid,) = rival._fork([request])
+    assert isinstance(pid, tuple) and rival._server is not None
+    while pid[0] not in rival._server.exits:
+        rival.poll([])
+        time.sleep(0.01)
+    assert rival._server.exits[pid[0]] == 3  # fenced
+    fresh = LocalProcessExecutor([], method="spawn")
+    assert fresh.poll([handle])[0].exit_code == 5
+    rival.close()
+
+
+def test_thirty_two_launches_take_no_more_than_twice_one(tmp_path):
+    def seconds(folder: Path, count: int) -> float:
+        executor, began = LocalProcessExecutor([HERE]), time.monotonic()
+        specs = [spec(folder, "exits", "0", slot=f"r{i:02d}") for i in range(count)]
+        results = executor.collect(executor.launch_replicas(specs), timeout=60)
+        took = time.monotonic() - began
+        assert all(r.ok for r in results)
+        executor.close()
+        return took
+
+    single = max(seconds(tmp_path / f"single{i}", 1) for i in range(2))
+    assert seconds(tmp_path / "all", 32) <= 2 * single
+
+
+# -------------------------------------------------------------------- groups, pins, time
+
+
+def test_what_a_replica_leaves_behind_ends_with_it(executor, tmp_path):
+    (handle,) = executor.launch_replicas([spec(tmp_path, "leaves_a_child_behind")])
+    assert executor.collect([handle], timeout=20)[0].ok
+    pid = int(executor.logs(handle)[0])
+    until = time.monotonic() + 10
+    while (started := processes.start_ticks(pid)) is not None and processes.alive(pid, started):
+        assert time.monotonic() < until, "its child still runs"
+        time.sleep(0.02)
+
+
+def test_cores_and_gpus_are_dealt_out_to_the_slots(tmp_path):
+    executor = LocalProcessExecutor([HERE], cores=1, gpus=["4", "5"])
+    specs = [spec(tmp_path, "tells_its_pins", slot=f"r{i:02d}", gpu=("any",)) for i in range(3)]
+    told = [
+        json.loads(executor.logs(h)[-1])
+        for h in (r.handle for r in executor.collect(executor.launch_replicas(specs), 20))
+    ]
+    there = sorted(os.sched_getaffinity(0))
+    assert [t["gpu"] for t in told] == ["4", "5", "4"]
+    assert [t["cores"] for t in told] == [[there[i % len(there)]] for i in range(3)]
+    assert f"on GPU 5 on cores {there[1 % len(there)]}" in executor.plan(specs).lines[1]
+    executor.close()
+
+
+def test_without_a_wish_nobody_is_pinned(forks, tmp_path):
+    (handle,) = forks.launch_replicas([spec(tmp_path, "tells_its_pins")])
+    forks.collect([handle], 20)
+    told = json.loads(forks.logs(handle)[-1])
+    assert told == {"cores": sorted(os.sched_getaffinity(0)), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+@pytest.mark.parametrize(("gpus", "word"), [([], "there are: none"), (["0", "1"], "there are: 0, 1, or 'any'")])
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, gpus, word):
+    executor = LocalProcessExecutor([], method="spawn", gpus=gpus)
+    specs = [spec(tmp_path, "sleeps"), spec(tmp_path, "sleeps", slot="r01", gpu=("7",))]
+    with pytest.raises(ExecutorError, match=word):
+        executor.launch_replicas(specs)
+    assert not (tmp_path / "processes" / "r00.1.json").exists() and living(tmp_path) == []
+
+
+def test_cores_that_are_not_there_are_refused():
+    with pytest.raises(ExecutorError, match="this machine has"):
+        LocalProcessExecutor([], method="spawn", cores=10_000)
+
+
+@pytest.mark.parametrize(
+    ("function", "code"), [("sleeps", exitcodes.RESUME), ("polite", exitcodes.RESUME), ("stubborn", exitcodes.RESUME)]
+)
+def test_a_time_limit_ends_it_with_resume(forks, tmp_path, function, code):
+    (handle,) = forks.launch_replicas([spec(tmp_path, function, timeout_s=1.0)])
+    assert forks.collect([handle], timeout=20)[0].exit_code == code
+
+
+def test_a_process_of_another_machine_is_not_called_dead(forks, tmp_path):
+    elsewhere = Handle(f"file://{tmp_path}", "r00", 1, "local", "another-host", 4711, 1)
+    rented = Handle(f"file://{tmp_path}", "r01", 1, "modal", native="fc-1")
+    assert [(s.state, s.stale) for s in forks.poll([elsewhere, rented])] == [(State.RUNNING, True)] * 2
 
 
 def test_find_knows_processes_by_their_claim_alone(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from diloco import exitcodes
 from executors.base import State
-from executors.plan import Desired, Drain, GiveUp, Launch, Limits, Replace, Seen, Wait, plan
+from executors.plan import Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, Seen, Wait, plan
 
 WANTED = Desired(frozenset({"r00"}))
 NOBODY = Desired(frozenset())
@@ -15,6 +15,11 @@ NOW = 1000.0
 
 def lost(code: int | None, state: State = State.LOST, losses: int = 1, failures: int = 0, **more) -> Seen:
     return Seen("r00", state, code, NOW, more.pop("holder", "silent"), 0.0, losses, failures, **more)
+
+
+def there(state: State = State.RUNNING, silent_s: float = 0.0, **more) -> Seen:
+    """On a platform, that restarts it by itself."""
+    return Seen("r00", state, silent_s=silent_s, native=True, **more)
 
 
 RUNNING = Seen("r00", State.RUNNING)
@@ -37,6 +42,32 @@ TABLE = [
     (Seen("r00", State.RUNNING, silent_s=119), WANTED, None, ""),
     (Seen("r00", State.RUNNING, silent_s=121), WANTED, Replace, "stood still"),
     (Seen("r00", State.RUNNING, silent_s=121), DONE, None, ""),
+    (Seen("r00", State.RUNNING, silent_s=121, beaten=False), WANTED, Replace, "without a heartbeat"),
+    (there(silent_s=121), WANTED, None, ""),  # perhaps the platform is starting it again
+    (there(silent_s=599), WANTED, None, ""),
+    (there(silent_s=601), WANTED, Replace, "stood still"),
+    (there(silent_s=601, beaten=False), WANTED, None, ""),  # a large image
+    (there(silent_s=1801, beaten=False), WANTED, Replace, "without a heartbeat"),
+    (there(State.PENDING, silent_s=9999, beaten=False), WANTED, None, ""),
+    (there(State.PENDING, silent_s=9999), WANTED, None, ""),
+    (there(replacing_s=59.0), WANTED, Wait, "told to end"),
+    (there(silent_s=601, replacing_s=59.0), WANTED, Wait, "told to end"),
+    (there(silent_s=661, replacing_s=61.0), WANTED, Fence, "not ended within 61 s"),
+    (there(State.PENDING, replacing_s=61.0), WANTED, Fence, "not ended"),
+    (there(State.CANCELLED, replacing_s=5.0), WANTED, Replace, "silent"),
+    (there(State.LOST, replacing_s=5.0), WANTED, Replace, "silent"),
+    (there(State.CANCELLED, replacing_s=5.0, holder="beating"), WANTED, Wait, "elsewhere"),
+    (there(State.CANCELLED, replacing_s=5.0), NOBODY, None, ""),
+    (there(replacing_s=61.0), NOBODY, Drain, "no longer wanted"),
+    (there(State.PENDING), NOBODY, Cancel, "waiting for a machine"),
+    (there(State.PENDING), ENDING, Cancel, "waiting for a machine"),
+    (there(draining_s=59.0), NOBODY, Drain, "no longer wanted"),
+    (there(draining_s=61.0), NOBODY, Cancel, "not left within 61 s"),
+    (Seen("r00", State.RUNNING, draining_s=61.0), ENDING, Cancel, "not left within 61 s"),
+    (there(draining_s=61.0), DONE, None, ""),
+    (there(State.FAILED, failures=1, reason="no such image"), WANTED, Replace, "no such image"),
+    (there(State.FAILED, failures=3, reason="no such image"), WANTED, GiveUp, "3 times in a row (no such image)"),
+    (lost(exitcodes.RESUME, State.FAILED), WANTED, Replace, "time limit near"),
     (lost(-9), WANTED, Replace, "SIGKILL"),
     (lost(None), WANTED, Replace, "nobody saw"),
     (lost(1, State.FAILED, failures=1), WANTED, Replace, "exit code 1"),

@@ -23,7 +23,7 @@ from executors.lease import Lease, Supervised, supervisor_of
 from executors.local import LocalProcessExecutor
 from executors.plan import Limits
 from executors.stop import stop_run
-from executors.supervisor import Supervisor
+from executors.supervisor import Supervisor, main
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Fenced, Leaving
@@ -311,6 +311,42 @@ def test_stop_kills_what_does_not_leave(tmp_path, executor):
     assert any("still there after 0 s; killed" in text for text in said)
     handle = supervisor.handle("r00")
     assert handle and executor.collect([handle], timeout=10)[0].state is State.LOST
+
+
+def test_a_supervisor_of_its_own_rebuilds_its_executor_from_the_bucket(tmp_path, capsys):
+    run = found(tmp_path)
+    write_control(run.store, SystemClock(), places=[{"executor": "local", "options": {"colour": "red"}}])
+    assert main([run.url]) == 1 and "takes no option colour" in capsys.readouterr().out
+    write_control(run.store, SystemClock(), places=[{"executor": "local", "gpu": ["7"], "options": {"gpus": []}}])
+    assert main([run.url]) == exitcodes.USER_ERROR and "this machine has no GPU 7" in capsys.readouterr().out
+    assert read_report(run.store).of_kind("launched") == []
+
+
+def test_a_supervisor_of_its_own_brings_a_run_to_its_end(tmp_path, capsys):
+    run = found(tmp_path, steps=3)
+    write_control(run.store, SystemClock(), places=[{"executor": "local", "options": {"preload": [HERE], "cores": 1}}])
+    assert main([run.url, "--entrypoint", f"{HERE}:replica"]) == exitcodes.DONE
+    report = read_report(run.store)
+    assert report.done and {e["executor"] for e in report.of_kind("launched")} == {"local"}
+    assert "all 3 outer steps are committed" in capsys.readouterr().out
+
+
+def test_a_second_supervisor_goes_and_says_why(tmp_path, executor, capsys):
+    run = found(tmp_path)
+    first = supervisor_for(run, executor)
+    assert main([run.url]) == 3 and f"process {os.getpid()}" in capsys.readouterr().out
+    first.lease.beat("left")
+
+
+def test_a_supervisor_in_a_container_is_not_judged_by_the_pids_of_another(monkeypatch):
+    store, clock = MemoryStore(), SlowClock()
+    monkeypatch.setenv("DILOCO_PLACE", "modal/supervisor.1")
+    first = Lease.take(store, clock)
+    monkeypatch.setenv("DILOCO_PLACE", "modal/supervisor.2")  # the same machine name, and no such pid
+    beating = SlowClock(lambda: first.beat("watching"))
+    with pytest.raises(Supervised, match=r"modal/supervisor\.1"):
+        Lease.take(store, beating)
+    assert Lease.take(store, clock).generation == 2  # the first one is silent now
 
 
 # -------------------------------------------------------------------- the lease

@@ -1,0 +1,177 @@
+"""The slots of a run as one supervisor sees them, and the launches that it must not lose sight of.
+
+    platforms ──find, poll──┐                                     ┌─▶ seen      for the plan
+    log: launched, ended ───┴──▶ tracks: one per slot ────────────┤
+                                 strays: replaced, not yet ended  └─▶ log: found, pending, running, lost, ended
+
+Every launch that is not known to have ended is in a track or a stray, also after a restart of the supervisor.
+
+Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
+"""
+
+from collections.abc import Callable, Sequence
+
+from diloco import exitcodes
+from diloco.launch import Run
+from diloco.report import SUPERVISOR, Report
+from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status
+from executors.plan import Seen
+from executors.track import BLAMELESS, Past, Track, counted, end_fields, here, owns, past
+from rendezvous.clock import Clock
+
+PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
+AGAIN_S = 30.0  # between two words to somebody who does not go
+
+
+class Fleet:
+    """fresh_s: a heartbeat that has stood still for longer is silent.   tell: writes to the log."""
+
+    def __init__(
+        self, run: Run, executor: ServerlessExecutor, clock: Clock, fresh_s: float, tell: Callable[..., None]
+    ) -> None:
+        self.run, self.executor, self.clock, self.fresh_s, self.tell = run, executor, clock, fresh_s, tell
+        self.tracks: dict[str, Track] = {}
+        self.publisher = Track(PUBLISH)
+        self.strays: dict[Handle, float] = {}  # and when we last told them to end
+        self._past: dict[str, Past] | None = None  # None: not looked yet
+        self._found: dict[str, Status] = {}
+
+    def all(self) -> list[Track]:
+        return [*self.tracks.values(), self.publisher]
+
+    @property
+    def anybody(self) -> bool:
+        return bool(self.strays) or any(t.running for t in self.all())
+
+    def look(self, report: Report) -> None:
+        if self._past is None:
+            self._look_back(report)
+        for slot in report.wanted.slots:
+            if slot not in self.tracks:
+                self.tracks[slot] = self._tracked(slot)
+        known = [(t, t.handle) for t in self.all() if t.handle is not None and t.running]
+        for (track, _), status in zip(known, self.executor.poll([h for _, h in known]), strict=True):
+            if not status.stale:
+                self._note(track, status, report)
+        for slot, beat in report.beats.items():
+            self.tracks[slot].heard(beat, self.clock.now(), self.fresh_s)
+        for track, _ in known:
+            self._meter(track)
+        self._look_at_strays()
+        for slot, track in self.tracks.items():
+            if slot in wanted_slots(report):
+                self._wanted_again(track, report)
+            elif not track.running and not report.done:
+                track.forget()
+
+    def _wanted_again(self, track: Track, report: Report) -> None:
+        """Perhaps it has not heard that it was to leave; if it has, another one follows."""
+        if track.cancelled is None and not self._lease_over(report):
+            track.draining_at = None
+
+    def _look_back(self, report: Report) -> None:
+        """What was launched before us, by what the platforms and the log say."""
+        before = past(report.events)
+        launches = {(h.slot, h.attempt): h for p in before.values() for h in p.open if here(h)}
+        booked = set(launches)
+        launches |= {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
+        statuses = self.executor.poll(list(launches.values()))
+        best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
+        self._past, self._found = before, best
+        for s in statuses:
+            h = s.handle
+            if not s.state.ended and (h.slot, h.attempt) not in booked:
+                self.book("found", h, "it runs, and nobody wrote that down")
+            if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
+                self.strays[h] = float("-inf")
+        self.publisher = self._tracked(PUBLISH)
+
+    def _tracked(self, slot: str) -> Track:
+        before = (self._past or {}).get(slot, Past())
+        return Track.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
+
+    def _look_at_strays(self) -> None:
+        """Launches that have been replaced, but were not seen to end."""
+        asked = list(self.strays)
+        for handle, status in zip(asked, self.executor.poll(asked) if asked else [], strict=True):
+            if status.state.ended and not status.stale:
+                del self.strays[handle]
+                self.tell("ended", **end_fields(status))
+            elif self.clock.now() - self.strays[handle] > AGAIN_S:
+                self.executor.cancel([handle], 0.0)
+                self.strays[handle] = self.clock.now()
+
+    def _note(self, track: Track, status: Status, report: Report) -> None:
+        was_running = track.running
+        track.polled(status, self.clock.now())
+        if was_running and status.state.ended:
+            self._count(track, status, report)
+
+    def _count(self, track: Track, status: Status, report: Report) -> None:
+        """An end.  One that nobody asked for is a loss, counted from zero if its life had brought something."""
+        lives = [x for x in report.lives if x.slot == track.slot and owns(status.handle, x)]
+        told = status.state is State.CANCELLED or (status.exit_code == exitcodes.LEFT and self._told(track, report))
+        if track.replacing_at is None and (told or status.state is State.SUCCEEDED):
+            return self.tell("ended", **end_fields(status))
+        useful = any(x.commits for x in lives)
+        own_fault = status.state is State.FAILED and status.exit_code not in BLAMELESS and track.replacing_at is None
+        track.losses, track.failures = counted(track.losses, track.failures, useful, own_fault)
+        life = max(lives, key=lambda x: x.generation, default=None)
+        who = {"pid": life.pid, "generation": life.generation} if life else {"pid": status.handle.pid}
+        more = {"useful": useful, "own_fault": own_fault, "tail": self.tail(status.handle, 8)}
+        self.tell("lost", **end_fields(status), **who, **more)
+
+    def _told(self, track: Track, report: Report) -> bool:
+        """Has it been asked to leave, by us or through the bucket?"""
+        return track.draining_at is not None or self.hears(track.slot, report)
+
+    def hears(self, slot: str, report: Report) -> bool:
+        """Does the bucket tell this replica to leave?"""
+        return report.wanted.leaves(slot) or self._lease_over(report)
+
+    def _lease_over(self, report: Report) -> bool:
+        return 0 < report.wanted.until <= self.clock.wall()
+
+    def _meter(self, track: Track) -> None:
+        """A launch that waits for a machine costs nothing."""
+        if track.handle is None or not track.handle.native or track.status is None:
+            return
+        waits = track.status.state is State.PENDING
+        about = {"slot": track.slot, "attempt": track.handle.attempt}
+        if waits and not track.pending:
+            self.tell("pending", **about, first=not track.ran)
+        elif track.pending and not waits and not track.status.state.ended:
+            self.tell("running", **about)
+        track.pending = waits
+
+    def observed(self, report: Report) -> list[Seen]:
+        now = self.clock.now()
+        return [t.seen(report.beats.get(t.slot), now, self.fresh_s) for t in self.tracks.values()]
+
+    def tail(self, handle: Handle, lines: int) -> list[str]:
+        try:
+            return self.executor.logs(handle, lines)
+        except ExecutorError as error:
+            return [f"(no log: {error})"]
+
+    # ------------------------------------------------------------------ acting
+
+    def cancel(self, tracks: Sequence[Track], grace_s: float) -> None:
+        """Now, and again from time to time until the platform has heard it."""
+        now = self.clock.now()
+        due = [t for t in tracks if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
+        for track in due:
+            track.cancelled = (now, grace_s)
+        if due:
+            self.executor.cancel([t.handle for t in due if t.handle], grace_s)
+
+    def book(self, event: str, handle: Handle, why: str) -> None:
+        """Write down who was launched, for the bill and for the next supervisor."""
+        about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
+        price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
+        self.tell(event, **about, **price, handle=handle.to_dict(), why=why)
+
+
+def wanted_slots(report: Report) -> list[str]:
+    """Those that should run."""
+    return [s for s in report.wanted.slots if not report.wanted.leaves(s)]

@@ -1,0 +1,242 @@
+"""What a run has cost and may cost: from a log, as a table."""
+
+import json
+import time
+from bisect import bisect_left
+
+import pytest
+
+from diloco.life import Life as ReplicaLife
+from diloco.report import Life, Report
+from executors.money import END_S, LEASE_S, Bill, Budget, Costs, costs, lease, over, refusal
+from rendezvous.clock import SystemClock
+from rendezvous.membership import Wanted, write_control
+from rendezvous.records import Beat
+from rendezvous.rules import Timing
+from rendezvous.stores.memory import MemoryStore
+
+T = 1.7e9
+HOUR = 3600.0
+
+
+def event(kind: str, at: float, slot: str = "r00", attempt: int = 1, **more) -> dict:
+    return {
+        "who": "supervisor-1",
+        "event": kind,
+        "slot": slot,
+        "generation": 0,
+        "at": T + at,
+        "attempt": attempt,
+        **more,
+    }
+
+
+def launched(at: float = 0.0, slot: str = "r00", attempt: int = 1, executor: str = "modal", usd: float | None = 4.0):
+    return event("launched", at, slot, attempt, executor=executor, usd_per_hour=usd, launched_at=T + at, pid=0)
+
+
+def report(*events: dict, lives=(), beats=None) -> Report:
+    return Report("test", "memory://", {}, Wanted(), [], list(lives), list(events), beats or {}, 0)
+
+
+def life(slot: str = "r00", generation: int = 1, host: str = "modal/r00.1", ended: float | None = None, how="running"):
+    return Life(slot, generation, 7, host, T, ended=None if ended is None else T + ended, how=how)
+
+
+TABLE = [
+    # what stands in the log                                                       hours from then   usd   rate
+    ([], 1.0, 0.0, 0.0),
+    ([launched()], 0.0, 0.0, 4.0),
+    ([launched()], 0.5, 2.0, 4.0),
+    ([launched(), event("lost", 900.0)], 2.0, 1.0, 0.0),
+    ([launched(), event("ended", 900.0)], 2.0, 1.0, 0.0),
+    ([launched(), event("fenced_off", 900.0)], 2.0, 8.0, 4.0),  # not seen to end yet
+    ([launched(), event("lost", 900.0), launched(1800.0, attempt=2)], 1.0, 3.0, 4.0),
+    ([launched(), launched(slot="r01", executor="hf-jobs", usd=2.0)], 1.0, 6.0, 6.0),
+    ([launched(usd=None)], 1.0, 0.0, 0.0),
+    ([launched(executor="local", usd=0.0)], 1.0, 0.0, 0.0),
+    ([launched(), event("pending", 1.0, first=True)], 5.0, 0.0, 0.0),
+    ([launched(), event("pending", 1.0, first=True), event("running", HOUR)], 2.0, 4.0, 4.0),
+    ([launched(), event("pending", 1.0, first=True), event("ended", HOUR)], 2.0, 0.0, 0.0),
+    ([launched(), event("pending", HOUR), event("running", 2 * HOUR)], 3.0, 8.0, 4.0),  # preempted for an hour
+    ([launched(), event("ended", 900.0), event("lost", HOUR)], 2.0, 1.0, 0.0),  # the first one who saw it
+    ([{**event("launched", 0.0), "who": "r00-1"}], 1.0, 0.0, 0.0),  # a replica's word
+    ([event("found", 0.0, executor="modal", usd_per_hour=4.0)], 1.0, 4.0, 4.0),
+]
+
+
+@pytest.mark.parametrize(("events", "hours", "usd", "rate"), TABLE)
+def test_costs(events, hours, usd, rate):
+    found = costs(report(*events), T + hours * HOUR)
+    assert (found.usd, found.rate) == (pytest.approx(usd), pytest.approx(rate))
+
+
+def test_a_goodbye_ends_a_bill_that_nobody_closed():
+    left = report(launched(), lives=[life(ended=900.0, how="left")])
+    assert costs(left, T + HOUR).usd == pytest.approx(1.0)
+    lost = report(launched(), lives=[life(ended=900.0, how="replaced")])
+    assert costs(lost, T + HOUR).usd == pytest.approx(4.0)
+    beat = Beat("r00", 1, 9, "left", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
+    assert costs(report(launched(), lives=[life()], beats={"r00": beat}), T + HOUR).usd == pytest.approx(2.0)
+
+
+def test_a_goodbye_of_the_life_before_a_restart_ends_nothing():
+    lives = [life(ended=900.0, how="left"), life(generation=2)]
+    assert costs(report(launched(), lives=lives), T + HOUR).usd == pytest.approx(4.0)
+    elsewhere = [life(ended=900.0, how="left", host="modal/r00.2")]
+    assert costs(report(launched(), lives=elsewhere), T + HOUR).usd == pytest.approx(4.0)
+
+
+def test_hours_are_the_clock_s_and_gaps_do_not_count():
+    events = [
+        launched(), launched(slot="r01"), event("ended", HOUR), event("ended", 2 * HOUR, slot="r01"),
+        launched(10 * HOUR, attempt=2), event("ended", 11 * HOUR, attempt=2),
+    ]  # fmt: skip
+    assert costs(report(*events), T + 20 * HOUR).hours == pytest.approx(3.0)
+
+
+def test_sums_per_slot_and_per_executor():
+    events = [launched(), launched(slot="r01", executor="hf-jobs", usd=2.0), launched(slot="r02", usd=None)]
+    found = costs(report(*events), T + HOUR)
+    assert found.per_slot() == pytest.approx({"r00": 4.0, "r01": 2.0, "r02": 0.0})
+    assert found.per_executor() == pytest.approx({"hf-jobs": 2.0, "modal": 4.0})
+    assert [b.slot for b in found.unknown] == ["r02"]
+    assert json.loads(json.dumps(found.to_dict()))["unknown_price"] == ["r02"]
+
+
+def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_life():
+    beat = Beat("r00", 1, 9, "train", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
+    assert costs(report(launched(), lives=[life()], beats={"r00": beat})).usd == pytest.approx(2.0)
+
+
+# -------------------------------------------------------------------- what is allowed
+
+
+def spent(usd: float = 0.0, rate: float = 0.0, hours: float = 0.0) -> Costs:
+    """So much is spent, and so much goes on."""
+    bill = Bill("r00", 1, "modal", rate, T, 0.0)
+    before = Bill("r01", 1, "modal", usd, T, HOUR, ended=T + HOUR)
+    return Costs((bill, before), hours)
+
+
+NONE, TEN, DAY = Budget(), Budget(max_usd=10.0), Budget(max_hours=24.0)
+ANY = Budget(allow_unknown_price=True)
+END = END_S / HOUR
+REFUSALS = [
+    # budget   spent                         prices          a word of the refusal
+    (NONE, spent(1e6, 100.0), [4.0], ""),
+    (NONE, spent(), [None], "--allow-unknown-price"),
+    (ANY, spent(), [None], ""),
+    (TEN, spent(), [4.0, None], "--allow-unknown-price"),
+    (Budget(max_usd=10.0, allow_unknown_price=True), spent(), [4.0, None], ""),
+    (TEN, spent(), [4.0], ""),
+    (TEN, spent(), [11.0], ""),  # for nearly an hour
+    (TEN, spent(), [11.0 / END], "max_usd = 10"),
+    (TEN, spent(9.99), [4.0], "max_usd = 10"),
+    (TEN, spent(10.0 - 4.0 * END - 0.001), [4.0], ""),
+    (TEN, spent(10.0 - 4.0 * END + 0.001), [4.0], "max_usd = 10"),
+    (TEN, spent(10.0 - 8.0 * END + 0.001, 4.0), [4.0], "max_usd = 10"),  # the others must end too
+    (TEN, spent(10.0), [0.0], ""),  # this machine
+    (DAY, spent(1e6), [4.0], ""),
+    (DAY, spent(hours=24.0 - END - 0.001), [0.0], ""),
+    (DAY, spent(hours=24.0 - END + 0.001), [0.0], "max_hours = 24"),
+]
+
+
+@pytest.mark.parametrize(("budget", "so_far", "prices", "word"), REFUSALS)
+def test_refusal(budget, so_far, prices, word):
+    text = refusal(budget, so_far, prices)
+    assert word in text and bool(text) == bool(word)
+
+
+OVERS = [
+    (NONE, spent(1e6, 100.0, 1e6), ""),
+    (TEN, spent(5.0, 4.0), ""),
+    (TEN, spent(10.0 - 4.0 * END - 0.001, 4.0), ""),
+    (TEN, spent(10.0 - 4.0 * END + 0.001, 4.0), "max_usd = 10"),
+    (TEN, spent(12.0), "max_usd = 10"),
+    (DAY, spent(1e6, 4.0, 23.0), ""),
+    (DAY, spent(0.0, 0.0, 24.0), "max_hours = 24"),
+]
+
+
+@pytest.mark.parametrize(("budget", "so_far", "word"), OVERS)
+def test_over(budget, so_far, word):
+    text = over(budget, so_far)
+    assert word in text and bool(text) == bool(word)
+
+
+LEASES = [
+    (NONE, spent(5.0, 4.0), None, 0.0),
+    (TEN, spent(), None, T + LEASE_S),  # nobody runs yet
+    (TEN, spent(0.0, 4.0), None, T + LEASE_S),
+    (TEN, spent(9.0, 4.0), None, T + 900.0 - END_S),
+    (TEN, spent(9.0, 4.0), 8.0, T + 450.0 - END_S),  # with one more
+    (TEN, spent(11.0, 4.0), None, T),
+    (DAY, spent(hours=23.9), None, T + 360.0 - END_S),
+    (Budget(10.0, 24.0), spent(9.0, 4.0, 23.99), None, T),
+]
+
+
+def test_a_budget_reckons_with_those_that_wait_for_a_machine():
+    waits = costs(report(launched(), event("pending", 1.0, first=True)), T + HOUR)
+    assert (waits.usd, waits.rate, waits.rate_soon) == (0.0, 0.0, 4.0)
+    assert lease(Budget(max_usd=1.0), waits, T) == pytest.approx(T + 900.0 - END_S)
+    assert refusal(Budget(max_usd=7.0 * END), waits, [4.0]) and not refusal(Budget(max_usd=8.01 * END), waits, [4.0])
+
+
+@pytest.mark.parametrize(("budget", "so_far", "rate", "until"), LEASES)
+def test_lease(budget, so_far, rate, until):
+    assert lease(budget, so_far, T, rate) == pytest.approx(until)
+
+
+def test_who_ends_when_told_to_does_not_pass_the_budget():
+    """Whatever the rate: from the moment that `over` speaks there is money for END_S."""
+    for rate in (0.1, 4.0, 320.0):
+        seconds = range(int(11.0 / rate * HOUR))
+        at = bisect_left(seconds, True, key=lambda s: bool(over(TEN, spent(rate * s / HOUR, rate))))
+        assert 0 < at < len(seconds) and rate * (at + END_S - 1) / HOUR <= 10.0
+
+
+# -------------------------------------------------------------------- the lease, on the replica's side
+
+
+def a_life(store: MemoryStore) -> ReplicaLife:
+    return ReplicaLife(store, "r00", Timing(beat=0.01))
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_replica_leaves_when_its_lease_is_over_and_not_before():
+    store, clock = MemoryStore(), SystemClock()
+    write_control(store, clock, replicas=1, steps=1, until=clock.wall() + 1000.0)
+    alive = a_life(store)
+    wait_until(lambda: alive.rv.members.wanted.until > 0)
+    assert not alive.rv.leaving
+    write_control(store, clock, until=clock.wall() - 1.0)
+    wait_until(lambda: alive.rv.leaving)
+    assert alive.why == "the budget's lease is over"
+    alive.end()
+
+
+def test_a_lease_that_was_renewed_holds_and_no_lease_means_no_end():
+    store, clock = MemoryStore(), SystemClock()
+    write_control(store, clock, replicas=1, steps=1, until=clock.wall() - 1.0)
+    write_control(store, clock, until=clock.wall() + 1000.0)
+    alive = a_life(store)
+    wait_until(lambda: alive.rv.members.wanted.records == 2)
+    write_control(store, clock, until=0.0)
+    wait_until(lambda: alive.rv.members.wanted.records == 3)
+    assert not alive.rv.leaving
+    alive.end()
+
+
+@pytest.mark.parametrize("wish", [{"max_usd": -1.0}, {"max_hours": float("nan")}, {"until": float("inf")}])
+def test_a_budget_that_means_nothing_is_refused(wish):
+    with pytest.raises(ValueError, match=next(iter(wish))):
+        write_control(MemoryStore(), SystemClock(), **wish)

@@ -1,0 +1,528 @@
+"""The supervisor on rented machines: a platform in memory, in virtual time (tests/cloud.py)."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco import exitcodes
+from diloco.config import RunConfig
+from diloco.launch import Run, open_run
+from diloco.report import read_report
+from executors.base import State
+from executors.mixed import Place
+from executors.money import END_S, LEASE_S, costs
+from executors.plan import Limits
+from executors.stop import stop_run
+from executors.supervisor import Outcome, Supervisor
+from executors.track import past
+from rendezvous import layout
+from rendezvous.errors import Fenced
+from rendezvous.membership import claim, claims, launch_of, read_control, write_control
+from rendezvous.records import Claim
+from tests.cloud import Cloud, CloudExecutor
+from tests.fakes import ManualClock
+
+LIMITS = Limits(restart_grace_s=60.0, boot_s=120.0, fence_s=30.0, drain_s=20.0, backoff_s=1.0, backoff_most_s=8.0)
+
+
+class World:
+    """A run on a cloud, and its supervisors."""
+
+    def __init__(self, folder: Path, replicas: int = 2, **wishes) -> None:
+        raw = {
+            "outer": {"sync_every": 1},
+            "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt"},
+            "fleet": {"replicas": replicas, "steps": 6},
+        }
+        (folder / "text.txt").write_text("a text that nobody reads")
+        self.clock = ManualClock()
+        self.run: Run = open_run(RunConfig.from_dict(raw, folder), str(folder / "run"), self.clock)
+        self.run.store.put(layout.MODEL_MANIFEST, b"{}")
+        places = [Place("cloud", gpu=("H100",), timeout_s=3600.0, secrets=("s3-keys",), env={"A": "b"}).to_dict()]
+        write_control(self.run.store, self.clock, **{"places": places, **wishes})
+        self.cloud = Cloud(self.run.store, self.clock)
+        self.outcome: Outcome | None = None
+        self.supervisor = self.another()
+
+    def another(self) -> Supervisor:
+        """A supervisor that knows nothing; the last one is dead."""
+        if hasattr(self, "supervisor"):
+            self.supervisor.lease.beat("left")
+        self.supervisor = Supervisor(self.run, CloudExecutor(self.cloud), self.clock, limits=LIMITS)
+        return self.supervisor
+
+    def tick(self) -> None:
+        if self.outcome is None:
+            self.outcome = self.supervisor._patient_tick()
+
+    def pass_time(self, seconds: float, supervised: bool = True) -> None:
+        """In steps of a second, or of 8 if it is long."""
+        self.cloud.live(seconds, self.tick if supervised else lambda: None, 1.0 if seconds <= 100 else 8.0)
+
+    def started(self) -> "World":
+        """All replicas beat."""
+        self.tick()
+        self.cloud.begin(*{slot for slot, _ in self.cloud.jobs})
+        self.pass_time(3)
+        return self
+
+    def told(self, *events: str) -> list[dict]:
+        return read_report(self.run.store).of_kind(*events)
+
+    def usd(self) -> float:
+        return costs(read_report(self.run.store), self.clock.wall()).usd
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+# -------------------------------------------------------------------- one slot, one process
+
+
+def test_a_spec_has_all_that_its_place_says(world):
+    world.tick()
+    spec = world.cloud.job("r01").spec
+    assert (spec.gpu, spec.timeout_s, spec.secrets, spec.env) == (("H100",), 3600.0, ("s3-keys",), {"A": "b"})
+    assert spec.argv == (world.run.url, "--slot", "r01")
+    assert world.cloud.calls.count("launch") == 1  # both at once
+
+
+def test_who_waits_for_a_machine_is_left_alone_and_costs_nothing(world):
+    world.tick()
+    world.pass_time(4000)
+    assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)} and world.usd() == 0.0
+    world.cloud.begin("r00")
+    world.pass_time(900)
+    assert world.usd() == pytest.approx(1.0, rel=0.02)  # a quarter of an hour of one, at $4
+    assert not world.told("lost", "replacing")
+
+
+def test_a_bill_that_waited_goes_on_when_another_supervisor_sees_it_run(world):
+    world.tick()
+    world.pass_time(80)
+    world.supervisor.lease.beat("left")
+    world.cloud.begin("r00")  # while nobody looks
+    world.cloud.live(80, step=8.0)
+    world.another()
+    world.pass_time(904)
+    assert world.usd() == pytest.approx(1.0, rel=0.02)
+    world.cloud.job("r00").state, world.cloud.job("r00").alive = State.PENDING, False  # preempted, and no machine
+    world.another()
+    world.pass_time(904)
+    assert world.usd() == pytest.approx(1.0, rel=0.03)  # what was spent stays spent
+
+
+def test_a_platform_that_restarts_a_replica_keeps_its_slot(world):
+    world.started()
+    world.cloud.preempt("r00")
+    world.pass_time(50)
+    assert world.cloud.restart("r00", 1)
+    world.pass_time(200)
+    assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}
+    assert world.cloud.job("r00").cancels == 0 and world.cloud.job("r00").generation == 2
+
+
+def test_after_the_grace_the_old_one_is_ended_first(world):
+    world.started()
+    world.cloud.preempt("r00")
+    world.cloud.deaf = True
+    world.pass_time(75)
+    assert world.cloud.job("r00").cancels == 1 and ("r00", 2) not in world.cloud.jobs  # it says RUNNING
+    world.cloud.end("r00", None, State.CANCELLED)
+    world.pass_time(2)
+    assert ("r00", 2) in world.cloud.jobs
+    (lost,) = world.told("lost")
+    assert (lost["slot"], lost["attempt"], lost["own_fault"]) == ("r00", 1, False)
+
+
+def test_who_does_not_end_is_fenced_and_cannot_come_back(world):
+    world.started()
+    world.cloud.preempt("r00")
+    world.cloud.deaf = True
+    world.pass_time(60 + 30 + 5)
+    fence = Claim.decode(max(claims(world.run.store, "r00"))[1])
+    assert fence.host.startswith("supervisor/r00.")
+    (second,) = [a for s, a in world.cloud.jobs if s == "r00" and a != 1]
+    assert second == launch_of(fence.host, "r00")
+    assert not world.cloud.restart("r00", 1)  # the platform tries, and its replica goes
+    world.cloud.begin("r00")
+    world.pass_time(5)
+    assert world.cloud.running("r00") == [second]
+
+
+def test_a_fenced_launch_is_cancelled_until_it_has_ended_and_the_run_waits_for_that(world):
+    world.started()
+    world.cloud.preempt("r00")
+    world.cloud.deaf = True
+    world.pass_time(200)
+    world.another()  # it knows about the old one from the log alone
+    cancels = world.cloud.jobs["r00", 1].cancels
+    world.pass_time(70)
+    assert world.cloud.jobs["r00", 1].cancels > cancels
+    world.cloud.begin("r00")
+    world.supervisor.leave()
+    world.cloud.end("r01", exitcodes.LEFT)
+    world.cloud.end("r00", exitcodes.LEFT)
+    world.pass_time(60)
+    assert world.outcome is None
+    world.cloud.deaf = False
+    world.pass_time(60)
+    assert world.outcome is not None and world.outcome.code == exitcodes.LEFT
+    assert all(j.state.ended for j in world.cloud.jobs.values())
+
+
+def test_a_container_that_never_beats_is_replaced_after_its_time_to_boot(world):
+    world.started()
+    world.cloud.end("r00", None, State.LOST)
+    world.pass_time(5)
+    world.cloud.job("r00").state = State.RUNNING
+    world.pass_time(100)
+    assert world.cloud.job("r00").spec.attempt == 2 and not world.told("replacing")
+    world.pass_time(40)
+    assert world.cloud.job("r00").spec.attempt == 3 and world.cloud.running("r01") == [1]
+
+
+# -------------------------------------------------------------------- platforms that do not answer
+
+
+def test_what_a_platform_does_not_answer_changes_nothing(world):
+    world.started()
+    world.cloud.down = "503"
+    world.pass_time(1000)  # their heartbeats move all the time
+    assert world.outcome is None and set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}
+    world.cloud.end("r00", None, State.LOST)
+    world.pass_time(20)
+    assert ("r00", 2) not in world.cloud.jobs
+    world.cloud.down = ""
+    world.pass_time(5)
+    assert ("r00", 2) in world.cloud.jobs
+
+
+def test_a_platform_that_does_not_answer_at_the_start_is_waited_for(world):
+    world.cloud.down = "503"
+    world.pass_time(60)
+    assert world.outcome is None and not world.cloud.jobs
+    world.cloud.down = ""
+    world.pass_time(2)
+    assert len(world.cloud.jobs) == 2
+
+
+def test_what_can_never_be_launched_ends_the_run_at_once(tmp_path):
+    world = World(tmp_path, places=[Place("cloud", gpu=("TPU",)).to_dict()])
+    world.tick()
+    assert world.outcome is not None and world.outcome.code == exitcodes.USER_ERROR
+    assert "no GPU" in world.outcome.text
+
+
+# -------------------------------------------------------------------- supervisors come and go
+
+
+def test_the_next_supervisor_takes_over_what_runs(world):
+    world.started()
+    world.another()
+    world.pass_time(100)
+    assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)} and len(world.told("launched")) == 2
+
+
+def test_a_launch_that_nobody_wrote_down_is_found(world):
+    world.tick()
+    for key in [k for k in world.run.store.list(layout.LOGS) if "supervisor" in k]:
+        world.run.store.delete([key])
+    world.another()
+    world.pass_time(5)
+    assert len(world.cloud.jobs) == 2 and {e["slot"] for e in world.told("found")} == {"r00", "r01"}
+
+
+def test_restarts_are_counted_across_supervisors(world):
+    world.started()
+    for attempt in (1, 2, 3):
+        assert world.outcome is None and world.cloud.job("r00").spec.attempt == attempt
+        world.cloud.begin("r00") if attempt > 1 else None
+        world.cloud.end("r00", 1)
+        world.another()  # the last one has not seen that end
+        world.pass_time(20)
+    assert world.outcome is not None and "failed 3 times in a row" in world.outcome.text
+    world.pass_time(5)
+    world.outcome = None
+    world.another()  # a person has read that, and starts it again
+    world.pass_time(20)
+    assert world.cloud.job("r00").spec.attempt == 4
+
+
+def test_the_pause_before_a_restart_outlives_the_supervisor(world):
+    world.started()
+    for code in (-9, -9, -9):
+        world.cloud.end("r00", code, State.LOST)
+        world.pass_time(10)
+    attempt = world.cloud.job("r00").spec.attempt
+    world.cloud.end("r00", -9, State.LOST)
+    world.pass_time(1)
+    world.another()
+    world.pass_time(2)
+    assert world.cloud.job("r00").spec.attempt == attempt  # 4 s after the fourth
+    world.pass_time(3)
+    assert world.cloud.job("r00").spec.attempt == attempt + 1
+
+
+def told(kind: str, attempt: int, at: float = 0.0, who: str = "supervisor-1", **more) -> dict:
+    return {"who": who, "event": kind, "slot": "r00", "generation": 0, "at": at, "attempt": attempt, **more}
+
+
+LOST = {"useful": False, "own_fault": True, "state": "FAILED", "exit_code": 1}
+FIRST, SECOND = [told("launched", 1), told("lost", 1, **LOST)], [told("launched", 2), told("lost", 2, **LOST)]
+USEFUL = told("lost", 2, **{**LOST, "useful": True})
+PASTS = [
+    # log                                     attempt, losses, failures, state
+    ([told("launched", 1)], (1, 0, 0, None)),
+    (FIRST, (1, 1, 1, State.FAILED)),
+    (FIRST + SECOND, (2, 2, 2, State.FAILED)),
+    ([*FIRST, told("launched", 2), USEFUL], (2, 1, 1, State.FAILED)),
+    ([told("launched", 1), told("lost", 1, **{**LOST, "own_fault": False})], (1, 1, 0, State.FAILED)),
+    ([*FIRST, told("launched", 2), told("ended", 2)], (2, 0, 0, None)),
+    ([*FIRST, told("launched", 2), told("ended", 1)], (2, 1, 1, State.FAILED)),  # a stray
+    ([*FIRST, told("gave_up_on", 0)], (1, 0, 0, None)),
+    ([*FIRST, told("stopped", 0, code=4)], (1, 0, 0, None)),
+    ([*FIRST, told("stopped", 0, code=3)], (1, 1, 1, State.FAILED)),  # another supervisor took over
+    ([told("launched", 1), told("lost", 1, who="r00-1", **LOST)], (1, 0, 0, None)),  # no supervisor's word
+    ([told("launched", 1), told("lost", 1)], (1, 1, 0, State.LOST)),  # of an older release
+]
+
+
+@pytest.mark.parametrize(("events", "expected"), PASTS)
+def test_the_past_of_a_slot_from_the_log(events, expected):
+    found = past(events)["r00"]
+    assert (found.attempt, found.losses, found.failures, found.state) == expected
+
+
+# -------------------------------------------------------------------- smaller and larger
+
+
+def test_a_drained_slot_leaves_by_itself_first(world):
+    world.started()
+    write_control(world.run.store, world.clock, drain="r01")
+    world.pass_time(5)
+    job = world.cloud.job("r01")
+    assert (job.state, job.code, job.cancels) == (State.FAILED, exitcodes.LEFT, 0)
+    assert not world.told("lost") and [e["slot"] for e in world.told("ended")] == ["r01"]
+    world.pass_time(60)
+    assert ("r01", 2) not in world.cloud.jobs
+
+
+def test_a_drained_slot_that_does_not_go_is_ended(world):
+    world.started()
+    world.cloud.job("r01").deaf = True
+    write_control(world.run.store, world.clock, drain="r01")
+    world.pass_time(15)
+    assert world.cloud.job("r01").cancels == 0
+    world.pass_time(10)
+    assert world.cloud.job("r01").state is State.CANCELLED
+
+
+def test_a_slot_that_waits_for_its_machine_is_drained_at_once(world):
+    world.tick()
+    write_control(world.run.store, world.clock, replicas=1)
+    world.pass_time(2)
+    assert world.cloud.job("r01").state is State.CANCELLED and world.cloud.job("r00").state is State.PENDING
+
+
+def test_it_shrinks_and_grows_again(world):
+    world.started()
+    write_control(world.run.store, world.clock, replicas=1)
+    world.pass_time(10)
+    write_control(world.run.store, world.clock, replicas=3)
+    world.pass_time(5)
+    assert {s: world.cloud.job(s).spec.attempt for s in ("r00", "r01", "r02")} == {"r00": 1, "r01": 2, "r02": 1}
+
+
+def test_a_wish_that_was_taken_back_costs_nobody_its_place(world):
+    world.started()
+    world.cloud.job("r01").deaf = True  # it has not heard of it
+    write_control(world.run.store, world.clock, drain="r01")
+    world.pass_time(10)
+    write_control(world.run.store, world.clock, replicas=2)
+    world.pass_time(50)
+    assert world.cloud.job("r01").cancels == 0 and world.cloud.running("r01") == [1]
+    write_control(world.run.store, world.clock, drain="r01")
+    world.pass_time(10)
+    assert world.cloud.job("r01").cancels == 0  # it has its whole time again
+
+
+def test_ctrl_c_reaches_rented_machines_and_the_run_goes_on_later(world):
+    world.started()
+    world.supervisor.leave()
+    world.pass_time(5)
+    assert world.outcome is not None and world.outcome.code == exitcodes.LEFT
+    assert [j.cancels for j in world.cloud.jobs.values()] == [1, 1]
+    world.outcome = None
+    world.another()
+    world.pass_time(5)
+    assert world.cloud.job("r00").spec.attempt == 2
+
+
+# -------------------------------------------------------------------- money
+
+
+def test_a_launch_that_the_budget_does_not_allow_is_refused(tmp_path):
+    world = World(tmp_path, max_usd=0.1)
+    world.tick()
+    assert not world.cloud.jobs and world.outcome is not None and world.outcome.code == exitcodes.USER_ERROR
+    assert "max_usd = 0.1" in world.outcome.text
+
+
+def test_an_unknown_price_is_refused_unless_told_so(tmp_path):
+    world = World(tmp_path)
+    world.cloud.price = None
+    world.tick()
+    assert not world.cloud.jobs and world.outcome is not None and "--allow-unknown-price" in world.outcome.text
+    world.outcome = None
+    write_control(world.run.store, world.clock, allow_unknown_price=True)
+    world.another()
+    world.tick()
+    assert len(world.cloud.jobs) == 2
+
+
+def test_the_run_ends_before_its_budget_is_passed(tmp_path):
+    world = World(tmp_path, max_usd=2.0)
+    world.started()
+    world.pass_time(1000)
+    assert world.outcome is not None and world.outcome.code == exitcodes.LEFT and "max_usd = 2" in world.outcome.text
+    assert 1.5 < world.usd() <= 2.0
+    assert all(j.code == exitcodes.LEFT and j.cancels == 0 for j in world.cloud.jobs.values())  # by themselves
+
+
+def test_max_hours_ends_it_too_even_where_nothing_costs(tmp_path):
+    world = World(tmp_path, max_hours=0.5)
+    world.cloud.price = 0.0
+    world.started()
+    world.pass_time(1700)
+    assert world.outcome is None
+    world.pass_time(100)
+    assert world.outcome is not None and "max_hours = 0.5" in world.outcome.text
+
+
+def test_more_money_lets_it_go_on(tmp_path):
+    world = World(tmp_path, max_usd=2.0)
+    world.started()
+    world.pass_time(1200)
+    world.outcome = None
+    write_control(world.run.store, world.clock, max_usd=4.0)
+    world.another()
+    world.pass_time(3)
+    assert world.cloud.job("r00").spec.attempt == 2 and world.outcome is None
+    assert read_control(world.run.store).until > world.clock.wall()
+
+
+def test_the_lease_is_renewed_while_somebody_looks_and_ends_the_fleet_when_nobody_does(tmp_path):
+    world = World(tmp_path, max_usd=100.0)
+    world.started()
+    world.pass_time(2 * LEASE_S)
+    assert len(world.cloud.running("r00") + world.cloud.running("r01")) == 2
+    assert len(world.run.store.list("control/")) < 10  # not at every look
+    world.pass_time(LEASE_S + 8, supervised=False)  # supervisor and laptop are gone
+    assert all(j.code == exitcodes.LEFT for j in world.cloud.jobs.values())
+
+
+def test_a_lease_never_reaches_beyond_the_money(tmp_path):
+    world = World(tmp_path, max_usd=2.0)
+    world.started()
+    world.pass_time(10)
+    world.pass_time(2000, supervised=False)
+    report = read_report(world.run.store)
+    assert costs(report, world.clock.wall()).usd <= 2.0
+    assert read_control(world.run.store).until <= world.clock.wall() + 900 - END_S
+
+
+def test_waiting_for_machines_writes_few_records(tmp_path):
+    world = World(tmp_path, max_usd=1.0)
+    world.tick()
+    world.pass_time(4000)
+    assert world.outcome is None and len(world.run.store.list("control/")) < 40
+
+
+def test_without_a_budget_there_is_no_lease(world):
+    world.started()
+    world.pass_time(100)
+    assert read_control(world.run.store).until == 0.0
+
+
+# -------------------------------------------------------------------- stop
+
+
+def test_stop_ends_everything_on_the_platform_and_says_so(world):
+    world.started()
+    world.cloud.job("r01").deaf = True
+    said: list[str] = []
+    world.supervisor.lease.beat("left")
+    clock = Beating(world)
+    ends = stop_run(world.run.store, clock, 10.0, said.append, CloudExecutor(world.cloud))
+    assert {e.name: e.live for e in ends} == {"r00-1": False, "r01-1": False}
+    assert world.cloud.job("r00").code == exitcodes.LEFT and world.cloud.job("r01").state is State.CANCELLED
+    assert any("r01: job-r01.1 on cloud was still there after 10 s; cancelled" in text for text in said)
+    usd = world.usd()
+    world.clock.sleep(3600)
+    assert world.usd() == usd  # its bills are closed
+
+
+def test_stop_does_not_say_that_all_is_over_when_it_is_not(world):
+    world.started()
+    world.cloud.deaf = True
+    world.cloud.job("r01").deaf = True
+    world.supervisor.lease.beat("left")
+    ends = stop_run(world.run.store, Beating(world), 5.0, lambda text: None, CloudExecutor(world.cloud))
+    assert [e.name for e in ends if e.live] == ["r01-1", "r01.1"]
+
+
+def test_stop_says_which_platform_it_could_not_ask(world):
+    world.started()
+    world.supervisor.lease.beat("left")
+    world.cloud.down = "no credentials"
+    ends = stop_run(world.run.store, Beating(world), 5.0, lambda text: None, CloudExecutor(world.cloud))
+    assert any(e.live and "no credentials" in e.text for e in ends)
+
+
+def test_stop_reaches_launches_that_only_the_log_knows(world):
+    world.started()
+    world.cloud.preempt("r00")
+    world.cloud.deaf = True
+    world.pass_time(150)
+    world.cloud.deaf = False
+    world.supervisor.lease.beat("left")
+    stop_run(world.run.store, Beating(world), 2.0, lambda text: None, CloudExecutor(world.cloud))
+    assert all(j.state.ended for j in world.cloud.jobs.values()) and len(world.cloud.jobs) == 3
+
+
+class Beating:
+    """A clock whose sleep lets the cloud's replicas live."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.debt = world, 0.0
+
+    def now(self) -> float:
+        return self.world.clock.now()
+
+    def wall(self) -> float:
+        return self.world.clock.wall()
+
+    def sleep(self, seconds: float) -> None:
+        self.debt += seconds
+        if self.debt < 1.0:
+            self.world.clock.sleep(seconds)
+        else:
+            self.debt = 0.0
+            self.world.cloud.live(1)
+
+
+# -------------------------------------------------------------------- the claim
+
+
+def test_a_later_launch_bars_an_earlier_one_but_a_restart_may_claim_again(world):
+    store, clock = world.run.store, world.clock
+    assert claim(store, clock, "r00", host="cloud/r00.2") == 1
+    assert claim(store, clock, "r00", host="cloud/r00.2") == 2
+    with pytest.raises(Fenced, match="later launch"):
+        claim(store, clock, "r00", host="cloud/r00.1")
+    assert claim(store, clock, "r00", host="laptop", pid=5) == 3
+    assert claim(store, clock, "r01", host="cloud/r01.1") == 1
+    assert [launch_of(h, "r00") for h in ("a/r00.3", "a/r01.3", "laptop", "host.12", "")] == [3, 0, 0, 0, 0]
