@@ -1,0 +1,63 @@
+"""GRPO by three replicas that are Hugging Face Jobs and meet in a bucket.
+
+pip install 'serverless-diloco[local,serverless]' && hf auth login
+export AWS_ACCESS_KEY_ID=HFAK… AWS_SECRET_ACCESS_KEY=…        S3 keys of your namespace, from its token settings
+python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo                the plan and its price; then it asks
+python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo --detach       the supervisor is a job too
+
+Watch it from anywhere with `diloco status URL` and `diloco logs URL r00 -f`; end it with `diloco stop URL`.
+The same without this file:  diloco train examples/hf_jobs_grpo.toml --run URL --executor hf-jobs --gpu t4-small
+    --secret HF_TOKEN --secret AWS_ACCESS_KEY_ID --secret AWS_SECRET_ACCESS_KEY --max-usd 1 [--detach]
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from diloco.config import load_config
+from diloco.launch import open_run
+from executors.base import ExecutorError
+from executors.foreground import supervise_here
+from executors.intent import UsageError, agree, make_offer, remember, slots_of
+from executors.mixed import Place
+from executors.money import Budget, Costs
+from executors.on_hf_jobs import HFJobsExecutor
+from rendezvous.clock import SystemClock
+
+SECRETS = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+PLAIN = ("AWS_REGION", "AWS_ENDPOINT_URL", "HF_S3_ENDPOINT")  # where the bucket is, if that is not the usual place
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="where the replicas meet: hf://buckets/…, s3://…, gs://…, az://…")
+    parser.add_argument("--config", default=Path(__file__).with_suffix(".toml"))
+    parser.add_argument("--hardware", default="cpu-basic", help="a flavor; a wrong one lists all, with prices")
+    parser.add_argument("--max-usd", type=float, default=1.0)
+    parser.add_argument("--yes", action="store_true", help="start without asking")
+    parser.add_argument("--detach", action="store_true", help="return at once; a small job supervises")
+    args = parser.parse_args()
+
+    config = load_config(args.config)
+    env = {name: os.environ[name] for name in PLAIN if name in os.environ}
+    place = Place("hf-jobs", gpu=(args.hardware,), timeout_s=3600.0, secrets=SECRETS, env=env)
+    try:
+        offer = make_offer(args.run, [place], slots_of(config.fleet.replicas), Budget(max_usd=args.max_usd), Costs())
+    except (UsageError, ExecutorError) as error:
+        sys.exit(str(error))
+    print("\n".join(offer.lines()))
+    if not agree(offer, args.yes):
+        return 1
+    run = open_run(config, args.run, SystemClock())
+    remember(run.store, SystemClock(), offer)
+    if args.detach:
+        print(f"supervised by the job {HFJobsExecutor().supervise(run.url).native}")
+        return 0
+    outcome = supervise_here(run)
+    print(outcome.text)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,401 @@
+"""Replicas as Hugging Face Jobs: one job per launch, found again by its labels alone.
+
+    spec ──recipe──▶ run_job(uv run … python -m executors.container SPEC hf-jobs)   labels run, slot, attempt, limit
+                 └─ listed again ─▶ two of one launch: the oldest stays, the others are cancelled
+                                 ─▶ a shorter time-out than asked for: cancelled, and told
+
+    SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
+    ERROR ▶ FAILED with the exit code that its last log line tells; LOST if it was cut off before that line
+
+A job is attempted once: whoever replaces it (the supervisor) must know.  Nothing is kept on this machine.
+
+Not promised: what the platform does before it kills a job; a replica survives a SIGKILL at any moment.
+"""
+
+import json
+import re
+import sys
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from diloco import exitcodes
+from executors import container, processes
+from executors.base import (
+    RANK_ENV,
+    REPLICA,
+    ExecutorError,
+    Handle,
+    LaunchPlan,
+    ReplicaSpec,
+    Result,
+    State,
+    Status,
+    Unavailable,
+    ranked_specs,
+)
+from executors.container import ENDED, STARTED, TAIL, read_end, spoken
+from executors.hf_recipe import CPU, IMAGE, TIMEOUT_S, Recipe
+from executors.hub import Hub, Job, at_once, refusal, transient
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+
+SUPERVISOR, WATCH_S = "supervisor", 12 * 3600.0
+END_LINES = 64  # of a log: enough to see how it ended
+ANSWER_S = 10.0  # a poll takes no longer; what is not known by then is stale
+COLLECT_S, FOLLOW_S = 0.5, 0.5
+
+
+class HFJobsExecutor:
+    """hardware: a flavor, for replicas that ask for none (`hf jobs hardware` lists them).
+
+    namespace: user or organization that pays ("": the token's own).   timeout_s: of a replica that asks for none.
+    secrets: names of environment variables of this process; their values go into the jobs' secrets and nowhere else.
+    env: plain variables of every job.   image: any with `uv`, and Python of the version that runs here.
+    packages: top-level packages or modules of yours that the entry point needs.
+    code: a requirement to run instead of what is installed here, as "serverless-diloco[train,diloco]==0.1.0".
+    """
+
+    name = "hf-jobs"
+
+    def __init__(
+        self,
+        hardware: str = CPU,
+        namespace: str = "",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        secrets: Sequence[str] = ("HF_TOKEN",),
+        env: Mapping[str, str] | None = None,
+        image: str = IMAGE,
+        packages: Sequence[str] = (),
+        code: str = "",
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._options = {"hardware": hardware, "namespace": namespace, "timeout_s": timeout_s, "image": image}
+        self._options |= {"secrets": _names(secrets), "packages": _names(packages), "env": {**(env or {})}}
+        self._options["code"] = code
+        self._hub = Hub(namespace, self._clock)
+        self._recipe = Recipe(self._hub, **{k: v for k, v in self._options.items() if k != "namespace"})
+        self._handles: dict[tuple[str, str, int], Handle] = {}
+        self._failed: dict[Handle, str] = {}
+        self._last: dict[str, Status] = {}  # by job
+        self._doubtful: set[tuple[str, str, int]] = set()  # launches that we gave up, and that may come to be
+        self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
+
+    # ------------------------------------------------------------------ starting
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        recipe = self._recipe
+        checked = [recipe.checked(s) for s in specs]
+        lines = [recipe.line(s, flavor) for s, (flavor, _) in zip(specs, checked, strict=True)]
+        prices = [self._hub.prices().get(flavor) for flavor, _ in checked]
+        total = None if None in prices else sum(p for p in prices if p is not None)
+        names = sorted({name for s in specs for name in recipe.names(s)})
+        lines += [f"secrets from this environment: {', '.join(names) or 'none'}", f"code: {recipe.code_words()}"]
+        refused = tuple(dict.fromkeys(why for _, why in checked if why))
+        return LaunchPlan((*lines, *refused), total, refused)
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        if specs is None:
+            slots = [layout.slot_name(i) for i in range(n_replicas)]
+            specs = ranked_specs("", slots, entrypoint, entrypoint_args, rank_env)
+        nameless = f"{self.name}://{uuid.uuid4().hex}"
+        specs = [s if s.run else replace(s, run=nameless) for s in specs]
+        new = {_key(s): s for s in specs if _key(s) not in self._handles}
+        for run in dict.fromkeys(s.run for s in new.values()):
+            self._launch(run, [s for s in new.values() if s.run == run])
+        return [self._handles[_key(s)] for s in specs]
+
+    def _launch(self, run: str, specs: Sequence[ReplicaSpec]) -> None:
+        """Those that are not there yet, all at once; then what the Hub made of it."""
+        checked = [self._recipe.checked(s) for s in specs]
+        if all(why for _, why in checked):
+            raise ExecutorError(checked[0][1])
+        there = {(j.slot, j.attempt): j for j in reversed(self._listed(run))}  # the oldest counts
+        found: dict[tuple[str, int], Job | Exception | str] = {**there}
+        pairs = list(zip(specs, checked, strict=True))
+        found |= {(s.slot, s.attempt): why for s, (_, why) in pairs if why}
+        new = [(s, flavor) for s, (flavor, _) in pairs if (s.slot, s.attempt) not in found]
+        outcomes = at_once([self._start(s, flavor) for s, flavor in new])
+        if new and not there and all(refused(x) for x in outcomes):
+            raise next(x for x in outcomes if isinstance(x, Exception))
+        started = {(s.slot, s.attempt): x for (s, _), x in zip(new, outcomes, strict=True)}
+        found |= {**started, **self._settled(run, started)}
+        for spec in specs:
+            self._keep(spec, found[spec.slot, spec.attempt])
+
+    def _listed(self, run: str) -> list[Job]:
+        return self._hub.patient("list jobs", lambda: self._hub.jobs(run))
+
+    def _start(self, spec: ReplicaSpec, flavor: str) -> Callable[[], Job]:
+        module = ("executors.on_hf_jobs", json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
+        wanted, limit = self._recipe.job(spec, flavor, *module), self._recipe.limit(spec)
+        return lambda: self._hub.start(spec.run, spec.slot, spec.attempt, limit, **wanted)
+
+    def _settled(self, run: str, started: Collection[tuple[str, int]]) -> dict[tuple[str, int], Job | str]:
+        """Of several jobs of one launch the oldest; of one whose time-out was cut short, the reason to end it."""
+        (listed,) = at_once([lambda: self._listed(run)]) if started else ([],)
+        if isinstance(listed, Exception):  # they have been started all the same
+            return {}
+        first = {(j.slot, j.attempt): j for j in reversed(listed) if (j.slot, j.attempt) in started}
+        short = [j for j in first.values() if not j.ended and j.given_s is not None and j.given_s < j.limit_s]
+        second = [j for j in listed if (j.slot, j.attempt) in first and j not in first.values() and not j.ended]
+        at_once([lambda job=job: self._end(job.id) for job in (*short, *second)])
+        told = "Hugging Face gave it a time-out of {} s and not the {} s that were asked for; cancelled"
+        return {**first, **{(j.slot, j.attempt): told.format(j.given_s, j.limit_s) for j in short}}
+
+    def _keep(self, spec: ReplicaSpec, outcome: Job | Exception | str) -> None:
+        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, launched_at=self._clock.wall())
+        if isinstance(outcome, Job):
+            handle = self._handle(spec.run, outcome)
+        else:
+            self._failed[handle] = str(outcome)
+        if isinstance(outcome, Exception) and not refused(outcome):
+            self._doubtful.add(_key(spec))
+        self._handles[_key(spec)] = handle
+
+    def _handle(self, run: str, job: Job) -> Handle:
+        price = self._hub.prices().get(job.flavor)
+        return Handle(run, job.slot, job.attempt, self.name, native=job.id, launched_at=job.created, usd_per_hour=price)
+
+    # ------------------------------------------------------------------ watching
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        """One list of jobs per run; and once for each job that did not end well, its last lines."""
+        handles = list(handles)
+        runs = list(dict.fromkeys(h.run for h in handles if not self._is_over(h)))
+        answers = at_once([lambda run=run: self._hub.jobs(run) for run in runs], ANSWER_S)
+        jobs = [(run, j) for run, js in zip(runs, answers, strict=True) if isinstance(js, list) for j in js]
+        silent = {run for run, found in zip(runs, answers, strict=True) if isinstance(found, Exception)}
+        asked = [h for h in handles if h.native and h.run not in silent and not self._is_over(h)]
+        by_id = {job.id: job for _, job in jobs}
+        seen = at_once([lambda h=h: self._seen(h, by_id.get(h.native)) for h in asked], ANSWER_S)
+        self._last |= {h.native: s for h, s in zip(asked, seen, strict=True) if isinstance(s, Status)}
+        silent |= {h.native for h, s in zip(asked, seen, strict=True) if isinstance(s, Exception)}
+        self._tidy(jobs)
+        return [self._status(h, stale=bool(silent & {h.run, h.native})) for h in handles]
+
+    def _is_over(self, handle: Handle) -> bool:
+        if not handle.native:
+            return _key(handle) not in self._doubtful
+        return handle.native in self._last and self._last[handle.native].state.ended
+
+    def _status(self, handle: Handle, stale: bool) -> Status:
+        if not handle.native:
+            return Status(handle, State.FAILED, self._failed.get(handle, "it could not be started"))
+        known = self._last.get(handle.native) or Status(handle, State.STARTING)
+        return replace(known, handle=handle, stale=stale and not known.state.ended)
+
+    def _seen(self, handle: Handle, job: Job | None) -> Status:
+        job = job or self._hub.job(handle.native)  # a list may lag behind
+        if job is None or job.stage == "DELETED":
+            return Status(handle, State.LOST, "Hugging Face knows no such job any more")
+        if job.stage == "SCHEDULING":
+            return Status(handle, State.PENDING, job.message)
+        if job.stage == "COMPLETED":
+            return Status(handle, State.SUCCEEDED, processes.describe(0), 0)
+        if not job.ended:
+            return Status(handle, State.RUNNING, job.message)
+        return ended(handle, job, self._last_lines(job.id))
+
+    def _last_lines(self, job_id: str) -> list[str]:
+        """Empty if the Hub has none any more; raises if it may give them later."""
+        try:
+            return list(self._hub.lines(job_id, tail=END_LINES))
+        except Exception as error:
+            if transient(error):
+                raise
+            return []
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        if not handle.native:
+            return self._failed.get(handle, "").splitlines()
+        told = None if tail is None else tail + END_LINES
+        lines = spoken(self._lines(handle, told))
+        return lines if tail is None else lines[-tail:] if tail > 0 else []
+
+    def _lines(self, handle: Handle, tail: int | None = None) -> list[str]:
+        what = f"give the log of {handle.slot}"
+        return self._hub.patient(what, lambda: list(self._hub.lines(handle.native, tail=tail)))
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        """The client resumes a dropped stream; where it gives up (a 503 is enough), we count what was told."""
+        if not handle.native:
+            yield from self.logs(handle, tail)
+            return
+        told = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
+        while True:
+            over, at = self.poll([handle])[0].state.ended, 0
+            try:
+                for line in self._hub.lines(handle.native, follow=True):
+                    if not spoken([line]):
+                        continue
+                    at += 1
+                    if at > told:
+                        told = at
+                        yield line
+                if over:
+                    return
+            except Exception as error:
+                if not transient(error):
+                    raise refusal(f"give the log of {handle.slot}", error) from error
+            self._clock.sleep(FOLLOW_S)
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        began = self._clock.now()
+        while True:
+            statuses = self.poll(handles)
+            late = timeout is not None and self._clock.now() - began >= timeout
+            if late or all(s.state.ended for s in statuses):
+                return [_known(r) for r in at_once([lambda s=s: self._result(s, timeout) for s in statuses])]
+            self._clock.sleep(COLLECT_S)
+
+    def _result(self, status: Status, timeout: float | None) -> Result:
+        handle, state, reason, code = status.handle, status.state, status.reason, status.exit_code
+        if not state.ended:
+            return Result(handle, state, f"still running after {timeout:g} s", code)
+        if not handle.native:
+            return Result(handle, state, reason, tail=tuple(reason.splitlines()[-TAIL:]))
+        if state is State.SUCCEEDED:
+            return Result(handle, state, reason, code, self._value(handle))
+        return Result(handle, state, reason, code, tail=tuple(self.logs(handle, TAIL)))
+
+    def _value(self, handle: Handle) -> Any:
+        lines = self._lines(handle, END_LINES)
+        if all(line.startswith(ENDED) for line in lines):  # a long one: it may begin before these lines
+            lines = self._lines(handle)
+        return (read_end(lines) or {}).get("value")
+
+    # ------------------------------------------------------------------ ending
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        """The platform asks, and kills when it likes: it takes no grace."""
+        wanted = dict.fromkeys(h.native for h in handles if h.native and not self._is_over(h))
+        at_once([lambda job=job: self._end(job) for job in wanted])
+
+    def _end(self, job_id: str) -> None:
+        """Now, or if the Hub does not listen with the next poll."""
+        try:
+            self._hub.cancel(job_id)
+            self._unwanted.discard(job_id)
+        except ExecutorError as error:
+            self._unwanted.add(job_id)
+            print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
+
+    def _tidy(self, jobs: Iterable[tuple[str, Job]]) -> None:
+        """End those that we wanted to end, and what came of launches that we gave up."""
+        alive = [(run, job) for run, job in jobs if not job.ended and (self._unwanted or self._doubtful)]
+        ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self._doubtful]
+        at_once([lambda job=job: self._end(job) for job in ids], ANSWER_S)
+
+    def find(self, run: str) -> list[Handle]:
+        """Per slot the job that runs, else the one that was launched last."""
+        found: dict[str, Job] = {}
+        for job in self._listed(run):
+            best = found.get(job.slot)
+            if best is None or _rank(job) > _rank(best):
+                found[job.slot] = job
+        return [self._handle(run, found[slot]) for slot in sorted(found)]
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+    # ------------------------------------------------------------------ who watches
+
+    def supervise(self, run: str) -> Handle:
+        """A supervisor for the run as a job on the cheapest hardware; the one that runs already, if there is one."""
+        found = [h for h in self.find(run) if h.slot == SUPERVISOR]
+        if found and not self.poll(found)[0].state.ended:
+            return found[0]
+        return self.start_supervisor(run, 1 + max((h.attempt for h in found), default=0))
+
+    def start_supervisor(self, run: str, attempt: int) -> Handle:
+        """With what the replicas are given, since it starts them."""
+        from executors.mixed import places_of  # which imports us
+        from rendezvous.membership import read_control
+        from rendezvous.seal import open_sealed
+
+        here = [p for p in places_of(read_control(open_sealed(run)).places) if p.executor == self.name]
+        env = {name: value for place in here for name, value in place.env.items()}
+        secrets = tuple(dict.fromkeys(name for place in here for name in place.secrets))
+        entry = ReplicaSpec(run, SUPERVISOR, attempt, "executors.supervisor:main", (run,), env=env, gpu=(CPU,))
+        return self.launch_replicas([replace(entry, secrets=secrets, timeout_s=WATCH_S)])[0]
+
+
+def main(argv: list[str]) -> int:
+    """A supervisor's job: as any other, and at its time limit it starts the next one."""
+    code = container.main(argv[:2])
+    if code == exitcodes.RESUME:
+        spec = ReplicaSpec.from_dict(json.loads(argv[0]))
+        HFJobsExecutor(**json.loads(argv[2])).start_supervisor(spec.run, spec.attempt + 1)
+    return code
+
+
+def ended(handle: Handle, job: Job, lines: list[str]) -> Status:
+    """What a job's last words say about its end."""
+    told = read_end(lines)
+    code, late = told["exit_code"] if told else None, _timed_out(job)
+    if code == 0:  # it was done before it could be cancelled
+        return Status(handle, State.SUCCEEDED, processes.describe(0), 0)
+    if job.stage == "CANCELED":
+        return Status(handle, State.CANCELLED, "cancelled", code)
+    if told:
+        outside = code in (-9, -15)
+        words = f"{told['reason']}; {late}" if late else told["reason"]
+        return Status(handle, State.LOST if outside else State.FAILED, words, code)
+    if late:
+        return Status(handle, State.LOST, late)
+    if re.search(r"\boom\b|out of memory", job.message, re.I):
+        return Status(handle, State.FAILED, job.message)
+    if 0 < len(lines) < END_LINES and not any(line.startswith(STARTED) for line in lines):
+        last = "\n".join([job.message or "no message", *deque(lines, TAIL)])
+        return Status(handle, State.FAILED, f"the job ended before the replica started: {last}")
+    return Status(handle, State.LOST, f"gone without a word ({job.message or 'no message'})")
+
+
+def _timed_out(job: Job) -> str:
+    """Did the platform's time limit end it?  If that came before its time: with what was asked for."""
+    if "timeout" not in job.message.lower():
+        return ""
+    cut = f", and not the {job.limit_s} s that were asked for" if job.ran_s < 0.9 * job.limit_s else ""
+    return f"{job.message}: ended by Hugging Face after {job.ran_s:.0f} s{cut}"
+
+
+def refused(outcome: object) -> bool:
+    """Is it certain that no job came of it?"""
+    return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
+
+
+def _names(told: Sequence[str]) -> tuple[str, ...]:
+    """Names as a list, or as the command line gives them: "A,B"."""
+    return tuple(name for name in (told.split(",") if isinstance(told, str) else told) if name)
+
+
+def _key(spec: ReplicaSpec | Handle) -> tuple[str, str, int]:
+    return spec.run, spec.slot, spec.attempt
+
+
+def _rank(job: Job) -> tuple[bool, int, float]:
+    """Higher is rather the one that a slot's handle should name; of two of one attempt it is the oldest."""
+    return not job.ended, job.attempt, -job.created
+
+
+def _known(result: Result | Exception) -> Result:
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
