@@ -1,0 +1,57 @@
+"""GRPO by replicas on Modal's GPUs that meet in a bucket; nothing depends on this terminal.
+
+pip install 'serverless-diloco[local,serverless]' && modal token new
+modal secret create bucket-keys AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_REGION=…
+modal run -m examples.modal_grpo --run s3://BUCKET/grpo --secret bucket-keys           shows it; Ctrl-C leaves it
+modal run -m examples.modal_grpo --run … --secret … --gpu L4,A10 --replicas 4 --max-usd 10 --detach
+
+The same command again looks on, from any machine; so does `diloco status URL`.  `diloco stop URL` ends it.
+The same without this file:  diloco train examples/modal_grpo.toml --run URL --executor modal --gpu T4
+    --secret bucket-keys --max-usd 2 --detach
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import modal
+
+from diloco.config import load_config
+from diloco.launch import open_run
+from executors.base import ExecutorError
+from executors.foreground import look_on
+from executors.intent import UsageError, make_offer, remember, slots_of
+from executors.lease import supervisor_of
+from executors.mixed import Place
+from executors.money import Budget, Costs
+from executors.on_modal import ModalExecutor
+from executors.watch import view_for
+from rendezvous.clock import SystemClock
+
+app = modal.App("diloco-door")  # only a way in: what runs is the run's own app, which outlives this one
+
+
+@app.local_entrypoint()
+def main(
+    run: str, secret: str, gpu: str = "T4", replicas: int = 3, max_usd: float = 2.0, detach: bool = False,
+    config: str = str(Path(__file__).with_suffix(".toml")),
+) -> None:  # fmt: skip
+    place = Place("modal", gpu=tuple(gpu.split(",")) if gpu != "none" else (), secrets=(secret,))
+    try:
+        offer = make_offer(run, [place], slots_of(replicas), Budget(max_usd=max_usd), Costs())
+        print("\n".join(offer.lines()))
+        found = open_run(load_config(Path(config)), run, SystemClock(), replicas=replicas)
+        remember(found.store, SystemClock(), offer)
+        executor = ModalExecutor()
+        supervisor = executor.supervise(found.url)
+    except (UsageError, ExecutorError) as error:
+        sys.exit(str(error))
+    print(f"supervised by the call {supervisor.native}; this terminal is not needed any more")
+    if detach:
+        return
+    while supervisor_of(found.store) is None and not executor.poll([supervisor])[0].state.ended:
+        time.sleep(1.0)
+    try:
+        print(look_on(found, SystemClock(), view_for(sys.stdout)).text)
+    except KeyboardInterrupt:
+        print(f"it goes on: diloco status {run}")

@@ -1,0 +1,86 @@
+"""Modal's client, and its errors in our words.
+
+    AuthError        ─▶ `modal token new`            NotFoundError of a secret ─▶ `modal secret create NAME …`
+    ImageBuildError  ─▶ the build's last lines       no answer ─▶ Unavailable: the same may work later
+
+The client is imported here and nowhere else, and only when it is needed.
+
+Not promised: Modal's own words; they change without notice, so nothing is decided by them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from executors.base import ExecutorError, Unavailable
+
+TAIL = 12
+SECRET_KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_REGION=…",
+    "gs": "GOOGLE_SERVICE_ACCOUNT_KEY=…",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME=… AZURE_STORAGE_ACCOUNT_KEY=…",
+    "hf": "HF_TOKEN=…",
+}
+
+
+def sdk() -> Any:
+    """The modal module."""
+    try:
+        import modal
+        import modal.exception
+    except ImportError as error:
+        raise ExecutorError(
+            f"Modal's client is not installed ({error}): pip install 'serverless-diloco[serverless]'"
+        ) from None
+    return modal
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What happened, and what to do."""
+    e = sdk().exception
+    try:
+        yield
+    except e.AuthError as error:
+        raise ExecutorError(
+            f"Modal does not know who you are ({error}). Run `modal token new`, or set MODAL_TOKEN_ID and "
+            "MODAL_TOKEN_SECRET"
+        ) from None
+    except e.ImageBuildError as error:
+        raise ExecutorError("\n".join(_why_build_failed(error))) from None
+    except Exception as error:
+        if no_answer(error):
+            raise Unavailable(f"Modal did not answer ({error}); nothing was started, try again") from None
+        if isinstance(error, e.Error):
+            raise ExecutorError(f"Modal refused: {error}") from None
+        raise
+
+
+def no_answer(error: BaseException) -> bool:
+    """Does it say nothing about what was asked for, but that Modal or the way there has trouble?"""
+    e = sdk().exception
+    service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
+    if isinstance(error, OSError):
+        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # of the call, or of our files
+    return isinstance(error, (*service, e.ClientClosed)) or type(error).__module__.startswith("grpclib")
+
+
+def check_secret(name: str, run: str) -> None:
+    """Raises ExecutorError if the workspace has none of that name."""
+    try:
+        sdk().Secret.from_name(name).hydrate()
+    except sdk().exception.NotFoundError:
+        raise ExecutorError(f"Modal has no secret called {name!r}. Make it with {how_to_create(name, run)}") from None
+
+
+def how_to_create(secret: str, run: str) -> str:
+    return f"`modal secret create {secret} {SECRET_KEYS.get(run.partition('://')[0], 'KEY=VALUE')}`"
+
+
+def _why_build_failed(error: Any) -> list[str]:
+    lines = list[str]()
+    with suppress(Exception):  # the logs are a help, not the point
+        entries = sdk().Image.from_id(error.image_id).logs.tail(TAIL)
+        lines += "".join([str(entry.message) for entry in entries]).splitlines()
+    last = [f"    {line}" for line in lines[-TAIL:]] or [f"    {error}"]
+    return ["Modal could not build the image. Its last lines:", *last, f"All: `modal image logs {error.image_id}`"]

@@ -1,0 +1,388 @@
+"""Replicas as function calls on Modal.
+
+    specs ──▶ checked ──▶ app deployed, once ──▶ spawn per replica, all at once ──▶ handles, native = FunctionCall id
+                                                    └─ dict: which call runs which launch (executors/modal_app.py)
+    poll     all at once, what becomes of a call (executors/modal_calls.py)
+    cancel   interrupts the input; after `grace_s` a later poll ends the container
+
+Nothing hangs on this process: calls of a deployed app live on without it, and the dict finds them again.  Modal starts
+a preempted or crashed input again by itself, behind the same handle; crashes are counted and bounded.
+
+Not promised: that RUNNING means a container right now; between a preemption and the next start there is none.
+"""
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from diloco.report import SUPERVISOR
+from executors import modal_app, modal_calls
+from executors.base import (
+    RANK_ENV,
+    REPLICA,
+    ExecutorError,
+    Handle,
+    LaunchPlan,
+    ReplicaSpec,
+    Result,
+    State,
+    Status,
+    ranked_specs,
+)
+from executors.modal_app import SUPERVISE, Note, Register, app_name
+from executors.modal_image import image_of, with_source
+from executors.modal_kinds import AS_OF, DAY_S, Kind
+from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, sdk, told
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+
+AT_ONCE = 32
+ANSWER_S = 20.0  # a poll takes no longer; what is not known by then is stale
+TAIL = 12
+SUPERVISOR_CRASHES = 10
+T = TypeVar("T")
+
+
+class ModalExecutor:
+    """image: a modal.Image or the name of one in a registry (default: Debian with the versions installed here).
+
+    gpu, secrets, timeout_s: for specs that do not say.  gpu: kinds in order of preference; whichever is free is taken.
+    region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
+    """
+
+    name = modal_app.NAME
+
+    def __init__(
+        self,
+        image: Any = None,
+        *,
+        gpu: str | Sequence[str] = (),
+        secrets: Sequence[str] = (),
+        timeout_s: float = DAY_S,
+        region: str = "",
+        cores: float = 2.0,
+        memory_mib: int = 8192,
+        prices: Mapping[str, float] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._image, self._prices, self._clock = image, dict(prices or {}), clock or SystemClock()
+        gpus = (gpu,) if isinstance(gpu, str) else tuple(gpu)
+        self._default = Kind(gpus, float(timeout_s), tuple(secrets), region, float(cores), memory_mib)
+        if why := self._default.fault:
+            raise ExecutorError(why)
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="modal")
+        self._registers: dict[str, Register] = {}
+        self._deployed: dict[str, set[str]] = {}  # run -> functions, and packages of entry points
+        self._functions: dict[tuple[str, str], Any] = {}
+        self._failed: dict[Handle, str] = {}
+        self._ended: dict[Handle, tuple[Status, Mapping[str, Any]]] = {}
+        self._last: dict[Handle, Status] = {}
+        self._deadlines: dict[Handle, float] = {}
+
+    # ------------------------------------------------------------------ what a launch would do
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        kinds, faults = [self._kind(s) for s in specs], [self._why_not(s) for s in specs]
+        prices = [None if why else k.usd_per_hour(self._prices) for k, why in zip(kinds, faults, strict=True)]
+        lines = [f"{s.slot}: {why or k.words(p)}" for s, k, p, why in zip(specs, kinds, prices, faults, strict=True)]
+        apps = ", ".join(sorted({app_name(s.run) for s in specs}))
+        lines += [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_advice(specs, kinds)]
+        known = [p for p in prices if p is not None]
+        refused = tuple(dict.fromkeys(why for why in faults if why))
+        return LaunchPlan(tuple(lines), sum(known) if len(known) == len(prices) else None, refused)
+
+    def _kind(self, spec: ReplicaSpec) -> Kind:
+        default = self._default
+        return replace(
+            default,
+            gpu=tuple(spec.gpu) or default.gpu,
+            timeout_s=float(spec.timeout_s) or default.timeout_s,
+            secrets=tuple(spec.secrets) or default.secrets,
+        )
+
+    def _why_not(self, spec: ReplicaSpec) -> str:
+        """Why it cannot be started, or ""."""
+        scheme, found, _ = spec.run.partition("://")
+        if spec.run and (not found or scheme in ("file", "memory")):
+            return (
+                f"{spec.run} is on this machine, and Modal's containers cannot reach it. Put the run into a bucket, "
+                "e.g. --run s3://BUCKET/NAME, and give them its keys as a secret"
+            )
+        return self._kind(spec).fault
+
+    # ------------------------------------------------------------------ starting
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        if specs is None:
+            slots = [layout.slot_name(i) for i in range(n_replicas)]
+            specs = ranked_specs("", slots, entrypoint, entrypoint_args, rank_env)
+        nameless = f"{self.name}://{uuid.uuid4().hex}"
+        specs = [s if s.run else replace(s, run=nameless) for s in specs]
+        faults = [self._why_not(s) for s in specs]
+        if specs and all(faults):
+            raise ExecutorError(faults[0])
+        known: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+        for run in {s.run for s in specs}:
+            good = [s for s, why in zip(specs, faults, strict=True) if s.run == run and not why]
+            known |= {(run, *key): entry for key, entry in self._prepare(run, good).items()}
+        entries = [known.get((s.run, s.slot, s.attempt)) for s in specs]
+        return list(self._threads.map(self._launch, specs, faults, entries))
+
+    def supervise(self, run: str, argv: Sequence[str] = ()) -> Handle:
+        """A supervisor for the run as a small function; the one that runs already, if there is one."""
+        found = [h for h in self.find(run) if h.slot == SUPERVISOR]
+        if found and not self.poll(found)[0].state.ended:
+            return found[0]
+        return self.start_supervisor(run, 1 + max((h.attempt for h in found), default=0), argv)
+
+    def start_supervisor(self, run: str, attempt: int, argv: Sequence[str] = (), timeout_s: float = DAY_S) -> Handle:
+        """One more of them; it leaves before `timeout_s`, and starts the next one."""
+        replicas = self._wanted(run) if sdk().is_local() else []
+        env = {k: v for s in replicas for k, v in s.env.items()}
+        spec = ReplicaSpec(
+            run, SUPERVISOR, attempt, "executors.supervisor:main", (run, *argv), env=env, timeout_s=timeout_s
+        )
+        if why := self._why_not(spec):
+            raise ExecutorError(why)
+        launched = self._prepare(run, [spec], replicas, SUPERVISE)
+        return self._launch(spec, "", launched.get((SUPERVISOR, attempt)), SUPERVISE)
+
+    def _wanted(self, run: str) -> list[ReplicaSpec]:
+        """What a supervisor may launch here, one of each kind: a replica and the publisher per place of the run."""
+        from executors.mixed import places_of  # which imports us
+        from rendezvous.membership import read_control
+        from rendezvous.seal import open_sealed
+
+        here = [p for p in places_of(read_control(open_sealed(run)).places) if p.executor == self.name]
+        return [
+            ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
+            for p in here
+            for gpu in (p.gpu, ())
+        ]
+
+    def _prepare(
+        self, run: str, specs: Sequence[ReplicaSpec], like: Sequence[ReplicaSpec] = (), function: str = ""
+    ) -> dict[tuple[str, int], dict[str, Any]]:
+        """Deploy what is missing to launch these; -> what has been launched before.
+
+        function: in this one, which will launch what is `like` those.  Inside a container nothing is deployed.
+        """
+        with told():
+            launched, newest = self._register(run).look()
+            new = [s for s in specs if (s.slot, s.attempt) not in launched]
+            if new:
+                self._have(run, like if function else new, function)
+                higher = {s.slot: s.attempt for s in new if s.attempt > newest.get(s.slot, 0)}
+                self._register(run).announce(higher)
+        return launched
+
+    def _have(self, run: str, specs: Sequence[ReplicaSpec], function: str) -> None:
+        """The functions for these, in the app and at hand."""
+        functions = {self._kind(s).function for s in specs} | ({function} if function else set())
+        needed = functions | {s.entrypoint.partition(".")[0] for s in specs}
+        if needed <= self._deployed.get(run, set()):
+            return
+        if sdk().is_local():
+            self._deploy(run, specs)
+        self._deployed.setdefault(run, set()).update(needed)
+        for name in functions:
+            self._functions[run, name] = sdk().Function.from_name(app_name(run), name).hydrate()
+
+    def _deploy(self, run: str, specs: Sequence[ReplicaSpec]) -> None:
+        modal, name = sdk(), app_name(run)
+        wanted = {self._kind(s) for s in specs}
+        for secret in sorted({secret for kind in (*wanted, self._default) for secret in kind.secrets}):
+            check_secret(secret, run)
+        kinds = sorted(wanted | self._still_there(run), key=lambda k: k.function)
+        secrets = tuple(sorted({secret for kind in (*kinds, self._default) for secret in kind.secrets}))
+        image = with_source(image_of(self._image), [s.entrypoint for s in specs])
+        app = modal.App(name, tags={"diloco": name})
+        for kind in kinds:
+            app.function(name=kind.function, image=image, **kind.options())(modal_app.replica)
+        small = replace(self._default, secrets=secrets).small
+        app.function(name=SUPERVISE, image=image, **small.options())(modal_app.supervise)
+        app.deploy()
+        self._register(run).deployed(kinds)
+
+    def _still_there(self, run: str) -> set[Kind]:
+        """Kinds that were deployed before: their calls may still run, so they stay in the app."""
+        return {k for k in self._register(run).kinds() if all(_has_secret(s) for s in k.secrets)}
+
+    def _launch(self, spec: ReplicaSpec, why_not: str, known: Mapping[str, Any] | None, function: str = "") -> Handle:
+        """One replica; a launch that is known already is not repeated."""
+        kind, name = self._kind(spec), app_name(spec.run)
+        price = (kind.small if function else kind).usd_per_hour(self._prices)
+        crashes = SUPERVISOR_CRASHES if function else modal_app.CRASHES
+        note = Note(name, self._clock.wall(), price, crashes)
+        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, launched_at=note.launched_at, usd_per_hour=price)
+        if why_not:
+            return self._without(handle, why_not)
+        timed = replace(spec, timeout_s=spec.timeout_s or kind.timeout_s)
+        try:
+            known = known or self._spawn(timed, note, function or kind.function)
+        except Exception as error:  # the connection, the service, a function that is not there
+            self._deployed.pop(spec.run, None)
+            return self._without(handle, f"Modal did not start it: {error}")
+        return _handle(spec.run, spec.slot, spec.attempt, known)
+
+    def _without(self, handle: Handle, why: str) -> Handle:
+        self._failed[handle] = why
+        return handle
+
+    def _spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
+        """-> its entry in the register.  If somebody was faster, ours would go by itself; ending it saves its start."""
+        call = self._functions[spec.run, function].spawn(spec.to_dict(), note.to_dict())
+        entry = self._register(spec.run).claim(spec, call.object_id, note)
+        if entry["call"] != call.object_id:
+            call.cancel(terminate_containers=True)
+        return entry
+
+    def _register(self, run: str) -> Register:
+        return self._registers.setdefault(run, Register.open(app_name(run)))
+
+    # ------------------------------------------------------------------ watching
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        self._enforce_deadlines()
+        handles = list(handles)
+        found = self._at_once(self._status, handles)
+        return [_stale(h, self._last.get(h), "") if s is None else s for h, s in zip(handles, found, strict=True)]
+
+    def _status(self, handle: Handle) -> Status:
+        if handle in self._ended:
+            return self._ended[handle][0]
+        if not handle.native:
+            return Status(handle, State.FAILED, self._failed.get(handle, "it was not started"))
+        last = self._last.get(handle)
+        began = last is not None and last.state is State.RUNNING
+        try:
+            status, end = modal_calls.look(handle, self._register(handle.run), began)
+        except Exception as error:  # what became of the call is data; this is about the way there
+            return _stale(handle, last, str(error))
+        self._last[handle] = status
+        if status.state.ended:
+            self._ended[handle] = (status, end)
+        return status
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        began, pause = self._clock.now(), 0.05
+        while True:
+            statuses = self.poll(handles)
+            left = None if timeout is None else began + timeout - self._clock.now()
+            if all(s.state.ended for s in statuses) or (left is not None and left <= 0):
+                return [self._result(s, timeout) for s in statuses]
+            self._clock.sleep(pause if left is None else min(pause, left))
+            pause = min(2.0, 1.5 * pause)
+
+    def _result(self, status: Status, timeout: float | None) -> Result:
+        handle, reason = status.handle, status.reason
+        if not status.state.ended:
+            reason = f"still running after {timeout:g} s"
+        end = self._ended[handle][1] if handle in self._ended else {}
+        tail = tuple(end.get("tail", ()))
+        if not tail and status.state is not State.SUCCEEDED:
+            with suppress(ExecutorError):
+                tail = tuple(self.logs(handle, TAIL))
+        return Result(handle, status.state, reason, status.exit_code, end.get("value"), tail)
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        if not handle.native:
+            return self._failed.get(handle, "").splitlines()
+        if tail == 0:
+            return []
+        lines = modal_calls.lines_of(modal_calls.entries(handle, self._clock, tail=tail))
+        return lines if tail is None else lines[-tail:]
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        if not handle.native:
+            return iter(self.logs(handle, tail))
+        follower = modal_calls.Follower(handle, self._clock)
+        return follower.follow(lambda: self.poll([handle])[0].state.ended, tail)
+
+    # ------------------------------------------------------------------ ending
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        until = self._clock.now() + grace_s
+        there = [h for h in handles if h.native and h not in self._ended]
+        for handle in there:
+            self._deadlines[handle] = min(until, self._deadlines.get(handle, until))
+        if grace_s > 0:
+            self._at_once(self._ask, there)
+        self._enforce_deadlines()
+
+    def _ask(self, handle: Handle, terminate: bool = False) -> None:
+        with suppress(Exception):  # who cannot be reached ends at a later poll, or by its lease
+            self._register(handle.run).ask(handle.slot, handle.attempt)
+            sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)
+            if terminate:
+                self._deadlines.pop(handle, None)
+
+    def _enforce_deadlines(self) -> None:
+        due = [h for h, until in list(self._deadlines.items()) if self._clock.now() >= until]
+        for handle in [h for h in due if h in self._ended]:
+            del self._deadlines[handle]
+        self._at_once(lambda h: self._ask(h, terminate=True), [h for h in due if h not in self._ended])
+
+    def find(self, run: str) -> list[Handle]:
+        newest: dict[str, Handle] = {}
+        with told():
+            try:
+                launched, _ = Register.open(app_name(run), create=False).look()
+            except sdk().exception.NotFoundError:
+                return []
+        for (slot, attempt), entry in launched.items():
+            if slot not in newest or attempt > newest[slot].attempt:
+                newest[slot] = _handle(run, slot, attempt, entry)
+        return [newest[slot] for slot in sorted(newest)]
+
+    def shutdown(self, run: str) -> None:
+        """End everything of a run, also calls that nobody noted: its app is stopped."""
+        self._at_once(lambda h: self._register(run).ask(h.slot, h.attempt), self.find(run))
+        with told(), suppress(sdk().exception.NotFoundError):
+            sdk().App.lookup(app_name(run)).stop()
+        self._deployed.pop(run, None)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _at_once(self, act: Callable[[Handle], T], handles: Iterable[Handle]) -> list[T | None]:
+        """For each; None where there was no answer in time."""
+        futures: list[Future[T]] = [self._threads.submit(act, h) for h in handles]
+        wait(futures, timeout=ANSWER_S)
+        return [f.result() if f.done() else (f.cancel(), None)[1] for f in futures]
+
+
+def _has_secret(name: str) -> bool:
+    try:
+        check_secret(name, "")
+    except ExecutorError:
+        return False
+    return True
+
+
+def _handle(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Handle:
+    known = {"native": entry["call"], "launched_at": entry["launched_at"], "usd_per_hour": entry["usd_per_hour"]}
+    return Handle(run, slot, attempt, ModalExecutor.name, **known)
+
+
+def _stale(handle: Handle, last: Status | None, why: str) -> Status:
+    known = last or Status(handle, State.PENDING)
+    return replace(known, reason=f"Modal did not answer: {why or f'nothing for {ANSWER_S:.0f} s'}", stale=True)
+
+
+def _advice(specs: Sequence[ReplicaSpec], kinds: Sequence[Kind]) -> list[str]:
+    run = specs[0].run if specs else ""
+    if run.partition("://")[0] in SECRET_KEYS and not all(k.secrets for k in kinds):
+        return [f"no secret is given, and containers need the store's keys: {how_to_create('storage', run)}"]
+    return []
