@@ -1,43 +1,35 @@
 """The command `diloco`: one verb per intent, and a clear word when something is wrong.
 
-    train CONFIG --run URL    status RUN    stop RUN    export RUN --to DIR    report RUN    doctor URL    demo
-    objectives [CONFIG]
+    diloco VERB …  ──executors/parser.py──▶  args  ──▶  _verb(args)  ──▶  exit code
 
 A verb's own imports happen when it is used, so that `--help` and `status` answer at once.
+
+Not promised: stable words for people; programs read --json.
 """
 
-import argparse
 import json
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from executors import address
+from executors.parser import make_parser
+
 if TYPE_CHECKING:
     from diloco.launch import Run
-
-EXIT_CODES = """\
-exit codes:
-  0    done; for `demo`: every check held; for `stop`: nobody runs any more
-  1    something failed (a replica that crashes again and again, a check that does not hold)
-  2    a mistake in the command, the config, a file, or the run's URL: starting again changes nothing;
-       for `doctor`: the store cannot carry a run
-  3    another supervisor has taken over this run
-  4    ended before the last outer step, because somebody asked; the same command resumes
-  75   nothing moved for too long; the same command resumes
-
-DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's
-records: what others write into its bucket does not count (docs/protocol.md).
-A run is a folder (runs/demo, file:///an/absolute/path) or lies in a bucket (s3://bucket/prefix, gs://…, az://…,
-hf://buckets/namespace/bucket/prefix)."""
+    from executors.intent import Offer
+    from executors.money import Costs
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
-        return args.verb(args)
+        return VERBS[args.command](args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `diloco status RUN | head`: the reader has seen enough
@@ -54,245 +46,342 @@ def _expected(error: Exception) -> bool:
     """Errors that say what to do next; anything else is a defect, and keeps its traceback."""
     from diloco.config import ConfigError
     from diloco.drawing import ReportError
+    from executors.base import ExecutorError
     from inner import InnerError
     from rendezvous.errors import RendezvousError
 
-    return isinstance(error, ConfigError | InnerError | RendezvousError | OSError | UsageError | ReportError)
+    known = ConfigError | InnerError | RendezvousError | OSError | address.UsageError | ReportError | ExecutorError
+    return isinstance(error, known)
 
 
-class UsageError(ValueError):
-    """The command cannot mean anything."""
+def _tell(args: Namespace, data: dict[str, Any], *lines: str) -> None:
+    """The answer, for programs or for people."""
+    if args.json or lines:
+        print(json.dumps(data, indent=1) if args.json else "\n".join(lines), flush=True)
 
 
-def _train(args: argparse.Namespace) -> int:
+# -------------------------------------------------------------------- starting
+
+
+def _train(args: Namespace) -> int:
     from diloco.config import load_config
-    from diloco.launch import open_run, solo_warning
-    from executors import foreground
+    from diloco.launch import open_run
+    from executors import intent
+    from executors.foreground import say
     from rendezvous.clock import SystemClock
     from rendezvous.membership import read_control
 
-    url = _shareable(args.run)
-    wishes = {"replicas": args.replicas, "steps": args.steps, "min_replicas": args.min_replicas}
-    config = load_config(args.config)
-    _make_folder(url)
+    config, url = load_config(args.config), address.shareable(args.run)
+    offer = _offer(args, url, config.fleet.replicas)
+    if not _agreed(args, offer):
+        return 130
+    address.make_folder(url)
+    wishes = {"replicas": _replicas(args), "steps": args.steps, "min_replicas": args.min_replicas}
     run = open_run(config, url, SystemClock(), **wishes)
+    intent.remember(run.store, SystemClock(), offer)
     if run.record.why_codec:
-        foreground.say(f"codec {run.record.codec}: {run.record.why_codec}")
-    if text := solo_warning(read_control(run.store)):
+        say(f"codec {run.record.codec}: {run.record.why_codec}")
+    return _supervised(run, args, read_control(run.store))
+
+
+def _resume(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors import intent
+    from rendezvous.clock import SystemClock
+    from rendezvous.membership import read_control
+
+    url = address.shareable(args.run)
+    run = read_run(url)
+    offer = _offer(args, url, read_control(run.store).replicas)
+    if not _agreed(args, offer):
+        return 130
+    wishes = {"replicas": _replicas(args), "steps": args.steps, "min_replicas": args.min_replicas}
+    intent.wish(run, SystemClock(), **{k: v for k, v in wishes.items() if v})
+    intent.remember(run.store, SystemClock(), offer)
+    return _supervised(run, args, read_control(run.store))
+
+
+def _plan(args: Namespace) -> int:
+    from diloco.config import load_config
+
+    config, url = load_config(args.config), address.shareable(args.run)
+    offer = _offer(args, url, config.fleet.replicas)
+    _tell(args, {"run": url, **offer.to_dict()}, *offer.lines(), "nothing was started")
+    return 0
+
+
+def _offer(args: Namespace, url: str, replicas: int) -> "Offer":
+    """What starting it would do and cost; `replicas` if nothing else is said."""
+    from executors import intent
+    from rendezvous.membership import read_control
+    from rendezvous.store import open_store
+
+    wanted = read_control(open_store(url))
+    places = intent.wanted_places(args, wanted.places)
+    intent.check_reach(url, places)
+    slots = intent.slots_of(_replicas(args) or replicas)
+    return intent.make_offer(url, places, slots, intent.limits(args, wanted), _spent(url))
+
+
+def _replicas(args: Namespace) -> int | None:
+    from executors import intent
+    from executors.mixed import Place
+
+    named = intent.replicas_in([Place.from_dict(p) for p in args.places or ()])
+    if named and args.replicas and args.replicas < named:
+        raise address.UsageError(f"--place names {named} replicas, --replicas {args.replicas}; leave one of them away")
+    return args.replicas or named
+
+
+def _spent(url: str) -> "Costs":
+    from diloco.launch import read_run
+    from diloco.report import read_report
+    from executors.money import Costs, costs
+    from rendezvous import layout
+    from rendezvous.store import open_store
+
+    if open_store(url).get(layout.RUN) is None:
+        return Costs()
+    return costs(read_report(read_run(url).store), time.time())
+
+
+def _agreed(args: Namespace, offer: "Offer") -> bool:
+    from executors import intent
+    from executors.foreground import say
+
+    if not offer.free:
+        say("\n".join(f"  {line}" for line in offer.lines()))
+    return intent.agree(offer, args.yes)
+
+
+def _supervised(run: "Run", args: Namespace, wanted: Any) -> int:
+    from diloco.launch import solo_warning
+    from executors import foreground
+    from executors.watch import view_for
+
+    if text := solo_warning(wanted):
         foreground.say(f"warning: {text}")
     if args.detach:
         return _detached(run, args)
-    outcome = foreground.supervise_here(run)
-    foreground.say(outcome.text)
+    outcome = foreground.supervise_here(run, view=view_for(sys.stderr if args.json else sys.stdout))
+    if args.json:
+        _tell(args, {"run": run.url, "code": outcome.code, "text": outcome.text})
+    else:
+        foreground.say(outcome.text)
     if outcome.code in (4, 75):
-        foreground.say(f"the same command resumes it: diloco train {args.config} --run {args.run}")
+        foreground.say(f"to go on: diloco resume {args.run}")
     if outcome.code == 0:
         foreground.say(f"next: diloco report {args.run}, or diloco export {args.run} --to DIR")
     return outcome.code
 
 
-def _detached(run: "Run", args: argparse.Namespace) -> int:
+def _detached(run: "Run", args: Namespace) -> int:
     from executors import foreground
     from executors.lease import supervisor_of
 
     if (other := supervisor_of(run.store)) is not None:
-        print(f"process {other.pid} on {other.host} supervises this run already; it has heard your wishes")
+        told = f"process {other.pid} on {other.host} supervises this run already; it has heard your wishes"
+        data = {"run": run.url, "started": False, "pid": other.pid, "host": other.host}
     else:
         started = foreground.detach(run)
-        verb = "resumed" if run.resumed else "started"
-        print(f"{verb} {args.run}, supervised by pid {started.pid}, log {started.log}")
-    print(f"  diloco status {args.run}\n  diloco stop {args.run}")
+        told = f"{'resumed' if run.resumed else 'started'} {args.run}, supervised by {started.where}"
+        data = {"run": run.url, "started": True, "pid": started.pid, "native": started.native, "log": started.log}
+    _tell(args, data, told, f"  diloco status {args.run}", f"  diloco stop {args.run}")
     return 0
 
 
-def _status(args: argparse.Namespace) -> int:
+# -------------------------------------------------------------------- looking
+
+
+def _status(args: Namespace) -> int:
     from diloco.launch import read_run
     from diloco.report import read_report
     from executors import watch
     from executors.lease import supervisor_of
+    from executors.money import costs
 
-    run = read_run(_checked(args.run))
+    run = read_run(address.checked(args.run))
     report, supervisor, now = read_report(run.store), supervisor_of(run.store), time.time()
-    if args.json:
-        holder = None if supervisor is None else {"pid": supervisor.pid, "host": supervisor.host}
-        print(json.dumps({**watch.status(report, now), "supervisor": holder}, indent=1))
-        return 0
+    holder = None if supervisor is None else {"pid": supervisor.pid, "host": supervisor.host}
     who = f"supervised by pid {supervisor.pid} on {supervisor.host}" if supervisor else "nobody supervises it"
-    state = "done" if report.done else who
-    print("\n".join([*watch.table(report, now), f"  {state}"]))
+    spent = costs(report, now)
+    table, last = watch.table(report, now), "done" if report.done else who
+    money = [f"  {watch.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
+    data = {**watch.status(report, now), **watch.cost_status(spent, report.wanted), "supervisor": holder}
+    _tell(args, data, *table, *money, f"  {last}")
     return 0
 
 
-def _stop(args: argparse.Namespace) -> int:
+def _logs(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors import look
+    from rendezvous.membership import read_control
+
+    run = read_run(address.checked(args.run))
+    with look.log_of(run.url, read_control(run.store), args.slot) as log:
+        if not args.follow:
+            lines = log.lines(args.tail)
+            _tell(args, {"slot": args.slot, "handle": log.handle, "lines": lines}, *lines)
+            return 0
+        for line in log.follow(args.tail):
+            print(json.dumps({"slot": args.slot, "line": line}) if args.json else line, flush=True)
+    return 0
+
+
+def _costs(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from diloco.report import read_report
+    from executors import watch
+    from executors.money import costs
+
+    run = read_run(address.checked(args.run))
+    report = read_report(run.store)
+    spent = costs(report, time.time())
+    data = {"name": report.name, "url": run.url, **spent.to_dict(), **watch.cost_status(spent, report.wanted)}
+    _tell(args, data, *watch.cost_table(spent, report))
+    return 0
+
+
+# -------------------------------------------------------------------- changing
+
+
+def _scale(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors import change
+    from rendezvous.clock import SystemClock
+
+    run = read_run(address.checked(args.run))
+    offer = change.growth(run, args.replicas, args.min_replicas, _spent(run.url))
+    if offer is not None and not _agreed(args, offer):
+        return 130
+    told = change.scale(run, SystemClock(), args.replicas, args.min_replicas)
+    _tell(args, {"run": run.url, "replicas": args.replicas, "told": told}, *told)
+    return 0
+
+
+def _drain(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors import change
+    from rendezvous.clock import SystemClock
+
+    run = read_run(address.checked(args.run))
+    told = change.drain(run, SystemClock(), args.slot)
+    _tell(args, {"run": run.url, "slot": args.slot, "told": told}, *told)
+    return 0
+
+
+def _stop(args: Namespace) -> int:
     from diloco.launch import read_run
     from executors.stop import stop_run
     from rendezvous.clock import SystemClock
 
-    run = read_run(_checked(args.run))
-    found = stop_run(run.store, SystemClock(), args.grace, lambda text: print(text, flush=True))
-    for end in found:
-        print(f"  {end.name:12s} {end.text}")
+    run, words = read_run(address.checked(args.run)), sys.stderr if args.json else sys.stdout
+    found = stop_run(run.store, SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
     live = [end.name for end in found if end.live]
+    ends = [{"name": e.name, "live": e.live, "text": e.text} for e in found]
+    over = "nobody runs any more; `diloco resume` goes on" if found else "nobody ever ran here"
+    rows = [f"  {end.name:12s} {end.text}" for end in found]
+    _tell(args, {"run": run.url, "live": live, "ends": ends}, *rows, *([] if live else [over]))
     if live:
         print(f"diloco stop: {', '.join(live)} may still run; try again, or look there", file=sys.stderr)
-        return 1
-    print("nobody runs any more; the same `diloco train` command resumes" if found else "nobody ever ran here")
-    return 0
+    return 1 if live else 0
 
 
-def _export(args: argparse.Namespace) -> int:
+# -------------------------------------------------------------------- writing, checking
+
+
+def _export(args: Namespace) -> int:
     from diloco.launch import read_run
 
-    run = read_run(_checked(args.run))  # before the heavy import: a wrong path is told at once
+    run = read_run(address.checked(args.run))  # before the heavy import: a wrong path is told at once
     from diloco.history import export
 
     step = export(run.url, args.step, Path(args.to))
-    print(f"wrote the model after {step} outer steps to {args.to}; transformers' from_pretrained reads it")
+    told = f"wrote the model after {step} outer steps to {args.to}; transformers' from_pretrained reads it"
+    _tell(args, {"run": run.url, "outer_step": step, "to": args.to}, told)
     return 0
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: Namespace) -> int:
     from diloco.drawing import write_report
     from diloco.launch import read_run
     from diloco.report import read_report, summary
+    from executors import watch
 
-    run = read_run(_checked(args.run))
+    run = read_run(address.checked(args.run))
     report = read_report(run.store)
-    print(summary(report))
     folder = Path(args.to) if args.to else Path(getattr(run.store, "root", "."))
     page, png = write_report(report, folder)
-    print(f"\nwrote {page} and {png}")
+    data = {**watch.status(report, time.time()), "page": str(page), "picture": str(png)}
+    _tell(args, data, summary(report), f"\nwrote {page} and {png}")
     return 0
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _traces(args: Namespace) -> int:
+    from diloco.launch import read_run
+
+    run = read_run(address.checked(args.run))
+    from diloco.traces import freeze
+
+    made = freeze(run.store, Path(args.to))
+    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
+    _tell(args, {"run": run.url, "to": args.to, **made}, text.format(to=args.to, **made))
+    return 0
+
+
+def _doctor(args: Namespace) -> int:
     from executors.doctor import doctor
 
-    table, good = doctor(_checked(args.url), args.parameters, args.config, args.replicas)
-    print(table)
+    table, good = doctor(address.checked(args.url), args.parameters, args.config, args.replicas)
+    _tell(args, {"url": args.url, "good": good, "table": table.splitlines()}, table)
     return 0 if good else 2
 
 
-def _objectives(args: argparse.Namespace) -> int:
-    from diloco.config import load_config
-    from inner.objectives import menu
+def _objectives(args: Namespace) -> int:
+    from dataclasses import asdict
 
-    settings = {}
+    from diloco.config import load_config
+    from inner.objectives import PO_OBJECTIVES, menu
+
+    settings, about = {}, []
     if args.config:
         inner = load_config(args.config).inner
         chosen = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
         settings = {name: getattr(inner, name) for name in chosen}
-        print(f"{args.config} has objective = {inner.objective!r}\n")
-    print(menu(settings))
+        about = [f"{args.config} has objective = {inner.objective!r}\n"]
+    _tell(args, {name: asdict(o) for name, o in PO_OBJECTIVES.items()}, *about, menu(settings))
     return 0
 
 
-def _demo(args: argparse.Namespace) -> int:
+def _demo(args: Namespace) -> int:
     from executors.demo import demo
 
-    if args.run and not _is_folder(args.run):
-        raise UsageError(f"the demo lives in a folder of this machine, not at {args.run}; use e.g. --run runs/demo")
-    return demo(Path(_shareable(args.run).removeprefix("file://")) if args.run else None)
+    if args.run and not address.is_folder(args.run):
+        raise address.UsageError(
+            f"the demo lives in a folder of this machine, not at {args.run}; use e.g. --run runs/demo"
+        )
+    folder = Path(address.shareable(args.run).removeprefix("file://")) if args.run else None
+    if not args.json:
+        return demo(folder)
+    with redirect_stdout(sys.stderr):
+        code = demo(folder)
+    _tell(args, {"code": code})
+    return code
 
 
-def _shareable(url: str) -> str:
-    """A run that several processes can see."""
-    if url.startswith("memory://"):
-        raise UsageError(f"{url} lives inside one process, replicas are several; use a folder, e.g. --run runs/mine")
-    return _checked(url)
+def _completion(args: Namespace) -> int:
+    from executors.completion import script
+
+    text = script(make_parser(), args.shell)
+    _tell(args, {"shell": args.shell, "script": text}, text)
+    return 0
 
 
-def _is_folder(url: str) -> bool:
-    return url.startswith("file://") or "://" not in url
-
-
-def _make_folder(url: str) -> None:
-    if not _is_folder(url):
-        return
-    try:
-        Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {url}: {error.strerror}. Use another one for --run") from None
-
-
-def _checked(url: str) -> str:
-    """A run that this version can open."""
-    from rendezvous.store import open_store
-
-    try:
-        open_store(url)
-    except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from None
-    return url
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="diloco",
-        description="Train one model on replicas that meet only in a bucket.",
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True)
-    train = _verb(verbs, "train", _train, "start a run, or resume it: the same command does both")
-    train.add_argument("config", metavar="CONFIG", help="the run.toml")
-    train.add_argument("--run", required=True, metavar="URL", help="where the run lives: runs/mine, s3://bucket/prefix")
-    train.add_argument("--replicas", type=_positive, metavar="N", help="replicas to keep (default: as in CONFIG)")
-    train.add_argument("--steps", type=_positive, metavar="T", help="outer steps in all (default: as in CONFIG)")
-    train.add_argument("--min-replicas", type=_positive, metavar="M", help="offers that every outer step needs")
-    train.add_argument("--detach", action="store_true", help="return at once; the run goes on without this terminal")
-    status = _verb(verbs, "status", _status, "what a run is doing")
-    status.add_argument("run", metavar="RUN")
-    status.add_argument("--json", action="store_true", help="for programs")
-    stop = _verb(verbs, "stop", _stop, "end every replica of a run, and prove it")
-    stop.add_argument("run", metavar="RUN")
-    stop.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds before a kill (default 20)")
-    export = _verb(verbs, "export", _export, "write a step's model as a from_pretrained folder")
-    export.add_argument("run", metavar="RUN")
-    export.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
-    export.add_argument("--to", required=True, metavar="DIR")
-    report = _verb(verbs, "report", _report, "draw report.html and report.png")
-    report.add_argument("run", metavar="RUN")
-    report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
-    doctor = _verb(verbs, "doctor", _doctor, "can this store carry a run, and what does one sync take and cost")
-    doctor.add_argument("url", metavar="URL")
-    size = doctor.add_mutually_exclusive_group()
-    size.add_argument("--parameters", type=_count, metavar="N", help="of the model, e.g. 600M or 1.7B")
-    size.add_argument("--config", metavar="CONFIG", help="a run.toml: its model, codec and replicas")
-    doctor.add_argument("--replicas", type=_positive, metavar="N", help="default: as in CONFIG, else 4")
-    objectives = _verb(verbs, "objectives", _objectives, "inner.objective's menu: formulas, knobs, when to use which")
-    objectives.add_argument("config", nargs="?", metavar="CONFIG", help="a run.toml: what would be inert there")
-    demo = _verb(verbs, "demo", _demo, "the whole thing on this machine, with a kill -9 on the way")
-    demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
-    return parser
-
-
-def _verb(verbs: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=text, description=text, epilog="`diloco --help` lists the exit codes.")
-    parser.set_defaults(verb=act)
-    return parser
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return number
-
-
-def _count(text: str) -> int:
-    """ "1.7B" -> 1_700_000_000"""
-    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1)
-    try:
-        number = float(text[:-1] if scale > 1 else text) * scale
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < 1e15:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 50000000, 50M or 1.7B")
-    return round(number)
+VERBS: dict[str, Callable[[Namespace], int]] = {
+    "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
+    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "report": _report, "traces": _traces,
+    "doctor": _doctor, "objectives": _objectives, "demo": _demo, "completion": _completion,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

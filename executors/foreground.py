@@ -1,7 +1,11 @@
 """`diloco train` in a terminal, and what it takes to leave it to itself.
 
-foreground    this process supervises; Ctrl-C asks the replicas to leave, a second one kills them
---detach      another process supervises, in a session of its own; this one returns at once
+    foreground    this process supervises; Ctrl-C asks the replicas to leave, a second one kills them
+    --detach      somebody else does, and this process returns at once:
+                  all replicas on one platform that can   its own small CPU function or job
+                  else                                    a process of this machine, in a session of its own
+
+Not promised: that a detached process survives this machine's sleep; replicas elsewhere go on, and the run resumes.
 """
 
 import os
@@ -11,17 +15,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from diloco import exitcodes
 from diloco.launch import Run
 from diloco.report import Reader, Report
 from executors import processes
 from executors.lease import Supervised, supervisor_of
-from executors.local import LocalProcessExecutor, process_folder
-from executors.supervisor import PRELOAD, Outcome, Supervisor
+from executors.local import process_folder
+from executors.mixed import build
+from executors.supervisor import Outcome, Supervisor
 from executors.watch import View, view_for
 from rendezvous.clock import Clock, SystemClock
+from rendezvous.membership import read_control
 
 Tick = Callable[[Supervisor, Report], None]
 
@@ -33,7 +38,7 @@ def nothing(supervisor: Supervisor, report: Report) -> None:
 def supervise_here(run: Run, each_tick: Tick = nothing, view: View | None = None) -> Outcome:
     """Run it to its end in this process.  If somebody else supervises it, look on."""
     view = view or view_for(sys.stdout)
-    executor = LocalProcessExecutor(PRELOAD)
+    executor = build(read_control(run.store).places)
     try:
         supervisor = Supervisor(
             run, executor, SystemClock(), parent=processes.name(os.getpid()), show=view.show, each_tick=each_tick
@@ -84,12 +89,28 @@ def _signals(supervisor: Supervisor, view: View) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Detached:
-    pid: int
-    log: Path
+    """The new supervisor.   where: in words.   native: its id on a platform, "" for a process of this machine."""
+
+    where: str
+    pid: int = 0
+    native: str = ""
+    log: str = ""
 
 
 def detach(run: Run) -> Detached:
     """Start a supervisor that outlives this process and its terminal."""
+    executor = build(read_control(run.store).places)
+    try:
+        supervise = getattr(executor, "supervise", None)
+        if supervise is None:
+            return _detached_process(run)
+        handle = supervise(run.url)
+    finally:
+        executor.close()
+    return Detached(f"{handle.executor} ({handle.native})", native=handle.native)
+
+
+def _detached_process(run: Run) -> Detached:
     log = process_folder(run.url) / "supervisor.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", "import sys; from executors.supervisor import main; sys.exit(main())", run.url]
@@ -99,7 +120,7 @@ def detach(run: Run) -> Detached:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
         )
     child.returncode = 0  # it goes on without us: no warning about that
-    return Detached(child.pid, log)
+    return Detached(f"pid {child.pid}, log {log}", child.pid, log=str(log))
 
 
 def say(text: str) -> None:

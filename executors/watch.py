@@ -17,19 +17,21 @@ import shutil
 from typing import Any, Protocol, TextIO
 
 from diloco.report import Life, Report, Step, first_and_last, outer_words, solo_words, sparkline
+from executors.money import Costs
+from rendezvous.membership import Wanted
 from rendezvous.records import Beat
 
 # What people want to hear of; everything else stays in the log.
 EVENTS = {
     "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
-    "gave_up_on", "diverged", "crashed", "stopped",
+    "gave_up_on", "diverged", "crashed", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
 }  # fmt: skip
 LOUD = {
     "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
     "replay_differs",
 }  # fmt: skip
-SAID = ("at", "event", "slot", "who", "generation", "tail")  # of an event, told in another place or not at all
-SILENT_S = 3.0
+SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault")
+SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
 OLD_LIVES = 4
 
 
@@ -154,10 +156,15 @@ def _life_line(life: Life, report: Report, now: float) -> str:
         return f"  {life.name:9s} {life.how}{when}, counted in {len(life.commits)} steps"
     reward = next((s.reward[life.slot] for s in reversed(report.steps) if life.slot in s.reward), None)
     shown = "" if reward is None else f"{reward:.3f}"
-    phase = "silent" if now - beat.at > SILENT_S and beat.phase != "left" else beat.phase
+    phase = "silent" if now - beat.at > silent_s(report.url) and beat.phase != "left" else beat.phase
     inner = f"{beat.inner}/{_round(report)}" if phase == "train" else ""
     age = f"{max(0.0, now - beat.at):.1f} s"
     return f"  {life.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(life.commits):8d}  {age}"
+
+
+def silent_s(url: str) -> float:
+    """How old the beat of somebody who lives may be."""
+    return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
 
 
 def _round(report: Report) -> int:
@@ -172,12 +179,12 @@ def remarks(report: Report, now: float) -> list[str]:
     if words := solo_words(report):
         lines.append(f"! {words}")
     if report.wanted.stop:
-        lines.append("! a stop was asked for; the same `diloco train` command resumes")
+        lines.append("! a stop was asked for; `diloco resume` goes on")
     return lines[:6]
 
 
 def _listening(beat: Beat, report: Report, now: float) -> bool:
-    return beat.phase != "left" and now - beat.at <= SILENT_S and not report.done
+    return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
 
 
 def _words(event: dict[str, Any]) -> str:
@@ -214,3 +221,38 @@ def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
         told["beat_age_s"] = round(now - mine.at, 2)
     fixed = {"slot": life.slot, "generation": life.generation, "pid": life.pid, "host": life.host, "how": life.how}
     return {**fixed, "counted_in": len(life.commits), **told}
+
+
+# -------------------------------------------------------------------- money
+
+
+def cost_line(spent: Costs, wanted: Wanted) -> str:
+    limit = "".join(f" of {text}" for text in [_limit(wanted)] if text)
+    unknown = f", and {len(spent.unknown)} launches whose price nobody knows" if spent.unknown else ""
+    return f"${spent.usd:.2f}{limit} so far, ${spent.rate:.2f} per hour now{unknown}"
+
+
+def _limit(wanted: Wanted) -> str:
+    told = [f"${wanted.max_usd:.2f}"] if wanted.max_usd else []
+    return " and ".join([*told, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
+
+
+def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:
+    """The same in `--json`."""
+    told = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
+    return {**told, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
+
+
+def cost_table(spent: Costs, report: Report) -> list[str]:
+    """`diloco costs`: one line per slot and place."""
+    rows = []
+    for slot, executor in sorted({(b.slot, b.executor) for b in spent.bills}):
+        bills = [b for b in spent.bills if (b.slot, b.executor) == (slot, executor)]
+        hours, usd = sum(b.seconds for b in bills) / 3600, sum(b.usd for b in bills)
+        price = "unknown" if any(b.usd_per_hour is None for b in bills) else f"{usd:.2f}"
+        now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
+        rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
+    each = f", ${spent.usd / report.head:.3f} each" if report.head and spent.usd else ""
+    steps = f"; {report.head} outer steps{each}"
+    head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"
+    return [f"{report.name}: {cost_line(spent, report.wanted)}{steps}", *([head] if rows else []), *rows]

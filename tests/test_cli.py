@@ -19,7 +19,7 @@ from rendezvous.membership import read_control
 from tests.test_report import killed_and_replaced
 
 ROOT = Path(__file__).parent.parent
-VERBS = ("train", "status", "stop", "export", "report", "doctor", "demo")
+VERBS = tuple(cli.VERBS)
 CONFIG = """
 name = "tiny"
 [fleet]
@@ -79,6 +79,7 @@ try:
 except SystemExit:
     pass
 heavy = {"torch", "trl", "transformers", "torchft", "matplotlib"} & set(sys.modules)
+heavy |= {"modal", "huggingface_hub", "submitit", "sky", "grpclib"} & set(sys.modules)
 assert not heavy, heavy
 """
 
@@ -98,14 +99,19 @@ def test_help_answers_at_once_and_without_torch():
     assert best_of_three("--help") <= 0.5
 
 
-def test_status_answers_at_once_and_without_torch(run):
-    assert best_of_three("status", run.url) <= 1.5
+@pytest.mark.parametrize("verb", [("status",), ("costs",), ("logs", "r00"), ("scale", "3"), ("drain", "r01")])
+def test_what_one_asks_a_run_is_answered_at_once_and_without_torch_or_a_platform(run, verb):
+    assert best_of_three(verb[0], run.url, *verb[1:]) <= 1.5
+
+
+def test_plan_of_a_local_run_needs_no_torch_and_no_platform(config):
+    assert best_of_three("plan", config, "--run", config.parent / "run") <= 1.5
 
 
 def test_help_documents_every_verb_and_exit_code():
-    text = python("from executors.cli import _parser; _parser().print_help()").stdout
-    assert all(f"    {verb} " in text for verb in VERBS)
-    assert all(f"\n  {code} " in text for code in ("0", "1", "2", "3", "4", "75"))
+    text = python("from executors.cli import make_parser; make_parser().print_help()").stdout
+    assert all(f"\n    {verb}" in text for verb in VERBS)
+    assert all(f"\n  {code} " in text for code in ("0", "1", "2", "3", "4", "75", "130"))
     assert "DILOCO_DEBUG" in text
 
 

@@ -1,0 +1,198 @@
+"""What a person wants to start: where, for how much; said back with a price before anything is rented.
+
+    --executor modal --gpu H100 --max-usd 20  ──wanted_places, limits──▶ places, budget
+    places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
+                          └─agree──▶ yes · no · nobody to ask: an error
+                                └─remember──▶ control: places, budget; any supervisor reads them there
+
+Not promised: the bill.  Prices are the platforms' own lists, or a dated table; storage and traffic are not in them.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TextIO
+
+from diloco.config import check_fleet
+from diloco.launch import Run
+from executors.address import UsageError, is_folder
+from executors.base import ExecutorError, LaunchPlan, ReplicaSpec
+from executors.mixed import EXECUTORS, Place, build, place_of, places_of
+from executors.money import Budget, Costs, refusal
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.membership import Wanted, read_control, write_control
+from rendezvous.store import Store
+
+FAR = ("modal", "hf-jobs", "sky")  # machines that see nothing of this one
+
+
+# -------------------------------------------------------------------- where
+
+
+def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
+    """What the options name, else what the run had before."""
+    if args.places and args.executor:
+        raise UsageError("--executor is for one place, --place for several; use one of them")
+    if not args.places and not args.executor:
+        if any((args.gpu, args.secrets, args.timeout, args.option)):
+            if not before:
+                raise UsageError("--gpu, --secret, --timeout and --option are for a place: add --executor NAME")
+            return tuple(_refined(p, args) for p in places_of(before))
+        return places_of(before)
+    named = [Place.from_dict(p) for p in args.places or [{"executor": args.executor}]]
+    for p in named:
+        if p.executor not in EXECUTORS:
+            raise UsageError(f"there is no executor {p.executor!r}; there are {', '.join(EXECUTORS)}")
+    for key, _ in args.option or ():
+        if "." in key and key.partition(".")[0] not in {p.executor for p in named}:
+            raise UsageError(f"--option {key}: none of the places is {key.partition('.')[0]!r}")
+    return tuple(_refined(p, args) for p in named)
+
+
+def _refined(place: Place, args: argparse.Namespace) -> Place:
+    """One place, with what was said for all of them.  "modal.region=eu" is an option for modal alone."""
+    options = dict(place.options)
+    for key, value in args.option or ():
+        whose, dot, rest = key.partition(".")
+        if not dot or whose == place.executor:
+            options[rest if dot else key] = value
+    return Place(
+        place.executor,
+        place.count,
+        place.gpu or tuple(args.gpu or ()),
+        args.timeout or place.timeout_s,
+        tuple(args.secrets or place.secrets),
+        place.env,
+        options,
+    )
+
+
+def replicas_in(places: Sequence[Place]) -> int | None:
+    """How many the places name, if each names its number."""
+    return sum(p.count for p in places) if all(p.count for p in places) else None
+
+
+def check_reach(url: str, places: Sequence[Place]) -> None:
+    """A folder of this machine is no meeting place for others."""
+    far = sorted({p.executor for p in places if p.executor in FAR})
+    if far and is_folder(url):
+        raise UsageError(
+            f"{url} is a folder of this machine; replicas on {', '.join(far)} cannot reach it. Give a bucket: "
+            "--run s3://bucket/prefix (gs://, az:// and hf://buckets/… too; docs/operations.md says which fits where)"
+        )
+
+
+# -------------------------------------------------------------------- how much
+
+
+def limits(args: argparse.Namespace, wanted: Wanted) -> Budget:
+    """What the options name, else what the run had before."""
+    return Budget(
+        wanted.max_usd if args.max_usd is None else args.max_usd,
+        wanted.max_hours if args.max_hours is None else args.max_hours,
+        wanted.allow_unknown_price if args.allow_unknown_price is None else args.allow_unknown_price,
+    )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What starting would do, and cost."""
+
+    places: tuple[Place, ...]
+    plan: LaunchPlan
+    budget: Budget
+    spent: Costs
+
+    @property
+    def free(self) -> bool:
+        return self.plan.usd_per_hour == 0
+
+    def lines(self) -> list[str]:
+        return [*self.plan.lines, *([] if self.free else [self._price()])]
+
+    def _price(self) -> str:
+        price = self.plan.usd_per_hour
+        spent = f"${self.spent.usd:.2f} spent so far, " if self.spent.usd else ""
+        if price is None:
+            return f"{spent}nobody knows the price of one of these; {self._limit()}"
+        return f"{spent}${price:.2f} per hour in all; {self._limit()}"
+
+    def _limit(self) -> str:
+        told = []
+        if self.budget.max_usd:
+            told.append(f"${self.budget.max_usd:.2f}{self._hours_left()}")
+        if self.budget.max_hours:
+            told.append(f"{self.budget.max_hours:g} hours")
+        return f"ends by itself before {' or '.join(told)}" if told else "no limit (--max-usd X sets one)"
+
+    def _hours_left(self) -> str:
+        if not self.plan.usd_per_hour:
+            return ""
+        return f" ({max(0.0, self.budget.max_usd - self.spent.usd) / self.plan.usd_per_hour:.1f} hours at this price)"
+
+    def to_dict(self) -> dict[str, Any]:
+        price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
+        limit = {"max_usd": self.budget.max_usd, "max_hours": self.budget.max_hours}
+        return {"plan": list(self.plan.lines), **price, **limit}
+
+
+def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Offer:
+    """Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
+    check_reach(url, places)
+    executor = build(places)
+    try:
+        plan = executor.plan([spec_for(url, place_of(places, slot), slot) for slot in slots])
+    finally:
+        executor.close()
+    if plan.refused:
+        raise ExecutorError(plan.refused[0])
+    if plan.usd_per_hour != 0 and (why := refusal(budget, spent, [plan.usd_per_hour])):
+        raise UsageError(why)
+    return Offer(tuple(places), plan, budget, spent)
+
+
+def spec_for(url: str, place: Place, slot: str) -> ReplicaSpec:
+    return ReplicaSpec(
+        url, slot, env=place.env, gpu=place.gpu, timeout_s=place.timeout_s, secrets=place.secrets,
+    )  # fmt: skip
+
+
+def slots_of(replicas: int) -> list[str]:
+    return [layout.slot_name(i) for i in range(replicas)]
+
+
+def agree(found: Offer, yes: bool, person: TextIO | None = None) -> bool:
+    """Is the price right?  What costs nothing is not asked for."""
+    if found.free or yes:
+        return True
+    person = person or sys.stdin
+    if person is None or not person.isatty():
+        raise UsageError(
+            "this costs money, and there is nobody to ask (stdin is no terminal); add --yes if it is right"
+        )
+    print("start it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return person.readline().strip().lower() in ("y", "yes")
+
+
+# -------------------------------------------------------------------- into the bucket
+
+
+def remember(store: Store, clock: Clock, found: Offer) -> None:
+    """Places and budget stand in the run's control records, if they do not already."""
+    wanted = read_control(store)
+    budget = {k: v for k, v in asdict(found.budget).items() if getattr(wanted, k) != v}
+    places = {} if places_of(wanted.places) == found.places else {"places": [p.to_dict() for p in found.places]}
+    if budget or places:
+        write_control(store, clock, **budget, **places)
+
+
+def wish(run: Run, clock: Clock, **changed: int) -> None:
+    """The fleet goes on, with these wishes; what was stopped or drained comes back."""
+    wanted = read_control(run.store)
+    fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
+    check_fleet(replace(run.config.fleet, **fleet))
+    news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
+    if news or wanted.stop or wanted.drains:
+        write_control(run.store, clock, **news, resume=wanted.stop or bool(wanted.drains))

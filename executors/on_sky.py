@@ -1,0 +1,312 @@
+"""Replicas as SkyPilot managed jobs: a dozen clouds, Kubernetes, spot machines, with what SkyPilot has credentials for.
+
+    spec ──▶ Task(run: python -m executors.container SPEC sky) ──jobs.launch──▶ managed job diloco-{run}-r00-1
+                 code: the wheel of this installation, as a file mount              by its name it is found again
+
+    PENDING ▶ PENDING   STARTING, RECOVERING ▶ STARTING   RUNNING, CANCELLING ▶ RUNNING   SUCCEEDED ▶ SUCCEEDED
+    CANCELLED ▶ CANCELLED   FAILED ▶ FAILED, with the exit code that its log tells   FAILED_… ▶ LOST, and why
+
+SkyPilot starts a preempted job again by itself, as the same job: the slot stays its own, and the replica takes a new
+generation.  It does not start a job again that failed.
+
+Not promised: anything that only a cloud can show.  What was checked without one is in docs/executors.md.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from executors import processes
+from executors.base import (
+    RANK_ENV,
+    REPLICA,
+    ExecutorError,
+    Handle,
+    LaunchPlan,
+    ReplicaSpec,
+    Result,
+    State,
+    Status,
+    ranked_specs,
+)
+from executors.container import TAIL, read_end, spoken
+from executors.wheel import pack
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+
+NAME = "sky"
+MOUNT = "/tmp/diloco-code"
+PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # of a job's lines in the log
+END_LINES, COLLECT_S = 64, 5.0
+STATES = {
+    "PENDING": State.PENDING,
+    "SUBMITTED": State.PENDING,
+    "STARTING": State.STARTING,
+    "RECOVERING": State.STARTING,
+    "RUNNING": State.RUNNING,
+    "WINDING_DOWN": State.RUNNING,
+    "CANCELLING": State.RUNNING,
+    "SUCCEEDED": State.SUCCEEDED,
+    "CANCELLED": State.CANCELLED,
+    "FAILED": State.FAILED,
+}  # every other word of SkyPilot's: FAILED_SETUP, FAILED_NO_RESOURCE, …
+
+
+@dataclass(frozen=True)
+class Job:
+    id: int
+    name: str
+    word: str
+    why: str
+
+    @property
+    def state(self) -> State:
+        return STATES.get(self.word, State.LOST)
+
+
+class SkyExecutor:
+    """resources: sky.Resources' own words: infra="aws", use_spot=True, cpus="8+", disk_size=200, …
+
+    setup: shell lines before the replica starts.   usd_per_hour: of one replica, if you know it; SkyPilot decides late.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        *,
+        setup: str = "",
+        usd_per_hour: float | None = None,
+        packages: Sequence[str] = (),
+        clock: Clock | None = None,
+        **resources: Any,
+    ) -> None:
+        self._setup, self._usd, self._packages, self._resources = setup, usd_per_hour, tuple(packages), resources
+        self._clock = clock or SystemClock()
+        self._failed: dict[Handle, str] = {}
+        self._last: dict[Handle, Status] = {}
+
+    # ------------------------------------------------------------------ starting
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        lines = [f"{s.slot}: managed job {job_name(s)} on {' or '.join(s.gpu) or 'no GPU'}" for s in specs]
+        price = None if self._usd is None else self._usd * len(specs)
+        refused = tuple(dict.fromkeys(why for s in specs if (why := self._why_not(s))))
+        return LaunchPlan((*lines, "SkyPilot chooses the cloud, by price", *refused), price, refused)
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        if specs is None:
+            slots = [layout.slot_name(i) for i in range(n_replicas)]
+            run = f"{NAME}://ranks-{self._clock.wall():.3f}"
+            specs = ranked_specs(run, slots, entrypoint, entrypoint_args, rank_env)
+        faults = [self._why_not(s) for s in specs]
+        if specs and all(faults):
+            raise ExecutorError(faults[0])
+        there = self._newest_by_name() if specs else {}
+        return [
+            self._failure(s, why) if why else self._launch(s, there.get(job_name(s)))
+            for s, why in zip(specs, faults, strict=True)
+        ]
+
+    def _launch(self, spec: ReplicaSpec, known: Job | None) -> Handle:
+        if known is not None:
+            return self._handle(spec.run, spec.slot, spec.attempt, known)
+        try:
+            ids, _ = sky().get(sky().jobs.launch(self.task(spec), name=job_name(spec)))
+            return self._handle(spec.run, spec.slot, spec.attempt, Job(ids[0], job_name(spec), "PENDING", ""))
+        except Exception as error:  # its answer may be lost, and the job there
+            if (job := self._newest_by_name().get(job_name(spec))) is not None:
+                return self._handle(spec.run, spec.slot, spec.attempt, job)
+            return self._failure(spec, f"{type(error).__name__}: {error}")
+
+    def task(self, spec: ReplicaSpec) -> Any:
+        """What SkyPilot is told."""
+        folder = self._code()
+        setup = f"pip install -q -r {MOUNT}/{folder.name}/requirements.txt\n{self._setup}".strip()
+        told = json.dumps({**spec.to_dict(), "secrets": []})
+        task = sky().Task(
+            name=job_name(spec),
+            setup=setup,
+            run=f"exec python -m executors.container {shlex.quote(told)} {NAME}",
+            envs=dict(spec.env),
+            secrets=self._secrets(spec),
+            file_mounts={f"{MOUNT}/{folder.name}": str(folder)},
+        )
+        kinds = spec.gpu or (None,)  # in order of preference
+        task.set_resources([sky().Resources(accelerators=kind, **self._resources) for kind in kinds])
+        return task
+
+    def _code(self) -> Path:
+        shipment = pack(MOUNT, self._packages)
+        folder = Path.home() / ".diloco" / NAME / shipment.digest
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, body in shipment.files.items():
+            (folder / name).write_bytes(body)
+        return folder
+
+    def _secrets(self, spec: ReplicaSpec) -> dict[str, str]:
+        return {name: os.environ[name] for name in spec.secrets}
+
+    def _why_not(self, spec: ReplicaSpec) -> str:
+        if missing := [name for name in spec.secrets if name not in os.environ]:
+            return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch"
+        if spec.entrypoint == REPLICA and ("://" not in spec.run or spec.run.startswith(("file:", "memory:"))):
+            return (
+                f"{spec.run} is a folder of this machine; SkyPilot's machines cannot reach it. Use s3://bucket/prefix"
+            )
+        return ""
+
+    def _failure(self, spec: ReplicaSpec, why: str) -> Handle:
+        handle = Handle(spec.run, spec.slot, spec.attempt, NAME, launched_at=self._clock.wall())
+        self._failed[handle] = why
+        return handle
+
+    def _handle(self, run: str, slot: str, attempt: int, job: Job) -> Handle:
+        return Handle(run, slot, attempt, NAME, native=str(job.id), usd_per_hour=self._usd)
+
+    # ------------------------------------------------------------------ watching
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        """One request for all."""
+        handles = list(handles)
+        asked = [int(h.native) for h in handles if h.native]
+        try:
+            jobs = {j.id: j for j in self._jobs(asked)} if asked else {}
+        except ExecutorError:
+            return [self._before(h) for h in handles]
+        for handle in handles:
+            if handle.native and not self._over(handle):
+                self._last[handle] = self._seen(handle, jobs.get(int(handle.native)))
+        return [replace(self._before(h), stale=False) for h in handles]
+
+    def _before(self, handle: Handle) -> Status:
+        if not handle.native:
+            return Status(handle, State.FAILED, self._failed.get(handle, "it could not be started"))
+        return replace(self._last.get(handle, Status(handle, State.STARTING)), stale=not self._over(handle))
+
+    def _over(self, handle: Handle) -> bool:
+        return handle in self._last and self._last[handle].state.ended
+
+    def _seen(self, handle: Handle, job: Job | None) -> Status:
+        if job is None:
+            return Status(handle, State.LOST, "SkyPilot knows no such job any more")
+        if job.state is not State.FAILED:
+            return Status(handle, job.state, job.why, 0 if job.state is State.SUCCEEDED else None)
+        end = read_end(self._lines(handle, END_LINES))
+        if end is None:
+            return Status(handle, State.LOST, job.why or "it failed without a last word")
+        outside = end["exit_code"] in (-9, -15)
+        return Status(handle, State.LOST if outside else State.FAILED, end["reason"], end["exit_code"])
+
+    def _jobs(self, ids: list[int] | None = None) -> list[Job]:
+        try:
+            rows = sky().get(sky().jobs.queue_v2(refresh=False, job_ids=ids))[0]
+        except ExecutorError:
+            raise
+        except Exception as error:
+            if type(error).__name__ == "ClusterNotUpError":  # no job was ever launched
+                return []
+            raise ExecutorError(
+                f"SkyPilot does not answer: {error}. Next: `sky api status`, `sky check` and `sky jobs queue`"
+            ) from error
+        return [Job(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
+
+    def _newest_by_name(self) -> dict[str, Job]:
+        """Of two of one name (a lost answer) the older counts."""
+        return {j.name: j for j in sorted(self._jobs(), key=lambda j: -j.id)}
+
+    def _lines(self, handle: Handle, tail: int | None = None) -> list[str]:
+        told = sky().jobs.tail_logs(job_id=int(handle.native), follow=False, tail=tail, preload_content=False)
+        return _whole_lines(told)
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        if not handle.native:
+            return self._failed.get(handle, "").splitlines()
+        lines = spoken(self._lines(handle))
+        return lines if tail is None else lines[-tail:] if tail > 0 else []
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        told = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
+        while True:
+            over = self.poll([handle])[0].state.ended
+            lines = self.logs(handle)
+            yield from lines[told:]
+            told = max(told, len(lines))
+            if over:
+                return
+            self._clock.sleep(COLLECT_S)
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        began = self._clock.now()
+        while True:
+            statuses = self.poll(handles)
+            late = timeout is not None and self._clock.now() - began >= timeout
+            if late or all(s.state.ended for s in statuses):
+                return [self._result(s, timeout) for s in statuses]
+            self._clock.sleep(COLLECT_S)
+
+    def _result(self, status: Status, timeout: float | None) -> Result:
+        handle = status.handle
+        if not status.state.ended:
+            return Result(handle, status.state, f"still running after {timeout:g} s")
+        lines = self._lines(handle) if handle.native else []
+        if status.state is State.SUCCEEDED:
+            value = (read_end(lines) or {}).get("value")
+            return Result(handle, status.state, processes.describe(0), 0, value)
+        return Result(handle, status.state, status.reason, status.exit_code, tail=tuple(spoken(lines)[-TAIL:]))
+
+    # ------------------------------------------------------------------ ending
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        """SkyPilot has its own grace."""
+        ids = [int(h.native) for h in handles if h.native and not self._over(h)]
+        if ids:
+            sky().jobs.cancel(job_ids=ids)
+
+    def find(self, run: str) -> list[Handle]:
+        newest: dict[str, Handle] = {}
+        for name, job in self._newest_by_name().items():
+            found = re.fullmatch(rf"diloco-{_digest(run)}-(\w+)-(\d+)", name)
+            if found and int(found[2]) > newest.get(found[1], Handle(run, "", 0, NAME)).attempt:
+                newest[found[1]] = self._handle(run, found[1], int(found[2]), job)
+        return [newest[slot] for slot in sorted(newest)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def sky() -> Any:
+    try:
+        module = import_module("sky")
+        import_module("sky.jobs")  # not loaded with it
+    except ImportError:
+        raise ExecutorError("SkyPilot is not installed here: pip install 'serverless-diloco[sky]'") from None
+    return module
+
+
+def job_name(spec: ReplicaSpec) -> str:
+    return f"diloco-{_digest(spec.run)}-{spec.slot}-{spec.attempt}"
+
+
+def _digest(run: str) -> str:
+    return hashlib.sha256(run.encode()).hexdigest()[:8]
+
+
+def _whole_lines(pieces: Iterable[str | None]) -> list[str]:
+    text = "".join(piece for piece in pieces if piece is not None)
+    return [PREFIX.sub("", line) for line in text.splitlines()]

@@ -1,0 +1,219 @@
+"""What can be typed after `diloco`: verbs, options, and what a wrong one is told.
+
+    train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
+    status logs costs      look                                          how much: --max-usd --max-hours
+    scale drain stop       change                                        --json: for programs, everywhere
+    export report traces doctor objectives demo completion
+
+Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
+"""
+
+import argparse
+import json
+import re
+from typing import Any
+
+EXIT_CODES = """\
+exit codes:
+  0    done; for `demo`: every check held; for `stop`: nobody runs any more; for `plan`: it could be started
+  1    something failed (a replica that crashes again and again, a check that does not hold)
+  2    a mistake in the command, the config, a file, or the run's URL, or a platform that cannot do it as asked
+       (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run
+  3    another supervisor has taken over this run
+  4    ended before the last outer step, because somebody asked or the budget is used up; `diloco resume` goes on
+  75   nothing moved for too long; `diloco resume` goes on
+  130  interrupted, or the price was declined: nothing was started
+
+DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's
+records: what others write into its bucket does not count (docs/protocol.md).
+A run is a folder (runs/demo, file:///an/absolute/path) or lies in a bucket (s3://bucket/prefix, gs://…, az://…,
+hf://buckets/namespace/bucket/prefix).  docs/operations.md says how to look after one."""
+SHELLS = ("bash", "zsh", "fish")
+UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="diloco",
+        description="Train one model on replicas that meet only in a bucket.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True)
+    _starting(verbs)
+    _looking(verbs)
+    _changing(verbs)
+    _writing(verbs)
+    _checking(verbs)
+    return parser
+
+
+def _verb(verbs: Any, name: str, text: str, *positional: tuple[str, str]) -> argparse.ArgumentParser:
+    """positional: (name as shown, help)"""
+    parser = verbs.add_parser(name, help=text, description=text, epilog="`diloco --help` lists the exit codes.")
+    for shown, meaning in positional:
+        parser.add_argument(shown.lower(), metavar=shown, help=meaning or None)
+    parser.add_argument("--json", action="store_true", help="for programs: JSON on stdout, words on stderr")
+    return parser
+
+
+def _starting(verbs: Any) -> None:
+    config = ("CONFIG", "the run.toml")
+    train = _verb(verbs, "train", "start a run, or resume it: the same command does both", config)
+    plan = _verb(verbs, "plan", "say what `train` would start and what it costs; nothing is started", config)
+    for parser in (train, plan):
+        parser.add_argument("--run", required=True, metavar="URL", help="where the run lives: runs/mine, s3://…")
+    resume = _verb(verbs, "resume", "go on with a run; all it needs is in the bucket", ("RUN", ""))
+    for parser in (train, plan, resume):
+        _fleet(parser)
+        _where(parser)
+        _money(parser)
+    for parser in (train, resume):
+        parser.add_argument("--detach", action="store_true", help="return at once; the run goes on without us")
+        parser.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")
+
+
+def _fleet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=positive, metavar="N", help="replicas to keep (default: as in CONFIG)")
+    parser.add_argument("--steps", type=positive, metavar="T", help="outer steps in all (default: as in CONFIG)")
+    parser.add_argument("--min-replicas", type=positive, metavar="M", help="offers that every outer step needs")
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where replicas run (default: this machine, or as the run had it)")
+    where.add_argument("--executor", metavar="NAME", help="local, modal, hf-jobs, slurm or sky: all replicas there")
+    where.add_argument(
+        "--place", action="append", type=place, metavar="NAME[:N[:GPU]]", dest="places",
+        help="N replicas there, e.g. --place modal:2:H100,A100 --place local; the last one takes the rest",
+    )  # fmt: skip
+    where.add_argument("--gpu", action="append", metavar="KIND", help="again for a second choice; in NAME's words")
+    where.add_argument("--secret", action="append", metavar="NAME", dest="secrets", help="a secret that replicas get")
+    where.add_argument("--timeout", type=duration, metavar="TIME", help="of one replica's life: 6h, 90m (it restarts)")
+    where.add_argument("--option", action="append", type=option, metavar="KEY=VALUE", help="partition=gpu, region=eu")
+
+
+def _money(parser: argparse.ArgumentParser) -> None:
+    money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
+    money.add_argument("--max-usd", type=amount, metavar="X", help="US dollars, since the run began")
+    money.add_argument("--max-hours", type=amount, metavar="H", help="hours with any replica running")
+    money.add_argument("--allow-unknown-price", action="store_true", default=None, help="where nobody knows the price")
+
+
+def _looking(verbs: Any) -> None:
+    run = ("RUN", "")
+    _verb(verbs, "status", "what a run is doing", run)
+    logs = _verb(verbs, "logs", "what a replica prints", run, ("SLOT", "r00, r01, … or supervisor"))
+    logs.add_argument("--follow", "-f", action="store_true", help="and what comes, until it ends")
+    logs.add_argument("--tail", type=natural, metavar="N", help="the last N lines only")
+    _verb(verbs, "costs", "what a run has cost so far, by replica and place", run)
+
+
+def _changing(verbs: Any) -> None:
+    run = ("RUN", "")
+    scale = _verb(verbs, "scale", "keep another number of replicas from now on", run)
+    scale.add_argument("replicas", type=positive, metavar="N")
+    scale.add_argument("--min-replicas", type=positive, metavar="M", help="offers that every outer step needs")
+    scale.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")
+    _verb(
+        verbs, "drain", "let one replica finish its round and leave (`scale` and `resume` undo it)", run, ("SLOT", "")
+    )
+    stop = _verb(verbs, "stop", "end every replica of a run, and prove it", run)
+    stop.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds before a kill (default 20)")
+
+
+def _writing(verbs: Any) -> None:
+    run = ("RUN", "")
+    export = _verb(verbs, "export", "write a step's model as a from_pretrained folder", run)
+    export.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
+    export.add_argument("--to", required=True, metavar="DIR")
+    report = _verb(verbs, "report", "draw report.html and report.png", run)
+    report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
+    traces = _verb(
+        verbs, "traces", "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)", run
+    )
+    traces.add_argument("--to", required=True, metavar="FILE")
+
+
+def _checking(verbs: Any) -> None:
+    text = "can this store carry a run, and what does one sync take and cost"
+    doctor = _verb(verbs, "doctor", text, ("URL", ""))
+    size = doctor.add_mutually_exclusive_group()
+    size.add_argument("--parameters", type=count, metavar="N", help="of the model, e.g. 600M or 1.7B")
+    size.add_argument("--config", metavar="CONFIG", help="a run.toml: its model, codec and replicas")
+    doctor.add_argument("--replicas", type=positive, metavar="N", help="default: as in CONFIG, else 4")
+    objectives = _verb(verbs, "objectives", "inner.objective's menu: formulas, knobs, when to use which")
+    objectives.add_argument("config", nargs="?", metavar="CONFIG", help="a run.toml: what would be inert there")
+    demo = _verb(verbs, "demo", "the whole thing on this machine, with a kill -9 on the way")
+    demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
+    shell = _verb(verbs, "completion", 'tab completion for your shell: eval "$(diloco completion bash)"')
+    shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
+# -------------------------------------------------------------------- what a word must look like
+
+
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        advice = "; to end a run: diloco stop RUN" if text == "0" else ""
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1{advice}")
+    return number
+
+
+def natural(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
+def amount(text: str) -> float:
+    """ "12.50", "$12.50" """
+    if not re.fullmatch(r"\$?\d+(\.\d*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount; write e.g. 25 or 12.50 (0: no limit)")
+    return float(text.removeprefix("$"))
+
+
+def duration(text: str) -> float:
+    """ "90m" -> 5400.0"""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)([smhd]?)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write e.g. 90m, 6h or 1d")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def option(text: str) -> tuple[str, Any]:
+    """ "cpu=4" -> ("cpu", 4);  what is no JSON is a text"""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} must look like KEY=VALUE, e.g. partition=gpu")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def place(text: str) -> dict[str, Any]:
+    """ "modal:2:H100,A100" -> a place as it stands in the run (executors/mixed.py)"""
+    name, _, rest = text.partition(":")
+    number, _, gpus = rest.partition(":")
+    if not name or (number and not re.fullmatch(r"[1-9]\d*", number)):
+        raise argparse.ArgumentTypeError(f"{text!r} must look like NAME, NAME:2 or NAME:2:H100,A100")
+    found: dict[str, Any] = {"executor": name}
+    if number:
+        found["count"] = int(number)
+    if gpus:
+        found["gpu"] = [g for g in gpus.split(",") if g]
+    return found
+
+
+def count(text: str) -> int:
+    """ "1.7B" -> 1_700_000_000"""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 50000000, 50M or 1.7B")
+    return round(number)

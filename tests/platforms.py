@@ -1,0 +1,156 @@
+"""Platforms for the contract test: what an executor talks to, and how to hurt it.
+
+    with LocalPlatform(folder) as platform:
+        executor = platform.executor()      a new one each time, with no state of the last
+        platform.kill(handle) …
+
+The ones that need a server are tests/modal_server.py and tests/hf_server.py.
+"""
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, Self
+
+from executors import processes
+from executors.base import Handle, ReplicaSpec, ServerlessExecutor
+from executors.local import LocalProcessExecutor
+from executors.slurm import SlurmExecutor
+from executors.slurm_job import card_of, kill_tree
+
+
+class Platform(Protocol):
+    """name: the executor's.   environ: what another process needs to reach the same platform.
+
+    recipe: Python lines that make `executor` there.
+    """
+
+    name: str
+    environ: dict[str, str]
+    recipe: str
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def executor(self) -> ServerlessExecutor:
+        """A new one, with no local state of the last."""
+        ...
+
+    def url(self, name: str) -> str:
+        """A run that it accepts."""
+        ...
+
+    def spoil(self, spec: ReplicaSpec) -> ReplicaSpec:
+        """The same, but nobody can start it."""
+        ...
+
+    def kill(self, handle: Handle) -> None:
+        """SIGKILL to its processes: a lost host, and the same input does not start again."""
+        ...
+
+    def preempt(self, handle: Handle) -> bool:
+        """SIGINT or SIGTERM, grace, SIGKILL, the same input again.  False: no such thing there."""
+        ...
+
+    def hold(self, on: bool) -> bool:
+        """New launches stay PENDING until released.  False: it has no such state."""
+        ...
+
+    def lose_reply(self) -> bool:
+        """The next launch request is done, and its answer lost.  False: no such thing there."""
+        ...
+
+    def drop_logs(self) -> bool:
+        """Cut the log stream once, after some lines.  False: no such thing there."""
+        ...
+
+    def live(self) -> int:
+        """Processes of replicas that still run there."""
+        ...
+
+
+class OwnMachine:
+    """What platforms without a server have in common."""
+
+    environ: dict[str, str]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.environ = folder, {}
+        self._executors: list[ServerlessExecutor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for executor in self._executors:
+            executor.close()
+
+    def executor(self) -> ServerlessExecutor:
+        raise NotImplementedError
+
+    def url(self, name: str) -> str:
+        return f"file://{self.folder / name}"
+
+    def spoil(self, spec: ReplicaSpec) -> ReplicaSpec:
+        (self.folder / "file").write_text("a file where a folder should be")
+        return replace(spec, run=f"file://{self.folder}/file/run")
+
+    def preempt(self, handle: Handle) -> bool:
+        return False
+
+    def hold(self, on: bool) -> bool:
+        return False
+
+    def lose_reply(self) -> bool:
+        return False
+
+    def drop_logs(self) -> bool:
+        return False
+
+    def live(self) -> int:
+        found = [h for run in self.folder.iterdir() if run.is_dir() for h in self.executor().find(f"file://{run}")]
+        return sum(processes.alive(h.pid, h.started) for h in found)
+
+
+class LocalPlatform(OwnMachine):
+    name = "local"
+    recipe = "from executors.local import LocalProcessExecutor\nexecutor = LocalProcessExecutor(method='spawn')"
+
+    def executor(self) -> LocalProcessExecutor:
+        made = LocalProcessExecutor(["tests.entrypoints"])
+        self._executors.append(made)
+        return made
+
+    def kill(self, handle: Handle) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(handle.pid, signal.SIGKILL)
+
+
+class SlurmPlatform(OwnMachine):
+    """submitit's local mode."""
+
+    name = "slurm"
+
+    @property
+    def recipe(self) -> str:
+        jobs = str(self.folder / "jobs")
+        return (
+            "from pathlib import Path\nfrom executors.slurm import SlurmExecutor\n"
+            f"executor = SlurmExecutor(cluster='local', folder=Path({jobs!r}))"
+        )
+
+    def executor(self) -> SlurmExecutor:
+        return SlurmExecutor(cluster="local", folder=self.folder / "jobs")
+
+    def spoil(self, spec: ReplicaSpec) -> ReplicaSpec:
+        return replace(spec, secrets=("NO_SUCH_SECRET",))
+
+    def kill(self, handle: Handle) -> None:
+        kill_tree(handle.pid, handle.started)
+
+    def live(self) -> int:
+        cards = [card for folder in self.folder.glob("jobs/*/*") if (card := card_of(folder)) is not None]
+        return sum(processes.alive(h.pid, h.started) for h in cards)

@@ -1,0 +1,242 @@
+"""What is Slurm's own: sbatch's file, time limits, files that outlive everybody.  The rest is in the contract test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco import exitcodes
+from executors import processes
+from executors.base import ExecutorError, Handle, ReplicaSpec, State
+from executors.slurm import SlurmExecutor
+from executors.slurm_job import CANCELLED, CARD, END, ended_as
+from rendezvous.clock import SystemClock
+from tests.entrypoints import marks
+
+ROOT = Path(__file__).parent.parent
+SHOWS = """#!/bin/sh
+cat {folder}/$(basename $0) 2>/dev/null || { echo "no answer" >&2; exit 1; }
+"""
+SBATCH = """#!/bin/sh
+cp "$1" {folder}/sbatch.sh
+echo "Submitted batch job 77"
+"""
+SAYS = """#!/bin/sh
+echo "$0 $*" >> {folder}/said
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path) -> SlurmExecutor:
+    return SlurmExecutor(cluster="local", folder=tmp_path / "jobs")
+
+
+@pytest.fixture
+def login_node(tmp_path, monkeypatch) -> Path:
+    """A machine with Slurm's commands.  They only write down what they were told, and answer what the test wants."""
+    folder = tmp_path / "slurm"
+    (folder / "bin").mkdir(parents=True)
+    sinfo = "#!/bin/sh\necho 'gpu:h100:8(S:0-1)'\necho 'gpu:a100:4,gpu:l4:2'\necho '(null)'\n"
+    commands = {"sacct": SHOWS, "sbatch": SBATCH, "srun": SAYS, "scancel": SAYS, "squeue": SHOWS, "sinfo": sinfo}
+    for name, text in commands.items():
+        path = folder / "bin" / name
+        path.write_text(text.replace("{folder}", str(folder)))
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    return folder
+
+
+def spec(folder: Path, function: str = "waits", **more) -> ReplicaSpec:
+    kwargs = {"folder": str(folder), "who": "r00.1"}
+    return ReplicaSpec(f"file://{folder}/run", "r00", 1, f"tests.entrypoints:{function}", kwargs=kwargs, **more)
+
+
+def wait_for_start(folder: Path, executor: SlurmExecutor, handle: Handle) -> int:
+    until = time.monotonic() + 30
+    while not (found := marks(folder, "start", "r00.1")):
+        assert time.monotonic() < until, executor.logs(handle)
+        time.sleep(0.02)
+    return found[0]
+
+
+# -------------------------------------------------------------------- in submitit's local mode
+
+
+def test_the_default_folder_is_in_the_run(tmp_path):
+    executor = SlurmExecutor(cluster="local")
+    (handle,) = executor.launch_replicas([spec(tmp_path, "returns")])
+    assert executor.collect([handle], timeout=60)[0].ok
+    folder = tmp_path / "run" / "slurm" / "r00.1"
+    assert json.loads((folder / CARD).read_text())["native"] == handle.native
+    assert json.loads((folder / END).read_text())["exit_code"] == 0
+    assert executor.find(f"file://{tmp_path}/run") == [handle]
+
+
+def test_a_bucket_run_keeps_its_files_at_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert SlurmExecutor()._root("s3://bucket/run") == tmp_path / ".diloco" / "slurm" / "s3_bucket_run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_slurms_warning_before_the_time_limit_makes_it_leave_to_be_started_again(jobs, tmp_path, number):
+    (handle,) = jobs.launch_replicas([spec(tmp_path, "polite")])
+    replica = wait_for_start(tmp_path, jobs, handle)
+    child = int(Path(f"/proc/{replica}/stat").read_text().rpartition(")")[2].split()[1])  # the job above the replica
+    os.kill(child, number)
+    (result,) = jobs.collect([handle], timeout=60)
+    assert (result.state, result.exit_code) == (State.FAILED, exitcodes.RESUME)
+    assert len(marks(tmp_path, "left", "r00.1")) == 1
+
+
+def test_the_jobs_own_clock_comes_before_slurms(jobs, tmp_path):
+    (handle,) = jobs.launch_replicas([spec(tmp_path, "polite", timeout_s=45.0)])
+    wait_for_start(tmp_path, jobs, handle)
+    assert (jobs._minutes(spec(tmp_path, timeout_s=45.0)), jobs._minutes(spec(tmp_path))) == (1, 24 * 60)
+    jobs.cancel([handle], grace_s=30.0)
+    assert jobs.collect([handle], timeout=60)[0].state is State.CANCELLED
+
+
+DIES = """
+import os, sys
+from executors import slurm
+from tests.test_executors_slurm import spec
+from pathlib import Path
+slurm.SlurmExecutor._submit = lambda *_: os._exit(9)  # after it has taken the turn, before sbatch
+slurm.SlurmExecutor(cluster="local", folder=Path(sys.argv[1]) / "jobs").launch_replicas([spec(Path(sys.argv[1]))])
+"""
+
+
+def test_a_launcher_that_died_over_it_does_not_keep_the_slot(jobs, tmp_path, monkeypatch):
+    died = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": "."})
+    assert died.returncode == 9 and jobs.find(f"file://{tmp_path}/run") == []
+    monkeypatch.setattr("executors.slurm.PATIENCE_S", 0.3)
+    (handle,) = jobs.launch_replicas([spec(tmp_path)])
+    wait_for_start(tmp_path, jobs, handle)
+    (tmp_path / "go").touch()
+    assert jobs.collect([handle], timeout=60)[0].ok
+    assert len(marks(tmp_path, "start", "r00.1")) == 1
+
+
+def test_a_missing_secret_is_named(jobs, tmp_path):
+    with pytest.raises(ExecutorError, match=r"the secret NO_SUCH_SECRET is not set here; `export NO_SUCH_SECRET=…`"):
+        jobs.launch_replicas([spec(tmp_path, secrets=("NO_SUCH_SECRET",))])
+
+
+def test_ends():
+    handle = Handle("r", "r00", 1, "slurm", native="1")
+    ends = {0: State.SUCCEEDED, 1: State.FAILED, -9: State.LOST, -15: State.LOST, 7: State.FAILED}
+    for code, state in ends.items():
+        assert ended_as(handle, {"exit_code": code, "reason": ""}, asked=False).state is state
+    assert ended_as(handle, {"exit_code": 4, "reason": ""}, asked=True).state is State.CANCELLED
+
+
+# -------------------------------------------------------------------- on a login node
+
+
+def test_without_sbatch_the_error_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ExecutorError, match=r"no `sbatch` here.*login node"):
+        SlurmExecutor().launch_replicas([spec(tmp_path)])
+
+
+def test_an_unknown_gpu_lists_those_of_the_nodes(login_node, tmp_path):
+    with pytest.raises(ExecutorError, match="has the GPU 'b200'; there are: a100, h100, l4"):
+        SlurmExecutor().launch_replicas([spec(tmp_path, gpu=("b200",))])
+    with pytest.raises(ExecutorError, match="one kind of GPU per job"):
+        SlurmExecutor().launch_replicas([spec(tmp_path, gpu=("h100", "a100"))])
+
+
+def test_what_sbatch_is_told(login_node, tmp_path):
+    executor = SlurmExecutor(partition="gpu", cpus_per_task=8, usd_per_hour=2.5)
+    (handle,) = executor.launch_replicas([spec(tmp_path, gpu=("h100:2",), timeout_s=3 * 3600)])
+    text = (login_node / "sbatch.sh").read_text()
+    assert handle.native == "77" and handle.pid == 0 and handle.place == "slurm/r00.1" and handle.usd_per_hour == 2.5
+    wanted = ("partition=gpu", "cpus-per-task=8", "gres=gpu:h100:2", "time=180", "job-name=diloco-run-r00.1")
+    assert all(f"#SBATCH --{x}" in text for x in wanted)
+    assert "#SBATCH --no-requeue\n" in text  # or Slurm would start a preempted job again behind our back
+
+
+def test_an_option_that_sbatch_does_not_know_is_a_failed_launch(login_node, tmp_path):
+    (handle,) = SlurmExecutor(partitoin="gpu").launch_replicas([spec(tmp_path)])
+    assert handle.native == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "reason"),
+    [
+        ("PENDING", State.PENDING, "pending"),
+        ("RUNNING", State.RUNNING, ""),
+        ("NODE_FAIL", State.LOST, "its node failed"),
+        ("PREEMPTED", State.LOST, "preempted"),
+        ("TIMEOUT", State.LOST, "Slurm's time limit"),
+        ("OUT_OF_MEMORY", State.FAILED, "out of memory"),
+        ("CANCELLED by 1000", State.LOST, "cancelled by somebody else"),
+    ],
+)
+def test_slurms_words(login_node, tmp_path, word, state, reason):
+    executor = SlurmExecutor()
+    (handle,) = executor.launch_replicas([spec(tmp_path)])
+    (unknown,) = executor.poll([handle])  # nobody answers
+    assert unknown.state is State.PENDING and unknown.stale
+    (login_node / "squeue").write_text(f"77|{word}\n")
+    (told,) = executor.poll([handle])
+    assert (told.state, told.reason, told.stale) == (state, reason, False)
+
+
+def test_the_accounting_knows_those_that_the_queue_has_forgotten(login_node, tmp_path):
+    executor = SlurmExecutor(clock=(clock := Later()))
+    (handle,) = executor.launch_replicas([spec(tmp_path)])
+    (login_node / "squeue").write_text("")
+    (told,) = executor.poll([handle])
+    assert told.state is State.RUNNING and not told.stale  # for a while: it may still come
+    clock.offset = 20.0
+    (login_node / "sacct").write_text("77|PREEMPTED\n")
+    assert executor.poll([handle])[0].reason == "preempted"
+
+
+def test_a_job_that_nobody_knows_is_lost(login_node, tmp_path):
+    executor = SlurmExecutor(clock=(clock := Later()))
+    (handle,) = executor.launch_replicas([spec(tmp_path)])
+    (login_node / "squeue").write_text("")
+    executor.poll([handle])
+    clock.offset = 20.0
+    (told,) = executor.poll([handle])
+    assert (told.state, told.reason) == (State.LOST, "Slurm knows no such job any more")
+
+
+def test_cancel_speaks_to_slurm_once_and_again_after_the_grace(login_node, tmp_path):
+    clock = Later()
+    executor = SlurmExecutor(clock=clock)
+    (handle,) = executor.launch_replicas([spec(tmp_path)])
+    (login_node / "squeue").write_text("77|RUNNING\n")
+    executor.cancel([handle], grace_s=10.0)
+    executor.poll([handle])
+    said = [line.partition("/bin/")[2] for line in (login_node / "said").read_text().splitlines()]
+    asked = ["scancel --state=PENDING 77", "scancel --state=RUNNING --signal=TERM 77"]
+    assert [x for x in said if x.startswith("scancel")] == asked
+    clock.offset = 11.0
+    executor.poll([handle])
+    said = [line.partition("/bin/")[2] for line in (login_node / "said").read_text().splitlines()]
+    assert [x for x in said if x.startswith("scancel")] == [*asked, "scancel 77"]
+    assert (Path(handle.files) / CANCELLED).exists()
+    (login_node / "squeue").write_text("77|CANCELLED\n")
+    assert executor.poll([handle])[0].state is State.CANCELLED
+
+
+class Later(SystemClock):
+    offset = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.offset
+
+
+def test_the_pid_of_a_local_job_names_it_for_ever(jobs, tmp_path):
+    (handle,) = jobs.launch_replicas([spec(tmp_path)])
+    assert handle.pid == int(handle.native) and processes.alive(handle.pid, handle.started)
+    (tmp_path / "go").touch()
+    assert jobs.collect([handle], timeout=60)[0].ok
