@@ -24,7 +24,7 @@ from rendezvous.rules import WEIGHTINGS, Rules, Timing
 CODECS = ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate")
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"
-USER_FILES = ("reward", "environment", "prompts", "text")  # settings of [inner] that name a file
+USER_FILES = ("reward", "environment", "prompts", "pairs", "text")  # settings of [inner] that name a file
 
 
 class ConfigError(ValueError):
@@ -78,6 +78,7 @@ class FleetConfig:
     retention: "all" keeps every snapshot and mean, so that any step can be exported; "window" keeps what the last two
     snapshots need.
     give_up_s: seconds without progress after which a replica exits, resumable.
+    log_rollouts: how many rollouts each replica writes down per outer step, for `diloco traces` (0: none).
     """
 
     replicas: int = 3
@@ -86,6 +87,7 @@ class FleetConfig:
     retention: str = "all"
     give_up_s: float = 600.0
     start_patience_s: float = 30.0
+    log_rollouts: int = 4
 
     @property
     def quorum(self) -> int:
@@ -230,6 +232,10 @@ def check_fleet(fleet: FleetConfig) -> None:
         raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
     if fleet.retention not in ("all", "window"):
         raise ConfigError(f'fleet.retention = {fleet.retention!r} is not known. Use "all" or "window"')
+    if not 0 <= fleet.log_rollouts <= 64:
+        raise ConfigError(
+            f"fleet.log_rollouts = {fleet.log_rollouts} must be 0 to 64: it is a sample, per replica and outer step"
+        )
     if not 1 <= fleet.quorum <= fleet.replicas:
         raise ConfigError(
             f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "

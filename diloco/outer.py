@@ -16,7 +16,7 @@ Not promised: anything about inner steps after the last sync when the `with` end
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -300,6 +300,19 @@ class OuterLoop:
         if kind is None or kind is Leaving:
             self.manager.close("done" if kind is None else self.manager.why)
         return kind is Leaving
+
+    def committed(self) -> int:
+        """Outer steps taken."""
+        return self.manager.current_step()
+
+    def theta(self) -> Iterator[tuple[str, Tensor]]:
+        """θ as committed, by the names and in the shapes of the model's parameters.  To be read, not to be kept."""
+        names = iter(trainable(self.model))
+        for fragment, theta in zip(self.fragments, self.thetas, strict=True):
+            at = 0
+            for _, (name, p) in zip(fragment.live, names, strict=False):
+                yield name, theta[at : at + p.numel()].view(p.shape)
+                at += p.numel()
 
     # ---------------------------------------------------------------- hooks
 

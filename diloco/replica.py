@@ -92,14 +92,15 @@ def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, 
     refuse_layout(record.layout, layout_of(loop.model))
     manager = StoreManager(life) if config.rendezvous == BUCKET else lighthouse.connect(config.rendezvous, life)
     outer = config.outer
-    manager.stats = lambda: _finite(loop.harvest())
+    manager.stats = lambda: _told(loop, life, config.fleet.log_rollouts)
     with make_diloco(
         loop.model, loop.optimizer, manager, sync_every=outer.sync_every, fragments=outer.fragments,
         fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=outer.fragment_update_alpha,
         outer_lr=outer.lr, outer_momentum=outer.momentum, max_carry=outer.max_carry,
         age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, codec=outer.codec,
         weighting=outer.weighting, norm_gate=outer.norm_gate, sync_seconds=outer.sync_seconds, boundary=loop.boundary,
-    ):  # fmt: skip
+    ) as run:  # fmt: skip
+        loop.follow(run.committed, run.theta)
         _run_inner(loop, manager)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
@@ -163,6 +164,11 @@ def _ended(life: Life, error: RendezvousError) -> int:
 def _say(slot: str, error: Exception, code: int) -> int:
     print(f"{slot}: {error}", file=sys.stderr, flush=True)
     return code
+
+
+def _told(loop: "InnerLoop", life: Life, rollouts: int) -> dict[str, float]:
+    life.watch(loop.sample(rollouts) if rollouts else {})
+    return _finite(loop.harvest())
 
 
 def _finite(stats: dict[str, float]) -> dict[str, float]:

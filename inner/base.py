@@ -1,8 +1,9 @@
-"""What the inner loop is to whoever drives it: a config, seeds, and four members.
+"""What the inner loop is to whoever drives it: a config, seeds, and six members.
 
     InnerConfig   plain data, JSON in and out; the defaults are the ones we would run
     Seeds         data (the order), start (where in it), noise (sampling)
-    InnerLoop     model · optimizer · train(stop) · harvest()          one inner step = one optimizer step
+    InnerLoop     model · optimizer · train(stop) · harvest() · sample(n) · follow(step, θ)
+                  one inner step = one optimizer step
 
         build_inner ──▶ loop.train(stop) ──▶ optimizer.step() · stop()? · optimizer.step() · stop()! ──▶ returns
                                              └ hooks on loop.optimizer may read and rewrite loop.model here
@@ -17,7 +18,7 @@ No torch here: configs are written and read on machines that never train.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -25,15 +26,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from inner.errors import InnerError
 from inner.objectives import objective, po_settings
+from inner.settings import ChannelSettings
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
-TEACHERS = ("frozen", "live")
 OBJECTIVE_KNOBS = (
     "loss_type",
     "scale_rewards",
@@ -43,7 +44,9 @@ OBJECTIVE_KNOBS = (
     "soft_overlong_tokens",
 )
 
-Files = Mapping[str, Path]  # "reward" | "environment" | "prompts" | "text" -> the local copy of the user's file
+# "reward" | "environment" | "prompts" | "pairs" | "text" -> the local copy of the user's file
+Files = Mapping[str, Path]
+Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by parameter name
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,10 @@ class Seeds:
 
 
 @dataclass(frozen=True)
-class InnerConfig:
-    """One inner loop. `None` means: the value we would run for this model (see the properties)."""
+class InnerConfig(ChannelSettings):
+    """One inner loop. `None` means: the value we would run for this model (see the properties).
+
+    The weights and knobs of the loss's channels are in inner/settings.py."""
 
     loop: str = "grpo"
     model: str = "toolworld"  # or "tiny" (supervised), a local folder, a Hub id
@@ -87,10 +92,12 @@ class InnerConfig:
     reward: str | None = None  # "file.py:function", signature f(completions, **columns) -> list[float]
     environment: str | None = None  # "file.py:Class", TRL's environment: reset(**row), public methods are tools
     prompts: str | None = None  # .jsonl with a `prompt` column
+    pairs: str | None = None  # .jsonl of preference pairs (DPOPair) for beta_replay
     num_generations: int = 8
     max_completion_length: int | None = None  # all turns together, tool results included
     max_tool_calling_iterations: int = 2
     temperature: float = 1.0
+    vllm: bool = False  # generate with vLLM, in this process ("colocate"); TRL sends it the weights at each generation
     objective: str = "dr_grpo"  # a name of the menu: `diloco objectives`; None below is that objective's own value
     loss_type: str | None = None
     scale_rewards: str | None = None
@@ -100,12 +107,6 @@ class InnerConfig:
     soft_overlong_tokens: int | None = None  # the last tokens before max_completion_length, which cost reward
     steps_per_generation: int | None = None
     num_iterations: int = 1
-
-    alpha_sdpo: float = 0.0
-    sdpo_jsd_beta: float = 0.5
-    sdpo_temperature: float = 1.0
-    sdpo_token_clip: float | None = None
-    sdpo_teacher: str = "live"
 
     world_kinds: int = 6
     world_names: int = 32
@@ -156,7 +157,9 @@ class InnerConfig:
     def validate(self) -> None:
         """Refuse what contradicts itself, before anything is downloaded or rented."""
         self._check_names()
-        self._check_numbers()
+        self._check_positive()
+        self.check_channels()
+        self._check_pairs()
         if self.loop == "supervised":
             self._check_supervised()
         else:
@@ -167,9 +170,8 @@ class InnerConfig:
         _one_of("loop", self.loop, LOOPS)
         _one_of("dtype", self.dtype, DTYPES)
         objective(self.objective)
-        _one_of("sdpo_teacher", self.sdpo_teacher, TEACHERS)
 
-    def _check_numbers(self) -> None:
+    def _check_positive(self) -> None:
         positive = (
             "batch_size",
             "gradient_accumulation_steps",
@@ -178,7 +180,6 @@ class InnerConfig:
             "num_iterations",
         )
         positive += (
-            "sdpo_temperature",
             "world_kinds",
             "world_names",
             "warm_start_steps",
@@ -189,7 +190,6 @@ class InnerConfig:
             if not (isfinite(value := getattr(self, name)) and value > 0):
                 raise InnerError(f"{name} = {value} must be greater than 0. Set inner.{name}.")
         for name in (
-            "alpha_sdpo",
             "weight_decay",
             "max_grad_norm",
             "lr_warmup_steps",
@@ -213,10 +213,10 @@ class InnerConfig:
                 'model = "toolworld" only knows its own 200 words. For loop = "supervised" set inner.model = "tiny" '
                 "(bytes), a local folder or a Hub id."
             )
-        if self.alpha_sdpo > 0:
+        if self.distils or self.replays:
             raise InnerError(
-                f'alpha_sdpo = {self.alpha_sdpo} needs rollouts, and loop = "supervised" has none. Set inner.loop = '
-                '"grpo", or inner.alpha_sdpo = 0.'
+                f"alpha_sdpo = {self.alpha_sdpo} and beta_replay = {self.beta_replay} are terms beside a policy loss, "
+                'and loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both to 0.'
             )
 
     def _check_grpo(self) -> None:
@@ -256,28 +256,31 @@ class InnerConfig:
             )
 
     def _check_sdpo(self) -> None:
-        if self.alpha_sdpo == 0:
+        if not self.distils:
             return
         has_tools = self.environment is not None or self.model == "toolworld"
-        if not has_tools or self.max_tool_calling_iterations == 0:
+        if self.sdpo_context == "hint" and (not has_tools or self.max_tool_calling_iterations == 0):
             raise InnerError(
                 f"alpha_sdpo = {self.alpha_sdpo} learns at tool errors, and this run can never report one (environment "
                 f"= {self.environment}, max_tool_calling_iterations = {self.max_tool_calling_iterations}). Set "
-                "inner.environment, or inner.alpha_sdpo = 0."
+                'inner.environment, inner.sdpo_context = "rollout", or inner.alpha_sdpo = 0.'
             )
-        if self.alpha_sdpo >= 1 and self.sdpo_teacher == "live":
+        if self.collapses:
             raise InnerError(
                 f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set "
-                'inner.alpha_sdpo to .1 or less, or inner.sdpo_teacher = "frozen".'
+                'inner.alpha_sdpo to .1 or less, or inner.sdpo_teacher = "round" or "frozen".'
             )
-        if not 0 <= self.sdpo_jsd_beta <= 1:
+
+    def _check_pairs(self) -> None:
+        if self.replays and self.pairs is None:
             raise InnerError(
-                f"sdpo_jsd_beta = {self.sdpo_jsd_beta} is outside [0, 1]. Set 0 (forward KL), 0.5 (JSD) or 1 (reverse "
-                "KL)."
+                f"beta_replay = {self.beta_replay} has no pairs to learn from. Set inner.pairs to the .jsonl that "
+                "`save_pairs` wrote, or inner.beta_replay = 0."
             )
-        if self.sdpo_token_clip is not None and not self.sdpo_token_clip > 0:
+        if self.pairs is not None and not self.replays:
             raise InnerError(
-                f"sdpo_token_clip = {self.sdpo_token_clip} must be greater than 0; leave it out for no clip."
+                f"pairs = {self.pairs!r} with beta_replay = 0 would teach nothing. Set inner.beta_replay, or leave "
+                "inner.pairs out."
             )
 
 
@@ -288,12 +291,20 @@ class InnerLoop(Protocol):
     optimizer: Optimizer
     boundary: int
 
+    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        """Where the run stands: the committed outer step, and θ of that step by parameter name. Asked when needed."""
+        ...
+
     def train(self, stop: Callable[[], bool]) -> None:
         """Run inner steps until `stop()` is true."""
         ...
 
     def harvest(self) -> dict[str, float]:
         """Means since the last harvest; "samples" is a count since then."""
+        ...
+
+    def sample(self, n: int) -> dict[str, Any]:
+        """At most n of the rollouts since the last sample, as plain data to write down; {} where there are none."""
         ...
 
 

@@ -3,6 +3,7 @@
     reward        imports · is callable · (without an environment) answers one call on two empty completions
     environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
     prompts       every line parses · the same columns
+    pairs         every line is a preference pair
     text          is there · is not empty
 
 Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
+from inner.replay.pairs import training_pairs
 from inner.userfiles import load_object, load_prompts, load_reward, local_file, user_lines
 
 
@@ -24,6 +26,8 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         return
     environment = load_environment(config, files)
     rows = load_prompts(config.prompts, files) if config.prompts is not None else []
+    if config.pairs is not None:
+        training_pairs(local_file("pairs", config.pairs, files))
     if config.reward is not None:
         reward = load_reward(config.reward, files)
         if rows and environment is None:  # an environment's state cannot be faked

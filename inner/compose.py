@@ -6,7 +6,8 @@
     sdpo_jsd           student vs the same model under a hint           α > 0 and ctx_teacher_input_ids is there
     trace_replay_dpo   DPO or SimPO on (chosen, rejected)               β > 0 and the dpo_* keys are there
 
-A channel that is off costs no forward and is 0. The student runs once for the first two.
+A channel that is off costs no forward and is 0. The student runs once for the first two. The kernels are those of the
+trainer.
 
 Pairing: masks mark tokens, the causal shift is done here. The k-th marked token of the student is compared with the
 k-th marked token of the teacher, by index, since a hint makes the teacher's row longer.
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from inner.losses.divergence import generalized_jsd_loss, zero_on_graph
-from inner.losses.opd import entropy_aware_opd_loss
-from inner.losses.preference import dpo_loss, sequence_logprobs, simpo_loss
-from inner.losses.taid import taid_loss
+from inner.channels import distillation, preference
+from inner.losses.divergence import zero_on_graph
+from inner.losses.preference import sequence_logprobs
+from inner.settings import ChannelSettings
 
 Batch = Mapping[str, Tensor]
 
@@ -43,7 +44,7 @@ class LossParts:
 
 def compose_loss(
     model: nn.Module,
-    inputs: Batch,
+    batch: Batch,
     alpha_sdpo: float = 0.0,
     beta_replay: float = 0.0,
     sdpo_jsd_beta: float = 0.5,
@@ -56,63 +57,74 @@ def compose_loss(
     sdpo_wrapper: Literal["none", "taid", "entropy_opd"] = "none",
     taid_t: float | None = None,
     entropy_opd_h_max: float | None = None,
+    teacher: nn.Module | None = None,
+    **anchors: float,
 ) -> LossParts:
     """One student forward (+ one teacher forward without gradient, + two for the pairs, where those channels are on).
 
     Keys: input_ids, [attention_mask], [response_mask]; ctx_teacher_input_ids, [ctx_teacher_attention_mask],
-    sdpo_loss_mask, [ctx_teacher_loss_mask: without it the teacher's row is aligned at its end];
-    dpo_{chosen,rejected}_{input_ids, response_mask, [attention_mask], ref_logprobs (dpo only)}."""
-    _check_choices(alpha_sdpo, beta_replay, dpo_variant, sdpo_wrapper, taid_t)
-    logits = _logits(model, inputs, "")
-    lm_ce = _response_ce(logits, inputs)
+    [sdpo_loss_mask: without it the response], [ctx_teacher_loss_mask: without it the teacher's row is aligned at its
+    end]; dpo_{chosen,rejected}_{input_ids, response_mask, [attention_mask], ref_logprobs (dpo only)}.
+
+    teacher: a model with the same vocabulary in the place of the student itself.   anchors: replay_label_smoothing,
+    replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot be."""
+    if sdpo_wrapper == "taid" and (taid_t is None or not 0 <= taid_t <= 1):
+        raise ValueError(f'sdpo_wrapper = "taid" needs taid_t in [0, 1], got {taid_t}. Pass taid_t=scheduler.t.')
+    settings = ChannelSettings(
+        alpha_sdpo=alpha_sdpo,
+        beta_replay=beta_replay,
+        sdpo_jsd_beta=sdpo_jsd_beta,
+        sdpo_temperature=sdpo_temperature,
+        sdpo_token_clip=sdpo_token_clip,
+        replay_dpo_beta=replay_dpo_beta,
+        dpo_variant=dpo_variant,
+        simpo_beta=simpo_beta,
+        simpo_gamma=simpo_gamma,
+        sdpo_wrapper=sdpo_wrapper,
+        schedule_steps=1 if sdpo_wrapper == "taid" else None,  # the schedule is the caller's: taid_t
+        entropy_opd_h_max=entropy_opd_h_max,
+        **anchors,  # pyright: ignore[reportArgumentType]
+    )
+    logits = _logits(model, batch, "")
+    lm_ce = _response_ce(logits, batch)
     sdpo, replay = logits.new_zeros(()), logits.new_zeros(())
-    if alpha_sdpo > 0 and _there(inputs, "ctx_teacher_input_ids"):
-        student, teacher = _paired_logits(model, logits, inputs)
-        if student.numel() == 0:
-            sdpo = zero_on_graph(logits)
-        elif sdpo_wrapper == "taid":
-            sdpo = taid_loss(student, teacher, _all(student), float(taid_t or 0.0))
-        elif sdpo_wrapper == "entropy_opd":
-            sdpo = entropy_aware_opd_loss(student, teacher, _all(student), entropy_opd_h_max)
-        else:
-            sdpo = generalized_jsd_loss(
-                student,
-                teacher,
-                beta=sdpo_jsd_beta,
-                temperature=sdpo_temperature,
-                token_clip=sdpo_token_clip,
-            )
-    if beta_replay > 0 and _there(inputs, "dpo_chosen_input_ids"):
-        if dpo_variant == "simpo":
-            chosen, rejected = (_response_logps(model, inputs, side, average=True) for side in _SIDES)
-            replay = simpo_loss(chosen, rejected, simpo_beta, simpo_gamma)
-        else:
-            chosen, rejected = (_response_logps(model, inputs, side) for side in _SIDES)
-            reference = (inputs[f"dpo_{side}_ref_logprobs"] for side in _SIDES)
-            replay = dpo_loss(chosen, rejected, *reference, beta=replay_dpo_beta)
+    if alpha_sdpo > 0 and _there(batch, "ctx_teacher_input_ids"):
+        sdpo = _sdpo(teacher or model, logits, batch, settings, taid_t or 0.0)
+    if beta_replay > 0 and all(_there(batch, f"dpo_{side}_input_ids") for side in _SIDES):
+        replay = _replay(model, batch, settings)
     return LossParts(lm_ce + alpha_sdpo * sdpo + beta_replay * replay, lm_ce, sdpo, replay)
 
 
 _SIDES = ("chosen", "rejected")
 
 
-def _check_choices(alpha: float, beta: float, variant: str, wrapper: str, taid_t: float | None) -> None:
-    if alpha < 0 or beta < 0:
-        raise ValueError(f"alpha_sdpo = {alpha} and beta_replay = {beta} must be 0 (off) or more.")
-    if variant not in ("dpo", "simpo"):
-        raise ValueError(f"dpo_variant = {variant!r} is not known. One of: dpo, simpo.")
-    if wrapper not in ("none", "taid", "entropy_opd"):
-        raise ValueError(f"sdpo_wrapper = {wrapper!r} is not known. One of: none, taid, entropy_opd.")
-    if wrapper == "taid" and (taid_t is None or not 0 <= taid_t <= 1):
-        raise ValueError(f'sdpo_wrapper = "taid" needs taid_t in [0, 1], got {taid_t}. Pass taid_t=scheduler.t.')
+def _sdpo(teacher: nn.Module, logits: Tensor, batch: Batch, settings: ChannelSettings, taid_t: float) -> Tensor:
+    """Mean over the marked tokens."""
+    student_N_V, teacher_N_V = _paired_logits(teacher, logits, batch)
+    if student_N_V.numel() == 0:
+        return zero_on_graph(logits)
+    return distillation(student_N_V, teacher_N_V, settings, taid_t) / student_N_V.size(0)
+
+
+def _replay(model: nn.Module, batch: Batch, settings: ChannelSettings) -> Tensor:
+    sums_2P = torch.cat([_response_logps(model, batch, side) for side in _SIDES])
+    tokens_2P = torch.cat([batch[f"dpo_{side}_response_mask"][:, 1:].sum(-1) for side in _SIDES])
+    reference = None
+    if settings.dpo_variant == "dpo":
+        reference = torch.stack([_reference(batch, side) for side in _SIDES], dim=1)
+    loss, _ = preference(sums_2P, tokens_2P, reference, torch.ones_like(sums_2P.chunk(2)[0]), settings)
+    return loss
+
+
+def _reference(batch: Batch, side: str) -> Tensor:
+    key = f"dpo_{side}_ref_logprobs"
+    if key not in batch:
+        raise KeyError(f'dpo_variant = "dpo" needs {key}: log p of each response under the reference. Or use "simpo".')
+    return batch[key]
 
 
 def _there(inputs: Batch, key: str) -> bool:
     return key in inputs and inputs[key].numel() > 0
-
-
-def _all(logits_N_V: Tensor) -> Tensor:
-    return torch.ones(logits_N_V.shape[:-1], device=logits_N_V.device)
 
 
 def _logits(model: nn.Module, inputs: Batch, prefix: str) -> Tensor:
@@ -122,17 +134,19 @@ def _logits(model: nn.Module, inputs: Batch, prefix: str) -> Tensor:
 
 def _response_ce(logits: Tensor, inputs: Batch) -> Tensor:
     """Mean over the response tokens; without a response_mask: over all tokens that are not padding."""
-    ids_B_T = inputs["input_ids"]
-    mask = inputs.get("response_mask", inputs.get("attention_mask", torch.ones_like(ids_B_T)))
-    targets = ids_B_T.masked_fill(mask == 0, -100)[:, 1:]
+    targets = inputs["input_ids"].masked_fill(_response_mask(inputs) == 0, -100)[:, 1:]
     if not bool((targets != -100).any()):
         return zero_on_graph(logits)
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
 
 
-def _paired_logits(model: nn.Module, logits: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
+def _response_mask(inputs: Batch) -> Tensor:
+    return inputs.get("response_mask", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
+
+
+def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
     """(N, V) twice: what student and teacher predict for the k-th marked token of each row."""
-    student_mask = inputs["sdpo_loss_mask"].bool()
+    student_mask = inputs.get("sdpo_loss_mask", _response_mask(inputs)).bool()
     teacher_mask = _teacher_mask(student_mask, inputs)
     if not torch.equal(student_mask[:, 1:].sum(-1), teacher_mask[:, 1:].sum(-1)):
         raise ValueError(
@@ -140,7 +154,12 @@ def _paired_logits(model: nn.Module, logits: Tensor, inputs: Batch) -> tuple[Ten
             f"{teacher_mask[:, 1:].sum(-1).tolist()}. Mark the same tokens in both."
         )
     with torch.no_grad():
-        teacher_logits = _logits(model, inputs, "ctx_teacher_")
+        teacher_logits = _logits(teacher, inputs, "ctx_teacher_")
+    if teacher_logits.size(-1) != logits.size(-1):
+        raise ValueError(
+            f"the student has {logits.size(-1)} tokens and the teacher {teacher_logits.size(-1)}: their distributions "
+            "cannot be compared. Use a teacher with the student's tokenizer."
+        )
     # The logits at i predict token i + 1, so a mask over tokens is read from its second column on.
     return logits[:, :-1][student_mask[:, 1:]], teacher_logits[:, :-1][teacher_mask[:, 1:]]
 
@@ -158,9 +177,9 @@ def _teacher_mask(student_mask: Tensor, inputs: Batch) -> Tensor:
     return nn.functional.pad(student_mask, (longer, 0))
 
 
-def _response_logps(model: nn.Module, inputs: Batch, side: str, average: bool = False) -> Tensor:
-    logits = _logits(model, inputs, f"dpo_{side}_")
-    return sequence_logprobs(logits, inputs[f"dpo_{side}_input_ids"], inputs[f"dpo_{side}_response_mask"], average)
+def _response_logps(model: nn.Module, batch: Batch, side: str) -> Tensor:
+    logits = _logits(model, batch, f"dpo_{side}_")
+    return sequence_logprobs(logits, batch[f"dpo_{side}_input_ids"], batch[f"dpo_{side}_response_mask"])
 
 
 # A batch with text in it, for a first look

@@ -24,19 +24,24 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from inner.base import InnerConfig, Seeds
+from inner.base import InnerConfig, Seeds, Theta
 from inner.objectives import make_po_config
 from inner.optim import make_optimizer, warm_up
 from inner.poconfig import POConfig
+from inner.settings import channels_of
 from inner.tally import Tally
 from inner.task import Task
 from inner.trainer import ComposerReplicationTrainer
+from inner.watched import RolloutSample, secrets_here
 
 FOREVER = 10**9  # inner steps; the real end is `stop`
 HARVESTED = {
     "loss/total": "loss",
     "loss/grpo": "loss/grpo",
     "loss/sdpo_kl": "loss/sdpo_kl",
+    "loss/trace_replay_dpo": "loss/trace_replay_dpo",
+    "loss/alpha_sdpo": "loss/alpha_sdpo",
+    "loss/beta_replay": "loss/beta_replay",
     "reward": "reward",
     "dynamic/informative": "informative_groups",
     "dynamic/generations": "further_generations",
@@ -46,6 +51,13 @@ HARVESTED = {
     "tools/failure_frequency": "tool_failures",
     "sdpo/coverage": "sdpo_coverage",
     "sdpo/error_turns": "sdpo_error_turns",
+    "replay/coverage": "replay_coverage",
+    "replay/accuracy": "replay_accuracy",
+    "replay/chosen_logp": "replay_chosen_logp",
+    "grpo/coverage": "grpo_coverage",
+    "grpo/grad_norm": "grpo_grad_norm",
+    "sdpo/grad_norm": "sdpo_grad_norm",
+    "replay/grad_norm": "replay_grad_norm",
 }
 
 
@@ -81,6 +93,8 @@ class GrpoLoop:
         self.trainer.remove_callback(PrinterCallback)
         self._watch = _Watch(self.trainer, self.optimizer, self._tally, config)
         self.trainer.add_callback(self._watch)
+        self._rollouts = RolloutSample(seeds.noise)
+        self.trainer.on_rollouts = self._rollouts.see
 
     @_quietly()
     def _trainer(
@@ -101,11 +115,8 @@ class GrpoLoop:
             optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),
             environment_factory=task.environment,
             objective=config.objective,
-            alpha_sdpo=config.alpha_sdpo,
-            sdpo_jsd_beta=config.sdpo_jsd_beta,
-            sdpo_temperature=config.sdpo_temperature,
-            sdpo_token_clip=config.sdpo_token_clip,
-            sdpo_teacher=config.sdpo_teacher,
+            **channels_of(config),
+            pairs=task.pairs,
             hint=task.hint,
             data_seed=seeds.data,
             start=seeds.start,
@@ -119,6 +130,14 @@ class GrpoLoop:
 
     def harvest(self) -> dict[str, float]:
         return self._tally.harvest()
+
+    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        self.trainer.follow(step, theta)
+
+    def sample(self, n: int) -> dict[str, Any]:
+        """{"rollouts", "tools"}, {} if there are none."""
+        rollouts = self._rollouts.take(n, secrets_here())
+        return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
 
 
 class _Watch(TrainerCallback):
@@ -167,6 +186,8 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         max_completion_length=config.completion_length,
         max_tool_calling_iterations=config.max_tool_calling_iterations,
         temperature=config.temperature,
+        use_vllm=config.vllm,
+        vllm_mode="colocate",
         **config.objective_overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,

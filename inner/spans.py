@@ -51,11 +51,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One turn to distil: the student's completion[start:end], and the teacher's row that ends with the same ids."""
+    """One turn to distil: the student's completion[start:end], and the teacher's row that ends with the same ids.
+
+    written  0/1 for each of these tokens, where some are not the model's own (tool results); () if all are"""
 
     start: int
     end: int
     teacher_ids: list[int]
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 def error_text(content: object) -> str | None:
     """The message of a tool result that is an error (see above); else None."""
-    record = _error_record(content)
+    record = error_record(content)
     return None if record is None else str(record["error"])
 
 
@@ -108,7 +111,7 @@ def _failure(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[str, Any
     for i, result in enumerate(messages[at + 1 :]):
         if result.get("role") != "tool":
             return None
-        if record := _error_record(result.get("content")):
+        if record := error_record(result.get("content")):
             action = action_text({"tool_calls": _call_behind(messages[at].get("tool_calls") or [], i, result)})
             return {**record, "student_action": action, "state_messages": list(messages[:at])}
     return None
@@ -121,7 +124,7 @@ def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, An
     return named[:1]
 
 
-def _error_record(content: object) -> dict[str, Any] | None:
+def error_record(content: object) -> dict[str, Any] | None:
     """{"error": text, and what else the environment says}"""
     if not isinstance(content, str):
         return None
@@ -218,14 +221,23 @@ def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> li
         text = hint(state, error) if error else None
         if text is None:
             continue
-        messages, tools = [_for_template(m) for m in state["state_messages"]], state.get("tools")
-        context = render(messages, True, tools)
-        turn = action_message(state["student_action"])
-        whole, mute = (render([*messages, t], False, tools) for t in (turn, _without_calls(turn)))
-        shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
-        action = whole[len(context) :] if shown else _plain(state, tokenizer)
+        context, action = context_and_action(state, state["student_action"], render, tokenizer)
         spans.append(Span(context + action, splice(context, text, action), len(action)))
     return spans
+
+
+def context_and_action(
+    state: Mapping[str, Any], action: str, render: Callable[..., list[int]], tokenizer: Any
+) -> tuple[list[int], list[int]]:
+    """The ids of a state's messages with the assistant's turn opened, and those of the action behind them.
+
+    render(messages, opened, tools) -> ids"""
+    messages, tools = [_for_template(m) for m in state["state_messages"]], state.get("tools")
+    context = render(messages, True, tools)
+    turn = action_message(action)
+    whole, mute = (render([*messages, t], False, tools) for t in (turn, _without_calls(turn)))
+    shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
+    return context, whole[len(context) :] if shown else _plain(action, tokenizer)
 
 
 def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
@@ -265,7 +277,7 @@ def _without_calls(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _plain(state: TraceState, tokenizer: Any) -> list[int]:
+def _plain(action: str, tokenizer: Any) -> list[int]:
     """The action's own text, where the template leaves calls out or writes a finished turn unlike an opened one."""
-    ids = tokenizer(state["student_action"], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(action, add_special_tokens=False)["input_ids"]
     return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

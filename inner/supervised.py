@@ -8,6 +8,7 @@ Not promised: that every token is seen once per epoch; windows are drawn with re
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from inner.base import InnerConfig, InnerError, Seeds
+from inner.base import InnerConfig, InnerError, Seeds, Theta
 from inner.optim import make_optimizer, warm_up
 from inner.order import window_starts
 from inner.tally import Tally
@@ -58,6 +59,12 @@ class SupervisedLoop:
 
     def harvest(self) -> dict[str, float]:
         return self._tally.harvest()
+
+    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        """Nothing here depends on where the run stands."""
+
+    def sample(self, n: int) -> dict[str, Any]:
+        return {}
 
     def batch(self, micro: int) -> Tensor:
         """Micro-batch number `micro` of the data order -> ids (B, context_length + 1)."""

@@ -6,12 +6,13 @@ error.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig
 from inner.check import load_environment
 from inner.hints import Hint
-from inner.userfiles import load_module, load_prompts, load_reward
+from inner.userfiles import load_module, load_prompts, load_reward, local_file
 from inner.worlds.toolworld import ToolWorld
 
 
@@ -21,6 +22,7 @@ class Task:
     reward: Callable[..., Sequence[float | None]] | None  # None: the environment has get_reward
     environment: type | None
     hint: Hint | None  # None: the templates of inner.hints
+    pairs: Path | None = None  # for the replay channel
 
 
 def load_task(config: InnerConfig, files: Files) -> Task:
@@ -31,12 +33,14 @@ def load_task(config: InnerConfig, files: Files) -> Task:
     hint = None
     if config.environment is not None:
         hint = getattr(load_module("environment", config.environment, files), "hint", None)
+    pairs = local_file("pairs", config.pairs, files) if config.pairs is not None else None
     if config.model != "toolworld":
-        return Task(rows, reward, environment, hint)
+        return Task(rows, reward, environment, hint, pairs)
     world = ToolWorld(kinds=config.world_kinds, names=config.world_names)
     return Task(
         rows=rows or world.rows(),
         reward=reward or world.reward,
         environment=environment or world.environment(),
         hint=hint if environment else world.hint,
+        pairs=pairs,
     )

@@ -1,60 +1,67 @@
-"""GRPO with hint distillation at tool errors, as one subclass of TRL's GRPOTrainer.
+"""GRPO with two terms beside it, as a subclass of TRL's GRPOTrainer.
 
-    total = grpo + α · sdpo           each added term / gradient accumulation steps, as TRL's own loss already is
+    total = policy_weight · grpo + α · sdpo + β · replay      each term / gradient accumulation steps, as TRL's loss is
 
     rollout   prompt │ turn 0: <call> t3_9 … │ {'error': …} │ turn 1 …
                      └────────┬──────────────┘
     teacher   prompt + hint │ turn 0           one forward, no gradient
     student   GRPO's own forward: its backbone output is caught by a hook, so there is no second student forward
-    sdpo      Σ over the tokens of all hinted turns of JSD(student ‖ teacher) / rollouts in the batch
+    replay    pairs (prompt, chosen, rejected) one forward, with gradient
 
-It is Composer's shape (a hint at the failing turn, added to RL) with OPSD's kernel; it is not the SDPO paper's method,
-which scores whole responses again and replaces the policy gradient.
+"hint" is Composer's shape (a hint at the failing turn, added to RL) with OPSD's kernel; "rollout" is the SDPO paper's
+method, which scores whole responses again (and replaces the policy gradient: policy_weight = 0).
 
-α = 0 adds nothing: TRL's loss and gradients, bit for bit, and no forward beyond TRL's.
+α = β = 0 adds nothing: TRL's loss and gradients, bit for bit, and no forward beyond TRL's. A term that has nothing to
+say in a batch is 0 on the graph and runs no forward.
 
 Not promised: more than one process per model, vision models, or that α carries over to another `sdpo_jsd_beta`.
 """
 
-import copy
-import itertools
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
-from transformers.utils.chat_template_utils import get_json_schema
-from trl.rewards.other_rewards import get_soft_overlong_punishment
-from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.base import TEACHERS, InnerError
-from inner.dynamic import refill
+from inner.base import InnerError, Theta
+from inner.channels import (
+    causal_lm,
+    distillation,
+    logits_at,
+    preference,
+    self_distillation,
+    tapped,
+)
+from inner.generation import GenerationTrainer
 from inner.hints import Hint, templates
-from inner.losses.divergence import generalized_jsd_loss, zero_on_graph
-from inner.objectives import check_settings
-from inner.order import prompt_order
-from inner.spans import HintSplicer, Lesson, Turn, read_turns
+from inner.lessons import Rollout, hint_lessons, rollout_lessons
+from inner.losses.divergence import zero_on_graph
+from inner.reference import ReplayPairs, pair_logprobs
+from inner.replay.pairs import DPOPair
+from inner.settings import ChannelSettings, ramp, taken
+from inner.spans import HintSplicer, Lesson, Turn
+from inner.teacher import Teacher
 
 # In TRL's batches: one list of lessons per rollout, so that its shuffle and split keep them aligned.
 LESSONS = "sdpo_lessons"
-REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
-CACHED = 4096  # entries per cache; tool results may be endless
 
 
-class ComposerReplicationTrainer(GRPOTrainer):
+class ComposerReplicationTrainer(GenerationTrainer):
     """GRPOTrainer plus:
 
     objective         the name in the menu that `args` must hold (make_po_config makes such); None: whatever args say
-    alpha_sdpo        weight of the hint distillation; 0 is plain GRPO
+    alpha_sdpo        weight of the distillation; 0 is off
+    beta_replay       weight of the preference term on `pairs`; 0 is off
+    pairs             DPOPairs, or the .jsonl that has them
     hint              (row, error) -> text or None; default: templates over the error and the tools (inner.hints)
-    sdpo_jsd_beta     0 forward KL · .5 JSD · 1 reverse KL
-    sdpo_temperature  softmax temperature of the divergence
-    sdpo_token_clip   cap per vocabulary entry (OPSD)
-    sdpo_teacher      "live": the model itself · "frozen": a copy of the model as it came in
+    sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
-                      without data_seed: TRL's own sampler
+                      without data_seed: TRL's own sampler, and pairs in the order of args.seed
+    and every field of inner.settings.ChannelSettings; everything else is TRL's.
     """
 
     def __init__(
@@ -66,147 +73,113 @@ class ComposerReplicationTrainer(GRPOTrainer):
         sdpo_jsd_beta: float = 0.5,
         sdpo_temperature: float = 1.0,
         sdpo_token_clip: float | None = None,
-        sdpo_teacher: str = "live",
+        replay_dpo_beta: float = 0.1,
+        sdpo_teacher: str | nn.Module = "round",
+        sdpo_wrapper: str = "none",
+        dpo_variant: str = "dpo",
+        pairs: Sequence[DPOPair] | str | Path | None = None,
         hint: Hint | None = None,
         data_seed: int | None = None,
         start: int = 0,
         **kwargs: Any,
     ) -> None:
-        _refuse(alpha_sdpo, beta_replay, sdpo_teacher)
-        model = kwargs.get("model", args[0] if args else None)
-        teacher = _frozen_copy(model) if alpha_sdpo and sdpo_teacher == "frozen" else None
-        super().__init__(*args, **kwargs)
-        self._apply_objective(objective)
-        self.alpha_sdpo, self.hint = alpha_sdpo, hint or templates
-        self.sdpo_jsd_beta, self.sdpo_temperature = sdpo_jsd_beta, sdpo_temperature
-        self.sdpo_token_clip, self.sdpo_teacher = sdpo_token_clip, sdpo_teacher
-        self._teacher = teacher.to(self.accelerator.device) if teacher is not None else None
-        self._turns: list[list[Turn]] | None = None
-        self._start_at(data_seed, start)
-        self._cache_schemas()
-        self._splice = HintSplicer(self._render) if alpha_sdpo else None
-        if alpha_sdpo and not (self.tools and self.max_tool_calling_iterations):
+        other = sdpo_teacher if isinstance(sdpo_teacher, nn.Module) else None
+        self.channels = ChannelSettings(
+            alpha_sdpo=alpha_sdpo,
+            beta_replay=beta_replay,
+            sdpo_jsd_beta=sdpo_jsd_beta,
+            sdpo_temperature=sdpo_temperature,
+            sdpo_token_clip=sdpo_token_clip,
+            replay_dpo_beta=replay_dpo_beta,
+            sdpo_teacher="frozen" if isinstance(sdpo_teacher, nn.Module) else sdpo_teacher,
+            sdpo_wrapper=sdpo_wrapper,
+            dpo_variant=dpo_variant,
+            **taken(kwargs),
+        )
+        self.reads_turns = self.channels.distils
+        super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
+        self.alpha_sdpo, self.beta_replay, self.hint = alpha_sdpo, beta_replay, hint or templates
+        self._step_of_run: Callable[[], int] | None = None
+        self._theta: Theta | None = None
+        self._open_channels(pairs, other)
+
+    # the channels: what they need besides a batch
+
+    def _open_channels(self, pairs: Sequence[DPOPair] | str | Path | None, other: nn.Module | None) -> None:
+        channels = self.channels
+        self._splice = HintSplicer(self._render) if channels.distils else None
+        self._teacher = self._new_teacher(other) if channels.distils else None
+        self._replay: ReplayPairs | None = None
+        if channels.distils and channels.sdpo_context == "hint":
+            self._refuse_without_errors()
+        if channels.collapses:
+            warnings.warn(
+                f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set it "
+                'to .1 or less, or sdpo_teacher = "round".',
+                stacklevel=3,
+            )
+        if pairs is not None and not channels.replays:
+            raise InnerError("pairs with beta_replay = 0 would teach nothing. Set beta_replay, or leave pairs out.")
+        if channels.replays:
+            if pairs is None:
+                raise InnerError(f"beta_replay = {self.beta_replay} has no pairs to learn from. Pass pairs.")
+            self._replay = self._read_pairs(pairs)
+
+    def _new_teacher(self, other: nn.Module | None) -> Teacher:
+        student = self.accelerator.unwrap_model(self.model)
+        other = other.to(self.accelerator.device) if other is not None else None
+        return Teacher(self.channels.sdpo_teacher, student, self.channels.sdpo_ema_rate, other)
+
+    def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
+        student: Any = self.accelerator.unwrap_model(self.model)
+        limit = getattr(causal_lm(student).config.get_text_config(), "max_position_embeddings", None)
+        replay = ReplayPairs(pairs, self._render, self.processing_class, limit)
+        if self.channels.dpo_variant == "dpo":
+            with self.accelerator.autocast():
+                replay.measure(student, self.channels.replay_batch_size, self.accelerator.device)
+        seed = self.data_seed if self.data_seed is not None else cast(Any, self.args).seed
+        self._pair_at = replay.order(seed)
+        return replay
+
+    def _refuse_without_errors(self) -> None:
+        if not (self.tools and self.max_tool_calling_iterations):
             raise InnerError(
-                f"alpha_sdpo = {alpha_sdpo} learns at tool errors, and this trainer can never see one (tools: "
+                f"alpha_sdpo = {self.alpha_sdpo} learns at tool errors, and this trainer can never see one (tools: "
                 f"{len(self.tools)}, max_tool_calling_iterations: {self.max_tool_calling_iterations}). Pass tools or "
-                "an environment_factory with a public method, or set alpha_sdpo = 0."
+                'an environment_factory with a public method, sdpo_context = "rollout", or alpha_sdpo = 0.'
             )
 
-    # the objective: what TRL's loss does not do by itself
+    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        """The run that this trainer is a part of: its committed outer step, and θ of that step by parameter name.
 
-    def _apply_objective(self, objective: str | None) -> None:
-        arguments: Any = self.args
-        if objective is not None:
-            check_settings(objective, vars(arguments))
-        self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
-        self._refills = 0
-        if tokens := getattr(arguments, "soft_overlong_tokens", 0):
-            self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
+        Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
+        self._step_of_run, self._theta = step, theta
 
-    def _add_reward(self, reward: Any) -> None:
-        self.reward_funcs = [*self.reward_funcs, reward]
-        self.reward_func_names.append(reward.__name__)
-        self.reward_processing_classes = [*self.reward_processing_classes, None]
-        self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
+    def _committed(self) -> int:
+        return self.state.global_step if self._step_of_run is None else self._step_of_run()
 
-    def _policy_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        if self.loss_type == "gmpo":  # TRL has it as a trainer of its own, which differs in this method only
-            from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
-
-            return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
-        return super()._compute_loss(model, inputs)
-
-    def _more_rollouts(self, groups: int) -> dict[str, Any]:
-        """Rollouts of the next `groups` prompts, in an order of their own."""
-        dataset: Any = self.train_dataset
-        arguments: Any = self.args
-        at = prompt_order(len(dataset), REFILLS + (self.data_seed or 0))
-        rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
-        self._refills += groups
-        return self._rollouts(rows)
-
-    # the data order
-
-    def _start_at(self, data_seed: int | None, start: int) -> None:
-        self.data_seed = data_seed
-        # TRL's micro-batch counter decides when to generate anew; set, it puts a second life in phase with the first.
-        self._step = start * self.args.gradient_accumulation_steps
-
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        if self.data_seed is None:
-            return super()._get_train_sampler(dataset)
-        rows: Any = self.train_dataset if dataset is None else dataset
-        return _GenerationSampler(self, len(rows), self.data_seed)
-
-    # two caches: without them 40 % of a step goes into building the same JSON schemas and suffixes again
-
-    def _cache_schemas(self) -> None:
-        self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
-        if by_environment:  # dict schemas are accepted where callables are
-            self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
-        self._schemas = [] if by_environment else [t if isinstance(t, dict) else get_json_schema(t) for t in self.tools]
-
-    def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
-        if not all(isinstance(m["content"], str) for m in tool_messages):  # images: not ours to cache
-            return super()._get_tool_suffix_ids(tool_messages)
-        key = tuple((m["name"], m["content"]) for m in tool_messages)
-        if key not in self._suffixes:
-            if len(self._suffixes) >= CACHED:
-                self._suffixes.clear()
-            self._suffixes[key] = super()._get_tool_suffix_ids(tool_messages)
-        return list(self._suffixes[key])
-
-    # 1. see the error turns
-
-    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
-        out = super()._tool_call_loop(*args, **kwargs)
-        if self.alpha_sdpo:
-            self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
-        return out
-
-    # 2. attach the lessons to the batch
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        batch = self._rollouts(inputs)
-        if not self.dynamic_sampling or self._mode() == "eval":
-            return batch
-        group: int = cast(Any, self.args).num_generations
-        batch, informative, more = refill(batch, self._more_rollouts, group, self.dynamic_sampling)
-        self._note("dynamic/informative", informative * group / len(inputs))
-        self._note("dynamic/generations", more)
-        return batch
+    # the lessons
 
     def _rollouts(self, inputs: Any) -> Any:
-        self._turns = None
-        batch = super()._generate_and_score_completions(inputs)
-        if not self.alpha_sdpo:
+        batch = super()._rollouts(inputs)
+        if not self.channels.distils:
             return batch
         turns = self._turns or [[] for _ in inputs]
-        prompts = [
-            ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
-        ]
-        completions = batch["completion_ids"].tolist()
-        if prepare := getattr(self.hint, "prepare", None):  # a hint that asks somebody asks for all at once
-            failed = [(row, turn) for row, found in zip(inputs, turns, strict=True) for turn in found if turn.error]
-            prepare([(self._told(row, turn), turn.error) for row, turn in failed])
-        lessons = [self._lessons(*each) for each in zip(inputs, turns, prompts, completions, strict=True)]
+        lessons = self._lessons(_rollouts_of(inputs, batch, turns, self._rewards))
         batch[LESSONS] = lessons
         errors = sum(turn.error is not None for rollout in turns for turn in rollout)
         self._note("sdpo/error_turns", errors / len(inputs))
         self._note("sdpo/coverage", sum(bool(rollout) for rollout in lessons) / len(inputs))
         return batch
 
-    def _lessons(self, row: Mapping[str, Any], turns: list[Turn], prompt: list[int], ids: list[int]) -> list[Lesson]:
-        """One lesson per failed turn that has a hint."""
-        lessons = []
-        for turn in turns:
-            hint = self.hint(self._told(row, turn), turn.error) if turn.error is not None else None
-            if hint is not None:
-                self._splice = self._splice or HintSplicer(self._render)
-                teacher_ids = self._splice(prompt + ids[: turn.start], hint, ids[turn.start : turn.end])
-                lessons.append(Lesson(turn.start, turn.end, teacher_ids))
-        return lessons
+    def _lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
+        assert self._splice is not None
+        if self.channels.sdpo_context == "hint":
+            return hint_lessons(rollouts, self.hint, self._told, self._splice)
+        tokenizer: Any = self.processing_class
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        group: int = cast(Any, self.args).num_generations
+        return rollout_lessons(rollouts, group, self.channels.sdpo_success, decode, self._splice)
 
     def _told(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         """What a hint gets to see: the prompt's columns and what is known of the failed turn."""
@@ -216,19 +189,42 @@ class ComposerReplicationTrainer(GRPOTrainer):
         schemas = tools.get(row.get("environment"), tools.get(None, []))
         return {**row, "tools": schemas, **turn.seen, "state_messages": messages}
 
-    # 3. the loss
+    # the loss
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        if not self.alpha_sdpo or LESSONS not in inputs:
-            loss = self._policy_loss(model, inputs)
-            self._note_losses(loss, None, loss)
-            return loss
-        with self._caught_states(model) as caught:
-            grpo = self._policy_loss(model, inputs)
-        sdpo = self._sdpo_loss(caught, inputs)
-        total = grpo + self.alpha_sdpo * sdpo / self._loss_divisor()
-        self._note_losses(grpo, sdpo, total)
+        alpha, beta = self._weights(inputs)
+        if not alpha and not beta:
+            grpo, sdpo, replay = self._policy_loss(model, inputs), None, None
+        else:
+            with self._caught_states(model) as caught:
+                grpo = self._policy_loss(model, inputs)
+            self._note("grpo/coverage", (inputs["advantages"] != 0).float().mean().item())
+            sdpo = self._sdpo_loss(caught, inputs) if alpha else None
+            replay = self._replay_loss() if beta else None
+        weight, divisor = self.channels.policy_weight, self._loss_divisor()
+        total = grpo if weight == 1 else weight * grpo
+        for factor, term in ((alpha, sdpo), (beta, replay)):
+            total = total if term is None else total + factor * term / divisor
+        self._note_losses(grpo, total, sdpo, replay)
+        self._note("loss/alpha_sdpo", alpha)
+        self._note("loss/beta_replay", beta)
         return total
+
+    def _weights(self, inputs: Any) -> tuple[float, float]:
+        """α and β of this micro-batch. Pairs are training data: there is no replay in evaluation."""
+        if not (self.alpha_sdpo or self.beta_replay or self.channels.schedule_steps):
+            return 0.0, 0.0
+        step, channels = self._committed(), self.channels
+        alpha = ramp(self.alpha_sdpo, channels.alpha_sdpo_end, step, channels.schedule_steps)
+        beta = ramp(self.beta_replay, channels.beta_replay_end, step, channels.schedule_steps)
+        if self._mode() == "eval":
+            return alpha if LESSONS in inputs else 0.0, 0.0
+        if (alpha and LESSONS not in inputs) or (beta and self._replay is None):
+            raise InnerError(
+                f"alpha_sdpo = {alpha} and beta_replay = {beta} were set on a trainer that was built without one of "
+                "them, so there is nothing to learn from. Pass them when it is built."
+            )
+        return alpha, beta
 
     def _loss_divisor(self) -> int:
         """TRL divides its own loss by this in train mode, and Trainer does not divide again."""
@@ -238,13 +234,21 @@ class ComposerReplicationTrainer(GRPOTrainer):
     def _caught_states(self, model: nn.Module) -> Iterator[list[Tensor]]:
         """TRL's fused LM head never builds logits; the backbone's output, with its graph, is all we need."""
         caught: list[Tensor] = []
-        hook = _causal_lm(self.accelerator.unwrap_model(model)).base_model.register_forward_hook(
-            lambda module, arguments, output: caught.append(output.last_hidden_state)
-        )
+
+        def catch(module: Any, arguments: Any, output: Any) -> Any:
+            caught.append(output.last_hidden_state)
+            output.last_hidden_state = self._tapped("grpo", output.last_hidden_state)
+            return output
+
+        hook = causal_lm(self.accelerator.unwrap_model(model)).base_model.register_forward_hook(catch)
         try:
             yield caught
         finally:
             hook.remove()
+
+    def _tapped(self, channel: str, states: Tensor) -> Tensor:
+        divisor = self._loss_divisor()
+        return tapped(states, lambda norm: self._note(f"{channel}/grad_norm", norm * divisor))
 
     def _sdpo_loss(self, caught: list[Tensor], inputs: Any) -> Tensor:
         prompt_width, width = inputs["prompt_ids"].size(1), inputs["completion_ids"].size(1)
@@ -254,131 +258,72 @@ class ComposerReplicationTrainer(GRPOTrainer):
                 f"expected one backbone forward over {(rollouts, prompt_width + width)} tokens in TRL's loss, saw "
                 f"{[tuple(h.shape[:2]) for h in caught]}. This TRL version is not supported; use trl 1.16."
             )
-        states_B_T_D = caught[0]
         flat = [(row, lesson) for row, lessons in enumerate(inputs[LESSONS]) for lesson in lessons]
+        self._note("sdpo/batch_coverage", sum(bool(lessons) for lessons in inputs[LESSONS]) / rollouts)
         if not flat:
-            return zero_on_graph(states_B_T_D)
+            return zero_on_graph(caught[0])
         # The state at token i - 1 predicts token i.
         turns = [(row, prompt_width + lesson.start - 1, lesson.end - lesson.start) for row, lesson in flat]
-        student = _head(self.accelerator.unwrap_model(self.model))(_pick(states_B_T_D, turns))
-        divergence = generalized_jsd_loss(
-            student,
-            self._teacher_logits([lesson for _, lesson in flat], states_B_T_D.device),
-            beta=self.sdpo_jsd_beta,
-            temperature=self.sdpo_temperature,
-            reduction="sum",
-            token_clip=self.sdpo_token_clip,
-        )
-        return divergence / rollouts
+        student = logits_at(self.accelerator.unwrap_model(self.model), self._tapped("sdpo", caught[0]), turns)
+        teacher = self._teacher_logits([lesson for _, lesson in flat], caught[0].device)
+        if self.channels.sdpo_context == "hint":
+            taid_t = self.channels.taid_t_at(self._committed())
+            return distillation(student, teacher, self.channels, taid_t) / rollouts
+        ids, written, old = _responses(flat, inputs)
+        return self_distillation(student, teacher, ids, written, old, self.channels)
 
-    @torch.no_grad()
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
-        """Logits of the turns' tokens under the hinted context: the one extra forward. Rows padded on the left."""
-        width = max(len(lesson.teacher_ids) for lesson in lessons)
-        ids_N_W = torch.zeros((len(lessons), width), dtype=torch.long)
-        mask_N_W = torch.zeros_like(ids_N_W)
-        for row, lesson in enumerate(lessons):
-            n = len(lesson.teacher_ids)
-            ids_N_W[row, width - n :] = torch.tensor(lesson.teacher_ids)
-            mask_N_W[row, width - n :] = 1
-        teacher = self._teacher if self._teacher is not None else self.accelerator.unwrap_model(self.model)
-        states = _causal_lm(teacher).base_model(
-            input_ids=ids_N_W.to(device), attention_mask=mask_N_W.to(device), use_cache=False
-        )
+        """Logits of the turns' tokens in the teacher's context: the one extra forward."""
+        assert self._teacher is not None
+        self._teacher.advance(self._committed(), self._step // self._loss_divisor(), self._theta)
+        rows = [lesson.teacher_ids for lesson in lessons]
         lengths = [lesson.end - lesson.start for lesson in lessons]
-        turns = [(row, width - n - 1, n) for row, n in enumerate(lengths)]
-        return _head(teacher)(_pick(states.last_hidden_state, turns))
+        turns = [(i, len(row) - n - 1, n) for i, (row, n) in enumerate(zip(rows, lengths, strict=True))]
+        return self._teacher.logits(rows, turns, device)
 
-    # numbers and templates
+    def _replay_loss(self) -> Tensor:
+        """The pairs that are due at this micro-batch."""
+        replay, size = self._replay, self.channels.replay_batch_size
+        assert replay is not None
+        due = [self._pair_at(self._step * size + i) for i in range(size)]
+        pairs, device = [replay.pairs[i] for i in due], self.accelerator.device
+        student = self.accelerator.unwrap_model(self.model)
+        sums, lengths = pair_logprobs(student, pairs, device, partial(self._tapped, "replay"))
+        weights = torch.tensor([pair.weight for pair in pairs], dtype=sums.dtype, device=sums.device)
+        reference = None if replay.reference_N_2 is None else replay.reference_N_2[due].to(device)
+        loss, told = preference(sums, lengths, reference, weights, self.channels)
+        for name, value in {**told, "coverage": (weights > 0).float().mean().item()}.items():
+            self._note(f"replay/{name}", value)
+        return loss
 
-    def _note(self, name: str, value: float) -> None:
-        # Append only: self.log() inside the loss would clear everybody's metrics.
-        self._metrics[self._mode()][name].append(float(value))
+    # numbers
 
-    def _mode(self) -> str:
-        model: Any = self.model
-        return "train" if model.training else "eval"
-
-    def _note_losses(self, grpo: Tensor, sdpo: Tensor | None, total: Tensor) -> None:
+    def _note_losses(
+        self, grpo: Tensor, total: Tensor, sdpo: Tensor | None = None, replay: Tensor | None = None
+    ) -> None:
         divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
         self._note("loss/grpo", grpo.item() * divisor)
         self._note("loss/total", total.item() * divisor)
-        self._note("loss/alpha_sdpo", self.alpha_sdpo)
         if sdpo is not None:
             self._note("loss/sdpo_kl", sdpo.item())
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._note("grad_norm", float(norm))
-        return norm
-
-    def _render(self, messages: list[dict[str, Any]], opened: bool) -> list[int]:
-        tokenizer: Any = self.processing_class
-        options: Any = self.chat_template_kwargs
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=opened,
-            chat_template=self.chat_template,
-            **options,
-        )
+        if replay is not None:
+            self._note("loss/trace_replay_dpo", replay.item())
 
 
-class _GenerationSampler(Sampler):
-    """Prompt indices from the trainer's current micro-batch on: generation g = micro-batch // micro-batches per
-    generation.
-
-    A generation's prompts are yielded once per micro-batch that it serves; TRL uses the first and reads the others from
-    its buffer. Endless, since an inner loop has no last step."""
-
-    def __init__(self, trainer: ComposerReplicationTrainer, n_prompts: int, seed: int) -> None:
-        self.trainer, self.at = trainer, prompt_order(n_prompts, seed)
-
-    def __iter__(self) -> Iterator[int]:
-        args: Any = self.trainer.args
-        repeats = args.num_generations
-        per_generation = args.generation_batch_size // repeats
-        served = args.steps_per_generation * self.trainer.num_iterations
-        for micro in itertools.count(self.trainer._step):
-            first = micro // served * per_generation
-            for position in range(first, first + per_generation):
-                yield from itertools.repeat(self.at(position), repeats)
-
-    def __len__(self) -> int:
-        return 2**40
+def _rollouts_of(rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float]) -> list[Rollout]:
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    lengths = batch["completion_mask"].sum(1).tolist()
+    written = batch.get("tool_mask", batch["completion_mask"]).tolist()
+    ids = batch["completion_ids"].tolist()
+    each = zip(rows, prompts, ids, written, lengths, turns, rewards, strict=True)
+    return [Rollout(row, p, i[:n], tuple(w[:n]), t, r) for row, p, i, w, n, t, r in each]
 
 
-def _refuse(alpha_sdpo: float, beta_replay: float, sdpo_teacher: str) -> None:
-    if alpha_sdpo < 0:
-        raise InnerError(f"alpha_sdpo = {alpha_sdpo} must be 0 (off) or more.")
-    if beta_replay:
-        raise InnerError(
-            f"beta_replay = {beta_replay}: replay is not in this version of the trainer. Set beta_replay = 0."
-        )
-    if sdpo_teacher not in TEACHERS:
-        raise InnerError(f"sdpo_teacher = {sdpo_teacher!r} is not known. One of: {', '.join(TEACHERS)}.")
-
-
-def _frozen_copy(model: object) -> nn.Module:
-    """Before TRL patches the model's forward."""
-    if not isinstance(model, nn.Module):
-        raise InnerError('sdpo_teacher = "frozen" copies the model: pass the loaded model, not its name.')
-    return copy.deepcopy(model).eval().requires_grad_(False)
-
-
-def _causal_lm(model: Any) -> Any:
-    """The transformers model inside a PEFT one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _head(model: Any) -> nn.Module:
-    return _causal_lm(model).get_output_embeddings()
-
-
-def _pick(states_B_T_D: Tensor, turns: list[tuple[int, int, int]]) -> Tensor:
-    """States of n positions from `first` on, for each (row, first, n), one behind the other -> (N, D)."""
-    rows = [row for row, _, n in turns for _ in range(n)]
-    positions = [i for _, first, n in turns for i in range(first, first + n)]
-    device = states_B_T_D.device
-    return states_B_T_D[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
+def _responses(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sampled ids, which of them the model wrote, and old log-probs where they are not those of now; each (N,)."""
+    completions, old = inputs["completion_ids"], inputs.get("old_per_token_logps")
+    ids = torch.cat([completions[row, lesson.start : lesson.end] for row, lesson in flat])
+    written = torch.cat([torch.tensor(lesson.written, device=ids.device) for _, lesson in flat])
+    if old is not None:
+        old = torch.cat([old[row, lesson.start : lesson.end] for row, lesson in flat])
+    return ids, written, old

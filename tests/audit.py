@@ -222,7 +222,7 @@ def logged_digests(root: Path) -> dict[int, set[str]]:
     for path in sorted(root.glob("log/*/*.jsonl")):
         for line in path.read_text().splitlines():
             event = json.loads(line)
-            if event["event"] == "step":
+            if event.get("event") == "step":
                 seen.setdefault(event["step"], set()).add(event["theta"])
     return seen
 

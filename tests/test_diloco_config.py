@@ -139,6 +139,15 @@ def test_the_users_files_travel_with_the_run(tmp_path: Path) -> None:
     assert opened.config.inner.text == key
 
 
+def test_preference_pairs_travel_with_the_run(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, '[inner]\nbeta_replay = 0.3\npairs = "data.txt"\n'))
+    run = open_run(config, str(tmp_path / "run"), SystemClock())
+    assert read_run(run.url).config.inner.pairs == run.record.files["pairs"]["key"]
+    (tmp_path / "data.txt").write_text("other pairs")
+    with pytest.raises(WrongRun, match="pairs file"):
+        open_run(config, str(tmp_path / "run"), SystemClock())
+
+
 def test_no_run_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run at"):
         read_run(str(tmp_path / "nothing"))

@@ -357,3 +357,25 @@ def test_auto_lr_steps_by_the_likeness_of_the_means(fresh: str) -> None:
         assert loop.state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5)
     assert loop.mathematics()["lr"] == "auto"
     manager.shutdown()
+
+
+def test_theta_by_name_is_what_was_committed_not_what_the_model_holds(fresh: str) -> None:
+    """With two fragments only one of them is written into the model at a sync; θ is of both, and not of inner steps."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    manager = MockManager(fresh, steps=9)
+    with make_diloco(model, optimizer, manager, sync_every=4, fragments=2, outer_lr=1.0, outer_momentum=0.0) as run:
+        for inner, committed in ((1, 0), (2, 1), (3, 1), (4, 2)):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            assert run.committed() == committed, inner
+            theta = {name: value.clone() for name, value in run.theta()}
+            assert {name: value.shape for name, value in theta.items()} == {n: p.shape for n, p in start.items()}
+            if inner == 1:  # nothing is committed, whatever the model has learned
+                assert all(torch.equal(theta[name], start[name]) for name in start)
+                assert not torch.equal(theta["0.weight"], model[0].weight)
+            if inner == 2:
+                moved = [name for name in start if not torch.equal(theta[name], start[name])]
+                assert moved == ["0.weight"]

@@ -29,7 +29,7 @@ def test_config_is_plain_data() -> None:
         ({"dtype": "fp8"}, "float32"),
         ({"loss_type": "gspo"}, "dr_grpo"),
         ({"scale_rewards": "std"}, "batch, group, none"),
-        ({"sdpo_teacher": "ema"}, "frozen, live"),
+        ({"sdpo_teacher": "old"}, "round, frozen, ema, live"),
         ({"alpha_sdpo": -0.1}, "0 .off. or more"),
         ({"weight_decay": -1.0}, "0 .off. or more"),
         ({"lr": 0.0}, "learning_rate = 0.0 must be greater than 0"),
@@ -45,13 +45,24 @@ def test_config_is_plain_data() -> None:
         ({**OWN, "reward": None}, "Set inner.reward"),
         ({**OWN, "alpha_sdpo": 0.1}, "can never report one"),
         ({"alpha_sdpo": 0.1, "max_tool_calling_iterations": 0}, "can never report one"),
-        ({"alpha_sdpo": 1.0}, 'sdpo_teacher = "frozen"'),
+        ({"alpha_sdpo": 1.0, "sdpo_teacher": "live"}, 'sdpo_teacher = "round" or "frozen"'),
+        ({"alpha_sdpo_end": 1.0, "schedule_steps": 9, "sdpo_teacher": "live"}, "collapses"),
+        ({"beta_replay": -0.1}, "beta_replay = -0.1 must be 0"),
+        ({"beta_replay": 0.1}, "no pairs to learn from"),
+        ({"pairs": "p.jsonl"}, "would teach nothing"),
+        ({"alpha_sdpo": 0.1, "alpha_sdpo_end": 0.0}, "Set schedule_steps"),
+        ({"alpha_sdpo": 0.1, "sdpo_wrapper": "taid"}, "Set schedule_steps"),
+        ({"schedule_steps": 5}, "moves nothing"),
+        ({"taid_t_start": 0.9, "taid_t_end": 0.5}, "start <= end"),
+        ({"sdpo_ema_rate": 2.0}, "above 1"),
+        ({"replay_label_smoothing": 0.5}, "below 0.5"),
+        ({"sdpo_context": "rollout", "sdpo_token_clip": 0.1}, "the SDPO paper's own loss"),
         ({"alpha_sdpo": 0.1, "sdpo_jsd_beta": 2.0}, r"outside \[0, 1\]"),
         ({"alpha_sdpo": 0.1, "sdpo_token_clip": 0.0}, "leave it out for no clip"),
         ({"loop": "supervised", "model": "tiny"}, "Set inner.text"),
         ({"loop": "supervised", "model": "tiny", "text": "a.pdf"}, ".txt, .npy or .bin"),
         ({"loop": "supervised", "text": "a.txt"}, 'inner.model = "tiny"'),
-        ({"loop": "supervised", "model": "tiny", "text": "a.txt", "alpha_sdpo": 0.1}, "needs rollouts"),
+        ({"loop": "supervised", "model": "tiny", "text": "a.txt", "alpha_sdpo": 0.1}, "has no rollouts"),
     ],
 )
 def test_contradictions_are_refused_with_the_next_step(settings: dict[str, Any], words: str) -> None:
@@ -61,6 +72,7 @@ def test_contradictions_are_refused_with_the_next_step(settings: dict[str, Any],
 
 def test_what_is_allowed() -> None:
     InnerConfig(alpha_sdpo=1.0, sdpo_teacher="frozen")
+    InnerConfig(**OWN, alpha_sdpo=0.1, sdpo_context="rollout")  # siblings' successes need no tools
     InnerConfig(**OWN, alpha_sdpo=0.1, environment="e.py:E")
     assert InnerConfig(**OWN).learning_rate == 1e-6 and InnerConfig().learning_rate == 1e-3
     assert InnerConfig(gradient_accumulation_steps=2, steps_per_generation=4, num_iterations=2).boundary == 4

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from inner.compose import build_batch, compose_loss
 from inner.losses.divergence import generalized_jsd_loss
 from inner.worlds.tiny import tiny_model, tiny_tokenizer
+from inner.worlds.toolworld import ToolWorld
 
 HINT = "Think of pairs."
 
@@ -105,8 +106,61 @@ def test_simpo_needs_no_reference(model: nn.Module) -> None:
         del inputs[f"dpo_{side}_ref_logprobs"]
     parts = compose_loss(model, inputs, beta_replay=0.1, dpo_variant="simpo")
     assert parts.trace_replay_dpo > 0
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r'dpo_chosen_ref_logprobs.*Or use "simpo"'):
         compose_loss(model, inputs, beta_replay=0.1)
+
+
+def test_a_channel_without_its_inputs_is_off(model: nn.Module) -> None:
+    inputs = batch()
+    del inputs["dpo_rejected_input_ids"]
+    inputs["ctx_teacher_input_ids"] = inputs["ctx_teacher_input_ids"][:, :0]
+    parts = compose_loss(model, inputs, alpha_sdpo=0.1, beta_replay=0.1)
+    assert parts.sdpo_jsd == 0 == parts.trace_replay_dpo and torch.equal(parts.total, parts.lm_ce)
+
+
+def test_without_a_loss_mask_the_response_is_distilled(model: nn.Module) -> None:
+    inputs = batch()
+    expected = compose_loss(model, inputs, alpha_sdpo=0.1).sdpo_jsd
+    del inputs["sdpo_loss_mask"]
+    torch.testing.assert_close(compose_loss(model, inputs, alpha_sdpo=0.1).sdpo_jsd, expected)
+
+
+def test_dpo_and_simpo_are_their_formulas(model: nn.Module) -> None:
+    inputs = batch()
+    for side, logp in (("chosen", -3.0), ("rejected", -2.0)):
+        inputs[f"dpo_{side}_ref_logprobs"] = torch.tensor([logp])
+    logps, lengths = [], []
+    for side in ("chosen", "rejected"):
+        ids = inputs[f"dpo_{side}_input_ids"]
+        said = model(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        mask = inputs[f"dpo_{side}_response_mask"][0, 1:].bool()
+        logps.append(said[mask].sum())
+        lengths.append(mask.sum())
+    z = 0.1 * ((logps[0] + 3.0) - (logps[1] + 2.0))
+    dpo = compose_loss(model, inputs, beta_replay=1.0).trace_replay_dpo
+    torch.testing.assert_close(dpo, -torch.sigmoid(z).log(), rtol=1e-4, atol=1e-5)
+    z = 2.0 * (logps[0] / lengths[0] - logps[1] / lengths[1]) - 1.0
+    simpo = compose_loss(model, inputs, beta_replay=1.0, dpo_variant="simpo").trace_replay_dpo
+    torch.testing.assert_close(simpo, -torch.sigmoid(z).log(), rtol=1e-4, atol=1e-5)
+    anchored = compose_loss(model, inputs, beta_replay=1.0, replay_nll_weight=0.5).trace_replay_dpo
+    torch.testing.assert_close(anchored, dpo - 0.5 * logps[0] / lengths[0], rtol=1e-4, atol=1e-5)
+
+
+def test_settings_that_cannot_be(model: nn.Module) -> None:
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"alpha_sdpo": -0.1}, "0 .off. or more"),
+        ({"beta_replay": -0.1}, "0 .off. or more"),
+        ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd"),
+        ({"entropy_opd_h_max": 0.0}, "greater than 0"),
+        ({"sdpo_jsd_beta": 1.5}, "outside"),
+    ]
+    for settings, words in cases:
+        with pytest.raises(ValueError, match=words):
+            compose_loss(model, batch(), **settings)  # type: ignore[arg-type]
+    other = ToolWorld(kinds=2, names=2).model()
+    inputs = {**batch(), "ctx_teacher_input_ids": batch()["ctx_teacher_input_ids"] % 20}
+    with pytest.raises(ValueError, match=r"257 tokens and the teacher \d+"):
+        compose_loss(model, inputs, alpha_sdpo=0.1, teacher=other)
 
 
 def test_wrappers(model: nn.Module) -> None:

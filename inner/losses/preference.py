@@ -59,12 +59,14 @@ def dpo_loss(
     nll_weight: float = 0.0,
     chosen_tokens: Tensor | None = None,
     dpop_lambda: float = 0.0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mean over pairs -> scalar; the log-probs are (B,), summed over the response. No pairs give 0, on the graph.
 
     label_smoothing   ε, the share of flipped labels, below .5
     nll_weight        of the NLL anchor, which needs chosen_tokens (B,): the length of each chosen response
-    dpop_lambda       λ of DPO-Positive (5 to 500 in the paper)"""
+    dpop_lambda       λ of DPO-Positive (5 to 500 in the paper)
+    weights           (B,) what each pair counts by: mean of weight · loss"""
     _same_shape(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     _refuse_negative(beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight, dpop_lambda=dpop_lambda)
     if not label_smoothing < 0.5:
@@ -77,7 +79,15 @@ def dpo_loss(
     z = beta * z
     # logsigmoid, not log(sigmoid()): the latter is -inf from z = -104 on.
     losses = -F.logsigmoid(z) * (1 - label_smoothing) - F.logsigmoid(-z) * label_smoothing
-    return (losses + nll_weight * _nll(policy_chosen, chosen_tokens) if nll_weight else losses).mean()
+    losses = losses + nll_weight * _nll(policy_chosen, chosen_tokens) if nll_weight else losses
+    return _weighed(losses, weights).mean()
+
+
+def _weighed(losses: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return losses
+    _same_shape(losses, weights)
+    return losses * weights
 
 
 def _nll(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
@@ -90,15 +100,17 @@ def _nll(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
     return -policy_chosen / tokens
 
 
-def simpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
-    """Mean over pairs -> scalar; both arguments are (B,) mean log-probs per token. No reference model.
+def simpo_loss(
+    chosen_mean: Tensor, rejected_mean: Tensor, beta: float = 2.0, gamma: float = 1.0, weights: Tensor | None = None
+) -> Tensor:
+    """Mean over pairs (of weight · loss) -> scalar; both are (B,) mean log-probs per token. No reference model.
 
     No pairs give 0, on the graph."""
     _same_shape(chosen_mean, rejected_mean)
     _refuse_negative(beta=beta, gamma=gamma)
     if not chosen_mean.numel():
         return (chosen_mean.sum() + rejected_mean.sum()) * 0.0
-    return -F.logsigmoid(beta * (chosen_mean - rejected_mean) - gamma).mean()
+    return _weighed(-F.logsigmoid(beta * (chosen_mean - rejected_mean) - gamma), weights).mean()
 
 
 def _refuse_negative(**weights: float) -> None:

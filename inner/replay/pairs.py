@@ -15,6 +15,7 @@ A teacher that failed, was cut off or said nothing has no vote. `chosen` is the 
 Not promised: that `chosen` is better than `rejected`. It is what most of the teachers would have done.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from inner.base import InnerError
 from inner.replay.actions import Message, action_key
-from inner.replay.states import TraceState, checked_messages, read_lines, save_lines
+from inner.replay.states import TraceState, TraceWarning, checked_messages, read_lines, save_lines
 from inner.replay.teachers import TeacherAction
 
 Shape = Literal["count", "weighted", "variance"]
@@ -109,6 +110,27 @@ def count_votes(actions: Iterable[TeacherAction], weights: Mapping[str, float] |
 def load_pairs(path: str | Path) -> list[DPOPair]:
     """The pairs that `save_pairs` wrote. A line that is no pair is named in a TraceWarning and left out."""
     return read_lines(path, lambda row, number: [checked_pair(row)])
+
+
+def training_pairs(path: str | Path) -> list[DPOPair]:
+    """The pairs of a file that is about to be trained on: every line is one, or InnerError names it."""
+
+    def read(row: Any, number: int) -> list[DPOPair]:
+        try:
+            return [checked_pair(row)]
+        except ValueError as error:
+            raise InnerError(f"pairs: {path}, line {number}: {error}. Mend the line, or take it out.") from error
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TraceWarning)  # a line that is not JSON
+        try:
+            pairs = read_lines(path, read)
+        except TraceWarning as warning:
+            seen = str(warning).removesuffix(" It is left out.")
+            raise InnerError(f"pairs: {seen} Mend it, or take it out.") from None
+    if not pairs:
+        raise InnerError(f"pairs: {path} is empty. Look at the yield (`pair_outcomes`) of the replay that wrote it.")
+    return pairs
 
 
 def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:

@@ -5,7 +5,7 @@
      "student_action": "<tool_call> … ",        the action as one string (actions.py)
      "tools": [ … ],                            JSON schemas, where there are tools
      "reward": 0.0, "error": "Error: …",        of the whole trace; what the tool answered if the action failed
-     "student_entropy": 1.3}                    nats per token of the student's action
+     "student_entropy": 1.3}                    nats: of the group's actions here (or per token, as you like)
 
 One JSON object per line; a line that cannot be used is named in a TraceWarning, and the others are kept.
 
@@ -31,6 +31,8 @@ class TraceState(TypedDict):
     reward: NotRequired[float | None]
     error: NotRequired[str | None]
     student_entropy: NotRequired[float]
+    error_kind: NotRequired[str]  # where the environment names it
+    hint_template_key: NotRequired[str]
 
 
 class TraceWarning(UserWarning):

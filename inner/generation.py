@@ -1,0 +1,150 @@
+"""TRL's GRPOTrainer as we generate with it: which prompts, which objective, and what tools and rewards said.
+
+    prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
+                                        └ turns and their errors are kept for whoever learns from them
+
+What TRL's tool loop does twice is done once (toolloop.py): whole runs are TRL's, bit for bit.
+
+Not promised: several processes, image prompts in the caches.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from trl.rewards.other_rewards import get_soft_overlong_punishment
+
+from inner.dynamic import refill
+from inner.objectives import check_settings
+from inner.order import prompt_order
+from inner.sampler import GenerationSampler, guarded
+from inner.spans import Turn, read_turns
+from inner.toolloop import LeanToolLoop
+
+REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
+
+
+class GenerationTrainer(LeanToolLoop):
+    """GRPOTrainer plus `objective`, `data_seed` and `start` (see ComposerReplicationTrainer), and for subclasses:
+
+    _turns     of the last generation: the turns of each rollout and what its failed calls came back with
+    _rewards   of the last generation, one per rollout
+    """
+
+    reads_turns = True  # whether anybody wants them
+
+    def __init__(
+        self, *args: Any, objective: str | None = None, data_seed: int | None = None, start: int = 0, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_funcs = [guarded(function) for function in self.reward_funcs]
+        self._apply_objective(objective)
+        self._turns: list[list[Turn]] | None = None
+        self._rewards: list[float] = []
+        self._start_at(data_seed, start)
+        self._cache_schemas()
+
+    # the objective: what TRL's loss does not do by itself
+
+    def _apply_objective(self, objective: str | None) -> None:
+        arguments: Any = self.args
+        if objective is not None:
+            check_settings(objective, vars(arguments))
+        self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
+        self._refills = 0
+        if tokens := getattr(arguments, "soft_overlong_tokens", 0):
+            self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
+
+    def _add_reward(self, reward: Any) -> None:
+        self.reward_funcs = [*self.reward_funcs, reward]
+        self.reward_func_names.append(reward.__name__)
+        self.reward_processing_classes = [*self.reward_processing_classes, None]
+        self.reward_weights = torch.cat([self.reward_weights, self.reward_weights.new_ones(1)])
+
+    def _policy_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        if self.loss_type == "gmpo":  # TRL has it as a trainer of its own, which differs in this method only
+            from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+
+            return GMPOTrainer._compute_loss(cast(Any, self), model, inputs)
+        return super()._compute_loss(model, inputs)
+
+    def _more_rollouts(self, groups: int) -> dict[str, Any]:
+        """Rollouts of the next `groups` prompts, in an order of their own."""
+        dataset: Any = self.train_dataset
+        arguments: Any = self.args
+        at = prompt_order(len(dataset), REFILLS + (self.data_seed or 0))
+        rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
+        self._refills += groups
+        return self._rollouts(rows)
+
+    # the data order
+
+    def _start_at(self, data_seed: int | None, start: int) -> None:
+        self.data_seed = data_seed
+        # TRL's micro-batch counter decides when to generate anew; set, it puts a second life in phase with the first.
+        self._step = start * self.args.gradient_accumulation_steps
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        if self.data_seed is None:
+            return super()._get_train_sampler(dataset)
+        rows: Any = self.train_dataset if dataset is None else dataset
+        return GenerationSampler(self, len(rows), self.data_seed)
+
+    # 1. see the error turns and the rewards
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._tool_call_loop(*args, **kwargs)
+        if self.reads_turns:
+            self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
+        return out
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        by_function = super()._calculate_rewards(*args, **kwargs)
+        if self.reads_turns:
+            self._rewards = (by_function * self.reward_weights.to(by_function)).nansum(1).tolist()
+        return by_function
+
+    # 2. attach the lessons to the batch
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = self._rollouts(inputs)
+        if not self.dynamic_sampling or self._mode() == "eval":
+            return batch
+        group: int = cast(Any, self.args).num_generations
+        batch, informative, more = refill(batch, self._more_rollouts, group, self.dynamic_sampling)
+        self._note("dynamic/informative", informative * group / len(inputs))
+        self._note("dynamic/generations", more)
+        return batch
+
+    def _rollouts(self, inputs: Any) -> Any:
+        self._turns = None
+        return super()._generate_and_score_completions(inputs)
+
+    # numbers and templates
+
+    def _note(self, name: str, value: float) -> None:
+        # Append only: self.log() inside the loss would clear everybody's metrics.
+        self._metrics[self._mode()][name].append(float(value))
+
+    def _mode(self) -> str:
+        model: Any = self.model
+        return "train" if model.training else "eval"
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._note("grad_norm", float(norm))
+        return norm
+
+    def _render(self, messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
+        tokenizer: Any = self.processing_class
+        options: Any = self.chat_template_kwargs
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=opened,
+            chat_template=self.chat_template,
+            **options,
+        )

@@ -1,0 +1,74 @@
+"""What the self-teacher gets to see of a rollout, and which of the rollout's tokens it is asked about.
+
+    hint      prompt … hint … <assistant>                       │ a turn that failed        one lesson per such turn
+    rollout   prompt … a sibling's success, the errors … <assistant> │ the whole response   one lesson per rollout
+
+"rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO): the first rollout of the same
+prompt that has the reward, never the rollout itself, and what its own failed calls came back with. A rollout with
+neither teaches nothing. Tool results stay visible to the teacher and are no token to learn.
+
+Not promised: the reprompt inside the user's own message: it is a message of its own behind it, so that the prompt's ids
+stay as they were sampled from.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inner.hints import Hint, shortened
+from inner.spans import HintSplicer, Lesson, Turn
+
+SOLUTION = "Correct solution:\n\n{}\n\n"
+FEEDBACK = "The following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
+AGAIN = "Correctly solve the original question."
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One row of TRL's batch. ids: the completion's, without padding.   written: 1 where the model wrote them."""
+
+    row: Mapping[str, Any]
+    prompt: list[int]
+    ids: list[int]
+    written: tuple[int, ...]
+    turns: list[Turn]
+    reward: float
+
+
+def hint_lessons(
+    rollouts: Sequence[Rollout], hint: Hint, told: Callable[..., dict[str, Any]], splice: HintSplicer
+) -> list[list[Lesson]]:
+    """told(row, turn) -> what the hint gets to see. A hint that asks somebody is told of all failures at once."""
+    failed = [[(turn, told(r.row, turn)) for turn in r.turns if turn.error is not None] for r in rollouts]
+    if prepare := getattr(hint, "prepare", None):
+        prepare([(seen, turn.error) for each in failed for turn, seen in each])
+    return [
+        [
+            Lesson(turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, r.ids[turn.start : turn.end]))
+            for turn, seen in each
+            if (text := hint(seen, str(turn.error))) is not None
+        ]
+        for r, each in zip(rollouts, failed, strict=True)
+    ]
+
+
+def rollout_lessons(
+    rollouts: Sequence[Rollout], group: int, success: float, decode: Callable[[list[int]], str], splice: HintSplicer
+) -> list[list[Lesson]]:
+    lessons = []
+    for i, rollout in enumerate(rollouts):
+        first = i // group * group
+        siblings = [j for j in range(first, first + group) if j != i and rollouts[j].reward >= success]
+        solution = decode(rollouts[siblings[0]].ids) if siblings else ""
+        text = reprompt(solution, [turn.error for turn in rollout.turns if turn.error])
+        use = text is not None and any(rollout.written)
+        found = splice(rollout.prompt, text or "", rollout.ids) if use else []
+        lessons.append([Lesson(0, len(rollout.ids), found, rollout.written)] if use else [])
+    return lessons
+
+
+def reprompt(solution: str, errors: Sequence[str]) -> str | None:
+    """What the paper appends to the question; None where there is nothing to tell."""
+    parts = [SOLUTION.format(solution.strip())] if solution.strip() else []
+    parts += [FEEDBACK.format("\n".join(shortened(error) for error in errors))] if errors else []
+    return "".join([*parts, AGAIN]) if parts else None
