@@ -1,9 +1,13 @@
-"""From recorded traces to preference pairs: what would three stronger models have done?
+"""From traces to preference pairs: what would three stronger models have done?
 
-    python examples/teacher_replay.py traces.jsonl --format tau-bench --usd 2.00 --to pairs.jsonl
+    diloco traces runs/first --to traces.jsonl                                   your own run's rollouts, or
+    python examples/teacher_replay.py traces.jsonl --failed --usd 2.00 --to pairs.jsonl
+    python examples/teacher_replay.py traces.json --format tau-bench --usd 2.00 --to pairs.jsonl      other people's
 
-    traces.jsonl ─▶ states ─▶ three teachers, at most $2.00, answers in pairs.ledger ─▶ pairs.jsonl
-                              killed? the same command goes on, and pays for nothing twice
+    traces ─▶ states ─▶ three teachers, at most $2.00, answers in pairs.ledger ─▶ pairs.jsonl ─▶ inner.pairs
+                        killed? the same command goes on, and pays for nothing twice
+
+--failed asks only where the student's action failed, --unsure 0.5 only where its group was that unsure (in nats).
 
 Needs OPENROUTER_API_KEY, or your own endpoint: --base-url http://127.0.0.1:8000/v1 --teacher MODEL --teacher OTHER.
 With data-juicer installed, --normalize leaves out what is too short, too long, garbage or there twice.
@@ -42,13 +46,17 @@ FORMATS = {
 def main() -> None:
     given = arguments()
     tools = json.loads(given.tools.read_text()) if given.tools else []
-    states = FORMATS[given.format](given.traces, tools)[: given.limit]
+    states = FORMATS[given.format](given.traces, tools)
+    states = [state for state in states if state.get("error") or not given.failed][: given.limit]
+    if not states:
+        raise InnerError(f"{given.traces} has no state to ask about" + (" whose action failed" * given.failed))
     teachers = [Teacher(m, 0.0, 0.0, base_url=given.base_url, key_env=None) for m in given.teacher] or DEFAULT_TEACHERS
     normalizer = DJNormalizer("calls" if tools else "default") if given.normalize else None
     if normalizer is not None:
         normalizer.check()
     ledger = given.to.with_suffix(".ledger")
-    actions = asyncio.run(replay_trace(states, teachers, given.usd, ledger=ledger, agreement_threshold=given.agree))
+    options = {"ledger": ledger, "agreement_threshold": given.agree, "min_student_entropy": given.unsure}
+    actions = asyncio.run(replay_trace(states, teachers, given.usd, **options))
     print(actions.summary())
     print(f"{len(states)} states:", dict(pair_outcomes(states, actions, given.agree)))
     pairs = extract_dpo_pairs(states, actions, given.agree)
@@ -64,6 +72,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--to", type=Path, default=Path("pairs.jsonl"))
     parser.add_argument("--usd", type=float, required=True, help="the most to spend, over all runs with the same --to")
     parser.add_argument("--agree", type=float, default=2, help="so many teachers must agree")
+    parser.add_argument("--failed", action="store_true", help="only states whose action failed")
+    parser.add_argument("--unsure", type=float, metavar="NATS", help="only states with this student_entropy or more")
     parser.add_argument("--limit", type=int, help="only the first states")
     parser.add_argument(
         "--base-url", default="http://127.0.0.1:8000/v1", help="with --teacher: an endpoint without a price"

@@ -1,0 +1,64 @@
+"""What the student did in a run, frozen: rollouts from the log → states that stronger models can be asked about.
+
+    log/{slot}-{generation}/{n}.rollouts.jsonl       line 1: outer step, tools; then one rollout a line
+        ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}
+        ──▶ TraceState: messages so far, action, reward of the rollout, error of the action, how unsure the group was
+
+    diloco traces RUN --to traces.jsonl ─▶ replay_trace ─▶ pairs.jsonl ─▶ inner.pairs          docs/replay.md
+
+No torch here.
+
+Not promised: every rollout. A run keeps a fair sample (`fleet.log_rollouts` per replica and outer step); what a replica
+did since its last outer step is lost with a `kill -9`.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from diloco.config import ConfigError
+from inner import TraceState, TraceWarning, save_states
+from inner.watched import watched_states
+from rendezvous import layout
+from rendezvous.store import Store
+
+
+def run_states(store: Store) -> list[TraceState]:
+    """The states of all rollouts that a run wrote down, by replica and time."""
+    return [state for key in _keys(store) for state in _states(store, key)]
+
+
+def freeze(store: Store, to: Path) -> dict[str, int]:
+    """Write the states to `to`; -> counts. ConfigError if there is nothing to write."""
+    if not _keys(store):
+        raise ConfigError(
+            "this run has written no rollouts down: it is supervised, has fleet.log_rollouts = 0, or took no outer "
+            "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
+        )
+    states = run_states(store)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    save_states(states, to)
+    rollouts = len({state["state_id"].rpartition(":")[0] for state in states})
+    return {"states": len(states), "rollouts": rollouts, "errors": sum(bool(state.get("error")) for state in states)}
+
+
+def _keys(store: Store) -> list[str]:
+    return sorted(key for key in store.list(layout.LOGS) if layout.is_rollouts(key))
+
+
+def _states(store: Store, key: str) -> Iterator[TraceState]:
+    slot, generation = layout.log_owner(key)
+    n = int(Path(key).name.partition(".")[0])
+    lines = (store.get(key) or b"").decode(errors="replace").splitlines()
+    head: dict[str, Any] = {}
+    for i, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+            if i == 0:
+                head = {"step": int(row["step"]), "tools": row.get("tools", {})}
+            else:
+                yield from watched_states(row, f"{slot}-{generation}/{head['step']}/{n}.{i - 1}", head["tools"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)

@@ -1,0 +1,99 @@
+"""TRL's tool loop without what it does again and again, and with a window to look through.
+
+    per step of 64 rollouts            as shipped      here
+    JSON schemas of the tools          every prompt    once
+    the tokens behind a tool result    every call      once per result
+    a prompt's tokens                  every rollout   once per group
+    the template that reads turns      every turn ×2   once per generation
+
+The numbers that come out are the same, bit for bit. `on_rollouts` sees every generation with its rewards.
+
+Not promised: a gain without tools, or where every tool result is another. Images are left to TRL.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+try:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+except ImportError:  # another transformers: it parses as it does
+    load_response_template = None
+
+CACHED = 4096  # entries; tool results may be endless
+
+# (prompts, completions, rewards, name of each one's environment)
+OnRollouts = Callable[[Sequence[Any], Sequence[Any], Sequence[float], Sequence[str | None] | None], None]
+
+
+class LeanToolLoop(GRPOTrainer):
+    """GRPOTrainer with caches. Call `_cache_schemas` once it is built."""
+
+    on_rollouts: OnRollouts | None = None
+
+    def _cache_schemas(self) -> None:
+        self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
+        if by_environment:  # dict schemas are accepted where callables are
+            self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
+        self._schemas = [] if by_environment else [t if isinstance(t, dict) else get_json_schema(t) for t in self.tools]
+
+    def tool_schemas(self) -> dict[str, list[Any]]:
+        """What a rollout may call, by its environment's name; "" where there is one environment or none."""
+        by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
+        return {name or "": schemas for name, schemas in by_environment.items() if schemas}
+
+    def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
+        if not all(isinstance(m["content"], str) for m in tool_messages):
+            return super()._get_tool_suffix_ids(tool_messages)
+        key = tuple((m["name"], m["content"]) for m in tool_messages)
+        if key not in self._suffixes:
+            if len(self._suffixes) >= CACHED:
+                self._suffixes.clear()
+            self._suffixes[key] = super()._get_tool_suffix_ids(tool_messages)
+        return list(self._suffixes[key])
+
+    def _tokenize_prompts(self, prompts: list) -> Any:
+        """Prompts that are equal, for the same environment, are rendered once."""
+        environments = getattr(self, "_batch_environments", None) or [None] * len(prompts)
+        if self._is_vlm or len(environments) != len(prompts):
+            return super()._tokenize_prompts(prompts)
+        keys = [f"{name}\n{json.dumps(prompt, default=id)}" for name, prompt in zip(environments, prompts, strict=True)]
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        chosen = sorted(first.values())
+        if len(chosen) == len(prompts):
+            return super()._tokenize_prompts(prompts)
+        self._batch_environments = [environments[i] for i in chosen]
+        try:
+            ids, images, fields = super()._tokenize_prompts([prompts[i] for i in chosen])
+        finally:
+            self._batch_environments = environments
+        if images is not None or fields:
+            return super()._tokenize_prompts(prompts)
+        rendered = {keys[i]: row for i, row in zip(chosen, ids, strict=True)}
+        return [list(rendered[key]) for key in keys], None, fields
+
+    def _generate(self, prompts: list) -> Any:
+        """TRL parses every turn with the tokenizer's response template, which a dict has to become first."""
+        tokenizer: Any = self._tokenizer
+        template = getattr(tokenizer, "response_template", None)
+        if not isinstance(template, dict) or load_response_template is None:
+            return super()._generate(prompts)
+        tokenizer.response_template = load_response_template(template)
+        try:
+            return super()._generate(prompts)
+        finally:
+            tokenizer.response_template = template
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.on_rollouts is not None:
+            model: Any = self.model
+            if model.training and self.accelerator.num_processes == 1:  # else the rows are those of all processes
+                totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1).tolist()
+                names = self._batch_environments if getattr(self, "_multi_environment", False) else None
+                self.on_rollouts(prompts, completions, totals, names)
+        return rewards

@@ -1,0 +1,83 @@
+"""The examples as a reader runs them: quickstart and ablation; the replay loop as commands (slow)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def ran(*command: str, cwd: Path = ROOT, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=ENV, capture_output=True, text=True, timeout=500)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def diloco(*words: str, cwd: Path = ROOT) -> str:
+    return ran("-m", "executors.cli", *words, cwd=cwd)
+
+
+def test_quickstart() -> None:
+    said = ran("examples/qwen_05b_quickstart/run.py", "--model", "tiny", "--hint", "Be brief.")
+    steps = [line for line in said.splitlines() if line.startswith("step ")]
+    assert len(steps) == 5 and all("finite=True" in line for line in steps)
+    assert "sdpo=0.0000" not in steps[0] and "dpo=0.0000" not in steps[0]
+    assert "Verdict: PASS" in said
+
+
+def test_quickstart_names_what_helps(tmp_path: Path) -> None:
+    said = ran("examples/qwen_05b_quickstart/run.py", "--model", str(tmp_path / "nothing"), code=1)
+    assert "could not be loaded" in said and "--model tiny" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ablation_in_small(tmp_path: Path) -> None:
+    words = ["examples/ablation.py", "--to", str(tmp_path), "--steps", "3", "--seeds", "0"]
+    said = ran(*words, "--arms", "baseline|full|+sdpo, wrong hints")
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["arm"] for row in rows] == ["baseline", "full", "+sdpo, wrong hints"]
+    assert rows[0]["coverage"] == {} and rows[1]["coverage"]["replay_coverage"] == 1.0
+    assert rows[1]["coverage"]["sdpo_coverage"] > 0.5 and rows[1]["pairs"] > 150 and rows[1]["right_pairs"] > 0.8
+    assert rows[1]["usd"] > 0 == rows[0]["usd"]
+    assert rows[0]["rewards"][0] == rows[1]["rewards"][0]  # the same prompts and the same θ₀
+    assert (tmp_path / "ablation.png").stat().st_size > 10_000 and "| full |" in said
+    ran(*words, "--arms", "baseline")  # nothing to do
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_replay_loop_as_commands(tmp_path: Path) -> None:
+    """docs/replay.md, "The loop, closed": two runs, and teachers in between."""
+    for name in ("first.toml", "second.toml"):
+        (tmp_path / name).write_text((ROOT / "examples" / "replay" / name).read_text())
+    diloco("train", "first.toml", "--run", "runs/first", cwd=tmp_path)
+    said = diloco("traces", "runs/first", "--to", "traces.jsonl", cwd=tmp_path)
+    assert "of 256 rollouts" in said  # 32 of each of two replicas' four outer steps
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / "local_teachers.py"), "--port", "0"],
+        stdout=subprocess.PIPE, text=True, env=ENV,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[2].rstrip(";")
+        teachers = [word for i in range(3) for word in ("--teacher", f"expert-{i}")]
+        script = str(ROOT / "examples" / "teacher_replay.py")
+        ran(script, "traces.jsonl", "--failed", "--usd", "1", "--base-url", url, *teachers, cwd=tmp_path)
+    finally:
+        server.terminate()
+        server.wait()
+    assert len((tmp_path / "pairs.jsonl").read_text().splitlines()) > 100
+    diloco("train", "second.toml", "--run", "runs/second", cwd=tmp_path)
+    events = [json.loads(x) for p in (tmp_path / "runs/second/log").glob("r0*/0*[0-9].jsonl") for x in p.open()]
+    steps = [event for event in events if event["event"] == "step"]
+    assert {event["replay_coverage"] for event in steps} == {1.0}
+    assert all(event["sdpo_coverage"] > 0 for event in steps)
+    thetas = {(event["step"], event["theta"]) for event in steps if "theta" in event}
+    assert len(thetas) == len({step for step, _ in thetas}) >= 3
