@@ -1,5 +1,11 @@
 """Where replicas run.  Knows jobs, exit codes and prices; has never heard of a loss or a bucket key.
 
+    base         the protocol, in plain data                      mixed   several places as one
+    the places   local (child forkserver processes logfile) · on_modal (modal_*) · on_hf_jobs (hf_recipe hub wheel) ·
+                 slurm (slurm_job) · on_sky                       container   what runs inside a rented one
+    supervisor   plan fleet track lease stop launches             money purse   what it costs, and may
+    cli          parser intent address change look watch foreground completion doctor demo
+
 Importing `executors` imports no platform: a name is loaded when it is first asked for, its SDK when it is first used.
 """
 
