@@ -53,6 +53,7 @@ def _left_as_it_was(store: Store) -> Iterator[None]:
     try:
         yield
     finally:
+        store.close()
         for path, _, _ in os.walk(root / "probe", topdown=False):
             _remove_if_empty(Path(path))
         for path in new:

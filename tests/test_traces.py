@@ -74,11 +74,11 @@ def test_what_is_too_large_is_left_out_whole() -> None:
 
 
 def test_secrets_are_not_written_down() -> None:
-    environ = {"AN_API_KEY": 'sk-"abc"defg', "MY_TOKEN": "tiny", "HOME": "/root/somewhere", "A_SECRET": "s3cr3t-x"}
+    environ = {"AN_API_KEY": 'sk-"abc"defg', "MY_TOKEN": "tiny", "HOME": "/home/somebody", "A_SECRET": "s3cr3t-x"}
     sample = RolloutSample(0)
-    sample.see([user("q")], [[say('the key is sk-"abc"defg, tiny, /root/somewhere, s3cr3t-x')]], [0.0])
+    sample.see([user("q")], [[say('the key is sk-"abc"defg, tiny, /home/somebody, s3cr3t-x')]], [0.0])
     (rollout,) = sample.take(1, secrets_here(environ))
-    assert rollout["messages"][1]["content"] == "the key is ***, tiny, /root/somewhere, ***"
+    assert rollout["messages"][1]["content"] == "the key is ***, tiny, /home/somebody, ***"
 
 
 def test_how_unsure_the_group_was() -> None:

@@ -85,6 +85,10 @@ class FileStore:
             with self._errors("delete", key), suppress(FileNotFoundError):
                 os.unlink(self.root / key)
 
+    def close(self) -> None:
+        """Give back the space of what was deleted; the store may be used on."""
+        self._spares.drop_all()
+
     def _path(self, key: str) -> Path:
         path = self.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
