@@ -4,7 +4,8 @@
 
 A round is timed from "the vector is ready" to "the mean is in the buffer", polling included; θ digests and snapshots
 are not in it, the int8 codec is.  Gloo and our rounds alternate in the same processes; medians of the slowest replica.
-After each round what is written in the background is waited for, and blobs are deleted.  Two cores and four processes: every byte that is moved costs CPU time of all.
+After each round what is written in the background is waited for, and the blobs are deleted.  Two cores and four
+processes: every byte that is moved costs CPU time of all.
 """
 
 import os
