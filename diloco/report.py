@@ -312,7 +312,7 @@ def summary(report: Report) -> str:
     """One screen: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
     lines += _reward_lines(report)
-    lines += [f"  channels {words}"] if (words := channel_words(report)) else []
+    lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)
     lines += ["", *_life_lines(report, room=21 - len(lines) - 5), ""]
     lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
@@ -340,16 +340,16 @@ def _reward_lines(report: Report) -> list[str]:
 
 
 def channel_words(report: Report) -> str:
-    """Of the newest outer step that tells: the share of its data that each channel of the loss used, and the norm of
-    what it sent into the backbone; means over replicas.  "" where there is one channel only."""
+    """Of the newest outer step that tells: the share of its data that each channel of the loss used, and ‖∇‖ of what it
+    sent into the backbone; means over replicas.  "" where there is one channel only."""
     newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
     told = [e for e in report.of_kind("step") if e["step"] == newest]
     found = []
     for name in ("grpo", "sdpo", "replay"):
         coverage, norm = ([e[k] for e in told if k in e] for k in (f"{name}_coverage", f"{name}_grad_norm"))
         if coverage:
-            found.append(f"{name} {fmean(coverage):.0%}" + (f" ‖∇‖ {fmean(norm):.1g}" if norm else ""))
-    return f"at step {newest}: {' · '.join(found)}" if found else ""
+            found.append(f"{name} {fmean(coverage):.0%}" + (f" {fmean(norm):.1g}" if norm else ""))
+    return " · ".join(found)
 
 
 def _cost_lines(report: Report) -> list[str]:

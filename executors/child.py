@@ -12,6 +12,7 @@ Not promised: an end by itself at `timeout_s` for an entry point that ignores SI
 """
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -90,11 +91,14 @@ def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
 
 def run(request: Mapping[str, Any]) -> int:
     """Call the entry point; -> the exit code.  A crash leaves its traceback in the log."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # into a file or a pipe too: somebody follows the log
     try:
         return _call(request)
     except SystemExit as leave:
         return _exit_code(leave.code)
     except BaseException:
+        sys.stdout.flush()  # what it said comes before how it ended
         traceback.print_exc()
         return 1
     finally:

@@ -24,6 +24,11 @@ WAIT_S = 30.0
 # -------------------------------------------------------------------- what the children do
 
 
+@pytest.fixture(autouse=True)
+def output_is_buffered_as_it_is_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 def greets(name: str, folder: str = "") -> dict[str, Any]:
     print(f"hello {name}")
     return {"name": name, "place": os.environ["DILOCO_PLACE"], "word": os.environ.get("WORD"), "pid": os.getpid()}
