@@ -13,13 +13,18 @@ An executor reports; only the supervisor replaces.
 Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket tells.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
+from rendezvous.clock import Clock
+from rendezvous.layout import slot_name
+
 RANK_ENV = "REPLICA_RANK"
 REPLICA = "diloco.replica:main"
+FIRST_PAUSE_S = 0.02
 
 
 class ExecutorError(ValueError):
@@ -205,10 +210,21 @@ class ServerlessExecutor(Protocol):
 
 
 def ranked_specs(
-    run: str, slots: Sequence[str], entrypoint: str, kwargs: Mapping[str, Any] | None, rank_env: str
+    run: str, n_replicas: int, entrypoint: str, kwargs: Mapping[str, Any] | None, rank_env: str
 ) -> list[ReplicaSpec]:
     """The short form: the same function n times, told its rank by an environment variable."""
     return [
-        ReplicaSpec(run, slot, 1, entrypoint, kwargs=dict(kwargs or {}), env={rank_env: str(rank)})
-        for rank, slot in enumerate(slots)
+        ReplicaSpec(run, slot_name(rank), 1, entrypoint, kwargs=dict(kwargs or {}), env={rank_env: str(rank)})
+        for rank in range(n_replicas)
     ]
+
+
+def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:
+    """Poll until all have ended, or `timeout` seconds are over; -> how they are then.   pause_s: the longest."""
+    until, pause = (math.inf if timeout is None else clock.now() + timeout), min(FIRST_PAUSE_S, pause_s)
+    while True:
+        statuses, left = poll(), until - clock.now()
+        if left <= 0 or all(s.state.ended for s in statuses):
+            return statuses
+        clock.sleep(min(pause, left))
+        pause = min(pause_s, 1.5 * pause)

@@ -74,6 +74,7 @@ def _run(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[st
     with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
         child, interruption = Child(spec, executor, Path(scratch) / "end"), None
         try:
+            child.start()
             code = child.wait(_time_left(spec, began), grace_s)
         except BaseException as error:
             code, interruption = child.leave(grace_s), error
@@ -85,25 +86,31 @@ class Child:
     """The entry point in a process of its own.   tail: its last lines; all of them go on to our own output."""
 
     def __init__(self, spec: ReplicaSpec, executor: str, files: Path) -> None:
-        self._files, self._lines = files, deque[str](maxlen=TAIL)
-        place = {PLACE_ENV: f"{executor}/{spec.slot}.{spec.attempt}"}
+        self._spec, self._files, self._lines = spec, files, deque[str](maxlen=TAIL)
+        self._place = f"{executor}/{spec.slot}.{spec.attempt}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pump = threading.Thread(target=self._pass_on, name="output", daemon=True)
+
+    def start(self) -> None:
+        request = {**self._spec.to_dict(), "files": str(self._files), "parent": os.getpid()}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps({**spec.to_dict(), "files": str(files), "parent": os.getpid()})],
-            env={**os.environ, **place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            [sys.executable, "-c", START, json.dumps(request)],
+            env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self._pump = threading.Thread(target=self._pass_on, name="output", daemon=True)
         self._pump.start()
 
     @property
     def tail(self) -> tuple[str, ...]:
-        self._pump.join(timeout=5.0)
+        if self._pump.ident is not None:
+            self._pump.join(timeout=5.0)
         return tuple(self._lines)
 
     def wait(self, seconds: float | None, grace_s: float) -> int:
         """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME."""
+        assert self._process is not None
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -113,6 +120,8 @@ class Child:
 
     def leave(self, grace_s: float) -> int:
         """Ask, wait, kill.  Interrupted once more: kill now."""
+        if self._process is None:
+            return exitcodes.LEFT
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -132,7 +141,7 @@ class Child:
             return None
 
     def _pass_on(self) -> None:
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)

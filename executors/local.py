@@ -40,10 +40,11 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    wait_for_all,
 )
 from executors.forkserver import ForkServer
+from executors.logfile import LogFile
 from executors.pins import Pins
-from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import claims, read_control
 from rendezvous.records import Claim
@@ -115,9 +116,8 @@ class LocalProcessExecutor:
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
         if specs is None:
-            slots = [layout.slot_name(i) for i in range(n_replicas)]
             run = Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
-            specs = ranked_specs(run, slots, entrypoint, entrypoint_args, rank_env)
+            specs = ranked_specs(run, n_replicas, entrypoint, entrypoint_args, rank_env)
         keys = [(s.run, s.slot, s.attempt) for s in specs]
         new = {key: spec for key, spec in zip(keys, specs, strict=True) if key not in self._handles}
         self._handles |= dict(zip(new, self._launch(list(new.values())), strict=True))
@@ -234,33 +234,16 @@ class LocalProcessExecutor:
         return code, True
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
-        if not handle.files:  # found by its claim alone
-            return []
-        try:
-            lines = Path(handle.files + ".log").read_text(errors="replace").splitlines()
-        except OSError:
-            return []
-        return lines if tail is None else lines[-tail:] if tail > 0 else []
+        return _log(handle).lines(tail) if handle.files else []  # without: found by its claim alone
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        shown = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
-        while True:
-            ended = self.poll([handle])[0].state.ended  # before the look, so that nothing is missed
-            lines = self.logs(handle)
-            yield from lines[shown:]
-            shown = max(shown, len(lines))
-            if ended:
-                return
-            self._clock.sleep(FOLLOW_S)
+        if not handle.files:
+            return iter(())
+        return _log(handle).follow(tail, lambda: self.poll([handle])[0].state.ended, self._clock, FOLLOW_S)
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        began = self._clock.now()
-        while True:
-            statuses = self.poll(handles)
-            late = timeout is not None and self._clock.now() - began >= timeout
-            if late or all(s.state.ended for s in statuses):
-                return [self._result(s, timeout) for s in statuses]
-            self._clock.sleep(0.02)
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, 0.02)
+        return [self._result(s, timeout) for s in statuses]
 
     def _result(self, status: Status, timeout: float | None) -> Result:
         handle, reason = status.handle, status.reason
@@ -310,6 +293,10 @@ class LocalProcessExecutor:
             self._server.close()
         for process in self._spawned.values():
             process.returncode = process.poll() or 0  # it may live on: no warning about that
+
+
+def _log(handle: Handle) -> LogFile:
+    return LogFile(Path(handle.files + ".log"))
 
 
 def process_folder(run: str) -> Path:

@@ -58,7 +58,7 @@ class LogFile:
             with self.path.open("rb") as log:
                 log.seek(at)
                 return log.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return b""
 
 

@@ -180,8 +180,7 @@ class Mixed:
     ) -> list[Handle]:
         """All places at once.  Raises only if no place could start anything."""
         if specs is None:
-            slots = [layout.slot_name(i) for i in range(n_replicas)]
-            specs = ranked_specs(f"mixed://{uuid.uuid4().hex}", slots, entrypoint, entrypoint_args, rank_env)
+            specs = ranked_specs(f"mixed://{uuid.uuid4().hex}", n_replicas, entrypoint, entrypoint_args, rank_env)
         parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
         if not parts:
             return []

@@ -35,11 +35,11 @@ from executors.base import (
     Status,
     Unavailable,
     ranked_specs,
+    wait_for_all,
 )
 from executors.container import ENDED, STARTED, TAIL, read_end, spoken
 from executors.hf_recipe import CPU, IMAGE, TIMEOUT_S, Recipe
 from executors.hub import Hub, Job, at_once, refusal, transient
-from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 
 SUPERVISOR, WATCH_S = "supervisor", 12 * 3600.0
@@ -108,8 +108,7 @@ class HFJobsExecutor:
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
         if specs is None:
-            slots = [layout.slot_name(i) for i in range(n_replicas)]
-            specs = ranked_specs("", slots, entrypoint, entrypoint_args, rank_env)
+            specs = ranked_specs("", n_replicas, entrypoint, entrypoint_args, rank_env)
         nameless = f"{self.name}://{uuid.uuid4().hex}"
         specs = [s if s.run else replace(s, run=nameless) for s in specs]
         new = {_key(s): s for s in specs if _key(s) not in self._handles}
@@ -253,13 +252,8 @@ class HFJobsExecutor:
             self._clock.sleep(FOLLOW_S)
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        began = self._clock.now()
-        while True:
-            statuses = self.poll(handles)
-            late = timeout is not None and self._clock.now() - began >= timeout
-            if late or all(s.state.ended for s in statuses):
-                return [_known(r) for r in at_once([lambda s=s: self._result(s, timeout) for s in statuses])]
-            self._clock.sleep(COLLECT_S)
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, COLLECT_S)
+        return [_known(r) for r in at_once([lambda s=s: self._result(s, timeout) for s in statuses])]
 
     def _result(self, status: Status, timeout: float | None) -> Result:
         handle, state, reason, code = status.handle, status.state, status.reason, status.exit_code

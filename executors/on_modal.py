@@ -31,17 +31,18 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    wait_for_all,
 )
 from executors.modal_app import SUPERVISE, Note, Register, app_name
 from executors.modal_image import image_of, with_source
 from executors.modal_kinds import AS_OF, DAY_S, Kind
 from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, sdk, told
-from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 
 AT_ONCE = 32
 ANSWER_S = 20.0  # a poll takes no longer; what is not known by then is stale
 TAIL = 12
+COLLECT_S = 2.0
 SUPERVISOR_CRASHES = 10
 T = TypeVar("T")
 
@@ -125,8 +126,7 @@ class ModalExecutor:
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
         if specs is None:
-            slots = [layout.slot_name(i) for i in range(n_replicas)]
-            specs = ranked_specs("", slots, entrypoint, entrypoint_args, rank_env)
+            specs = ranked_specs("", n_replicas, entrypoint, entrypoint_args, rank_env)
         nameless = f"{self.name}://{uuid.uuid4().hex}"
         specs = [s if s.run else replace(s, run=nameless) for s in specs]
         faults = [self._why_not(s) for s in specs]
@@ -276,14 +276,8 @@ class ModalExecutor:
         return status
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        began, pause = self._clock.now(), 0.05
-        while True:
-            statuses = self.poll(handles)
-            left = None if timeout is None else began + timeout - self._clock.now()
-            if all(s.state.ended for s in statuses) or (left is not None and left <= 0):
-                return [self._result(s, timeout) for s in statuses]
-            self._clock.sleep(pause if left is None else min(pause, left))
-            pause = min(2.0, 1.5 * pause)
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, COLLECT_S)
+        return [self._result(s, timeout) for s in statuses]
 
     def _result(self, status: Status, timeout: float | None) -> Result:
         handle, reason = status.handle, status.reason

@@ -35,10 +35,10 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    wait_for_all,
 )
 from executors.container import TAIL, read_end, spoken
 from executors.wheel import pack
-from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 
 NAME = "sky"
@@ -111,9 +111,8 @@ class SkyExecutor:
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
         if specs is None:
-            slots = [layout.slot_name(i) for i in range(n_replicas)]
             run = f"{NAME}://ranks-{self._clock.wall():.3f}"
-            specs = ranked_specs(run, slots, entrypoint, entrypoint_args, rank_env)
+            specs = ranked_specs(run, n_replicas, entrypoint, entrypoint_args, rank_env)
         faults = [self._why_not(s) for s in specs]
         if specs and all(faults):
             raise ExecutorError(faults[0])
@@ -252,13 +251,8 @@ class SkyExecutor:
             self._clock.sleep(COLLECT_S)
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        began = self._clock.now()
-        while True:
-            statuses = self.poll(handles)
-            late = timeout is not None and self._clock.now() - began >= timeout
-            if late or all(s.state.ended for s in statuses):
-                return [self._result(s, timeout) for s in statuses]
-            self._clock.sleep(COLLECT_S)
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, COLLECT_S)
+        return [self._result(s, timeout) for s in statuses]
 
     def _result(self, status: Status, timeout: float | None) -> Result:
         handle = status.handle

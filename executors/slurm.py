@@ -43,11 +43,11 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    wait_for_all,
 )
 from executors.child import write_json
 from executors.logfile import LogFile
 from executors.slurm_job import CANCELLED, CARD, END, NAME, card_of, ended_as, kill_tree, read_json, run_job, taken
-from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 
 PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
@@ -90,6 +90,7 @@ class SlurmExecutor:
         self._folder = None if folder is None else Path(folder).expanduser()
         self._cluster, self._usd, self._clock = cluster, usd_per_hour, clock or SystemClock()
         self._timeout_s, self._sbatch = timeout_s, sbatch
+        self._pause_s = 0.1 if cluster == "local" else 2.0  # between two looks
         self._failed: dict[Handle, str] = {}
         self._deadlines: dict[Handle, float] = {}
         self._known: dict[Handle, Status] = {}
@@ -119,9 +120,8 @@ class SlurmExecutor:
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
         if specs is None:
-            slots = [layout.slot_name(i) for i in range(n_replicas)]
             run = f"ranks-{time.time_ns():x}-{os.getpid()}"
-            specs = ranked_specs(f"slurm://{run}", slots, entrypoint, entrypoint_args, rank_env)
+            specs = ranked_specs(f"slurm://{run}", n_replicas, entrypoint, entrypoint_args, rank_env)
         self._check_cluster()
         refused = [self._refusal(s) for s in specs]
         if specs and all(refused):
@@ -287,17 +287,11 @@ class SlurmExecutor:
         return self._log(handle).lines(tail) if handle.native else []
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        pause = 0.1 if self._cluster == "local" else 2.0
-        yield from self._log(handle).follow(tail, lambda: self.poll([handle])[0].state.ended, self._clock, pause)
+        return self._log(handle).follow(tail, lambda: self.poll([handle])[0].state.ended, self._clock, self._pause_s)
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        began = self._clock.now()
-        while True:
-            statuses = self.poll(handles)
-            late = timeout is not None and self._clock.now() - began >= timeout
-            if late or all(s.state.ended for s in statuses):
-                return [self._result(s, timeout) for s in statuses]
-            self._clock.sleep(0.05 if self._cluster == "local" else 2.0)
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self._pause_s)
+        return [self._result(s, timeout) for s in statuses]
 
     def _result(self, status: Status, timeout: float | None) -> Result:
         handle, end = status.handle, self._written_end(status.handle) or {}

@@ -9,6 +9,7 @@ The ones that need a server are tests/modal_server.py and tests/hf_server.py.
 
 import os
 import signal
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,7 @@ class Platform(Protocol):
         ...
 
 
-class OwnMachine:
+class OwnMachine(ABC):
     """What platforms without a server have in common."""
 
     environ: dict[str, str]
@@ -88,8 +89,8 @@ class OwnMachine:
         for executor in self._executors:
             executor.close()
 
-    def executor(self) -> ServerlessExecutor:
-        raise NotImplementedError
+    @abstractmethod
+    def executor(self) -> ServerlessExecutor: ...
 
     def url(self, name: str) -> str:
         return f"file://{self.folder / name}"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_a_crash_is_an_exit_code_and_its_last_lines() -> None:
     end = run_replica(spec("crashes").to_dict(), "somewhere")
     assert (end["exit_code"], end["value"], len(end["tail"])) == (1, None, 12)
     assert end["tail"][-1] == "ValueError: this is how it ends" and "line 29" in end["tail"]
+
+
+def test_an_interruption_while_the_child_starts_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_replica(spec("greets", name="you").to_dict(), "somewhere")
+    assert len(made) == 1 and made[0].returncode is not None
 
 
 def test_a_killed_child_is_told_with_its_signal() -> None:

@@ -55,6 +55,15 @@ def says_goodbye(argv: list[str]) -> None:
     sys.exit("a last word")
 
 
+def speaks_haltingly(argv: list[str]) -> int:
+    sys.stdout.write("half")
+    sys.stdout.flush()
+    while not Path(argv[0]).exists():
+        time.sleep(0.01)
+    print(" a line", flush=True)
+    return 0
+
+
 def ranked(base: int, pause_s: float = 0.0) -> dict[str, int]:
     rank = int(os.environ["REPLICA_RANK"])
     time.sleep(pause_s * (2 - rank))
@@ -518,3 +527,16 @@ def test_a_zombie_is_not_alive():
     assert started is not None and not processes.alive(child.pid, started)
     child.wait()
     assert processes.start_ticks(child.pid) is None
+
+
+def test_a_line_is_followed_when_it_is_whole(tmp_path: Path) -> None:
+    class Clock(SystemClock):
+        def sleep(self, seconds: float) -> None:  # the next look comes when half of it is there; the one after, all
+            super().sleep(seconds)
+            if (log := tmp_path / "processes" / "r00.1.log").exists() and log.read_text():
+                (tmp_path / "go").touch()
+
+    executor = LocalProcessExecutor(method="spawn", clock=Clock())
+    (handle,) = executor.launch_replicas([spec(tmp_path, "speaks_haltingly", str(tmp_path / "go"))])
+    assert list(executor.follow(handle)) == ["half a line"]
+    executor.close()
