@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco.config import ConfigError, FleetConfig, OuterConfig, RunConfig, load_config
+    from diloco.flat import OuterError
     from diloco.history import export
     from diloco.launch import Run, open_run, read_run
     from diloco.manager import MockManager, StoreManager
-    from diloco.outer import Nesterov, OuterError, make_diloco
+    from diloco.outer import Nesterov, make_diloco
 
 __all__ = [
     "ConfigError",
@@ -40,7 +41,7 @@ _HOME = {
     "MockManager": "diloco.manager",
     "Nesterov": "diloco.outer",
     "OuterConfig": "diloco.config",
-    "OuterError": "diloco.outer",
+    "OuterError": "diloco.flat",
     "Run": "diloco.launch",
     "RunConfig": "diloco.config",
     "StoreManager": "diloco.manager",

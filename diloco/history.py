@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import ConfigError, OuterConfig
+from diloco.flat import cut, trainable
 from diloco.launch import ModelRecord, Run, fetch_model, read_run
-from diloco.outer import Nesterov, OuterState, cut, trainable
+from diloco.outer import Nesterov, OuterState
 from rendezvous import layout, snapshots
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock

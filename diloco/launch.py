@@ -291,7 +291,7 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
     from transformers.utils import logging
 
     import inner
-    from diloco.outer import layout_of
+    from diloco.flat import layout_of
 
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:

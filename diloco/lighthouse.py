@@ -48,6 +48,8 @@ class LighthouseManager:
     life: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
     """
 
+    done_with_delta = False  # an aborted collective may still be at it
+
     def __init__(self, manager: "Manager", life: Life | None = None) -> None:
         self._manager, self.life = manager, life
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round

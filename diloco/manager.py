@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco import dropin
+from diloco.flat import layout_of
 from diloco.launch import agree, solo_warning
 from diloco.life import Life, make_room
 from diloco.safety import Finding, Tracker, moved, of_replica
@@ -96,6 +97,7 @@ class StoreManager:
     """
 
     _use_async_quorum = False  # torchft reads this private name; it must be falsy
+    done_with_delta = True
 
     def __init__(
         self,
@@ -219,8 +221,6 @@ class StoreManager:
 
     def join(self, loop: "OuterLoop") -> None:
         """Heal: afterwards the loop's θ is the run's.   Raises WrongRun."""
-        from diloco.outer import layout_of  # outer names this class
-
         rv, self._loop = self.life.rv, loop
         if self._founds:
             stands = agree(

@@ -1,11 +1,11 @@
-"""θ, Δ, H: torchft's DiLoCo, unmodified, over flat fp32 fragments of any model.
+"""θ, Δ, H: torchft's DiLoCo over flat fp32 fragments of any model.
 
     model (any dtype) ── gather ──▶ flat fp32 fragment ── torchft: Δ = θ − flat ──▶ manager.allreduce
           ▲                                                                              │ mean
           └──── scatter ◀── θ ← θ − lr·(ḡ + μm),  m ← μm + ḡ   (one rounding each) ◀─────┘
 
-    gather   flat = θ + (local − base), base = what was last scattered, in the model's dtype: so neither rounding
-             nor α's merge ever enters a pseudogradient
+    gather   flat = the model's values, without the rounding of its dtype (diloco/flat.py)
+    lean     where it can be, Δ is taken straight from the model and θ is stepped in place (diloco/lean.py)
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
 Each fragment is one vector: one allreduce per sync, fp32 masters under bf16 models, tied weights once, frozen ones
@@ -26,6 +26,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from diloco.flat import FlatFragment, OuterError, cut, trainable
 from diloco.lighthouse import seated
 from diloco.safety import AutoLR
 from rendezvous.errors import Leaving
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 
 _CACHED = 1 << 17  # elements: three pieces of this size stay in the cache
-
-
-class OuterError(RuntimeError):
-    """The model or the settings do not fit the outer loop."""
 
 
 @torch.no_grad()
@@ -81,69 +78,6 @@ class Nesterov(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert self.flat.grad is not None, "torchft sets the mean as the gradient before it steps"
         self.apply(self.flat.data, self.flat.grad)
-
-
-class FlatFragment(nn.Module):
-    """One fp32 vector on the CPU over some trainable parameters of a live model; what torchft optimizes."""
-
-    def __init__(self, live: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self.live = list(live)  # a plain list: they stay the model's own
-        self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
-        self.merged: Tensor | None = None  # what α's merge scattered, when that was not θ
-
-    @torch.no_grad()
-    def gather(self, theta: Tensor) -> None:
-        """flat = θ + (local − base); for an fp32 model without a merge that is local itself, and is copied."""
-        base = theta if self.merged is None else self.merged
-        at = 0
-        for p in self.live:
-            to, local = at + p.numel(), p.detach().reshape(-1).float().cpu()
-            if p.dtype == torch.float32 and self.merged is None:
-                self.flat.data[at:to].copy_(local)
-            else:
-                moved = local - base[at:to].to(p.dtype).float()
-                torch.add(theta[at:to], moved, out=self.flat.data[at:to])
-            at = to
-
-    @torch.no_grad()
-    def scatter(self, merged: bool) -> None:
-        """model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
-        self.merged = self.flat.data.clone() if merged else None
-        at = 0
-        for p in self.live:
-            p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
-            at += p.numel()
-
-
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every trainable parameter once (tied weights under their first name), in the model's order."""
-    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not found:
-        raise OuterError(
-            "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
-        )
-    return found
-
-
-def cut(sizes: Sequence[int], fragments: int) -> list[slice]:
-    """`fragments` runs of consecutive parameters with about equal numbers of elements."""
-    if fragments > len(sizes):
-        raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
-    parts: list[slice] = []
-    at, left = 0, sum(sizes)
-    for remaining in range(fragments, 0, -1):
-        goal, to, size = left / remaining, at + 1, sizes[at]
-        while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
-            size, to = size + sizes[to], to + 1
-        parts.append(slice(at, to))
-        at, left = to, left - size
-    return parts
-
-
-def layout_of(model: nn.Module) -> list[list[Any]]:
-    """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
-    return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable(model)]
 
 
 class OuterState:
@@ -191,8 +125,10 @@ class OuterManager(Protocol):
     """What an OuterLoop asks of a Manager, beside torchft's eight names: the bucket's and the lighthouse's have it.
 
     leaving, fenced: this life should end soon; why: in words.   behind: the next sync is due at once.
-    h_cap: inner steps worth doing.
+    h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
     """
+
+    done_with_delta: bool
 
     @property
     def leaving(self) -> bool: ...
@@ -246,7 +182,6 @@ class OuterLoop:
         alpha: float,
         boundary: int = 1,
     ) -> None:
-        DiLoCo = _torchft_diloco()
         _refuse_distributed()
         self.manager, self.optimizer, self.rules, self.boundary = manager, optimizer, rules, boundary
         self.model = model
@@ -256,7 +191,8 @@ class OuterLoop:
         params = [p for _, p in trainable(model)]
         self.fragments = [FlatFragment(params[s]) for s in cut([p.numel() for p in params], rules.fragments)]
         outers = [Nesterov(f.flat, lr=lr, momentum=momentum) for f in self.fragments]
-        self.diloco = DiLoCo(
+        self.lean = manager.done_with_delta and alpha == 0
+        self.diloco = _torchft_diloco(self.lean)(
             cast("Any", manager), list(self.fragments), optimizer, list(outers), sync_every=rules.sync_every,
             fragment_sync_delay=delay, fragment_update_alpha=alpha,
         )  # fmt: skip
@@ -325,7 +261,7 @@ class OuterLoop:
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.manager.leaving or self.manager.fenced):
             self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before it lands
-        if local == self.prepare_at or (local == self.interval and self.alpha > 0):
+        if not self.lean and (local == self.prepare_at or (local == self.interval and self.alpha > 0)):
             due = self.manager.current_step() % self.rules.fragments
             self.fragments[due].gather(self.thetas[due])
 
@@ -357,9 +293,9 @@ class OuterLoop:
         self._rewrite_stale()
         fragment = step % self.rules.fragments
         if self.h[fragment]:
-            part = self.fragments[fragment]
-            part.gather(self.thetas[fragment])
-            self.manager.offer((self.thetas[fragment] - part.flat.data).numpy(), self.h[fragment])
+            theta = self.thetas[fragment]
+            delta = self.fragments[fragment].delta(theta, torch.empty_like(theta))
+            self.manager.offer(delta.numpy(), self.h[fragment])
         self._stale = fragment
 
     # ---------------------------------------------------------------- the model
@@ -374,7 +310,8 @@ class OuterLoop:
 
     def rewrite(self, fragment: int) -> None:
         """model ← θ, which was moved without torchft."""
-        self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
+        if not self.lean:  # there they are one
+            self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
         self._scatter(fragment, merged=False)
 
     def _rewrite_stale(self) -> None:
@@ -443,9 +380,9 @@ def _refuse_distributed() -> None:
         raise OuterError("a replica is one process on one device for now; WORLD_SIZE > 1 is not supported")
 
 
-def _torchft_diloco() -> Any:
+def _torchft_diloco(lean: bool) -> Any:
     try:
-        from torchft.local_sgd import DiLoCo
+        from diloco.lean import DiLoCo, LeanDiLoCo
     except ImportError as missing:
         raise ImportError("make_diloco needs torchft: pip install 'serverless-diloco[diloco]'") from missing
-    return DiLoCo
+    return LeanDiLoCo if lean else DiLoCo

@@ -80,8 +80,9 @@ def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, 
     import torch  # heavy imports only now: the slot is claimed and beating
 
     from diloco import lighthouse
+    from diloco.flat import layout_of
     from diloco.manager import StoreManager
-    from diloco.outer import layout_of, make_diloco
+    from diloco.outer import make_diloco
     from inner import build_inner
 
     if os.environ.get("OMP_NUM_THREADS") == "1":

@@ -49,7 +49,7 @@ class Reducer:
 
     def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], rules: Rules | None = None) -> None:
         self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
-        self._codec, self._bytes = self.rules.codec, roomy(0)
+        self._codec, self._bytes, self._part = self.rules.codec, roomy(0), roomy(0)
         self._together: Together = in_turn if getattr(store, "cheap", False) else at_once
         self._one_pass = one_pass_mean(self._codec)
         self._odd = set[str]()  # blobs that were told of
@@ -79,20 +79,29 @@ class Reducer:
     def _shards(self, elements: int) -> list[Shard]:
         return list(enumerate(grid(elements, alignment(self._codec), self.rules.shard_elements)))
 
-    def _sum(self, commit: Commit, shards: list[Shard], out: np.ndarray, mine: Mine | None) -> str | None:
-        """The listed bodies' mean in these shards, into the same place of `out`; -> None, or what was wrong."""
+    def _sum(
+        self, commit: Commit, shards: list[Shard], out: np.ndarray, mine: Mine | None, packed: np.ndarray | None = None
+    ) -> str | None:
+        """The listed bodies' mean in these shards, into the same place of `out`; -> None, or what was wrong.
+
+        packed: where the codec writes the mean once more; `out` holds what that decodes to, as for every reader.
+        """
         offers = self._fitting(commit, out.size)
         for group in self._groups(commit, shards):
+            rows = None if packed is None else packed[self._within(shards, group)]
             try:
-                trouble = self._sum_all(offers, group, out, mine)
+                trouble = self._sum_all(offers, group, out, mine, rows)
             except Corrupt:
                 trouble = self._sum_sound(commit, offers, group, out, mine)
+                self._pack(out[_span(group)], rows)
             if trouble is not None:
                 return trouble
         return None
 
     @np.errstate(over="ignore", invalid="ignore")
-    def _sum_all(self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: Mine | None) -> str | None:
+    def _sum_all(
+        self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: Mine | None, rows: np.ndarray | None
+    ) -> str | None:
         """The rule of every day.   Raises Corrupt where the mean is not finite, or a body is none."""
         total, bodies = out[_span(group)], list[np.ndarray]()
         for listed, body in zip(offers, self._bodies(offers, group, mine), strict=True):
@@ -102,15 +111,26 @@ class Reducer:
                 self._add(total, body, listed.weight, first=listed is offers[0])
             else:
                 bodies.append(body)
-        if not offers or not self._finish(offers, bodies, total):
+        if not offers or not self._finish(offers, bodies, total, rows):
             raise Corrupt("the mean is not finite")
         return None
 
-    def _finish(self, offers: list[Listed], bodies: list[np.ndarray], total: np.ndarray) -> bool:
+    def _finish(
+        self, offers: list[Listed], bodies: list[np.ndarray], total: np.ndarray, rows: np.ndarray | None
+    ) -> bool:
         """From all bodies, or the sum that `total` holds already, to the mean; -> is it finite?"""
-        if self._one_pass is None:
-            return divide(total, total_weight(offers))
-        return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total)
+        if self._one_pass is not None:
+            return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total, rows)
+        finite = divide(total, total_weight(offers))
+        if finite:
+            self._pack(total, rows)
+        return finite
+
+    def _pack(self, mean: np.ndarray, rows: np.ndarray | None) -> None:
+        """rows <- the mean's body;  mean <- what that decodes to."""
+        if rows is not None:
+            codec(self._codec).encode(mean, rows)
+            codec(self._codec).decode(rows, mean)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum_sound(
@@ -203,6 +223,10 @@ class Reducer:
         """Where these shards are in a body."""
         return byte_range(self._codec, group[0][1][0], group[-1][1][1])
 
+    def _within(self, part: list[Shard], group: list[Shard]) -> slice:
+        """Where these shards are in the body of a part."""
+        return slice(*(at - self._range(part)[0] for at in self._range(group)))
+
     def _pieces(self, listed: Listed, group: list[Shard]) -> list[Piece]:
         if not listed.shards:
             return [(listed.size, listed.digest)]
@@ -220,6 +244,12 @@ class Reducer:
             self._bytes = roomy(size)
         return self._bytes[:size]
 
+    def _packed(self, size: int) -> np.ndarray:
+        """The same for a part of the mean that is ours to write."""
+        if self._part.size < size:
+            self._part = roomy(size)
+        return self._part[:size]
+
     # ---------------------------------------------------------------- parts of a sharded step
 
     def parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
@@ -235,21 +265,14 @@ class Reducer:
                 self.make_part(commit, part, out)
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: Mine | None = None) -> np.ndarray:
-        """The mean of these shards, into `out`; -> the part as it travels.   Raises Corrupt.
-
-        A lossy codec writes the mean once more; `out` holds what its body decodes to, as for every reader.
-        """
-        trouble = self._sum(commit, part, out, mine)
+        """The mean of these shards, into `out`; -> the part as it travels.   Raises Corrupt."""
+        piece = out[_span(part)]
+        packed = None if self._codec == "fp32" else self._packed(body_size(self._codec, piece.size))
+        trouble = self._sum(commit, part, out, mine, packed)
         if trouble is not None:
             self._tell("bad_blob", step=commit.t, trouble=trouble)
             raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
-        piece = out[_span(part)]
-        if self._codec == "fp32":
-            return np.frombuffer(payload(piece), np.uint8)
-        body = self._buffer(body_size(self._codec, piece.size))
-        codec(self._codec).encode(piece, body)
-        codec(self._codec).decode(body, piece)
-        return body
+        return np.frombuffer(payload(piece), np.uint8) if packed is None else packed
 
     def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
         """Fetch part j if somebody has announced it; a damaged one is computed again and put back."""

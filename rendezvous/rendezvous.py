@@ -30,7 +30,7 @@ from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.sharded import Sharer
 from rendezvous.store import PatientStore, Store, put_once
-from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, length, payload
+from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
 
 
 class State(Protocol):
@@ -97,6 +97,7 @@ class Rendezvous:
         self._announcement: Callable[[], None] | None = None
         self._mine: list[Mine] = []  # what we offered last, and before if somebody may still miss it
         self._rederived = -1  # the step for which we last replayed our own θ
+        self._looked = -1  # the step for which we last saw that our own θ is what it was
         self._snapshot = 0  # newest snapshot known
         self._rate = 0.0  # bytes per second of the last upload
         self._first = -1  # the step in whose middle we joined
@@ -278,7 +279,7 @@ class Rendezvous:
         return Offer(
             self.step, self.slot, self.generation, n, self.base, int(h), key, written.body.size, written.digest,
             took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=written.norm,
-            scale=0.0 if theta is None else length(theta), zero=written.norm == 0.0, leaving=self.leaving, codec=codec,
+            scale=written.scale, zero=written.norm == 0.0, leaving=self.leaving, codec=codec,
             shards=written.shards, stats={k: float(v) for k, v in stats.items() if isfinite(v)},
         )  # fmt: skip
 
@@ -497,13 +498,19 @@ class Rendezvous:
     # ------------------------------------------------------------------ keeping honest
 
     def _check_state(self) -> None:
-        """Bytes of θ and momentum that changed behind our back are never offered and never stepped from."""
+        """Bytes of θ and momentum that changed behind our back are never offered and never stepped from.
+
+        Looked at once per step, when inner steps are done: what changes while we wait has another base in the next.
+        """
+        if self._looked == self.step:
+            return
         now = self.state.digest()
         if now != self.base:
             raise Diverged(
                 f"θ of {self.name} changed between outer steps (digest {now}, was {self.base}): "
                 "bad memory, or code that writes to the fragments. This life ends; the next heals from the bucket"
             )
+        self._looked = self.step
 
     def _odd(self, key: str, why: str) -> None:
         self.tell("bad_offer", key=key, text=f"passed over: {why}")

@@ -62,9 +62,8 @@ def squared(x: np.ndarray) -> float:
     return float(np.dot(x, x))
 
 
-def checked_norm(delta: np.ndarray, theta: np.ndarray | None = None, square: float | None = None) -> float:
-    """‖Δ‖₂; refuses what must never reach the others.   square: `squared(delta)`, if that is known."""
-    scale = 0.0 if theta is None else length(theta)
+def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = None) -> float:
+    """‖Δ‖₂; refuses what must never reach the others.   scale: ‖θ‖₂.   square: `squared(delta)`, if that is known."""
     square = squared(delta) if square is None else square
     if not np.isfinite(square):
         square = float(np.sum(np.square(delta, dtype=np.float64)))
@@ -85,12 +84,13 @@ def checked_norm(delta: np.ndarray, theta: np.ndarray | None = None, square: flo
 
 @dataclass(frozen=True)
 class Written:
-    """A body, its digest, those of its shards (see `digests`), and the norm of what is in it."""
+    """A body, its digest, those of its shards (see `digests`), the norm of what is in it, and that of θ."""
 
     body: np.ndarray
     digest: str
     shards: tuple[str, ...]
     norm: float
+    scale: float = 0.0
 
 
 class Encoder:
@@ -108,7 +108,7 @@ class Encoder:
     def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
         """-> the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
         room = self._room(body_size(self.name, delta.size))
-        return room[: self._write(fragment, delta, slice(None), room, theta)]
+        return room[: self._write(fragment, delta, room, theta)]
 
     def in_shards(
         self, fragment: int, delta: np.ndarray, ranges: list[Range], theta: np.ndarray | None = None
@@ -117,32 +117,42 @@ class Encoder:
 
         Raises BadDelta; then the fragment's residual begins anew.
         """
+        scale = 0.0 if theta is None else length(theta)
         if len(ranges) < 2 or not exact(self.name):
-            norm = checked_norm(delta, theta)
+            norm = checked_norm(delta, scale)
             body = self.encode(fragment, delta, theta)
-            return Written(body, digest(payload(body)), (), norm)
+            return Written(body, digest(payload(body)), (), norm, scale)
         body, shards, square = self._room(body_size(self.name, delta.size)), list[str](), 0.0
         try:
             for start, stop in ranges:  # one by one: a shard is still in the cache when it is encoded and digested
                 piece = body[slice(*byte_range(self.name, start, stop))]
-                square += squared(delta[start:stop])
-                self._write(fragment, delta, slice(start, stop), piece, theta)
+                square += self._write_measured(fragment, delta, slice(start, stop), piece)
                 shards.append(digest(payload(piece)))
-            norm = checked_norm(delta, theta, square)
+            norm = checked_norm(delta, scale, square)
         except BadDelta:
             self._residuals.pop(fragment, None)
             raise
-        return Written(body, _whole(shards), tuple(shards), norm)
+        return Written(body, _whole(shards), tuple(shards), norm, scale)
 
-    def _write(self, fragment: int, delta: np.ndarray, span: slice, room: np.ndarray, theta: np.ndarray | None) -> int:
-        """These elements' bytes; -> how many."""
+    def _write(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
+        """All elements' bytes; -> how many."""
+        if self.name == "fp32":
+            room.view(np.float32)[:] = delta
+            return room.size
+        return codec(self.name).encode(delta, room, self._residual(fragment, delta), theta)
+
+    def _write_measured(self, fragment: int, delta: np.ndarray, span: slice, room: np.ndarray) -> float:
+        """These elements' bytes, for a codec whose bodies can be cut; -> the sum of their squares."""
         if self.name == "fp32":
             room.view(np.float32)[:] = delta[span]
-            return room.size
+            return squared(delta[span])
+        residual = self._residual(fragment, delta)
+        return codec(self.name).encode_measured(delta[span], room, None if residual is None else residual[span])
+
+    def _residual(self, fragment: int, delta: np.ndarray) -> np.ndarray | None:
         if self._feedback and fragment not in self._residuals:
             self._residuals[fragment] = np.zeros_like(delta)
-        residual = self._residuals[fragment][span] if self._feedback else None
-        return codec(self.name).encode(delta[span], room, residual, None if theta is None else theta[span])
+        return self._residuals[fragment] if self._feedback else None
 
     @property
     def unsent(self) -> dict[str, np.ndarray]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from diloco.config import ConfigError
+from diloco.flat import FlatFragment, OuterError, cut, layout_of
 from diloco.launch import read_run
 from diloco.manager import MockManager, StoreManager, likely_cause
-from diloco.outer import FlatFragment, Nesterov, OuterError, OuterState, cut, layout_of, make_diloco, nesterov
+from diloco.outer import Nesterov, OuterLoop, OuterState, make_diloco, nesterov
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
@@ -216,6 +217,31 @@ def test_bf16_tied_frozen_model_trains_alone(fresh: str, fragments: int, delay: 
     sizes = [loop.state.size(i) for i in range(fragments)]
     assert sum(sizes) == sum(math.prod(shape) for _, shape, _ in layout_of(model))
     manager.shutdown()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 0), (3, 1)])
+def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragments: int, delay: int) -> None:
+    def trained(name: str, lean: bool) -> tuple[OuterLoop, list[torch.Tensor], list[str]]:
+        torch.manual_seed(0)
+        model, manager, bases = Net().to(dtype), MockManager(f"lean-{name}-{lean}", replicas=1), []
+        manager.done_with_delta = lean
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        settings: dict[str, Any] = {"sync_every": 6, "fragments": fragments, "fragment_sync_delay": delay}
+        with make_diloco(model, optimizer, manager, **settings, codec="int8") as loop:
+            for _ in range(8):
+                steps = plain_steps(model, optimizer, 6)
+                bases.append(manager.life.rv.base)
+        manager.shutdown()
+        return loop, steps, bases
+
+    name = f"{dtype}-{fragments}-{delay}"
+    (lean, *ours), (stock, *theirs) = trained(name, True), trained(name, False)
+    assert ours[1] == theirs[1] and all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+    assert len(set(ours[1])) == 8, "θ moved in every round"
+    for part, theta in zip(lean.fragments, lean.thetas, strict=True):
+        assert part.flat.data_ptr() == theta.data_ptr(), "a vector less than torchft's"
+    assert all(p.flat.data_ptr() != t.data_ptr() for p, t in zip(stock.fragments, stock.thetas, strict=True))
 
 
 def test_torchft_asks_for_the_eight_names_and_no_more(fresh: str) -> None:

@@ -370,6 +370,6 @@ def test_a_length_is_estimated_from_a_sample() -> None:
 def test_a_pseudogradient_of_1e30_is_refused_by_who_made_it() -> None:
     blown, short = np.full(100, 1e30, np.float32), np.full(100, 0.2, np.float32)
     with pytest.raises(BadDelta, match=r"1\.0e\+31 long and θ only 2\.0e\+00.* blown up"):
-        checked_norm(blown, short)
+        checked_norm(blown, length(short))
     assert checked_norm(blown) == pytest.approx(1e31), "nothing to compare with"
-    assert checked_norm(vector(100), short) > 0 and checked_norm(np.zeros(100, np.float32), short) == 0
+    assert checked_norm(vector(100), length(short)) > 0 and checked_norm(np.zeros(100, np.float32), length(short)) == 0

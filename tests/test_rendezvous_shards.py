@@ -70,6 +70,31 @@ def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
     assert [r for part in parts for _, r in part] == grid(n, alignment(codec), rules.shard_elements)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
+    store, n = MemoryStore(), 10_007
+    commit, _, rules = commit_of(store, codec, n, 4, 3)
+    written: list[list[bytes]] = []
+    for kernels in (True, False):
+        reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.empty(n, np.float32)
+        if not kernels:
+            reducer._one_pass = None
+        parts = [reducer.make_part(commit, part, out).tobytes() for part in reducer.parts(commit, n)]
+        written.append([*parts, out.tobytes()])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("n", [10_007, 8192, 3])
+def test_what_is_said_of_a_body_is_its_norm(codec: str, n: int) -> None:
+    x = RNG.standard_normal(n, dtype=np.float32)
+    ranges = grid(n, alignment(codec), 1024)
+    for _ in range(2):  # with an empty residual, and with what was lost
+        written = Encoder(codec).in_shards(0, x, ranges, 2 * np.ones_like(x))
+        assert written.norm == pytest.approx(float(np.linalg.norm(x.astype(np.float64))), rel=1e-5)
+        assert written.scale == pytest.approx(2 * n**0.5)
+
+
 def test_fp32_is_the_weighted_mean() -> None:
     store, n = MemoryStore(), 5000
     commit, vectors, rules = commit_of(store, "fp32", n, 3, 3)

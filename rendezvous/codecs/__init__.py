@@ -21,7 +21,7 @@ Not promised: equal bodies from different machines (only equal decoding); anythi
 `torch.set_flush_denormal(True)`; a residual worth keeping after a refused `encode`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
 
@@ -65,6 +65,10 @@ class Codec(Protocol):
         """
         ...
 
+    def encode_measured(self, x: Array, out: Array, residual: Array | None = None) -> float:
+        """The same, for exact codecs; -> ‖x‖² as fp32 tells it (to 1e-5; infinite where x is too long for that)."""
+        ...
+
     def decode(self, body: Body, out: Array) -> None:
         """Fill `out` (fp32).  Raises Corrupt for bytes that no encoder wrote."""
         ...
@@ -77,7 +81,7 @@ class Codec(Protocol):
 
 
 @cache
-def one_pass_mean(name: str) -> Callable[[Sequence[np.ndarray], Sequence[float], float, np.ndarray], bool] | None:
+def one_pass_mean(name: str) -> Callable[..., bool] | None:
     """`native.mean` of that codec's bodies, where there is one and it could be compiled."""
     try:
         from rendezvous.codecs import native
@@ -88,9 +92,17 @@ def one_pass_mean(name: str) -> Callable[[Sequence[np.ndarray], Sequence[float],
 
 def codec(name: str) -> Codec:
     """The codec of that name."""
+    codecs = _codecs()
+    if name not in codecs:
+        raise ValueError(f"there is no codec {name!r}; there are {', '.join(codecs)}, and auto")
+    return codecs[name]
+
+
+@cache
+def _codecs() -> dict[str, Codec]:
     from rendezvous.codecs import blocks, dense, gate, topk
 
-    codecs: dict[str, Codec] = {
+    return {
         "fp32": dense.Fp32(),
         "bf16": dense.Bf16(),
         "int8": blocks.Int8(),
@@ -98,6 +110,3 @@ def codec(name: str) -> Codec:
         "topk": topk.TopK(),
         "bf16-gate": gate.Gate(),
     }
-    if name not in codecs:
-        raise ValueError(f"there is no codec {name!r}; there are {', '.join(codecs)}, and auto")
-    return codecs[name]

@@ -54,6 +54,9 @@ class Gate(Pieces):
                 s.masked_fill_(gate, 0)
         return used
 
+    def encode_measured(self, x: Array, out: Array, residual: Array | None = None) -> float:
+        raise ValueError("bf16-gate compares with the model: use encode, with theta")
+
     def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
         rest = bytes_of(body).numpy()
         t = torch.empty(min(n, _BLOCK))

@@ -1,5 +1,6 @@
-/* One piece of a codec in one pass over memory.      x, e ─▶ s = x + e ─▶ rows,  e ← s − unpack(rows)
+/* One piece of a codec in one pass over memory.      x, e ─▶ s = x + e ─▶ rows,  e ← s − unpack(rows),  ‖x‖²
                                                       rows ─▶ v ─▶ total ← fl(total + fl(w·v))
+                                              many rows ─▶ mean ─▶ rows of the mean ─▶ what they say
    The arithmetic is that of blocks.py and dense.py, rounding by rounding; compile with -ffp-contract=off.
    Each function returns 0, or 1 for what encode must refuse and for rows that no encoder wrote. */
 
@@ -40,6 +41,16 @@ INLINE int32_t sum(float *restrict s, const float *restrict x, const float *rest
         most = magnitude(s[i]) > most ? magnitude(s[i]) : most;
     }
     return most;
+}
+
+INLINE double squares(const float *x, long n) { /* of what is in the first cache; told to people, so not exact */
+    float lanes[16] = {0};
+    double all = 0;
+    long i = 0;
+    for (; i + 16 <= n; i += 16) for (int j = 0; j < 16; j++) lanes[j] += x[i + j] * x[i + j];
+    for (int j = 0; j < 16; j++) all += lanes[j];
+    for (; i < n; i++) all += x[i] * x[i];
+    return all;
 }
 
 INLINE int keep(float *e, const float *s, long n) { /* shows the caller what was not finite */
@@ -112,11 +123,14 @@ INLINE int add_row(const uint8_t *row, float w, float *total, int first, long n,
 }
 
 #define BLOCKS(name, block, levels, row_bytes)                                                                    \
-    EXPORT int encode_##name(const float *x, float *e, uint8_t *rows, long n, float most) {                       \
+    EXPORT int encode_##name(const float *x, float *e, uint8_t *rows, long n, float most, double *square) {       \
         int bad = 0;                                                                                              \
         long i = 0;                                                                                               \
-        for (; i + block <= n && !bad; i += block, rows += row_bytes)                                             \
+        for (; i + block <= n && !bad; i += block, rows += row_bytes) {                                           \
             bad = encode_row(x + i, e ? e + i : 0, rows, block, block, levels, most);                             \
+            *square += squares(x + i, block);                                                                     \
+        }                                                                                                         \
+        *square += squares(x + i, bad ? 0 : n - i);                                                               \
         return bad || (i < n && encode_row(x + i, e ? e + i : 0, rows, n - i, block, levels, most));              \
     }                                                                                                             \
     EXPORT int add_##name(const uint8_t *rows, float w, float *total, int first, long n, float most) {            \
@@ -149,7 +163,7 @@ INLINE uint16_t narrow(float v) { /* to nearest even, no infinities */
     return (uint16_t)((bits & 0x7FFFFFFF) >= INF_BITS ? (bits >> 16 & 0x8000) | 0x7F7F : bits >> 16);
 }
 
-INLINE int narrow_all(const float *x, float *e, uint8_t *rows, long n, int feedback) {
+INLINE int narrow_all(const float *x, float *e, uint8_t *rows, long n, int feedback, double *square) {
     int32_t most = 0;
     for (long at = 0; at < n; at += STEP) {
         long m = n - at < STEP ? n - at : STEP;
@@ -163,6 +177,7 @@ INLINE int narrow_all(const float *x, float *e, uint8_t *rows, long n, int feedb
             if (feedback) left[i] = s - wide(halves[i]); /* not finite where s is not */
         }
         stream(rows + 2 * at, halves, 2 * m);
+        *square += squares(from, m);
     }
     fence();
     return most >= INF_BITS;
@@ -180,9 +195,9 @@ INLINE int widen(const uint8_t *restrict rows, float w, float *restrict total, l
     return most >= INF_BITS;
 }
 
-EXPORT int encode_bf16(const float *x, float *e, uint8_t *rows, long n, float most) {
+EXPORT int encode_bf16(const float *x, float *e, uint8_t *rows, long n, float most, double *square) {
     (void)most;
-    return e ? narrow_all(x, e, rows, n, 1) : narrow_all(x, 0, rows, n, 0);
+    return e ? narrow_all(x, e, rows, n, 1, square) : narrow_all(x, 0, rows, n, 0, square);
 }
 
 EXPORT int add_bf16(const uint8_t *rows, float w, float *total, int first, long n, float most) {
@@ -191,45 +206,58 @@ EXPORT int add_bf16(const uint8_t *rows, float w, float *total, int first, long 
 }
 
 /* out = (fl(w0·v0) + fl(w1·v1) + …) / weight, row by row in the first cache;  1 if some of it is not finite, or no
-   encoder wrote it */
-INLINE int finish(const float *t, float weight, float *out, long n) {
+   encoder wrote it.   rows: not null: where the mean is packed; then out is what these rows say */
+INLINE int divided(float *t, float weight, long n) {
     int32_t most = 0, bits;
     memcpy(&bits, &weight, 4);
-    float scaled[STEP], inverse = 1.0f / weight;
+    float inverse = 1.0f / weight;
     int exact = !(bits & 0x7FFFFF) && weight >= 0x1p-60f && weight <= 0x1p60f; /* then both are the same number, rounded */
     for (long i = 0; i < n; i++) {
         float v = exact ? t[i] * inverse : t[i] / weight;
         int32_t m = magnitude(v);
-        scaled[i] = v;
+        t[i] = v;
         most = m > most ? m : most;
     }
-    stream(out, scaled, 4 * n);
     return most >= INF_BITS;
 }
 
-#define MEAN(name, block, row_bytes, add)                                                                         \
+INLINE void repack_bf16(float *v, uint8_t *row, long n) {
+    for (long i = 0; i < n; i++) {
+        uint16_t half = narrow(v[i]);
+        memcpy(row + 2 * i, &half, 2);
+        v[i] = wide(half);
+    }
+}
+
+#define MEAN(name, block, row_bytes, add, repack)                                                                 \
     EXPORT int mean_##name(const uint8_t *const *bodies, const float *w, long count, float weight, float *out,    \
-                           long n, float most) {                                                                  \
+                           long n, float most, uint8_t *rows) {                                                   \
         int bad = 0;                                                                                              \
         for (long i = 0; i < n && !bad; i += block) {                                                             \
-            long m = n - i < block ? n - i : block;                                                               \
+            long m = n - i < block ? n - i : block, at = i / block * (row_bytes);                                 \
             float t[STEP];                                                                                        \
             for (long j = 0; j < count && !bad; j++) {                                                            \
-                const uint8_t *row = bodies[j] + i / block * (row_bytes);                                         \
+                const uint8_t *row = bodies[j] + at;                                                              \
                 bad = add;                                                                                        \
             }                                                                                                     \
-            bad = bad || finish(t, weight, out + i, m);                                                           \
+            bad = bad || divided(t, weight, m);                                                                   \
+            if (rows && !bad) repack;                                                                             \
+            stream(out + i, t, 4 * m);                                                                            \
         }                                                                                                         \
         fence();                                                                                                  \
+        (void)most;                                                                                               \
         return bad;                                                                                               \
     }
+
+#define REPACK(block, levels)                                                                                     \
+    bad = encode_row(t, 0, rows + at, m, block, levels, most) || add_row(rows + at, 1, t, 1, m, block, levels, most)
 
 INLINE int add_plain(const float *x, float w, float *total, int first, long n) {
     put(total, x, w, first, n);
     return 0;
 }
 
-MEAN(fp32, STEP, 4 * STEP, add_plain((const float *)row, w[j], t, j == 0, m))
-MEAN(bf16, STEP, 2 * STEP, j ? widen(row, w[j], t, m, 0) : widen(row, w[j], t, m, 1))
-MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most))
-MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most))
+MEAN(fp32, STEP, 4 * STEP, add_plain((const float *)row, w[j], t, j == 0, m), bad = 1)
+MEAN(bf16, STEP, 2 * STEP, j ? widen(row, w[j], t, m, 0) : widen(row, w[j], t, m, 1), repack_bf16(t, rows + at, m))
+MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most), REPACK(1024, 127))
+MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most), REPACK(512, 7))

@@ -31,10 +31,11 @@ _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-f
 _MOST = {"int8": largest(127), "int4": largest(7), "bf16": 0.0}
 
 
-def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> bool:
-    """rows <- pack(x + e), e <- what they lack.   False: some of it is not finite."""
-    feedback = None if e is None else e.data_ptr()
-    return not _ENCODE[name](x.data_ptr(), feedback, rows.data_ptr(), x.numel(), _MOST[name])
+def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
+    """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
+    feedback, square = None if e is None else e.data_ptr(), ctypes.c_double()
+    bad = _ENCODE[name](x.data_ptr(), feedback, rows.data_ptr(), x.numel(), _MOST[name], ctypes.byref(square))
+    return None if bad else square.value
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
@@ -42,13 +43,22 @@ def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
     return not _ADD[name](rows.data_ptr(), w, target.data_ptr(), first, target.numel(), _MOST[name])
 
 
-def mean(name: str, bodies: Sequence[np.ndarray], weights: Sequence[float], weight: float, out: np.ndarray) -> bool:
+def mean(
+    name: str,
+    bodies: Sequence[np.ndarray],
+    weights: Sequence[float],
+    weight: float,
+    out: np.ndarray,
+    rows: np.ndarray | None = None,
+) -> bool:
     """out <- (fl(w₀·x₀) + fl(w₁·x₁) + …) / weight, every operation rounded to fp32.
 
-    bodies: of `out.size` elements each, as bytes.   False: not finite, or written by no encoder; `out` is waste.
+    bodies: of `out.size` elements each, as bytes.   rows: where the mean is packed too; `out` is what they say then.
+    False: not finite, or written by no encoder; `out` is waste.
     """
     addresses, count = (_POINTER * len(bodies))(*(body.ctypes.data for body in bodies)), len(bodies)
-    rest = (_REAL * count)(*weights), count, weight, out.ctypes.data, out.size, _MOST.get(name, 0.0)
+    packed = None if rows is None else rows.ctypes.data
+    rest = (_REAL * count)(*weights), count, weight, out.ctypes.data, out.size, _MOST.get(name, 0.0), packed
     return not _MEAN[name](addresses, *rest)
 
 
@@ -83,9 +93,9 @@ _ENCODE = {name: getattr(_library_, f"encode_{name}") for name in _MOST}
 _ADD = {name: getattr(_library_, f"add_{name}") for name in _MOST}
 _MEAN = {name: getattr(_library_, f"mean_{name}") for name in MEANS}
 for _f in _MEAN.values():
-    _f.argtypes = (_POINTER, _POINTER, _COUNT, _REAL, _POINTER, _COUNT, _REAL)
+    _f.argtypes = (_POINTER, _POINTER, _COUNT, _REAL, _POINTER, _COUNT, _REAL, _POINTER)
 for _f in _ENCODE.values():
-    _f.argtypes = (_POINTER, _POINTER, _POINTER, _COUNT, _REAL)
+    _f.argtypes = (_POINTER, _POINTER, _POINTER, _COUNT, _REAL, _POINTER)
 for _f in _ADD.values():
     _f.argtypes = (_POINTER, _REAL, _POINTER, _FLAG, _COUNT, _REAL)
 
@@ -99,7 +109,9 @@ def _trial(name: str, size: float) -> bool:
     x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
     rows, e, total = (torch.zeros(c.bound(4096), dtype=torch.uint8).view(-1, c.row_bytes), x / 3, x / 7)
     rows_, e_, total_, t = rows.clone(), e.clone(), total.clone(), torch.empty(4096)
-    fine = encode(name, x, e, rows) and add(name, rows, 0.3, total, False)
+    square, exactly = encode(name, x, e, rows), float((x.double() ** 2).sum())
+    fine = square is not None and (size != 1 or abs(square - exactly) <= 1e-5 * exactly)
+    fine = fine and add(name, rows, 0.3, total, False)
     c.split(e_.add_(x).view(-1, c.align), rows_, t.view(-1, c.align))
     c.unpack(rows_, t.view(-1, c.align))
     total_.add_(t.mul_(0.3))
@@ -120,8 +132,15 @@ def _trial_mean(name: str, weight: float) -> bool:
         c.decode(body, t)
         t *= np.float32(w)
         total = t.copy() if body is bodies[0] else total + t
-    fine = mean(name, bodies, weights, weight, out)
-    return fine and out.tobytes() == (total / np.float32(weight)).tobytes()
+    total /= np.float32(weight)
+    fine = mean(name, bodies, weights, weight, out) and out.tobytes() == total.tobytes()
+    if name == "fp32":
+        return fine
+    rows, packed = (np.zeros_like(bodies[0]) for _ in range(2))
+    c.encode(total, packed)
+    c.decode(packed, t)
+    fine = fine and mean(name, bodies, weights, weight, out, rows)
+    return fine and (out.tobytes(), rows.tobytes()) == (t.tobytes(), packed.tobytes())
 
 
 def _trials() -> bool:

@@ -21,15 +21,16 @@ _LEVELS = {"int8": 127, "int4": 7}
 _PER_ROW = {"int8": 1024, "int4": 512}
 
 
-def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> bool:
-    """rows <- pack(x + e), e <- what they lack.   False: some of it is not finite."""
+def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
+    """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
+    squares = torch.empty(len(rows), device=x.device)
     _encode[(len(rows),)](
-        x, x if e is None else e, rows.view(torch.int8), rows.view(torch.float32), bad, x.numel(),
+        x, x if e is None else e, rows.view(torch.int8), rows.view(torch.float32), bad, squares, x.numel(),
         _LEVELS[name], _most(name), e is not None, name == "int4", _PER_ROW[name],
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return not bad.item()
+    return None if bad.item() else float(squares.double().sum())
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
@@ -68,26 +69,30 @@ def _rounded(v):
 
 @triton.jit
 def _sum(x, e, at, n, feedback: tl.constexpr):
-    s = tl.load(x + at, mask=at < n, other=0.0)
+    """-> x + e, and the sum of x's squares"""
+    v = tl.load(x + at, mask=at < n, other=0.0)
+    s = v
     if feedback:
-        s = tl.load(e + at, mask=at < n, other=0.0) + s
-    return s
+        s = tl.load(e + at, mask=at < n, other=0.0) + v
+    return s, tl.sum(v * v, axis=0)
 
 
 @triton.jit
 def _encode(
-    x, e, codes, scales, bad, n, levels: tl.constexpr, most: tl.constexpr,
+    x, e, codes, scales, bad, squares, n, levels: tl.constexpr, most: tl.constexpr,
     feedback: tl.constexpr, halves: tl.constexpr, per_row: tl.constexpr,
 ):  # fmt: skip
     width: tl.constexpr = per_row // 2 if halves else per_row
     row = tl.program_id(0).to(tl.int64)
     place = row * (4 + width) + 4 + tl.arange(0, width)
     at = row * per_row + tl.arange(0, width)
-    s = _sum(x, e, at, n, feedback)
+    s, square = _sum(x, e, at, n, feedback)
     bits = _peak(s)
     if halves:
-        high = _sum(x, e, at + width, n, feedback)
+        high, rest = _sum(x, e, at + width, n, feedback)
         bits = tl.maximum(bits, _peak(high))
+        square += rest
+    tl.store(squares + row, square)
     whole = bits < 0x7F800000
     tl.store(bad, 1, mask=bits >= 0x7F800000)
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), levels * 1.0)

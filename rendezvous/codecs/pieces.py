@@ -90,17 +90,21 @@ class Rows(ABC):
         return self.bound(start), self.bound(stop)
 
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
-        v = flat(x, "the pseudogradient")
+        self.encode_measured(x, out, residual)
+        return self.bound(x.shape[0])
+
+    def encode_measured(self, x: Array, out: Array, residual: Array | None = None) -> float:
+        """The same; -> ‖x‖² as fp32 tells it: to about 1e-5, and infinite where it is too long for that."""
+        v, square = flat(x, "the pseudogradient"), 0.0
         e = None if residual is None else flat(residual, "the residual", like=v)
-        used = self.bound(v.numel())
         most = -(-min(v.numel(), piece_size(v.device)) // self.align)
-        outbox = Outbox(room(out, used).view(-1, self.row_bytes), most, v.device)
+        outbox = Outbox(room(out, self.bound(v.numel())).view(-1, self.row_bytes), most, v.device)
         for a, b in pieces(v.numel(), v.device):
             rows = outbox.rows(a // self.align, -(-b // self.align))
-            self._encode_piece(v[a:b], None if e is None else e[a:b], rows)
+            square += self._encode_piece(v[a:b], None if e is None else e[a:b], rows)
             outbox.send()
         outbox.wait()
-        return used
+        return square
 
     def decode(self, body: Body, out: Array) -> None:
         self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
@@ -117,13 +121,16 @@ class Rows(ABC):
             rows = all_rows[a // self.align : -(-b // self.align)].to(device, non_blocking=True)
             self._add_piece(rows, w, target[a:b], first)
 
-    def _encode_piece(self, x: Tensor, e: Tensor | None, rows: Tensor) -> None:
-        """rows <- pack(x + decay·e);  e <- what they lack."""
+    def _encode_piece(self, x: Tensor, e: Tensor | None, rows: Tensor) -> float:
+        """rows <- pack(x + decay·e);  e <- what they lack; -> ‖x‖²."""
         kernels = fused(self.name, x.device.type)
         if kernels is not None:
-            if not kernels.encode(self.name, x, e, rows):
+            square = kernels.encode(self.name, x, e, rows)
+            if square is None:
                 raise refuse(x if e is None else e)
-        elif e is None:
+            return square
+        square = float(torch.dot(x, x))
+        if e is None:
             self.pack(padded(x, self.align), rows)
         else:
             s = add_residual(x, e, self.decay)
@@ -131,6 +138,7 @@ class Rows(ABC):
             self.split(whole, rows, scratch(whole.numel(), x.device).view(whole.shape))
             if whole.numel() != s.numel():
                 s.copy_(whole.view(-1)[: s.numel()])
+        return square
 
     def _add_piece(self, rows: Tensor, w: float, target: Tensor, first: bool) -> None:
         """target += fl(w·unpack(rows)).   The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
@@ -162,8 +170,8 @@ class Rows(ABC):
 class Kernels(Protocol):
     """A codec's whole piece in one pass over memory."""
 
-    def encode(self, name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> bool:
-        """rows <- pack(x + e), e <- what they lack.   False: some of it is not finite."""
+    def encode(self, name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
+        """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
         ...
 
     def add(self, name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
@@ -278,6 +286,8 @@ def refuse(v: Tensor) -> BadDelta:
 
 def tensor_of(array: np.ndarray) -> Tensor:
     """The same memory as a tensor."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
     with warnings.catch_warnings():  # it warns of memory that must not be written to; we only read that
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
@@ -286,7 +296,7 @@ def tensor_of(array: np.ndarray) -> Tensor:
 def flat(array: Array, what: str, like: Tensor | None = None) -> Tensor:
     """A flat, contiguous fp32 tensor over the same memory; as long as `like`, and on its device."""
     contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
-    if str(array.dtype).removeprefix("torch.") != "float32" or array.ndim != 1 or not contiguous:
+    if array.dtype not in (np.float32, torch.float32) or array.ndim != 1 or not contiguous:
         raise BadDelta(f"{what} is a flat, contiguous fp32 vector; got {array.dtype} of shape {tuple(array.shape)}")
     x = tensor_of(array) if isinstance(array, np.ndarray) else array.detach()
     if like is not None and (x.numel() != like.numel() or x.device != like.device):

@@ -2,14 +2,16 @@
 
     OPENBLAS_NUM_THREADS=1 python -m tests.benchmarks.bench_torchft [MILLIONS=50] [REPLICAS=4] [ROUNDS=5] [TENSORS=64]
 
-The same model in the same processes, in turns: torchft's way and ours (StoreManager and make_diloco on a folder in
-memory), first with fp32, then with int8.  Inner steps are empty; noise moves the parameters before each round.
+The same model in the same processes, in turns: torchft's way, ours (StoreManager and make_diloco on a folder in
+memory), and our engine alone; first with fp32, then with int8.  Inner steps are empty; noise moves the parameters
+before each round.
 
-    sync   from "Δ is computed" to "the mean is in its buffer": torchft's allreduce … wait; ours with agreement, digests
-           of θ, polling and codec inside, torchft's without its quorum (it comes before Δ)
+    sync   from "Δ is computed" to "the mean is in its buffer".  torchft: allreduce … wait, without its quorum, which
+           comes before Δ.  Ours: agreement, polling, codec and digests of θ.  Engine: the same without digests of θ
     hook   everything that optimizer.step() does: gather or Δ, quorum, sync, commit, outer step, scatter
 
-Medians over rounds of the slowest replica.  Goal: sync ≤ 0.5 × torchft's.  Needs about 10 GB of memory for 50 M.
+Medians over rounds; each from when all replicas are ready to when all are done.  Goal: the engine's sync ≤ 0.5 ×
+torchft's.  Needs about 10 GB of memory for 50 M.
 
 Not promised: anything about a real network; Gloo and the folder both copy through memory here.
 """
@@ -21,14 +23,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 from torch import nn
+
+from tests.benchmarks.bench_sync import life
+from tests.benchmarks.bench_sync import ours as sync
+
+Times = tuple[float, float]  # when it began and ended, on this machine's clock
 
 
 class Span:
@@ -51,9 +58,9 @@ class Span:
         work.wait = timed
         return work
 
-    def take(self) -> float:
-        took, self.began = self.ended - self.began, 0.0
-        return took
+    def take(self) -> tuple[float, float]:
+        span, self.began = (self.began, self.ended), 0.0
+        return span
 
 
 def stock(model: nn.Module, rank: int, count: int, lighthouse: str) -> tuple[Any, Any, Any]:
@@ -85,6 +92,26 @@ def ours(model: nn.Module, rank: int, count: int, root: str, codec: str) -> tupl
     return loop, inner, (manager,)
 
 
+class Engine:
+    """Our rendezvous alone, with one flat vector as long as the model: what bench_sync measures."""
+
+    def __init__(self, root: str, rank: int, count: int, n: int, codec: str) -> None:
+        self._life = life(root, codec, rank, count, n)
+        self._delta = np.random.default_rng(rank).standard_normal(n, dtype=np.float32)
+        self._vector = torch.empty(n).numpy()
+
+    def fill(self) -> None:
+        self._vector[:] = self._delta
+
+    def step(self) -> tuple[float, float]:
+        """-> when Δ was there, and when the mean.   What is written in the background has been written then."""
+        began = time.perf_counter()
+        sync(self._life, self._vector)
+        ended = time.perf_counter()
+        self._life._background.drain()
+        return began, ended
+
+
 def replica(
     rank: int,
     count: int,
@@ -95,18 +122,16 @@ def replica(
     lighthouse: str,
     root: str,
     results: Any,
+    barrier: Any,
 ) -> None:
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    barrier_store = dist.FileStore(f"{root}/barrier", count)
     size = millions * 1_000_000 // tensors
     model = nn.ParameterList(nn.Parameter(torch.randn(size) * 0.02) for _ in range(tensors))
     noise = torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 1e-3
     made = {"torchft": stock(model, rank, count, lighthouse), codec: ours(model, rank, count, f"{root}/run", codec)}
     spans = {form: Span(managers[0]) for form, (_, _, managers) in made.items()}
-    barrier = barrier_of(barrier_store, rank, count)
+    engine = Engine(root, rank, count, size * tensors, codec)
     for r in range(rounds + 1):  # the first round warms up
         for form, (loop, inner, _) in made.items():
             with torch.no_grad():
@@ -115,34 +140,27 @@ def replica(
                     p.grad = None
             if r == 0:
                 loop.__enter__()
-            barrier(f"{r}{form}")
+            barrier.wait()
             began = time.perf_counter()
             inner.step()
-            hook = time.perf_counter() - began
-            barrier(f"{r}{form}-")
-            if r:
-                results.put((form, r, spans[form].take(), hook))
-            else:
-                spans[form].take()
-            if rank == 0 and form != "torchft":
-                for blob in Path(f"{root}/run/steps").glob("*/*/*.bin"):
-                    blob.unlink()
-    barrier("end")
+            hook = began, time.perf_counter()
+            barrier.wait()
+            results.put((form, r, spans[form].take(), hook))
+        engine.fill()
+        barrier.wait()
+        span = engine.step()
+        barrier.wait()
+        results.put((f"{codec} engine", r, span, span))
+        if rank == 0:
+            for blob in Path(root).glob("*/steps/*/*/*.bin"):
+                blob.unlink()
+    barrier.wait()
     results.close()
     results.join_thread()
     os._exit(0)
 
 
-def barrier_of(store: Any, rank: int, count: int) -> Callable[[str], None]:
-    def barrier(name: str) -> None:
-        store.add(name, 1)
-        while store.add(name, 0) < count:
-            time.sleep(0.002)
-
-    return barrier
-
-
-def measure(millions: int, count: int, rounds: int, tensors: int, codec: str) -> dict[str, tuple[float, float]]:
+def measure(millions: int, count: int, rounds: int, tensors: int, codec: str) -> dict[str, tuple[float, ...]]:
     """form -> seconds of (sync, hook)."""
     from torchft.coordination import LighthouseServer
 
@@ -151,18 +169,15 @@ def measure(millions: int, count: int, rounds: int, tensors: int, codec: str) ->
     root = tempfile.mkdtemp(prefix="bench-torchft-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     context = mp.get_context("spawn")
     results = context.Queue()
-    fleet = [
-        context.Process(target=replica, args=(i, count, millions, rounds, tensors, codec, lighthouse, root, results))
-        for i in range(count)
-    ]
-    slowest: dict[tuple[str, int], tuple[float, float]] = {}
+    common = count, millions, rounds, tensors, codec, lighthouse, root, results, context.Barrier(count)
+    fleet = [context.Process(target=replica, args=(i, *common)) for i in range(count)]
+    spans: dict[str, list[list[tuple[Times, Times]]]] = {}
     try:
         for p in fleet:
             p.start()
-        for _ in range(count * rounds * 2):
-            form, r, sync, hook = next_of(results, fleet)
-            was = slowest.get((form, r), (0.0, 0.0))
-            slowest[form, r] = max(sync, was[0]), max(hook, was[1])
+        for _ in range(count * (rounds + 1) * 3):
+            form, r, *both = next_of(results, fleet)
+            spans.setdefault(form, [[] for _ in range(rounds + 1)])[r].append(tuple(both))
         for p in fleet:
             p.join(30)
     finally:
@@ -171,12 +186,14 @@ def measure(millions: int, count: int, rounds: int, tensors: int, codec: str) ->
         shutil.rmtree(root, ignore_errors=True)
         server.shutdown()
     return {
-        form: (
-            statistics.median(slowest[form, r][0] for r in range(1, rounds + 1)),
-            statistics.median(slowest[form, r][1] for r in range(1, rounds + 1)),
-        )
-        for form in ("torchft", codec)
+        form: tuple(statistics.median(together([both[i] for both in r]) for r in took[1:]) for i in (0, 1))
+        for form, took in spans.items()
     }
+
+
+def together(spans: list[Times]) -> float:
+    """Seconds from when all were ready to when all were done; the clock is the machine's."""
+    return max(ended for _, ended in spans) - max(began for began, _ in spans)
 
 
 def next_of(results: Any, fleet: list[Any]) -> Any:
@@ -192,13 +209,14 @@ def next_of(results: Any, fleet: list[Any]) -> Any:
 def main() -> None:
     given = [int(a) for a in sys.argv[1:]]
     millions, count, rounds, tensors = given + [50, 4, 5, 64][len(given) :]
-    print(f"{millions} M parameters in {tensors} tensors, {count} replicas, median of {rounds} rounds, slowest replica")
-    print(f"  {'':10s} {'sync':>9s} {'× torchft':>10s} {'hook':>9s} {'× torchft':>10s}")
+    print(f"{millions} M parameters in {tensors} tensors, {count} replicas, median of {rounds} rounds")
+    print(f"  {'':12s} {'sync':>9s} {'× torchft':>10s} {'hook':>9s} {'× torchft':>10s}")
     for codec in ("fp32", "int8"):
         took = measure(millions, count, rounds, tensors, codec)
         base = took["torchft"]
-        for form, (sync, hook) in took.items():
-            print(f"  {form:10s} {sync:7.3f} s {sync / base[0]:10.2f} {hook:7.3f} s {hook / base[1]:10.2f}", flush=True)
+        for form, (alone, hook) in took.items():
+            whole = "" if form.endswith("engine") else f"{hook:7.3f} s {hook / base[1]:10.2f}"
+            print(f"  {form:12s} {alone:7.3f} s {alone / base[0]:10.2f} {whole}", flush=True)
 
 
 if __name__ == "__main__":

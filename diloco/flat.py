@@ -1,0 +1,95 @@
+"""A live model as flat fp32 fragments.
+
+    model (any dtype)      w₀ │ w₁ │ w₂ ┊ w₃ │ w₄            trainable parameters, tied ones once, in the model's order
+                              ▼            ▼
+    fragments          [ ─────────── ] [ ─────── ]           one fp32 vector each, on the CPU
+
+    local value of an element = θ + (live − base)            base = what was last scattered, in the model's dtype
+
+So neither the rounding of a bf16 model nor α's merge ever enters a pseudogradient.  For an fp32 model without a merge
+that is the live value itself, and is read straight from the model.
+
+Not promised: a model that fits the device twice; vectors are in host memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class OuterError(RuntimeError):
+    """The model or the settings do not fit the outer loop."""
+
+
+class FlatFragment(nn.Module):
+    """One fp32 vector on the CPU over some trainable parameters of a live model; what torchft optimizes."""
+
+    def __init__(self, live: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.live = list(live)  # a plain list: they stay the model's own
+        self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
+        self.merged: Tensor | None = None  # what α's merge scattered, when that was not θ
+
+    @torch.no_grad()
+    def gather(self, theta: Tensor) -> None:
+        """flat = local values."""
+        for span, local in self._local(theta):
+            self.flat.data[span].copy_(local)
+
+    @torch.no_grad()
+    def delta(self, theta: Tensor, out: Tensor) -> Tensor:
+        """out = Δ = θ − local values, the bits that torchft gets by way of `gather`."""
+        for span, local in self._local(theta):
+            torch.sub(theta[span], local, out=out[span])
+        return out
+
+    def _local(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Where each parameter is in the vector, and θ + (live − base) there."""
+        base, at = theta if self.merged is None else self.merged, 0
+        for p in self.live:
+            span, live = slice(at, at := at + p.numel()), p.detach().reshape(-1).float().cpu()
+            if p.dtype == torch.float32 and self.merged is None:
+                yield span, live
+            else:
+                yield span, theta[span] + (live - base[span].to(p.dtype).float())
+
+    @torch.no_grad()
+    def scatter(self, merged: bool) -> None:
+        """model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
+        self.merged = self.flat.data.clone() if merged else None
+        at = 0
+        for p in self.live:
+            p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))
+            at += p.numel()
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every trainable parameter once (tied weights under their first name), in the model's order."""
+    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not found:
+        raise OuterError(
+            "the model has no trainable parameter; nothing could be averaged. Unfreeze some, or add an adapter"
+        )
+    return found
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[slice]:
+    """`fragments` runs of consecutive parameters with about equal numbers of elements."""
+    if fragments > len(sizes):
+        raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
+    parts: list[slice] = []
+    at, left = 0, sum(sizes)
+    for remaining in range(fragments, 0, -1):
+        goal, to, size = left / remaining, at + 1, sizes[at]
+        while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
+            size, to = size + sizes[to], to + 1
+        parts.append(slice(at, to))
+        at, left = to, left - size
+    return parts
+
+
+def layout_of(model: nn.Module) -> list[list[Any]]:
+    """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
+    return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable(model)]
