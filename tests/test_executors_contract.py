@@ -262,7 +262,8 @@ def test_a_preempted_replica_starts_again_behind_the_same_handle(fleet):
     if not fleet.platform.preempt(handle):
         pytest.skip(f"{fleet.platform.name}: nobody starts the same input again")
     first, second = fleet.wait_for_mark("start", handle, count=2)
-    assert first != second and len(fleet.marks("left", handle)) == 1
+    assert first != second
+    assert len(fleet.marks("left", handle)) == 1, "\n".join(fleet.executor.logs(handle))
     assert not running(first) and fleet.statuses(handle)["r00"].state in THERE
     fleet.let_go()
     assert fleet.collect(handle)[0].value == "went"
