@@ -11,7 +11,8 @@ numpy, a codec's accumulate and the C kernels multiply and add in two roundings 
 to make replicas differ.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -49,7 +50,7 @@ class Reducer:
 
     def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], rules: Rules | None = None) -> None:
         self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
-        self._codec, self._bytes, self._part = self.rules.codec, roomy(0), roomy(0)
+        self._codec, self._bytes, self._kept = self.rules.codec, roomy(0), 0
         self._together: Together = in_turn if getattr(store, "cheap", False) else at_once
         self._one_pass = one_pass_mean(self._codec)
         self._odd = set[str]()  # blobs that were told of
@@ -240,15 +241,19 @@ class Reducer:
 
     def _buffer(self, size: int) -> np.ndarray:
         """Bytes to read into; the same memory every time, because fresh pages cost more than the read."""
-        if self._bytes.size < size:
-            self._bytes = roomy(size)
-        return self._bytes[:size]
+        end = self._kept + size
+        if self._bytes.size < end:
+            self._bytes = roomy(end)
+        return self._bytes[self._kept : end]
 
-    def _packed(self, size: int) -> np.ndarray:
-        """The same for a part of the mean that is ours to write."""
-        if self._part.size < size:
-            self._part = roomy(size)
-        return self._part[:size]
+    @contextmanager
+    def _beside(self, size: int) -> Generator[np.ndarray]:
+        """The same, for bytes that must stay while others are read."""
+        room, self._kept = self._buffer(size), size
+        try:
+            yield room
+        finally:
+            self._kept = 0
 
     # ---------------------------------------------------------------- parts of a sharded step
 
@@ -265,14 +270,17 @@ class Reducer:
                 self.make_part(commit, part, out)
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: Mine | None = None) -> np.ndarray:
-        """The mean of these shards, into `out`; -> the part as it travels.   Raises Corrupt."""
+        """The mean of these shards, into `out`; -> it as it travels, good until the next read.  Raises Corrupt."""
         piece = out[_span(part)]
-        packed = None if self._codec == "fp32" else self._packed(body_size(self._codec, piece.size))
-        trouble = self._sum(commit, part, out, mine, packed)
+        if self._codec == "fp32":
+            trouble, body = self._sum(commit, part, out, mine), np.frombuffer(payload(piece), np.uint8)
+        else:
+            with self._beside(body_size(self._codec, piece.size)) as body:
+                trouble = self._sum(commit, part, out, mine, body)
         if trouble is not None:
             self._tell("bad_blob", step=commit.t, trouble=trouble)
             raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
-        return np.frombuffer(payload(piece), np.uint8) if packed is None else packed
+        return body
 
     def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
         """Fetch part j if somebody has announced it; a damaged one is computed again and put back."""

@@ -174,10 +174,8 @@ class Encoder:
             self._free = body
 
     def _room(self, size: int) -> np.ndarray:
-        if self._body.size < size <= self._free.size:
-            self._body, self._free = self._free, roomy(0)
-        elif self._body.size < size:
-            self._body = roomy(size)
+        if self._body.size < size:  # what waits and is too small is of no use either
+            self._body, self._free = self._free if self._free.size >= size else roomy(size), roomy(0)
         return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
