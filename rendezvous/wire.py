@@ -23,6 +23,7 @@ from rendezvous.store import Store
 assert sys.byteorder == "little", "blobs are little-endian fp32"
 
 Range = tuple[int, int]  # elements [start, stop)
+_ALL = slice(None)
 Piece = tuple[int, str]  # bytes, and the digest that they should have
 
 
@@ -104,6 +105,7 @@ class Encoder:
         self.name, self._feedback = name, feedback
         self._body, self._free = roomy(0), roomy(0)  # memory of the last body; memory that waits for one
         self._residuals: dict[int, np.ndarray] = {}
+        self._ages: dict[int, np.ndarray] = {}  # of fragments whose codec asks how long elements have waited
 
     def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
         """-> the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
@@ -131,6 +133,7 @@ class Encoder:
             norm = checked_norm(delta, scale, square)
         except BadDelta:
             self._residuals.pop(fragment, None)
+            self._ages.pop(fragment, None)
             raise
         return Written(body, _whole(shards), tuple(shards), norm, scale)
 
@@ -139,29 +142,37 @@ class Encoder:
         if self.name == "fp32":
             room.view(np.float32)[:] = delta
             return room.size
-        return codec(self.name).encode(delta, room, self._residual(fragment, delta), theta)
+        return codec(self.name).encode(delta, room, theta=theta, **self._waiting(fragment, delta))
 
     def _write_measured(self, fragment: int, delta: np.ndarray, span: slice, room: np.ndarray) -> float:
         """These elements' bytes, for a codec whose bodies can be cut; -> the sum of their squares."""
         if self.name == "fp32":
             room.view(np.float32)[:] = delta[span]
             return squared(delta[span])
-        residual = self._residual(fragment, delta)
-        return codec(self.name).encode_measured(delta[span], room, None if residual is None else residual[span])
+        return codec(self.name).encode_measured(delta[span], room, **self._waiting(fragment, delta, span))
 
-    def _residual(self, fragment: int, delta: np.ndarray) -> np.ndarray | None:
-        if self._feedback and fragment not in self._residuals:
+    def _waiting(self, fragment: int, delta: np.ndarray, span: slice = _ALL) -> dict[str, np.ndarray]:
+        """What of these elements was not sent, and for how long."""
+        if not self._feedback:
+            return {}
+        if fragment not in self._residuals:
             self._residuals[fragment] = np.zeros_like(delta)
-        return self._residuals[fragment] if self._feedback else None
+        if codec(self.name).ages and fragment not in self._ages:
+            self._ages[fragment] = np.zeros(delta.size, np.uint8)
+        held = {"residual": self._residuals[fragment], "age": self._ages.get(fragment)}
+        return {name: array[span] for name, array in held.items() if array is not None}
 
     @property
     def unsent(self) -> dict[str, np.ndarray]:
-        """The residuals, by name."""
-        return {f"residual.{fragment}": e for fragment, e in self._residuals.items()}
+        """The residuals and their ages, by name."""
+        ages = {f"age.{fragment}": age for fragment, age in self._ages.items()}
+        return {f"residual.{fragment}": e for fragment, e in self._residuals.items()} | ages
 
     def inherit(self, unsent: Mapping[str, np.ndarray]) -> None:
         """Go on where another encoder stopped."""
-        self._residuals = {int(name.rpartition(".")[2]): np.array(e) for name, e in unsent.items()}
+        for held, kind in ((self._residuals, "residual."), (self._ages, "age.")):
+            held.clear()
+            held |= {int(name[len(kind) :]): np.array(a) for name, a in unsent.items() if name.startswith(kind)}
 
     def give_away(self, body: np.ndarray) -> None:
         """This body stays as it is until it is given back: the next one is written elsewhere."""
@@ -179,7 +190,7 @@ class Encoder:
         return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
-        """That body will never count: what it carried goes into the next one."""
+        """That body will never count: what it carried goes into the next one, as news of one round."""
         if self.name != "fp32":
             lost = np.empty_like(self._residuals[fragment])
             codec(self.name).decode(body, lost)

@@ -26,14 +26,16 @@ def train(name: str, feedback: bool, seed: int = 0) -> tuple[float, int]:
     g, c = torch.Generator().manual_seed(seed), codec(name)
     noise = torch.where(torch.arange(P) % 16 == 0, 2.0, 0.1)
     best, theta, sent, losses = torch.randn(P, generator=g), torch.zeros(P), 0, list[float]()
-    residuals, out = torch.zeros(N, P), torch.zeros(c.bound(P), dtype=torch.uint8)
+    residuals, ages = torch.zeros(N, P), torch.zeros(N, P, dtype=torch.uint8)
+    out = torch.zeros(c.bound(P), dtype=torch.uint8)
     for _ in range(OUTER):
         total = torch.zeros(P)
         for i in range(N):
             local = theta.clone()
             for _ in range(H):
                 local -= LR * (local - best + noise * torch.randn(P, generator=g))
-            used = c.encode(theta - local, out, residuals[i] if feedback else None)
+            waiting = {"residual": residuals[i], "age": ages[i]} if feedback else {}
+            used = c.encode(theta - local, out, **waiting)
             c.accumulate(out[:used], 1.0, total, i == 0)
             sent += used
         theta -= total / N  # outer SGD, learning rate 1, as SparseLoCo
@@ -49,13 +51,13 @@ def test_dense_codecs_train_like_fp32(name: str) -> None:
 def test_topk_with_feedback_reaches_the_loss_of_fp32_and_without_does_not() -> None:
     (exact, exact_bytes), (fed, fed_bytes), (unfed, _) = train("fp32", False), train("topk", True), train("topk", False)
     assert exact < 0.002
-    assert fed - exact < 0.001, "a thousandth of what there was to learn"
-    assert unfed > 0.3
-    assert exact_bytes / fed_bytes > 140
+    assert fed - exact < 0.0002, "of what there was to learn"
+    assert unfed > 5 * exact
+    assert exact_bytes / fed_bytes > 84
 
 
 def test_topk_sends_fifty_times_less_up_and_down() -> None:
     """fp32 sharded: up S + S/N, down 2(N−1)/N·S.   topk direct: up S, down (N−1)·S."""
     fp32 = codec("fp32").bound(1 << 26) * (1 + 1 / N + 2 * (N - 1) / N)
     topk = codec("topk").bound(1 << 26) * (1 + N - 1)
-    assert fp32 / topk > 95
+    assert fp32 / topk > 57

@@ -167,7 +167,7 @@ def test_the_estimate_counts_what_a_sync_does(measured: Probe, monkeypatch: pyte
     assert four.dollars == pytest.approx(four.puts * 5e-6 + four.gets * 4e-7)
     assert four.egress_dollars == pytest.approx(12 * 0.09)
     topk = sync_estimate(measured, 500_000_000, 4, "topk")  # everyone reads everyone's
-    assert topk.mode == "direct" and topk.download_bytes == 3 * topk.upload_bytes < four.download_bytes / 70
+    assert topk.mode == "direct" and topk.download_bytes == 3 * topk.upload_bytes < four.download_bytes / 42
 
 
 def test_prices_are_only_given_where_they_are_known(measured: Probe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@
     bf16        2                     the lower 16 bits                               dense.py
     int8        1   + 4 per 1024      at most half a step of absmax/127 per block     blocks.py
     int4        1/2 + 4 per 512       at most half a step of absmax/7 per block       blocks.py
-    topk        114 per 4096          all but the 64 largest; those keep 2 bits       topk.py   SparseLoCo, 2508.15706
+    topk        3 per 64 + 4 per 8192  all but the 3 largest of 64; those keep 2 bits  topk.py   SparseLoCo, 2508.15706
     bf16-gate   4 + ~1 per change     what the bf16 model would not show              gate.py   PULSE, 2602.03839
 
 What is lost stays in the residual e and is sent later (error feedback), so over time the decoded values add up to
@@ -43,11 +43,13 @@ class Codec(Protocol):
 
     align: elements that are encoded together; shards are cut at multiples of it.
     exact: every body of n elements has bound(n) bytes, and byte_range works.
+    ages: beside a residual it wants to know how long each element has waited.
     """
 
     name: str
     align: int
     exact: bool
+    ages: bool
 
     def bound(self, n: int) -> int:
         """Bytes that suffice for n elements."""
@@ -57,15 +59,23 @@ class Codec(Protocol):
         """Where the elements [start, stop) are in the body; `stop` is aligned or the end of the vector."""
         ...
 
-    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
+    def encode(
+        self,
+        x: Array,
+        out: Array,
+        residual: Array | None = None,
+        theta: Array | None = None,
+        age: Array | None = None,
+    ) -> int:
         """Write x (fp32, any device) into `out` (uint8, CPU); -> bytes used.
 
         residual: e, updated in place, on x's device.   theta: what x will be subtracted from, for bf16-gate.
+        age: uint8, rounds since each element was last sent, updated in place, for codecs with `ages`.
         Raises BadDelta for what is not finite.
         """
         ...
 
-    def encode_measured(self, x: Array, out: Array, residual: Array | None = None) -> float:
+    def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
         """The same, for exact codecs; -> ‖x‖² as fp32 tells it (to 1e-5; infinite where x is too long for that)."""
         ...
 

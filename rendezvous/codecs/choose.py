@@ -32,10 +32,10 @@ _TRAITS = {
     "int8": Traits(4, 1.2, 0.5, "1 % of the signal waits in the residual"),
     "int4": Traits(8, 1.4, 0.7, "fp4 cost nothing in Streaming DiLoCo, and there is error feedback"),
     "topk": Traits(
-        32 / (64 * (12 + 2) / 4096),
+        32 / (8 * 3 / 64),
         5,
         0.8,
-        "1.6 % of the elements at 2 bits; the residual sends the rest, over tens of outer steps",
+        "5 % of the elements at 2 bits; the residual sends the rest, over tens of outer steps",
     ),
     "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model"),
 }

@@ -27,7 +27,7 @@ _BLOCK, _MORE = 1 << 18, 255
 
 
 class Gate(Pieces):
-    name, align, exact = "bf16-gate", _BLOCK, False
+    name, align, exact, ages = "bf16-gate", _BLOCK, False, False
 
     def bound(self, n: int) -> int:
         return sum(8 + 4 * m + _padded(_bitmap_bytes(m)) for m in (min(_BLOCK, n - a) for a in range(0, n, _BLOCK)))
@@ -35,7 +35,14 @@ class Gate(Pieces):
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         raise ValueError("bf16-gate bodies differ in size and can only be read whole")
 
-    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
+    def encode(
+        self,
+        x: Array,
+        out: Array,
+        residual: Array | None = None,
+        theta: Array | None = None,
+        age: Array | None = None,
+    ) -> int:
         if theta is None:
             raise ValueError("bf16-gate compares with the model: give theta, the vector that x is subtracted from")
         v = flat(x, "the pseudogradient")
@@ -54,7 +61,7 @@ class Gate(Pieces):
                 s.masked_fill_(gate, 0)
         return used
 
-    def encode_measured(self, x: Array, out: Array, residual: Array | None = None) -> float:
+    def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
         raise ValueError("bf16-gate compares with the model: use encode, with theta")
 
     def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:

@@ -65,6 +65,7 @@ class Rows(ABC):
     align: int
     row_bytes: int
     exact = True
+    ages = False
     decay = 1.0
 
     @abstractmethod
@@ -89,19 +90,28 @@ class Rows(ABC):
             raise ValueError(f"{self.name} can be cut at multiples of {self.align} elements, not at {start}")
         return self.bound(start), self.bound(stop)
 
-    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
-        self.encode_measured(x, out, residual)
+    def encode(
+        self,
+        x: Array,
+        out: Array,
+        residual: Array | None = None,
+        theta: Array | None = None,
+        age: Array | None = None,
+    ) -> int:
+        self.encode_measured(x, out, residual, age)
         return self.bound(x.shape[0])
 
-    def encode_measured(self, x: Array, out: Array, residual: Array | None = None) -> float:
-        """The same; -> ‖x‖² as fp32 tells it: to about 1e-5, and infinite where it is too long for that."""
+    def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
         v, square = flat(x, "the pseudogradient"), 0.0
         e = None if residual is None else flat(residual, "the residual", like=v)
+        ages = None if age is None else ages_of(age, like=v)
         most = -(-min(v.numel(), piece_size(v.device)) // self.align)
         outbox = Outbox(room(out, self.bound(v.numel())).view(-1, self.row_bytes), most, v.device)
         for a, b in pieces(v.numel(), v.device):
             rows = outbox.rows(a // self.align, -(-b // self.align))
-            square += self._encode_piece(v[a:b], None if e is None else e[a:b], rows)
+            square += self._encode_piece(
+                v[a:b], None if e is None else e[a:b], None if ages is None else ages[a:b], rows
+            )
             outbox.send()
         outbox.wait()
         return square
@@ -121,8 +131,8 @@ class Rows(ABC):
             rows = all_rows[a // self.align : -(-b // self.align)].to(device, non_blocking=True)
             self._add_piece(rows, w, target[a:b], first)
 
-    def _encode_piece(self, x: Tensor, e: Tensor | None, rows: Tensor) -> float:
-        """rows <- pack(x + decay·e);  e <- what they lack; -> ‖x‖²."""
+    def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
+        """rows <- pack(x + decay·e);  e <- what they lack; -> ‖x‖².   age: for codecs with `ages`."""
         kernels = fused(self.name, x.device.type)
         if kernels is not None:
             square = kernels.encode(self.name, x, e, rows)
@@ -248,15 +258,16 @@ def piece_size(device: torch.device) -> int:
 _own = threading.local()
 
 
-def scratch(n: int, device: torch.device) -> Tensor:
-    """n elements of rubbish, valid until this thread asks again.  On the CPU the same memory every time, because fresh
-    pages cost more than the work; CUDA keeps memory by itself."""
+def scratch(n: int, device: torch.device, name: str = "") -> Tensor:
+    """n elements of rubbish, valid until this thread asks for that name again.  On the CPU the same memory every time,
+    because fresh pages cost more than the work; CUDA keeps memory by itself."""
     if device.type != "cpu" or n > _CPU_PIECE:
         return torch.empty(n, device=device)
-    if not hasattr(_own, "memory"):
+    kept: dict[str, Tensor] = _own.__dict__
+    if name not in kept:
         with torch.inference_mode(False):
-            _own.memory = torch.empty(_CPU_PIECE)
-    return _own.memory[:n]
+            kept[name] = torch.empty(_CPU_PIECE)
+    return kept[name][:n]
 
 
 def padded(s: Tensor, align: int) -> Tensor:
@@ -302,6 +313,14 @@ def flat(array: Array, what: str, like: Tensor | None = None) -> Tensor:
     if like is not None and (x.numel() != like.numel() or x.device != like.device):
         raise BadDelta(f"{what} has {like.numel()} elements on {like.device}; got {x.numel()} on {x.device}")
     return x
+
+
+def ages_of(array: Array, like: Tensor) -> Tensor:
+    """A flat uint8 tensor over the same memory, as long as `like`."""
+    age = tensor_of(array) if isinstance(array, np.ndarray) else array
+    if age.dtype != torch.uint8 or age.shape != like.shape or age.device != like.device:
+        raise ValueError(f"ages are {like.numel()} uint8 on {like.device}; got {age.dtype}, {tuple(age.shape)}")
+    return age
 
 
 def bytes_of(body: Body) -> Tensor:

@@ -1,16 +1,24 @@
-"""The 64 largest of every 4096, to two bits each.                           SparseLoCo (arXiv 2508.15706), section 3
+"""The 3 largest of every 64, a byte each.                                SparseLoCo (arXiv 2508.15706), section 3; and
 
-    s = x + 0.95·e
-                ┌ low ┬ high ┬───────── 64 entries ────────┬───────── 64 entries ────────┐   228 bytes
-    2 × 4096 ─▶ │ bf16│ bf16 │ first chunk                 │ second chunk                │   per 8192 elements
-                └─────┴──────┴─────────────────────────────┴─────────────────────────────┘
-    entry = index (12 bits) | negative (1) | high (1), ascending by index; four entries are seven bytes
+    e ← x + 0.8·e        s = gain(age)·e        e ← e − sent/gain        age ← 0 where something was sent
 
-`low` and `high` are the mean magnitudes of what is below and above the mean magnitude that is kept.  SparseLoCo
-has two bits with a table of bin means per parameter; ours is per 8192 elements and costs 1.8 % more bytes than its
-146×.  Where fewer than 64 of a chunk are not zero, `low` is 0 and all others share `high`.
+    8192 elements as a table of 64 × 128: a chunk is a column, so its elements lie 128 apart
 
-Equal magnitudes: which of them is kept is torch.topk's choice, and may differ between machines; decoding does not.
+            ┌ low ┬ high ┬── 128 ──┬── 128 ──┬── 128 ──┐   388 bytes
+            │ bf16│ bf16 │ of each column, ascending    │   per 8192 elements
+            └─────┴──────┴─────────┴─────────┴─────────┘
+    entry = place in the column (6 bits) | negative (1) | high (1)
+
+`low` and `high` are the mean magnitudes of what is below and above the mean magnitude that is kept.  Where fewer than
+384 are not zero, `low` is 0 and all others share `high`.
+
+SparseLoCo keeps 64 of 4096 and forgets a residual by 0.95 a round.  In a chunk of 64 a place takes 6 bits instead of
+12, so the same bytes carry nearly twice the entries.  And what has waited was computed from an old θ: on the supervised
+loop that cost more than forgetting it.  So the residual forgets by 0.8, and what it forgot of a steady x is given back
+when it is sent: gain(a) = a·(1 − 0.8)/(1 − 0.8ᵃ) for an element that waited a rounds; 1 for what is sent every round,
+at most gain(8) = 1.92, because an outer step amplifies old news.  Measured in docs/benchmarks.md.
+
+Equal magnitudes: which of them is kept is torch's choice, and may differ between machines; decoding does not.
 
 Not promised: anything without a residual; the published runs, and ours, get visibly worse.
 """
@@ -18,72 +26,82 @@ Not promised: anything without a residual; the published runs, and ours, get vis
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import Rows, all_finite, refuse
+from rendezvous.codecs.pieces import Rows, all_finite, padded, refuse, scratch
 from rendezvous.errors import Corrupt
 
-_CHUNK, _KEPT = 4096, 64
+_CHUNK, _CHUNKS, _KEPT = 64, 128, 3
+_LONGEST = 8  # rounds after which an element's gain grows no more
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class TopK(Rows):
-    name, align, row_bytes = "topk", 2 * _CHUNK, 4 + 2 * _KEPT * 14 // 8
-    decay = 0.95
+    name, align, row_bytes = "topk", _CHUNK * _CHUNKS, 4 + _KEPT * _CHUNKS
+    decay = 0.8
+    ages = True
 
     def pack(self, v: Tensor, rows: Tensor) -> None:
-        chunks = v.view(-1, _CHUNK)
-        index = _largest(chunks.abs())
-        kept = chunks.gather(1, index)
-        if not all_finite(kept):  # to topk nothing is larger than NaN and infinity
+        table = v.view(-1, _CHUNK, _CHUNKS)
+        place = _largest(table)
+        kept = table.gather(1, place).flatten(1)
+        if not all_finite(kept):  # nothing is larger than NaN and infinity
             raise refuse(v)
-        levels, high = _levels(kept.abs().view(len(v), -1))
+        levels, high = _levels(kept.abs())
         rows[:, :4].view(torch.bfloat16).copy_(levels)
-        entry = index | (kept < 0).long() << 12 | high.view_as(index).long() << 13
-        _pack14(entry.view(len(v), -1, 4), rows[:, 4:])
+        rows[:, 4:] = place.flatten(1) | (kept < 0).long() << 6 | high.long() << 7
 
     def unpack(self, rows: Tensor, out: Tensor) -> None:
-        entry = _unpack14(rows[:, 4:]).view(-1, _KEPT)
-        index = entry & (_CHUNK - 1)
-        if not (index[:, 1:] > index[:, :-1]).all():
-            raise Corrupt("this topk body has indices that do not ascend")
-        low, high = rows[:, :4].view(torch.bfloat16).float().repeat_interleave(2, dim=0).chunk(2, dim=1)
+        entry = rows[:, 4:].long()
+        place = (entry & (_CHUNK - 1)).view(-1, _KEPT, _CHUNKS)
+        if not (place[:, 1:] > place[:, :-1]).all():
+            raise Corrupt("this topk body has places that do not ascend")
+        low, high = rows[:, :4].view(torch.bfloat16).float().chunk(2, dim=1)
         if not (all_finite(low) and all_finite(high) and (low >= 0).all() and (high >= 0).all()):
             raise Corrupt("this topk body has levels that are negative or not finite")
-        magnitude = torch.where((entry >> 13).bool(), high, low)
-        value = torch.where((entry >> 12 & 1).bool(), -magnitude, magnitude)
-        out.zero_().view(-1, _CHUNK).scatter_(1, index, value)
+        magnitude = torch.where((entry >> 7).bool(), high, low)
+        value = torch.where((entry >> 6 & 1).bool(), -magnitude, magnitude)
+        out.zero_().view(-1, _CHUNK, _CHUNKS).scatter_(1, place, value.view_as(place))
+
+    def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
+        if e is None or age is None:
+            return super()._encode_piece(x, e, None, rows)
+        gain, s = (scratch(len(x), x.device, name) for name in ("gain", "s"))
+        rounds = s.view(torch.int32).copy_(age.add_(1).clamp_(max=_LONGEST))
+        torch.index_select(_gains(x.device, self.decay), 0, rounds, out=gain)
+        whole = padded(torch.mul(e.mul_(self.decay).add_(x), gain, out=s), self.align)
+        self.pack(whole, rows)
+        sent = scratch(whole.numel(), x.device).view(whole.shape)
+        self.unpack(rows, sent)
+        sent = sent.view(-1)[: len(x)]
+        age.masked_fill_(sent != 0, 0)
+        e.sub_(sent.div_(gain))
+        return float(torch.dot(x, x))
 
 
-def _largest(magnitude: Tensor) -> Tensor:
-    """(c, 4096) -> (c, 64), ascending.  First the 64 columns of 8 with the largest maxima: no other column can hold
-    one of the 64 largest, so the second topk sees an eighth of the elements."""
-    columns = magnitude.view(-1, 8, _CHUNK // 8).amax(1).topk(_KEPT, dim=1, sorted=False).indices
-    steps = torch.arange(0, _CHUNK, _CHUNK // 8, device=magnitude.device)
-    candidates = (columns.unsqueeze(1) + steps.unsqueeze(1)).view(len(magnitude), -1)
-    best = magnitude.gather(1, candidates).topk(_KEPT, dim=1, sorted=False).indices
-    return candidates.gather(1, best).sort(dim=1).values
+def _gains(device: torch.device, decay: float) -> Tensor:
+    """[a] -> what a steady x is worth over what is left of it after a rounds."""
+    a = torch.arange(_LONGEST + 1, dtype=torch.float64).clamp_(min=1)
+    return (a * (1 - decay) / (1 - decay**a)).float().to(device)
+
+
+def _largest(v: Tensor) -> Tensor:
+    """(r, 64, 128) -> (r, 3, 128): the places of each column's largest magnitudes, ascending.
+
+    A magnitude's bits order like the number, NaN above infinity; the place takes its 6 lowest, so no two are equal.
+    """
+    key, found = scratch(v.numel(), v.device).view(torch.int32).view(v.shape), list[Tensor]()
+    torch.bitwise_and(v.view(torch.int32), torch.tensor(0x7FFFFFFF ^ (_CHUNK - 1), dtype=torch.int32), out=key)
+    key.bitwise_or_(torch.arange(_CHUNK, dtype=torch.int32, device=v.device).view(1, _CHUNK, 1))
+    for _ in range(_KEPT):
+        found.append((key.amax(1, keepdim=True) & (_CHUNK - 1)).long())
+        key.scatter_(1, found[-1], -1)
+    return torch.cat(found, 1).sort(dim=1).values
 
 
 def _levels(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """(r, 128) -> (r, 2), and which are high.  Means are taken of shares of the largest: sums cannot overflow."""
+    """(r, 384) -> (r, 2), and which are high.  Means are taken of shares of the largest: sums cannot overflow."""
     most = magnitude.amax(1, keepdim=True)
     share = magnitude / (most + (most == 0))
     cut = share.mean(1, keepdim=True) * (share.amin(1, keepdim=True) > 0)
     high = share > cut
     means = [(share * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp_min(1) for m in (~high, high)]
     return (torch.cat(means, 1) * most).clamp_max_(_BF16_MAX), high
-
-
-def _pack14(entry: Tensor, out: Tensor) -> None:
-    """(r, w, 4) int64 -> (r, 7w) bytes: four times 14 bits, the first lowest."""
-    r, w, _ = entry.shape
-    word = entry[..., 0] | entry[..., 1] << 14 | entry[..., 2] << 28 | entry[..., 3] << 42
-    out.view(r, w, 7).copy_(word.view(torch.uint8).view(r, w, 8)[..., :7])
-
-
-def _unpack14(packed: Tensor) -> Tensor:
-    """(r, 7w) bytes -> (r, w, 4) int64"""
-    r, w = len(packed), packed.shape[1] // 7
-    word = packed.new_zeros(r, w, 8)
-    word[..., :7] = packed.view(r, w, 7)
-    shifts = torch.arange(0, 56, 14, device=packed.device)
-    return word.view(torch.int64) >> shifts & 0x3FFF
