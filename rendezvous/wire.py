@@ -23,7 +23,6 @@ from rendezvous.store import Store
 assert sys.byteorder == "little", "blobs are little-endian fp32"
 
 Range = tuple[int, int]  # elements [start, stop)
-_ALL = slice(None)
 Piece = tuple[int, str]  # bytes, and the digest that they should have
 
 
@@ -139,10 +138,10 @@ class Encoder:
 
     def _write(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
         """All elements' bytes; -> how many."""
-        if self.name == "fp32":
-            room.view(np.float32)[:] = delta
+        if exact(self.name):
+            self._write_measured(fragment, delta, slice(None), room)
             return room.size
-        return codec(self.name).encode(delta, room, theta=theta, **self._waiting(fragment, delta))
+        return codec(self.name).encode(delta, room, theta=theta, **self._waiting(fragment, delta, slice(None)))
 
     def _write_measured(self, fragment: int, delta: np.ndarray, span: slice, room: np.ndarray) -> float:
         """These elements' bytes, for a codec whose bodies can be cut; -> the sum of their squares."""
@@ -151,7 +150,7 @@ class Encoder:
             return squared(delta[span])
         return codec(self.name).encode_measured(delta[span], room, **self._waiting(fragment, delta, span))
 
-    def _waiting(self, fragment: int, delta: np.ndarray, span: slice = _ALL) -> dict[str, np.ndarray]:
+    def _waiting(self, fragment: int, delta: np.ndarray, span: slice) -> dict[str, np.ndarray]:
         """What of these elements was not sent, and for how long."""
         if not self._feedback:
             return {}

@@ -35,9 +35,9 @@ def train(name: str, feedback: bool, seed: int = 0) -> tuple[float, int]:
             for _ in range(H):
                 local -= LR * (local - best + noise * torch.randn(P, generator=g))
             waiting = {"residual": residuals[i], "age": ages[i]} if feedback else {}
-            used = c.encode(theta - local, out, **waiting)
-            c.accumulate(out[:used], 1.0, total, i == 0)
-            sent += used
+            c.encode_measured(theta - local, out, **waiting)
+            c.accumulate(out, 1.0, total, i == 0)
+            sent += out.numel()
         theta -= total / N  # outer SGD, learning rate 1, as SparseLoCo
         losses.append(float((theta - best).square().sum() / best.square().sum()))
     return float(np.mean(losses[-20:])), sent

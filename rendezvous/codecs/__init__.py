@@ -59,24 +59,19 @@ class Codec(Protocol):
         """Where the elements [start, stop) are in the body; `stop` is aligned or the end of the vector."""
         ...
 
-    def encode(
-        self,
-        x: Array,
-        out: Array,
-        residual: Array | None = None,
-        theta: Array | None = None,
-        age: Array | None = None,
-    ) -> int:
+    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
         """Write x (fp32, any device) into `out` (uint8, CPU); -> bytes used.
 
         residual: e, updated in place, on x's device.   theta: what x will be subtracted from, for bf16-gate.
-        age: uint8, rounds since each element was last sent, updated in place, for codecs with `ages`.
         Raises BadDelta for what is not finite.
         """
         ...
 
     def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
-        """The same, for exact codecs; -> ‖x‖² as fp32 tells it (to 1e-5; infinite where x is too long for that)."""
+        """The same, for exact codecs; -> ‖x‖² as fp32 tells it (to 1e-5; infinite where x is too long for that).
+
+        age: uint8, rounds since each element was last sent, updated in place, for codecs with `ages`.
+        """
         ...
 
     def decode(self, body: Body, out: Array) -> None:

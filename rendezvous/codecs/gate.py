@@ -35,14 +35,7 @@ class Gate(Pieces):
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         raise ValueError("bf16-gate bodies differ in size and can only be read whole")
 
-    def encode(
-        self,
-        x: Array,
-        out: Array,
-        residual: Array | None = None,
-        theta: Array | None = None,
-        age: Array | None = None,
-    ) -> int:
+    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
         if theta is None:
             raise ValueError("bf16-gate compares with the model: give theta, the vector that x is subtracted from")
         v = flat(x, "the pseudogradient")

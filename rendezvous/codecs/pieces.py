@@ -90,15 +90,8 @@ class Rows(ABC):
             raise ValueError(f"{self.name} can be cut at multiples of {self.align} elements, not at {start}")
         return self.bound(start), self.bound(stop)
 
-    def encode(
-        self,
-        x: Array,
-        out: Array,
-        residual: Array | None = None,
-        theta: Array | None = None,
-        age: Array | None = None,
-    ) -> int:
-        self.encode_measured(x, out, residual, age)
+    def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
+        self.encode_measured(x, out, residual)
         return self.bound(x.shape[0])
 
     def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
