@@ -9,7 +9,7 @@
 So neither the rounding of a bf16 model nor α's merge ever enters a pseudogradient.  For an fp32 model without a merge
 that is the live value itself, and is read straight from the model.
 
-Not promised: a model that fits the device twice; vectors are in host memory.
+Not promised: parameters that are spread over several devices.  Vectors are in host memory.
 """
 
 from collections.abc import Iterator, Sequence

@@ -38,6 +38,8 @@ class LeanDiLoCo(DiLoCo):
 
 
 class LeanFragment(_StreamingDiLoCoFragment):
+    """torchft's fragment, whose flat vector is θ itself."""
+
     def lean(self, room: Tensor) -> None:
         """room: for any fragment's Δ."""
         self._part: FlatFragment = self._model_fragment  # pyright: ignore[reportAttributeAccessIssue]

@@ -350,6 +350,20 @@ def make_diloco(
     Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for settings that
     do not fit, WrongRun if the URL holds another run; the block swallows `Leaving` (see `manager.left`).
     """
+    _refuse_misfits(sync_every, fragments, fragment_sync_delay, outer_lr, weighting, norm_gate)
+    return OuterLoop(
+        model, optimizer, seated(manager), lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
+        alpha=fragment_update_alpha, boundary=boundary,
+        rules=Rules(
+            fragments, sync_every, max_carry, age_discount, snapshot_every, codec, weighting, norm_gate,
+            sync_seconds or 0.0,
+        ),
+    )  # fmt: skip
+
+
+def _refuse_misfits(
+    sync_every: int, fragments: int, fragment_sync_delay: int, outer_lr: float | str, weighting: str, norm_gate: float
+) -> None:
     if sync_every < 1 or fragments < 1 or sync_every % fragments:
         better = fragments * max(1, math.ceil(sync_every / max(1, fragments)))
         raise OuterError(f"sync_every={sync_every} is not divisible by fragments={fragments}; use sync_every={better}")
@@ -361,14 +375,6 @@ def make_diloco(
         raise OuterError(f"weighting={weighting!r} is not known; use one of {', '.join(WEIGHTINGS)}")
     if norm_gate != 0 and not norm_gate >= 2:
         raise OuterError(f"norm_gate={norm_gate} would damp honest replicas; use at least 2, or 0 for no gate")
-    return OuterLoop(
-        model, optimizer, seated(manager), lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
-        alpha=fragment_update_alpha, boundary=boundary,
-        rules=Rules(
-            fragments, sync_every, max_carry, age_discount, snapshot_every, codec, weighting, norm_gate,
-            sync_seconds or 0.0,
-        ),
-    )  # fmt: skip
 
 
 def _refuse_distributed() -> None:

@@ -94,7 +94,8 @@ class Reducer:
                 trouble = self._sum_all(offers, group, out, mine, rows)
             except Corrupt:
                 trouble = self._sum_sound(commit, offers, group, out, mine)
-                self._pack(out[_span(group)], rows)
+                if trouble is None:
+                    self._pack(out[_span(group)], rows)
             if trouble is not None:
                 return trouble
         return None

@@ -97,7 +97,6 @@ class Rendezvous:
         self._announcement: Callable[[], None] | None = None
         self._mine: list[Mine] = []  # what we offered last, and before if somebody may still miss it
         self._rederived = -1  # the step for which we last replayed our own θ
-        self._looked = -1  # the step for which we last saw that our own θ is what it was
         self._snapshot = 0  # newest snapshot known
         self._rate = 0.0  # bytes per second of the last upload
         self._first = -1  # the step in whose middle we joined
@@ -498,19 +497,13 @@ class Rendezvous:
     # ------------------------------------------------------------------ keeping honest
 
     def _check_state(self) -> None:
-        """Bytes of θ and momentum that changed behind our back are never offered and never stepped from.
-
-        Looked at once per step, when inner steps are done: what changes while we wait has another base in the next.
-        """
-        if self._looked == self.step:
-            return
+        """Bytes of θ and momentum that changed behind our back are never offered and never stepped from."""
         now = self.state.digest()
         if now != self.base:
             raise Diverged(
                 f"θ of {self.name} changed between outer steps (digest {now}, was {self.base}): "
                 "bad memory, or code that writes to the fragments. This life ends; the next heals from the bucket"
             )
-        self._looked = self.step
 
     def _odd(self, key: str, why: str) -> None:
         self.tell("bad_offer", key=key, text=f"passed over: {why}")

@@ -119,22 +119,24 @@ class Encoder:
         Raises BadDelta; then the fragment's residual begins anew.
         """
         scale = 0.0 if theta is None else length(theta)
-        if len(ranges) < 2 or not exact(self.name):
-            norm = checked_norm(delta, scale)
-            body = self.encode(fragment, delta, theta)
-            return Written(body, digest(payload(body)), (), norm, scale)
-        body, shards, square = self._room(body_size(self.name, delta.size)), list[str](), 0.0
         try:
-            for start, stop in ranges:  # one by one: a shard is still in the cache when it is encoded and digested
-                piece = body[slice(*byte_range(self.name, start, stop))]
-                square += self._write_measured(fragment, delta, slice(start, stop), piece)
-                shards.append(digest(payload(piece)))
-            norm = checked_norm(delta, scale, square)
+            if len(ranges) > 1 and exact(self.name):
+                return self._written(fragment, delta, ranges, scale)
+            norm, body = checked_norm(delta, scale), self.encode(fragment, delta, theta)
+            return Written(body, digest(payload(body)), (), norm, scale)
         except BadDelta:
             self._residuals.pop(fragment, None)
             self._ages.pop(fragment, None)
             raise
-        return Written(body, _whole(shards), tuple(shards), norm, scale)
+
+    def _written(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
+        """Shard by shard: each is still in the cache when it is digested."""
+        body, shards, square = self._room(body_size(self.name, delta.size)), list[str](), 0.0
+        for start, stop in ranges:
+            piece = body[slice(*byte_range(self.name, start, stop))]
+            square += self._write_measured(fragment, delta, slice(start, stop), piece)
+            shards.append(digest(payload(piece)))
+        return Written(body, _whole(shards), tuple(shards), checked_norm(delta, scale, square), scale)
 
     def _write(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
         """All elements' bytes; -> how many."""

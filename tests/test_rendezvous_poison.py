@@ -196,6 +196,28 @@ def test_bytes_that_no_encoder_writes_are_left_out(name: str, owners: int) -> No
     assert np.isfinite(mean).all() and np.abs(mean).max() < 10
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_a_body_that_goes_while_another_is_left_out_is_missed_not_averaged(name: str) -> None:
+    class Forgetful(MemoryStore):
+        """Loses blob/1 once it has been read."""
+
+        def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+            found = super().get_into(key, out, start)
+            if key == "blob/1":
+                self.delete([key])
+            return found
+
+    store, n = Forgetful(), 1000
+    commit, vectors, rules = commit_of(store, name, n, 3, 3)
+    body = Encoder(name).encode(0, vectors[0]).copy()
+    body[:4] = 0xFF
+    commit = poisoned(store, commit, 0, body, name, n)
+    reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.full(n, np.nan, np.float32)
+    part = next(p for p in reducer.parts(commit, n) if p)
+    with pytest.raises(Corrupt, match=r"blob/1 is missing"):
+        reducer.make_part(commit, part, out)
+
+
 def test_bytes_that_no_encoder_writes_are_left_out_of_what_cannot_be_cut(clock: ManualClock) -> None:
     store, n = MemoryStore(), 8192
     commit, _, rules = commit_of(store, "topk", n, 3, 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rendezvous.clock import SystemClock
-from rendezvous.errors import Corrupt
+from rendezvous.errors import BadDelta, Corrupt
 from rendezvous.records import Commit, Listed
 from rendezvous.reduce import Reducer
 from rendezvous.rules import Rules, reduces_sharded
@@ -93,6 +93,18 @@ def test_what_is_said_of_a_body_is_its_norm(codec: str, n: int) -> None:
         written = Encoder(codec).in_shards(0, x, ranges, 2 * np.ones_like(x))
         assert written.norm == pytest.approx(float(np.linalg.norm(x.astype(np.float64))), rel=1e-5)
         assert written.scale == pytest.approx(2 * n**0.5)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk"])
+@pytest.mark.parametrize("n", [1000, 100_000])
+def test_a_refused_pseudogradient_leaves_no_residual(codec: str, n: int) -> None:
+    encoder, x = Encoder(codec), np.full(n, 3.4e38, np.float32)
+    x[::2] *= 0.999
+    ranges = grid(n, alignment(codec), 1 << 14)
+    with pytest.raises(BadDelta, match="residual"):
+        for _ in range(30):
+            encoder.in_shards(0, x, ranges)
+    assert encoder.unsent == {}
 
 
 def test_fp32_is_the_weighted_mean() -> None:

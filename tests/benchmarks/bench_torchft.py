@@ -134,17 +134,9 @@ def replica(
     engine = Engine(root, rank, count, size * tensors, codec)
     for r in range(rounds + 1):  # the first round warms up
         for form, (loop, inner, _) in made.items():
-            with torch.no_grad():
-                for p in model:
-                    p.add_(noise)
-                    p.grad = None
             if r == 0:
                 loop.__enter__()
-            barrier.wait()
-            began = time.perf_counter()
-            inner.step()
-            hook = began, time.perf_counter()
-            barrier.wait()
+            hook = inner_step(model, noise, inner, barrier)
             results.put((form, r, spans[form].take(), hook))
         engine.fill()
         barrier.wait()
@@ -158,6 +150,20 @@ def replica(
     results.close()
     results.join_thread()
     os._exit(0)
+
+
+def inner_step(model: nn.ParameterList, noise: torch.Tensor, optimizer: Any, barrier: Any) -> Times:
+    """Noise instead of a gradient; -> when the optimizer's hooks began and ended."""
+    with torch.no_grad():
+        for p in model:
+            p.add_(noise)
+            p.grad = None
+    barrier.wait()
+    began = time.perf_counter()
+    optimizer.step()
+    ended = time.perf_counter()
+    barrier.wait()
+    return began, ended
 
 
 def measure(millions: int, count: int, rounds: int, tensors: int, codec: str) -> dict[str, tuple[float, ...]]:
