@@ -218,10 +218,10 @@ def test_environment_and_exit_code_come_through(fleet):
 
 
 def test_plan_says_what_it_would_do_and_does_nothing(fleet):
-    before = fleet.platform.live()
+    before = fleet.platform.live()  # those of the test before may still be on their way out
     planned = fleet.executor.plan([fleet.spec("waits"), fleet.spec("waits", "r01")])
     assert planned.lines and all(isinstance(line, str) for line in planned.lines)
-    assert fleet.executor.find(fleet.run) == [] and fleet.platform.live() == before
+    assert fleet.executor.find(fleet.run) == [] and fleet.platform.live() <= before
 
 
 # -------------------------------------------------------------------- poll
