@@ -9,7 +9,7 @@ The record is the header: who has the blob has read the record first, and a blob
 
 import mmap
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,28 +132,27 @@ class Encoder:
     def _written(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
         """Shard by shard: each is still in the cache when it is digested."""
         body, shards, square = self._room(body_size(self.name, delta.size)), list[str](), 0.0
-        for start, stop in ranges:
-            piece = body[slice(*byte_range(self.name, start, stop))]
-            square += self._write_measured(fragment, delta, slice(start, stop), piece)
-            shards.append(digest(payload(piece)))
+        view = payload(body)
+        for shard, more in zip(ranges, self._each(fragment, delta, ranges, body), strict=True):
+            square += more
+            shards.append(digest(view[slice(*byte_range(self.name, *shard))]))
         return Written(body, _whole(shards), tuple(shards), checked_norm(delta, scale, square), scale)
 
     def _write(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
         """All elements' bytes; -> how many."""
         if exact(self.name):
-            self._write_measured(fragment, delta, slice(None), room)
+            sum(self._each(fragment, delta, [(0, delta.size)], room))
             return room.size
-        return codec(self.name).encode(delta, room, theta=theta, **self._waiting(fragment, delta, slice(None)))
+        return codec(self.name).encode(delta, room, theta=theta, **self._waiting(fragment, delta))
 
-    def _write_measured(self, fragment: int, delta: np.ndarray, span: slice, room: np.ndarray) -> float:
-        """These elements' bytes, for a codec whose bodies can be cut; -> the sum of their squares."""
-        if self.name == "fp32":
-            room.view(np.float32)[:] = delta[span]
-            return squared(delta[span])
-        return codec(self.name).encode_measured(delta[span], room, **self._waiting(fragment, delta, span))
+    def _each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
+        """These elements after those: their bytes are in `room`, where a codec's bodies can be cut; their ‖Δ‖²."""
+        if self.name != "fp32":
+            return codec(self.name).encode_each(delta, room, ranges, **self._waiting(fragment, delta))
+        return (_copied(delta[a:b], room[4 * a : 4 * b]) for a, b in ranges)
 
-    def _waiting(self, fragment: int, delta: np.ndarray, span: slice) -> dict[str, np.ndarray]:
-        """What of these elements was not sent, and for how long."""
+    def _waiting(self, fragment: int, delta: np.ndarray) -> dict[str, np.ndarray]:
+        """What was not sent, and for how long."""
         if not self._feedback:
             return {}
         if fragment not in self._residuals:
@@ -161,7 +160,7 @@ class Encoder:
         if codec(self.name).ages and fragment not in self._ages:
             self._ages[fragment] = np.zeros(delta.size, np.uint8)
         held = {"residual": self._residuals[fragment], "age": self._ages.get(fragment)}
-        return {name: array[span] for name, array in held.items() if array is not None}
+        return {name: array for name, array in held.items() if array is not None}
 
     @property
     def unsent(self) -> dict[str, np.ndarray]:
@@ -196,6 +195,11 @@ class Encoder:
             lost = np.empty_like(self._residuals[fragment])
             codec(self.name).decode(body, lost)
             self._residuals[fragment] += lost
+
+
+def _copied(x: np.ndarray, room: np.ndarray) -> float:
+    room.view(np.float32)[:] = x
+    return squared(x)
 
 
 def grid(elements: int, align: int, least: int) -> list[Range]:

@@ -160,7 +160,7 @@ def test_topk_gives_back_what_its_residual_forgot() -> None:
         e, age, out = np.zeros(n, np.float32), np.zeros(n, np.uint8), np.zeros(c.bound(n), np.uint8)
         total, most = np.zeros(n), 0.0
         for _ in range(rounds):
-            c.encode_measured(x, out, e, age)
+            sum(c.encode_each(x, out, [(0, n)], e, age))
             back = decoded(c, out.tobytes(), n)
             total, most = total + back, max(most, float(np.abs(back).max()))
         assert float(total @ x) / rounds == pytest.approx(float(x @ x), rel=0.08)  # two bits forget a little
@@ -170,11 +170,11 @@ def test_topk_gives_back_what_its_residual_forgot() -> None:
 def test_topk_counts_rounds_only_where_it_is_asked_to() -> None:
     c, x = codec("topk"), normal(8192)
     out, age = np.zeros(c.bound(8192), np.uint8), np.zeros(8192, np.uint8)
-    c.encode_measured(x, out, np.zeros_like(x), age)
+    sum(c.encode_each(x, out, [(0, 8192)], np.zeros_like(x), age))
     assert np.array_equal(age == 0, decoded(c, out.tobytes(), 8192) != 0) and age.max() == 1
     assert out.tobytes() == encoded(c, x, np.zeros_like(x)), "in the first round there is nothing to give back"
     with pytest.raises(ValueError, match="ages are 8192 uint8"):
-        c.encode_measured(x, out, np.zeros_like(x), age[:-1])
+        sum(c.encode_each(x, out, [(0, 8192)], np.zeros_like(x), age[:-1]))
 
 
 @few

@@ -35,7 +35,7 @@ def train(name: str, feedback: bool, seed: int = 0) -> tuple[float, int]:
             for _ in range(H):
                 local -= LR * (local - best + noise * torch.randn(P, generator=g))
             waiting = {"residual": residuals[i], "age": ages[i]} if feedback else {}
-            c.encode_measured(theta - local, out, **waiting)
+            sum(c.encode_each(theta - local, out, [(0, P)], **waiting))
             c.accumulate(out, 1.0, total, i == 0)
             sent += out.numel()
         theta -= total / N  # outer SGD, learning rate 1, as SparseLoCo

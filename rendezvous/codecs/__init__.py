@@ -21,7 +21,7 @@ Not promised: equal bodies from different machines (only equal decoding); anythi
 `torch.set_flush_denormal(True)`; a residual worth keeping after a refused `encode`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
 
@@ -67,8 +67,16 @@ class Codec(Protocol):
         """
         ...
 
-    def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
-        """The same, for exact codecs; -> ‖x‖² as fp32 tells it (to 1e-5; infinite where x is too long for that).
+    def encode_each(
+        self,
+        x: Array,
+        out: Array,
+        ranges: Sequence[tuple[int, int]],
+        residual: Array | None = None,
+        age: Array | None = None,
+    ) -> Iterator[float]:
+        """The same, for exact codecs, these elements after those; each time their bytes are there, their ‖x‖² as fp32
+        tells it (to 1e-5; infinite where x is too long for that).
 
         age: uint8, rounds since each element was last sent, updated in place, for codecs with `ages`.
         """

@@ -13,7 +13,7 @@ large as fp32 plus 1/32, and never larger.
 Not promised: ranges, because sizes differ; that the mean moves the bf16 model exactly there, because it is a mean.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -54,7 +54,14 @@ class Gate(Pieces):
                 s.masked_fill_(gate, 0)
         return used
 
-    def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
+    def encode_each(
+        self,
+        x: Array,
+        out: Array,
+        ranges: Sequence[tuple[int, int]],
+        residual: Array | None = None,
+        age: Array | None = None,
+    ) -> Iterator[float]:
         raise ValueError("bf16-gate compares with the model: use encode, with theta")
 
     def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:

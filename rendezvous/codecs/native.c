@@ -79,45 +79,66 @@ INLINE void fence(void) {
 #endif
 }
 
-INLINE int encode_row(const float *x, float *restrict e, uint8_t *restrict row, long n, int block, int levels,
-                      float most) {
-    float s[STEP], rest[STEP], scale;
-    int32_t bits = sum(s, x, e, n);
-    if (bits >= INF_BITS) return keep(e, s, n);
-    memset(s + n, 0, 4 * (block - n));
-    memcpy(&scale, &bits, 4);
+INLINE float scale_of(int32_t peak_bits, int levels, float most) {
+    float scale;
+    memcpy(&scale, &peak_bits, 4);
     scale /= (float)levels;
-    scale = scale < TINY ? TINY : scale > most ? most : scale;
-    memcpy(row, &scale, 4);
-    float inverse = 1.0f / scale, *left = n == block && e ? e : rest;
+    return scale < TINY ? TINY : scale > most ? most : scale;
+}
+
+/* row <- s;  left <- what it lacks;  said <- what it says, where a 0 may have a sign.   Both may be null; said may be s */
+INLINE void code_row(const float *s, float *left, float *said, uint8_t *restrict row, float scale, int block, int levels) {
+    float inverse = 1.0f / scale;
     int8_t *restrict to = (int8_t *)row + 4;
+    memcpy(row, &scale, 4);
     if (levels == 127) for (int i = 0; i < block; i++) {
         float code = to_even(s[i] * inverse);
         to[i] = (int8_t)(int32_t)code;
-        if (e) left[i] = s[i] - code * scale;
+        if (left) left[i] = s[i] - code * scale;
+        if (said) said[i] = code * scale;
     }
     else for (int i = 0, j = block / 2; i < block / 2; i++, j++) {
         float low = to_even(s[i] * inverse), high = to_even(s[j] * inverse);
         to[i] = (int8_t)((int32_t)low + 16 * (int32_t)high);
-        if (e) left[i] = s[i] - low * scale, left[j] = s[j] - high * scale;
+        if (left) left[i] = s[i] - low * scale, left[j] = s[j] - high * scale;
+        if (said) said[i] = low * scale, said[j] = high * scale;
     }
+}
+
+INLINE int encode_row(const float *x, float *restrict e, uint8_t *restrict row, long n, int block, int levels,
+                      float most) {
+    float s[STEP], rest[STEP], *left = n == block && e ? e : rest;
+    int32_t bits = sum(s, x, e, n);
+    if (bits >= INF_BITS) return keep(e, s, n);
+    memset(s + n, 0, 4 * (block - n));
+    code_row(s, e ? left : 0, 0, row, scale_of(bits, levels, most), block, levels);
     if (left == rest) keep(e, rest, n);
     return 0;
 }
 
+INLINE void put_row(const int8_t *code, float scale, float w, float *restrict total, int first, int block, int levels) {
+    if (levels == 127) for (int i = 0; i < block; i++) {
+        float v = w * ((float)code[i] * scale);
+        total[i] = first ? v : total[i] + v;
+    }
+    else for (int i = 0, j = block / 2; i < block / 2; i++, j++) {
+        int low = ((code[i] + 8) & 15) - 8;
+        float v = w * ((float)low * scale), u = w * ((float)((code[i] - low) >> 4) * scale);
+        total[i] = first ? v : total[i] + v;
+        total[j] = first ? u : total[j] + u;
+    }
+}
+
 INLINE int add_row(const uint8_t *row, float w, float *total, int first, long n, int block, int levels, float most) {
     float v[STEP], scale;
-    const int8_t *code = (const int8_t *)row + 4;
     memcpy(&scale, row, 4);
     if (!(scale >= TINY && scale <= most)) return 1;
-    if (levels == 127) for (int i = 0; i < block; i++) v[i] = (float)code[i] * scale;
-    else for (int i = 0; i < block / 2; i++) {
-        int low = ((code[i] + 8) & 15) - 8;
-        v[i] = (float)low * scale;
-        v[i + block / 2] = (float)((code[i] - low) >> 4) * scale;
+    if (n == block && scale <= 0x1p100f) {
+        put_row((const int8_t *)row + 4, scale, w, total, first, block, levels);
+        return 0;
     }
-    if (scale > 0x1p100f && peak(v, block) >= INF_BITS) return 1;
-    if (n < block && peak(v + n, block - n)) return 1;
+    put_row((const int8_t *)row + 4, scale, 1, v, 1, block, levels);
+    if (peak(v, block) >= INF_BITS || (n < block && peak(v + n, block - n))) return 1;
     put(total, v, w, first, n);
     return 0;
 }
@@ -207,7 +228,7 @@ EXPORT int add_bf16(const uint8_t *rows, float w, float *total, int first, long 
 
 /* out = (fl(w0·v0) + fl(w1·v1) + …) / weight, row by row in the first cache;  1 if some of it is not finite, or no
    encoder wrote it.   rows: not null: where the mean is packed; then out is what these rows say */
-INLINE int divided(float *t, float weight, long n) {
+INLINE int32_t divided(float *t, float weight, long n) { /* -> its peak, as bits */
     int32_t most = 0, bits;
     memcpy(&bits, &weight, 4);
     float inverse = 1.0f / weight;
@@ -218,7 +239,13 @@ INLINE int divided(float *t, float weight, long n) {
         t[i] = v;
         most = m > most ? m : most;
     }
-    return most >= INF_BITS;
+    return most;
+}
+
+INLINE void repack(float *t, uint8_t *row, long n, int32_t bits, int block, int levels, float most) {
+    memset(t + n, 0, 4 * (block - n));
+    code_row(t, 0, t, row, scale_of(bits, levels, most), block, levels);
+    for (int i = 0; i < block; i++) t[i] += 0.0f; /* a byte has no sign where it is 0 */
 }
 
 INLINE void repack_bf16(float *v, uint8_t *row, long n) {
@@ -229,7 +256,7 @@ INLINE void repack_bf16(float *v, uint8_t *row, long n) {
     }
 }
 
-#define MEAN(name, block, row_bytes, add, repack)                                                                 \
+#define MEAN(name, block, row_bytes, add, repack_it)                                                              \
     EXPORT int mean_##name(const uint8_t *const *bodies, const float *w, long count, float weight, float *out,    \
                            long n, float most, uint8_t *rows) {                                                   \
         int bad = 0;                                                                                              \
@@ -240,17 +267,15 @@ INLINE void repack_bf16(float *v, uint8_t *row, long n) {
                 const uint8_t *row = bodies[j] + at;                                                              \
                 bad = add;                                                                                        \
             }                                                                                                     \
-            bad = bad || divided(t, weight, m);                                                                   \
-            if (rows && !bad) repack;                                                                             \
+            int32_t bits = bad ? 0 : divided(t, weight, m);                                                       \
+            bad = bad || bits >= INF_BITS;                                                                        \
+            if (rows && !bad) repack_it;                                                                          \
             stream(out + i, t, 4 * m);                                                                            \
         }                                                                                                         \
         fence();                                                                                                  \
         (void)most;                                                                                               \
         return bad;                                                                                               \
     }
-
-#define REPACK(block, levels)                                                                                     \
-    bad = encode_row(t, 0, rows + at, m, block, levels, most) || add_row(rows + at, 1, t, 1, m, block, levels, most)
 
 INLINE int add_plain(const float *x, float w, float *total, int first, long n) {
     put(total, x, w, first, n);
@@ -259,5 +284,5 @@ INLINE int add_plain(const float *x, float w, float *total, int first, long n) {
 
 MEAN(fp32, STEP, 4 * STEP, add_plain((const float *)row, w[j], t, j == 0, m), bad = 1)
 MEAN(bf16, STEP, 2 * STEP, j ? widen(row, w[j], t, m, 0) : widen(row, w[j], t, m, 1), repack_bf16(t, rows + at, m))
-MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most), REPACK(1024, 127))
-MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most), REPACK(512, 7))
+MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most), repack(t, rows + at, m, bits, 1024, 127, most))
+MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most), repack(t, rows + at, m, bits, 512, 7, most))

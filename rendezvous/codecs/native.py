@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +29,29 @@ from rendezvous.codecs.blocks import largest
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _MOST = {"int8": largest(127), "int4": largest(7), "bf16": 0.0}
+_ALIGN = {"int8": 1024, "int4": 512, "bf16": 1}
 
 
 def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
     """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
-    feedback, square = None if e is None else e.data_ptr(), ctypes.c_double()
-    bad = _ENCODE[name](x.data_ptr(), feedback, rows.data_ptr(), x.numel(), _MOST[name], ctypes.byref(square))
-    return None if bad else square.value
+    return next(encode_each(name, x, e, rows, [(0, x.numel())]))
+
+
+def encode_each(
+    name: str, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
+) -> Iterator[float | None]:
+    """The same, these elements after those.
+
+    It goes by addresses: between two shards nothing is left in the caches, and a slice of a tensor costs what 30,000
+    elements do.
+    """
+    run, most, square = _ENCODE[name], _MOST[name], ctypes.c_double()
+    align, width, told = _ALIGN[name], rows.shape[1], ctypes.byref(square)
+    from_, left, to = x.data_ptr(), 0 if e is None else e.data_ptr(), rows.data_ptr()
+    for a, b in ranges:
+        square.value = 0.0
+        bad = run(from_ + 4 * a, left and left + 4 * a, to + a // align * width, b - a, most, told)
+        yield None if bad else square.value
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:

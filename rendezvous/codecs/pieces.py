@@ -16,7 +16,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from math import isfinite
 from typing import Protocol
@@ -91,23 +91,54 @@ class Rows(ABC):
         return self.bound(start), self.bound(stop)
 
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
-        self.encode_measured(x, out, residual)
-        return self.bound(x.shape[0])
+        n = x.shape[0]
+        sum(self.encode_each(x, out, [(0, n)], residual))
+        return self.bound(n)
 
-    def encode_measured(self, x: Array, out: Array, residual: Array | None = None, age: Array | None = None) -> float:
-        v, square = flat(x, "the pseudogradient"), 0.0
+    def encode_each(
+        self,
+        x: Array,
+        out: Array,
+        ranges: Sequence[tuple[int, int]],
+        residual: Array | None = None,
+        age: Array | None = None,
+    ) -> Iterator[float]:
+        v = flat(x, "the pseudogradient")
         e = None if residual is None else flat(residual, "the residual", like=v)
         ages = None if age is None else ages_of(age, like=v)
-        most = -(-min(v.numel(), piece_size(v.device)) // self.align)
-        outbox = Outbox(room(out, self.bound(v.numel())).view(-1, self.row_bytes), most, v.device)
-        for a, b in pieces(v.numel(), v.device):
-            rows = outbox.rows(a // self.align, -(-b // self.align))
-            square += self._encode_piece(
-                v[a:b], None if e is None else e[a:b], None if ages is None else ages[a:b], rows
-            )
-            outbox.send()
-        outbox.wait()
-        return square
+        rows = room(out, self.bound(v.numel())).view(-1, self.row_bytes)
+        if v.device.type == "cpu" and fused(self.name, "cpu") is not None:
+            return self._by_address(v, e, rows, ranges)
+        return self._piece_by_piece(v, e, ages, rows, ranges)
+
+    def _by_address(
+        self, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[float]:
+        from rendezvous.codecs import native
+
+        for (a, b), square in zip(ranges, native.encode_each(self.name, x, e, rows, ranges), strict=True):
+            if square is None:
+                raise refuse((x if e is None else e)[a:b])
+            yield square
+
+    def _piece_by_piece(
+        self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[float]:
+        size = max(1, min(x.numel(), piece_size(x.device)))
+        outbox = Outbox(rows, -(-size // self.align), x.device)
+        for start, stop in ranges:
+            square = 0.0
+            for a in range(start, stop, size):
+                b = min(a + size, stop)
+                square += self._encode_piece(
+                    x[a:b],
+                    None if e is None else e[a:b],
+                    None if age is None else age[a:b],
+                    outbox.rows(a // self.align, -(-b // self.align)),
+                )
+                outbox.send()
+            outbox.wait()
+            yield square
 
     def decode(self, body: Body, out: Array) -> None:
         self.accumulate(body, 1.0, out, True)  # fl(1·x) = x
@@ -120,9 +151,15 @@ class Rows(ABC):
         if all_rows.numel() != self.bound(n):
             raise Corrupt(f"{self.name} of {n} elements has {self.bound(n)} bytes, this body has {all_rows.numel()}")
         all_rows = all_rows.view(-1, self.row_bytes)
-        for a, b in pieces(n, device):
+        size = max(1, self._piece_size(target))
+        for a in range(0, n, size):
+            b = min(a + size, n)
             rows = all_rows[a // self.align : -(-b // self.align)].to(device, non_blocking=True)
             self._add_piece(rows, w, target[a:b], first)
+
+    def _piece_size(self, v: Tensor) -> int:
+        """A CPU's kernels go row by row by themselves, and each call of one costs as much as 20,000 elements."""
+        return v.numel() if v.device.type == "cpu" and fused(self.name, "cpu") else min(v.numel(), piece_size(v.device))
 
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
         """rows <- pack(x + decay·e);  e <- what they lack; -> ‖x‖².   age: for codecs with `ages`."""
@@ -237,11 +274,6 @@ class Outbox:
             sent.synchronize()
         if not self._pinned:
             out.copy_(host)
-
-
-def pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    size = piece_size(device)
-    return ((a, min(a + size, n)) for a in range(0, n, size))
 
 
 def piece_size(device: torch.device) -> int:

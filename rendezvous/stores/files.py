@@ -10,14 +10,13 @@ Not promised: survival of a power cut (nothing is fsynced), nor a folder that se
 file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers).
 """
 
+import ctypes
 import errno
 import os
 import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import numpy as np
 
 from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreUnclear
 from rendezvous.store import Buffer
@@ -37,7 +36,7 @@ class FileStore:
         if not str(root):
             raise ValueError("an empty path is no folder for a run; give one, e.g. runs/demo")
         self.root = Path(root).absolute()
-        self.url = f"file://{self.root}"
+        self.url, self._folder = f"file://{self.root}", str(self.root)
         self._tmp = self.root / ".tmp"
         self._spares = Spares(self._tmp)
 
@@ -63,7 +62,7 @@ class FileStore:
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         with self._errors("read", key):
             try:
-                fd = os.open(self.root / key, os.O_RDONLY)
+                fd = os.open(f"{self._folder}/{key}", os.O_RDONLY)
             except FileNotFoundError:
                 return False
             try:
@@ -148,7 +147,7 @@ def _write(fd: int, body: memoryview) -> None:
 
 
 def _fill(fd: int, out: memoryview, start: int) -> bool:
-    through = bytearray(_CACHED) if _overlaps(out, start) else None
+    through = bytearray(_CACHED) if out and _overlaps(out, start) else None
     done = 0
     while done < len(out):
         piece = out[done : done + _CHUNK] if through is None else memoryview(through)[: len(out) - done]
@@ -164,5 +163,4 @@ def _fill(fd: int, out: memoryview, start: int) -> bool:
 def _overlaps(out: memoryview, start: int) -> bool:
     """Does `out` begin a few bytes after `start`, as places on a page?  Then CPUs take every load for a reload of the
     store before it, and reading straight is four times as slow as by a detour."""
-    address = np.frombuffer(out, np.uint8).ctypes.data
-    return 0 < (address - start) % _PAGE < 32
+    return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(out)) - start) % _PAGE < 32
