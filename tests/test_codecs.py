@@ -296,6 +296,29 @@ def test_ranges_are_bytes_of_the_whole(name: str) -> None:
             c.byte_range(1, n)
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", FIXED)
+def test_ranges_one_after_the_other_are_the_whole(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr("rendezvous.codecs.pieces.fused", lambda name, kind: None)
+    n, c = 70_000, codec(name)
+    x, whole_e, e = normal(n, 8), normal(n, 9), normal(n, 9)
+    x[:8192] = 0  # a square of 0 is no end
+    out, squares = np.zeros(c.bound(n), np.uint8), list[float]()
+    ranges = [(0, 8192), (8192, 65_536), (65_536, n)]
+    for (start, stop), square in zip(ranges, c.encode_each(x, out, ranges, e), strict=True):
+        a, b = c.byte_range(start, stop)
+        assert decoded(c, out[a:b].tobytes(), stop - start)[: c.align].any(), "its bytes are there"
+        squares.append(square)
+    assert out.tobytes() == encoded(c, x, whole_e) and e.tobytes() == whole_e.tobytes()
+    assert squares == pytest.approx([float((x[a:b].astype(float) ** 2).sum()) for a, b in ranges], rel=1e-5)
+    x[9000] = np.inf
+    told = c.encode_each(x, out, ranges, e)
+    assert next(told) == 0
+    with pytest.raises(BadDelta, match="1 of"):
+        next(told)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_numpy_and_torch_give_the_same_body(name: str) -> None:
     x, c = normal(9000, 9), codec(name)
@@ -332,6 +355,7 @@ def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytes
             self._near = torch.empty(most, out.shape[1], dtype=torch.uint8)
 
     monkeypatch.setattr("rendezvous.codecs.pieces.Outbox", Far)
+    monkeypatch.setattr("rendezvous.codecs.pieces.fused", lambda name, kind: None)
     monkeypatch.setattr("rendezvous.codecs.pieces._CPU_PIECE", 1 << 16)
     assert encoded(codec(name), x, e) == straight
     assert e.tobytes() == straight_e.tobytes()
