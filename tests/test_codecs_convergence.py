@@ -51,8 +51,8 @@ def test_dense_codecs_train_like_fp32(name: str) -> None:
 def test_topk_with_feedback_reaches_the_loss_of_fp32_and_without_does_not() -> None:
     (exact, exact_bytes), (fed, fed_bytes), (unfed, _) = train("fp32", False), train("topk", True), train("topk", False)
     assert exact < 0.002
-    assert fed - exact < 0.0002, "of what there was to learn"
-    assert unfed > 5 * exact
+    assert fed - exact < 0.002, "of what there was to learn; giving back amplifies the loud noise (decision 012)"
+    assert unfed > 5 * exact and unfed > 2.5 * fed
     assert exact_bytes / fed_bytes > 84
 
 

@@ -86,8 +86,9 @@ INLINE float scale_of(int32_t peak_bits, int levels, float most) {
     return scale < TINY ? TINY : scale > most ? most : scale;
 }
 
-/* row <- s;  left <- what it lacks;  said <- what it says, where a 0 may have a sign.   Both may be null; said may be s */
-INLINE void code_row(const float *s, float *left, float *said, uint8_t *restrict row, float scale, int block, int levels) {
+/* row <- s;  left <- what it lacks;  said <- what it says, but for signs of 0.   Both may be null; said may be s */
+INLINE void code_row(const float *s, float *left, float *said, uint8_t *restrict row, float scale, int block,
+                     int levels) {
     float inverse = 1.0f / scale;
     int8_t *restrict to = (int8_t *)row + 4;
     memcpy(row, &scale, 4);
@@ -116,7 +117,8 @@ INLINE int encode_row(const float *x, float *restrict e, uint8_t *restrict row, 
     return 0;
 }
 
-INLINE void put_row(const int8_t *code, float scale, float w, float *restrict total, int first, int block, int levels) {
+INLINE void put_row(const int8_t *code, float scale, float w, float *restrict total, int first, int block,
+                    int levels) {
     if (levels == 127) for (int i = 0; i < block; i++) {
         float v = w * ((float)code[i] * scale);
         total[i] = first ? v : total[i] + v;
@@ -232,7 +234,7 @@ INLINE int32_t divided(float *t, float weight, long n) { /* -> its peak, as bits
     int32_t most = 0, bits;
     memcpy(&bits, &weight, 4);
     float inverse = 1.0f / weight;
-    int exact = !(bits & 0x7FFFFF) && weight >= 0x1p-60f && weight <= 0x1p60f; /* then both are the same number, rounded */
+    int exact = !(bits & 0x7FFFFF) && weight >= 0x1p-60f && weight <= 0x1p60f; /* then both are the same number */
     for (long i = 0; i < n; i++) {
         float v = exact ? t[i] * inverse : t[i] / weight;
         int32_t m = magnitude(v);
@@ -284,5 +286,7 @@ INLINE int add_plain(const float *x, float w, float *total, int first, long n) {
 
 MEAN(fp32, STEP, 4 * STEP, add_plain((const float *)row, w[j], t, j == 0, m), bad = 1)
 MEAN(bf16, STEP, 2 * STEP, j ? widen(row, w[j], t, m, 0) : widen(row, w[j], t, m, 1), repack_bf16(t, rows + at, m))
-MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most), repack(t, rows + at, m, bits, 1024, 127, most))
-MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most), repack(t, rows + at, m, bits, 512, 7, most))
+MEAN(int8, 1024, 1028, add_row(row, w[j], t, j == 0, m, 1024, 127, most),
+     repack(t, rows + at, m, bits, 1024, 127, most))
+MEAN(int4, 512, 260, add_row(row, w[j], t, j == 0, m, 512, 7, most),
+     repack(t, rows + at, m, bits, 512, 7, most))

@@ -1,6 +1,6 @@
 """The 3 largest of every 64, a byte each.                                SparseLoCo (arXiv 2508.15706), section 3; and
 
-    e ← x + 0.8·e        s = gain(age)·e        e ← e − sent/gain        age ← 0 where something was sent
+    e ← x + e/2        s = gain(age)·e        e ← e − sent/gain        age ← 0 where something was sent
 
     8192 elements as a table of 64 × 128: a chunk is a column, so its elements lie 128 apart
 
@@ -14,13 +14,14 @@
 
 SparseLoCo keeps 64 of 4096 and forgets a residual by 0.95 a round.  In a chunk of 64 a place takes 6 bits instead of
 12, so the same bytes carry nearly twice the entries.  And what has waited was computed from an old θ: on the supervised
-loop that cost more than forgetting it.  So the residual forgets by 0.8, and what it forgot of a steady x is given back
-when it is sent: gain(a) = a·(1 − 0.8)/(1 − 0.8ᵃ) for an element that waited a rounds; 1 for what is sent every round,
-at most gain(8) = 1.92, because an outer step amplifies old news.  Measured in docs/benchmarks.md.
+loop that cost more than forgetting it.  So a residual with ages forgets half of itself a round, and what it forgot of a
+steady x is given back when it is sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) for an element that waited a rounds; 1 for what is
+sent every round, at most gain(8) = 4, because old news and noise grow with it.  Measured in docs/benchmarks.md.  A
+residual without ages forgets by 0.95.
 
 Equal magnitudes: which of them is kept is torch's choice, and may differ between machines; decoding does not.
 
-Not promised: anything without a residual; the published runs, and ours, get visibly worse.
+Not promised: anything without a residual, and ages; the published runs, and ours, get visibly worse.
 """
 
 import torch
@@ -30,13 +31,13 @@ from rendezvous.codecs.pieces import Rows, all_finite, padded, refuse, scratch
 from rendezvous.errors import Corrupt
 
 _CHUNK, _CHUNKS, _KEPT = 64, 128, 3
-_LONGEST = 8  # rounds after which an element's gain grows no more
+_FORGETS, _LONGEST = 0.5, 8  # of a residual with ages: in a round; rounds after which the gain grows no more
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class TopK(Rows):
     name, align, row_bytes = "topk", _CHUNK * _CHUNKS, 4 + _KEPT * _CHUNKS
-    decay = 0.8
+    decay = 0.95
     ages = True
 
     def pack(self, v: Tensor, rows: Tensor) -> None:
@@ -66,8 +67,8 @@ class TopK(Rows):
             return super()._encode_piece(x, e, None, rows)
         gain, s = (scratch(len(x), x.device, name) for name in ("gain", "s"))
         rounds = s.view(torch.int32).copy_(age.add_(1).clamp_(max=_LONGEST))
-        torch.index_select(_gains(x.device, self.decay), 0, rounds, out=gain)
-        whole = padded(torch.mul(e.mul_(self.decay).add_(x), gain, out=s), self.align)
+        torch.index_select(_gains(x.device), 0, rounds, out=gain)
+        whole = padded(torch.mul(e.mul_(_FORGETS).add_(x), gain, out=s), self.align)
         self.pack(whole, rows)
         sent = scratch(whole.numel(), x.device).view(whole.shape)
         self.unpack(rows, sent)
@@ -77,10 +78,10 @@ class TopK(Rows):
         return float(torch.dot(x, x))
 
 
-def _gains(device: torch.device, decay: float) -> Tensor:
+def _gains(device: torch.device) -> Tensor:
     """[a] -> what a steady x is worth over what is left of it after a rounds."""
     a = torch.arange(_LONGEST + 1, dtype=torch.float64).clamp_(min=1)
-    return (a * (1 - decay) / (1 - decay**a)).float().to(device)
+    return (a * (1 - _FORGETS) / (1 - _FORGETS**a)).float().to(device)
 
 
 def _largest(v: Tensor) -> Tensor:
