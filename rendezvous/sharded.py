@@ -24,6 +24,7 @@ from rendezvous.reduce import Mine, Reducer, Shard
 from rendezvous.rules import Timing
 
 _PATIENCE = 0.4  # of the time between two syncs
+_LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's download
 
 
 class Sharer:
@@ -88,6 +89,6 @@ class Sharer:
         peer = self._members.peers.get(owner)
         apart = layout.slot_index(self._members.slot) - layout.slot_index(owner)
         rank = max(1, apart % max(2, self._members.wanted.universe))
-        patience = max(4 * self._timing.poll, _PATIENCE * commit.pace, 2 * self._needed)
+        patience = max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
         gone = peer is not None and peer.dead(self._timing.dead_after)
         return waited > patience * min(2.0, 0.75 + rank / 4) or (gone and rank == 1)
