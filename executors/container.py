@@ -25,8 +25,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +42,7 @@ ENDED = "diloco-ended: "  # begins the last ones; together they are an end as JS
 PIECE = 4000  # characters of it in one line
 TAIL = 12
 CRASHED = 1
+FOREVER_S = 1e9
 PATIENCE_S = 30.0  # with a store that does not answer the first look
 GRACE_S = 12.0  # platforms give about fifteen seconds between asking and killing
 MARGIN, MARGIN_MOST_S = 0.1, 180.0  # of the time limit: left for a last offer
@@ -93,13 +94,14 @@ class Child:
 
     def start(self) -> None:
         request = {**self._spec.to_dict(), "files": str(self._files), "parent": os.getpid()}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(request)],
-            env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        with _signals_held():  # one that came inside Popen would leave a child of which we know nothing
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(request)],
+                env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         self._pump.start()
 
     @property
@@ -109,10 +111,14 @@ class Child:
         return tuple(self._lines)
 
     def wait(self, seconds: float | None, grace_s: float) -> int:
-        """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME."""
+        """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME.
+
+        A wait without a limit would sleep in the kernel, and a signal that another thread of the platform's runtime
+        took would be heard when the child has ended.  With one it looks up twenty times a second.
+        """
         assert self._process is not None
         try:
-            return self._process.wait(seconds)
+            return self._process.wait(FOREVER_S if seconds is None else seconds)
         except subprocess.TimeoutExpired:
             print("the platform's time limit is near; leaving, to be started again", file=sys.stderr, flush=True)
             code = self.leave(grace_s)
@@ -147,6 +153,27 @@ class Child:
             self._lines.append(text)
             with suppress(OSError):  # nobody reads our output any more; the child shall not notice
                 print(text, flush=True)
+
+
+@contextmanager
+def _signals_held() -> Generator[None]:
+    """What asks this process to go is heard when the block is over."""
+    if threading.current_thread() is not threading.main_thread():  # Python's handlers run in the main one alone
+        yield
+        return
+    came = list[int]()
+    asks = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in asks}
+    heard = [number for number, handler in before.items() if callable(handler)]
+    for number in heard:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+    for number in came[:1]:
+        signal.raise_signal(number)
 
 
 def unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str] | None:

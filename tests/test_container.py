@@ -203,6 +203,42 @@ def test_an_interruption_reaches_the_child_and_then_the_platform(tmp_path: Path)
     assert gone(child[0])  # it ignored SIGTERM; SIGKILL came after the grace
 
 
+def test_an_interruption_that_another_thread_took_is_heard_too(tmp_path: Path) -> None:
+    """Which thread a signal goes to is the kernel's choice; a platform's runtime has many."""
+    release = threading.Event()
+    other = threading.Thread(target=release.wait, daemon=True)
+    other.start()
+
+    def interrupt() -> None:
+        child_of(tmp_path)
+        assert other.ident is not None
+        signal.pthread_kill(other.ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_replica(spec("polite", folder=str(tmp_path)).to_dict(), "somewhere")
+    release.set()
+    assert (tmp_path / "goodbye").exists() and time.monotonic() - began < WAIT_S, "not after the child's own end"
+
+
+def test_an_interruption_amid_popen_waits_until_there_is_a_child_to_pass_it_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        made = real(*args, **options)
+        child_of(tmp_path)  # it works already
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(KeyboardInterrupt):
+        run_replica(spec("polite", folder=str(tmp_path)).to_dict(), "somewhere")
+    assert (tmp_path / "goodbye").exists()
+
+
 def test_the_child_ends_with_a_container_that_was_killed(tmp_path: Path) -> None:
     container = start(spec("polite", folder=str(tmp_path)))
     pid = child_of(tmp_path)
