@@ -127,6 +127,11 @@ class Line:
     call_id: str
 
 
+def _heeds_sigint() -> None:
+    """A shell's background job ignores SIGINT, and so would what it starts; Modal's containers do not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _refuse(status: Status, text: str) -> GRPCError:
     return GRPCError(status, text)
 
@@ -675,7 +680,7 @@ class ModalServer(Logs):
             sys.executable, "-P", "-m", "modal._container_entrypoint",
             env=self._environ(id, function.definition, path), cwd=self.folder / "home", start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 24,
+            limit=1 << 24, preexec_fn=_heeds_sigint,
         )  # fmt: skip
         container = call.container = Container(id, call, process, asyncio.Event())
         self.containers[id] = container

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,15 @@ def test_an_interruption_reaches_the_child_and_then_the_platform(tmp_path: Path)
     assert gone(child[0])  # it ignored SIGTERM; SIGKILL came after the grace
 
 
-def test_an_interruption_that_another_thread_took_is_heard_too(tmp_path: Path) -> None:
+@pytest.fixture
+def heeds_sigint() -> Iterator[None]:
+    """Also where the tests are a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_that_another_thread_took_is_heard_too(tmp_path: Path, heeds_sigint: None) -> None:
     """Which thread a signal goes to is the kernel's choice; a platform's runtime has many."""
     release = threading.Event()
     other = threading.Thread(target=release.wait, daemon=True)
@@ -223,11 +231,11 @@ def test_an_interruption_that_another_thread_took_is_heard_too(tmp_path: Path) -
 
 
 def test_an_interruption_amid_popen_waits_until_there_is_a_child_to_pass_it_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeds_sigint: None
 ) -> None:
     real = subprocess.Popen
 
-    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+    def popen(*args: Any, **options: Any) -> Any:
         made = real(*args, **options)
         child_of(tmp_path)  # it works already
         signal.raise_signal(signal.SIGINT)
