@@ -156,7 +156,7 @@ class Encoder:
         if not self._feedback:
             return {}
         if fragment not in self._residuals:
-            self._residuals[fragment] = np.zeros_like(delta)
+            self._residuals[fragment] = roomy(delta.nbytes).view(np.float32)
         if codec(self.name).ages and fragment not in self._ages:
             self._ages[fragment] = np.zeros(delta.size, np.uint8)
         held = {"residual": self._residuals[fragment], "age": self._ages.get(fragment)}

@@ -19,6 +19,12 @@
 #define TINY 0x1p-126f
 #define INF_BITS 0x7F800000
 #define STEP 1024
+#define LANES 32 /* as many elements as one turn of a loop takes: 128 bytes of fp32, so nothing is asked for twice */
+#define AHEAD 4096 /* bytes: the hardware fetches ahead by itself, but not over the end of a page */
+
+INLINE void soon(const void *p, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)((uintptr_t)p + AHEAD + i));
+}
 
 INLINE float to_even(float v) { return (v + 12582912.0f) - 12582912.0f; } /* |v| < 2^22 */
 
@@ -35,12 +41,22 @@ INLINE int32_t peak(const float *v, long n) { /* as bits, in whose order NaN is 
 }
 
 INLINE int32_t sum(float *restrict s, const float *restrict x, const float *restrict e, long n) {
-    int32_t most = 0;
-    for (long i = 0; i < n; i++) {
-        s[i] = e ? e[i] + x[i] : x[i];
-        most = magnitude(s[i]) > most ? magnitude(s[i]) : most;
+    int32_t most[LANES] = {0}, all = 0;
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        soon(x + i, 4 * LANES);
+        if (e) soon(e + i, 4 * LANES);
+        for (int j = 0; j < LANES; j++) {
+            s[i + j] = e ? e[i + j] + x[i + j] : x[i + j];
+            most[j] = magnitude(s[i + j]) > most[j] ? magnitude(s[i + j]) : most[j];
+        }
     }
-    return most;
+    for (; i < n; i++) {
+        s[i] = e ? e[i] + x[i] : x[i];
+        all = magnitude(s[i]) > all ? magnitude(s[i]) : all;
+    }
+    for (int j = 0; j < LANES; j++) all = most[j] > all ? most[j] : all;
+    return all;
 }
 
 INLINE double squares(const float *x, long n) { /* of what is in the first cache; told to people, so not exact */
@@ -182,28 +198,49 @@ INLINE float wide(uint16_t half) {
 INLINE uint16_t narrow(float v) { /* to nearest even, no infinities */
     uint32_t bits;
     memcpy(&bits, &v, 4);
-    bits += 0x7FFF + (bits >> 16 & 1);
-    return (uint16_t)((bits & 0x7FFFFFFF) >= INF_BITS ? (bits >> 16 & 0x8000) | 0x7F7F : bits >> 16);
+    int32_t size = (int32_t)((bits & 0x7FFFFFFF) + 0x7FFF + (bits >> 16 & 1));
+    if (size > 0x7F7FFFFF) size = 0x7F7FFFFF;
+    return (uint16_t)(((bits & 0x80000000) | (uint32_t)size) >> 16);
 }
 
-INLINE int narrow_all(const float *x, float *e, uint8_t *rows, long n, int feedback, double *square) {
-    int32_t most = 0;
-    for (long at = 0; at < n; at += STEP) {
-        long m = n - at < STEP ? n - at : STEP;
-        const float *restrict from = x + at;
-        float *restrict left = feedback ? e + at : 0;
-        uint16_t halves[STEP];
-        for (long i = 0; i < m; i++) {
-            float s = feedback ? left[i] + from[i] : from[i];
-            halves[i] = narrow(s);
-            most = magnitude(s) > most ? magnitude(s) : most;
-            if (feedback) left[i] = s - wide(halves[i]); /* not finite where s is not */
+/* one element;  -> its magnitude */
+INLINE int32_t narrow_one(const float *restrict x, float *restrict e, uint16_t *half, float *square) {
+    float s = e ? *e + *x : *x;
+    *half = narrow(s);
+    *square += *x * *x;
+    if (e) *e = s - wide(*half); /* not finite where s is not */
+    return magnitude(s);
+}
+
+INLINE int narrow_all(const float *restrict x, float *restrict e, uint8_t *rows, long n, int feedback,
+                      double *square) {
+    int32_t most[LANES] = {0}, m;
+    long i = 0;
+    while (i + LANES <= n) {
+        float squares[LANES] = {0};
+        for (long end = i + STEP; i + LANES <= n && i < end; i += LANES) {
+            uint16_t halves[LANES];
+            soon(x + i, 4 * LANES);
+            if (feedback) soon(e + i, 4 * LANES);
+            for (int j = 0; j < LANES; j++) {
+                m = narrow_one(x + i + j, feedback ? e + i + j : 0, halves + j, squares + j);
+                most[j] = m > most[j] ? m : most[j];
+            }
+            stream(rows + 2 * i, halves, 2 * LANES);
         }
-        stream(rows + 2 * at, halves, 2 * m);
-        *square += squares(from, m);
+        for (int j = 0; j < LANES; j++) *square += squares[j];
+    }
+    for (; i < n; i++) {
+        uint16_t half;
+        float one = 0;
+        m = narrow_one(x + i, feedback ? e + i : 0, &half, &one);
+        most[0] = m > most[0] ? m : most[0];
+        memcpy(rows + 2 * i, &half, 2);
+        *square += one;
     }
     fence();
-    return most >= INF_BITS;
+    for (int j = 1; j < LANES; j++) most[0] = most[j] > most[0] ? most[j] : most[0];
+    return most[0] >= INF_BITS;
 }
 
 INLINE int widen(const uint8_t *restrict rows, float w, float *restrict total, long n, int first) {
