@@ -87,6 +87,12 @@ def test_a_seed_replays_exactly() -> None:
     assert traces == {here}
 
 
+def test_who_still_reads_a_collected_step_and_mends_it_offers_nothing_new() -> None:
+    """Seed 2002157 was red: the observer took the blob that came back for a new pseudogradient."""
+    result = run(draw(2002157))
+    assert not result.red and result.fired["a collected blob comes back"]
+
+
 def test_a_red_seed_prints_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["8", "--start", "40", "--jobs", "2", "--bug", "no carry"]) == 1
     first = capsys.readouterr().out.splitlines()[:2]
