@@ -4,7 +4,8 @@
 
     my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
     the others':  poll mean/{j}.json ─▶ GET
-                  its owner is dead, or we waited (longer by rank, at most 2 × patience) ─▶ compute it here: same bits
+                  its owner is dead and we are the next alive, or we waited (at most 2 × patience, shorter for
+                  who is sooner in line) ─▶ compute it here: same bits
     bad blob:     its writer puts it back or takes over; who could? nobody any more ─▶ Corrupt, after `dead_after`
 
 Not promised: that a part is computed once.  Its register says which copy is fetched.
@@ -85,10 +86,19 @@ class Sharer:
 
     def _turn(self, commit: Commit, j: int, waited: float) -> bool:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
-        owner = commit.owners[j]
-        peer = self._members.peers.get(owner)
-        apart = layout.slot_index(self._members.slot) - layout.slot_index(owner)
-        rank = max(1, apart % max(2, self._members.wanted.universe))
+        owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
         patience = max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
-        gone = peer is not None and peer.dead(self._timing.dead_after)
-        return waited > patience * min(2.0, 0.75 + rank / 4) or (gone and rank == 1)
+        dead = self._gone(owner)
+        if not dead and waited <= patience:
+            return False
+        rank = in_line(us, owner, max(2, self._members.wanted.universe), self._gone)
+        return (dead and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
+
+    def _gone(self, index: int) -> bool:
+        peer = self._members.peers.get(layout.slot_name(index))
+        return peer is not None and peer.dead(self._timing.dead_after)
+
+
+def in_line(slot: int, owner: int, universe: int, gone: Callable[[int], bool]) -> int:
+    """Whose turn it is when an owner is late: 1 for the first slot after it that is not gone, then 2, and around."""
+    return 1 + sum(not gone((owner + k) % universe) for k in range(1, (slot - owner) % universe))
