@@ -9,7 +9,8 @@
 The three at once, and every outer step with all four replicas of each (min_replicas = 4), so that nothing depends on
 how busy the machine is.  Real processes, the tiny model, sums of two numbers below 100; the held-out sums are in
 nobody's text.  Runs of one seed begin with the same model and see the same data in the same order.  Held-out loss in
-nats per byte at a third, two thirds and the end; mean over seeds ± half of their spread.  Bytes are those of blobs,
+nats per byte at a third, two thirds and the end; mean over seeds ± half of their spread, then the difference from fp32
+of the same seed ± its standard error.  Bytes are those of blobs,
 counted at the store of replica r00, per outer step, up and down.  These bodies are small, so fp32 goes direct; from
 8 MiB on it is reduced in shards, S + S/N up and 2(N−1)/N·S down, and the factor is against that.
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from threading import Lock
 from typing import Any
 
@@ -143,6 +144,16 @@ def main(seeds: int = 3, steps: int = 240, sync_every: int = 5) -> None:
         shown = "".join(f"{fmean(c):9.4f} ± {(max(c) - min(c)) / 2:6.4f}" for c in columns)
         fewer = body * (1 + 1 / REPLICAS + 2 * (REPLICAS - 1) / REPLICAS) / (up + down)
         print(f"{name:20}{shown}{up:11,.0f}{down:11,.0f}{fewer:8.1f}×")
+    last = {name: [r[0][-1] for r in runs] for name, runs in found.items()}
+    for name in list(FORMS)[1:]:
+        apart = [a - b for a, b in zip(last[name], last["fp32"], strict=True)]
+        print(f"{name} − fp32 at the end: {fmean(apart):+.4f} ± {spread(apart) / seeds**0.5:.4f}", end="   ")
+    print(f"standard deviation between fp32's seeds: {spread(last['fp32']):.4f}")
+
+
+def spread(losses: list[float]) -> float:
+    """Standard deviation; infinite for one."""
+    return stdev(losses) if len(losses) > 1 else float("inf")
 
 
 if __name__ == "__main__":
