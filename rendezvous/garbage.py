@@ -182,15 +182,29 @@ def _folder(t: int) -> str:
 
 
 def refuse_collected(store: Store, t: int) -> None:
-    """Something of step t is missing or damaged: raises Collected if there is a complete snapshot after it."""
-    hint = _hint(store, t)
-    newer = next((s.t for s in snapshots.newest_first(store, hint) if s.t <= t or complete(store, s)), t)
-    if newer > t:
-        raise Collected(
-            f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {newer} can. "
-            "This life ends; the next heals from there",
-            newer,
-        )
+    """Something of step t is missing or damaged: raises Collected if there is a complete snapshot after it.
+
+    What is collected while we look has a newer one in its place, so it looks until it finds none.
+    """
+    seen = t
+    while (newest := _refuse_or_newest(store, t)) > seen:
+        seen = newest
+
+
+def _refuse_or_newest(store: Store, t: int) -> int:
+    """-> step of the newest snapshot, be it incomplete; t if none is newer."""
+    newest = t
+    for snapshot in snapshots.newest_first(store, _hint(store, t)):
+        if snapshot.t <= t:
+            break
+        if complete(store, snapshot):
+            raise Collected(
+                f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {snapshot.t} can. "
+                "This life ends; the next heals from there",
+                snapshot.t,
+            )
+        newest = max(newest, snapshot.t)
+    return newest
 
 
 def _hint(store: Store, t: int) -> int:

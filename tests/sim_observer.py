@@ -339,7 +339,9 @@ class Observer:
     def _waits(self, p: Process, step: int) -> bool:
         """Has its offer for the open step been durable, and its requests been answered, for a good while?"""
         mine = [d.at for d in self.offers.values() if (d.offer.step, d.offer.slot) == (step, p.slot)]
-        return bool(mine) and self.w.now - max(mine[0], p.asleep_until, p.hangs_until) > 20
+        start, seconds, _ = self.w.plan.outage
+        served = start + seconds if start <= self.w.now else 0.0
+        return bool(mine) and self.w.now - max(mine[0], p.asleep_until, p.hangs_until, served) > 20
 
     def look(self) -> None:
         """Once a second: is anything happening?"""

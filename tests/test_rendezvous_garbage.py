@@ -275,6 +275,26 @@ def test_only_a_newer_complete_snapshot_makes_it_collected(store: Store) -> None
     refuse_collected(store, 3)
 
 
+def test_what_is_collected_while_a_slow_reader_looks_is_not_lost() -> None:
+    """Seed 3006929: it slept between the list and the one snapshot on it, and said that the bucket lost objects."""
+
+    class Slow(MemoryStore):
+        others: Iterator[int] = iter([10, 15])
+
+        def list(self, prefix: str) -> list[str]:
+            seen = super().list(prefix)
+            for t in self.others:
+                self.delete([k for k in seen if k.endswith(".safetensors")])
+                snapshot(self, t)
+                break
+            return seen
+
+    store = Slow()
+    fill(store, 6)
+    with pytest.raises(Collected, match="snapshot 15 can"):
+        refuse_collected(store, 3)
+
+
 def test_a_joiner_looks_again_as_long_as_there_is_something_newer() -> None:
     told: list[Any] = []
     answers: Iterator[Exception | int] = iter([Collected("", 5), Collected("", 10), 42])
