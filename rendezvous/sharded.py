@@ -88,17 +88,18 @@ class Sharer:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
         owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
         patience = max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
-        dead = self._gone(owner)
+        dead = self._dead(owner) is True
         if not dead and waited <= patience:
             return False
-        rank = in_line(us, owner, max(2, self._members.wanted.universe), self._gone)
+        rank = in_line(us, owner, max(2, self._members.wanted.universe), lambda i: self._dead(i) is False)
         return (dead and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
 
-    def _gone(self, index: int) -> bool:
+    def _dead(self, index: int) -> bool | None:
+        """None: nobody was ever seen in that slot."""
         peer = self._members.peers.get(layout.slot_name(index))
-        return peer is not None and peer.dead(self._timing.dead_after)
+        return None if peer is None else peer.dead(self._timing.dead_after)
 
 
-def in_line(slot: int, owner: int, universe: int, gone: Callable[[int], bool]) -> int:
-    """Whose turn it is when an owner is late: 1 for the first slot after it that is not gone, then 2, and around."""
-    return 1 + sum(not gone((owner + k) % universe) for k in range(1, (slot - owner) % universe))
+def in_line(slot: int, owner: int, universe: int, lives: Callable[[int], bool]) -> int:
+    """Whose turn it is when an owner is late: 1 for the first slot after it that lives, then 2, and around."""
+    return 1 + sum(lives((owner + k) % universe) for k in range(1, (slot - owner) % universe))

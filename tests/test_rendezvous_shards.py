@@ -190,6 +190,6 @@ def test_when_to_reduce_in_shards(sizes: list[int], codec: str, sharded: bool) -
 
 def test_the_next_slot_alive_takes_over_from_a_dead_owner() -> None:
     """Of five slots; seed 2019688 waited 43 s for parts whose owner had left, as had the next in line."""
-    cases = [(2, 1, {1}, 1), (3, 1, {1}, 2), (3, 1, {1, 2}, 1), (0, 3, {3, 4}, 1), (4, 0, {2}, 3)]
-    for slot, owner, dead, place in cases:
-        assert in_line(slot, owner, 5, dead.__contains__) == place
+    cases = [(2, 1, {2, 3}, 1), (3, 1, {2, 3}, 2), (3, 1, {0, 3}, 1), (0, 3, {0, 1}, 1), (4, 0, {1, 3, 4}, 3)]
+    for slot, owner, living, place in cases:
+        assert in_line(slot, owner, 5, living.__contains__) == place
