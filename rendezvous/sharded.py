@@ -4,7 +4,7 @@
 
     my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
     the others':  poll mean/{j}.json ─▶ GET
-                  its owner is dead and we are the next alive, or we waited (at most 2 × patience, shorter for
+                  its owner is gone and we are the next that waits, or we waited long (at most 2 × patience, shorter for
                   who is sooner in line) ─▶ compute it here: same bits
     bad blob:     its writer puts it back or takes over; who could? nobody any more ─▶ Corrupt, after `dead_after`
 
@@ -57,13 +57,14 @@ class Sharer:
         parts = self._reducer.parts(commit, out.size)
         missing = list(range(len(parts)))
         vigil = Vigil(self._clock, self._timing)
+        ours = [j for j in missing if commit.owners[j] == self._members.slot]
         while True:
             vigil.look()
-            for j in list(missing):
-                due = commit.owners[j] == self._members.slot or self._turn(commit, j, vigil.idle)
-                if due and self._make(commit, j, parts[j], out, mine, vigil.idle):
-                    missing.remove(j)
-            missing = [j for j in missing if not self._reducer.take_part(commit, j, parts[j], out)]
+            made = [j for j in ours if j in missing and self._make(commit, j, parts[j], out, mine, vigil.idle)]
+            missing = [j for j in missing if j not in made and not self._reducer.take_part(commit, j, parts[j], out)]
+            late = [j for j in missing if j not in ours and self._turn(commit, j, vigil.idle)]
+            made = [j for j in late if self._make(commit, j, parts[j], out, mine, vigil.idle)]
+            missing = [j for j in missing if j not in made]
             if not missing:
                 return
             self._rest(vigil, _PATIENCE * commit.pace)
@@ -88,18 +89,26 @@ class Sharer:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
         owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
         patience = max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
-        dead = self._dead(owner) is True
-        if not dead and waited <= patience:
+        gone = self._gone(owner, commit.t)
+        if not gone and waited <= patience:
             return False
-        rank = in_line(us, owner, max(2, self._members.wanted.universe), lambda i: self._dead(i) is False)
-        return (dead and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
+        rank = in_line(us, owner, max(2, self._members.wanted.universe), lambda i: self._waits(i, commit.t))
+        return (gone and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
 
-    def _dead(self, index: int) -> bool | None:
-        """None: nobody was ever seen in that slot."""
+    def _gone(self, index: int, t: int) -> bool:
+        """Will that slot announce no part of step t any more?
+
+        Who is dead will not; nor who is at a later step: it announced its parts before, or replayed t from its bodies.
+        """
         peer = self._members.peers.get(layout.slot_name(index))
-        return None if peer is None else peer.dead(self._timing.dead_after)
+        return peer is not None and (peer.dead(self._timing.dead_after) or peer.beat.step > t)
+
+    def _waits(self, index: int, t: int) -> bool:
+        """Does somebody in that slot wait for the same part, as far as its beat tells, which may be late?"""
+        peer = self._members.peers.get(layout.slot_name(index))
+        return peer is not None and peer.beating(self._timing.dead_after) and t - 1 <= peer.beat.step <= t
 
 
-def in_line(slot: int, owner: int, universe: int, lives: Callable[[int], bool]) -> int:
-    """Whose turn it is when an owner is late: 1 for the first slot after it that lives, then 2, and around."""
-    return 1 + sum(lives((owner + k) % universe) for k in range(1, (slot - owner) % universe))
+def in_line(slot: int, owner: int, universe: int, waits: Callable[[int], bool]) -> int:
+    """Whose turn it is when an owner is late: 1 for the first slot after it that waits, then 2, and around."""
+    return 1 + sum(waits((owner + k) % universe) for k in range(1, (slot - owner) % universe))

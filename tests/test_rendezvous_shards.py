@@ -1,16 +1,18 @@
 """The grid that bodies are digested on, the parts that owners reduce, and the choice between direct and sharded."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import BadDelta, Corrupt
-from rendezvous.records import Commit, Listed
+from rendezvous.records import Beat, Commit, Listed
 from rendezvous.reduce import Reducer
-from rendezvous.rules import Rules, reduces_sharded
-from rendezvous.sharded import in_line
+from rendezvous.rules import Peer, Rules, Timing, reduces_sharded
+from rendezvous.sharded import Sharer, in_line
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.wire import Encoder, alignment, digests, grid, payload
 
@@ -188,8 +190,24 @@ def test_when_to_reduce_in_shards(sizes: list[int], codec: str, sharded: bool) -
     assert reduces_sharded(sizes, codec, shard_from=8) is sharded
 
 
-def test_the_next_slot_alive_takes_over_from_a_dead_owner() -> None:
+def test_the_next_slot_that_waits_takes_over_from_an_owner_who_is_gone() -> None:
     """Of five slots; seed 2019688 waited 43 s for parts whose owner had left, as had the next in line."""
     cases = [(2, 1, {2, 3}, 1), (3, 1, {2, 3}, 2), (3, 1, {0, 3}, 1), (0, 3, {0, 1}, 1), (4, 0, {1, 3, 4}, 3)]
-    for slot, owner, living, place in cases:
-        assert in_line(slot, owner, 5, living.__contains__) == place
+    for slot, owner, waiting, place in cases:
+        assert in_line(slot, owner, 5, waiting.__contains__) == place
+
+
+def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step() -> None:
+    """Seed 7006052: both owners had replayed the step from its bodies, and the third waited for their parts."""
+    commit, _, rules = commit_of(MemoryStore(), "fp32", 5000, 3, 3)
+    t = commit.t
+    for phase, step, at_once in [("wait", t, False), ("wait", t + 1, True), ("left", t, True)]:
+        beats = [Beat(f"r{i:02d}", 1, 1, phase, step, 0, 0.0, 0.0) for i in (0, 1)]
+        peers = {b.slot: Peer(b, changes=3) for b in beats}
+        peers["r03"] = Peer(Beat("r03", 1, 1, "wait", 0, 0, 0.0, 0.0))  # never seen to beat
+        members = SimpleNamespace(slot="r02", peers=peers, wanted=SimpleNamespace(universe=4))
+        reducer = Reducer(MemoryStore(), SystemClock(), lambda *_, **__: None, rules)
+        sharer = Sharer(SystemClock(), reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
+        sharer._needed = 20.0  # a slow request, when our own part was made
+        assert [sharer._turn(commit, j, 1.0) for j in (0, 1)] == [at_once, at_once]
+        assert all(sharer._turn(commit, j, 121.0) for j in (0, 1)), "late is late"
