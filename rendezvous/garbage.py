@@ -187,11 +187,11 @@ def refuse_collected(store: Store, t: int) -> None:
     What is collected while we look has a newer one in its place, so it looks until it finds none.
     """
     seen = t
-    while (newest := _refuse_or_newest(store, t)) > seen:
+    while (newest := _newest_unless_refused(store, t)) > seen:
         seen = newest
 
 
-def _refuse_or_newest(store: Store, t: int) -> int:
+def _newest_unless_refused(store: Store, t: int) -> int:
     """-> step of the newest snapshot, be it incomplete; t if none is newer."""
     newest = t
     for snapshot in snapshots.newest_first(store, _hint(store, t)):

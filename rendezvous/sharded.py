@@ -55,16 +55,17 @@ class Sharer:
         over.  When nobody has them any more, and no part was announced, it ends this life after `dead_after`.
         """
         parts = self._reducer.parts(commit, out.size)
-        missing = list(range(len(parts)))
-        vigil = Vigil(self._clock, self._timing)
-        ours = [j for j in missing if commit.owners[j] == self._members.slot]
+        missing, vigil = set(range(len(parts))), Vigil(self._clock, self._timing)
+        ours = {j for j in missing if commit.owners[j] == self._members.slot}
+
+        def made(j: int) -> bool:
+            return self._make(commit, j, parts[j], out, mine, vigil.idle)
+
         while True:
             vigil.look()
-            made = [j for j in ours if j in missing and self._make(commit, j, parts[j], out, mine, vigil.idle)]
-            missing = [j for j in missing if j not in made and not self._reducer.take_part(commit, j, parts[j], out)]
-            late = [j for j in missing if j not in ours and self._turn(commit, j, vigil.idle)]
-            made = [j for j in late if self._make(commit, j, parts[j], out, mine, vigil.idle)]
-            missing = [j for j in missing if j not in made]
+            missing -= {j for j in sorted(ours & missing) if made(j)}
+            missing -= {j for j in sorted(missing) if self._reducer.take_part(commit, j, parts[j], out)}
+            missing -= {j for j in sorted(missing - ours) if self._turn(commit, j, vigil.idle) and made(j)}
             if not missing:
                 return
             self._rest(vigil, _PATIENCE * commit.pace)

@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,7 @@ from rendezvous import rules
 from rendezvous.rules import Rules
 from tests.sim import Schedule, World, draw, main, run, table
 from tests.sim_bugs import BUGS, planted
+from tests.sim_observer import Durable
 from tests.sim_replica import Process
 from tests.sim_store import SimStore, rot
 
@@ -87,10 +90,23 @@ def test_a_seed_replays_exactly() -> None:
     assert traces == {here}
 
 
-def test_who_still_reads_a_collected_step_and_mends_it_offers_nothing_new() -> None:
-    """Seed 2002157 was red: the observer took the blob that came back for a new pseudogradient."""
-    result = run(draw(2002157))
-    assert not result.red and result.fired["a collected blob comes back"]
+def test_a_collected_blob_that_its_writer_mends_is_no_new_pseudogradient() -> None:
+    """Seed 2002157 was red: who still reads a step that others have collected puts its own blob back."""
+    world, process = World(draw(0)), Process(1, "r00", 0.0, work=bytes(4 * 3))
+    world.observer.gone.add("collected")
+    for key in ("collected", "fresh"):
+        world.observer._encoded(process, 1, key)
+    assert process.sent[1][0] == "fresh" and world.fired["a collected blob comes back"] == 1
+
+
+def test_nobody_is_blamed_for_a_blob_that_a_full_store_does_not_take() -> None:
+    """Seed 3009649 was red."""
+    for outage, waits in [((0.0, 0.0, ""), True), ((30.0, 30.0, "full"), False), ((70.0, 30.0, "full"), True)]:
+        world = World(replace(draw(0), outage=outage))
+        world.now = 60.0
+        offer = cast(Any, SimpleNamespace(step=1, slot="r00"))
+        world.observer.offers[1, "r00", 0] = Durable(offer, 20.0)
+        assert world.observer._waits(Process(1, "r00", 0.0), 1) is waits
 
 
 def test_a_red_seed_prints_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ The three at once, and every outer step with all four replicas of each (min_repl
 how busy the machine is.  Real processes, the tiny model, sums of two numbers below 100; the held-out sums are in
 nobody's text.  Runs of one seed begin with the same model and see the same data in the same order.  Held-out loss in
 nats per byte at a third, two thirds and the end; mean over seeds ± half of their spread, then the difference from fp32
-of the same seed ± its standard error.  Bytes are those of blobs,
-counted at the store of replica r00, per outer step, up and down.  These bodies are small, so fp32 goes direct; from
-8 MiB on it is reduced in shards, S + S/N up and 2(N−1)/N·S down, and the factor is against that.
+of the same seed ± its standard error.  Bytes are those of blobs, counted at the store of replica r00, per outer step,
+up and down.  These bodies are small, so fp32 goes direct; from 8 MiB on it is reduced in shards, S + S/N up and
+2(N−1)/N·S down, and the factor is against that.
 
 Not promised: the same for another model; top-k has to send everything in turn, so it needs many outer steps.
 """
@@ -147,11 +147,11 @@ def main(seeds: int = 3, steps: int = 240, sync_every: int = 5) -> None:
     last = {name: [r[0][-1] for r in runs] for name, runs in found.items()}
     for name in list(FORMS)[1:]:
         apart = [a - b for a, b in zip(last[name], last["fp32"], strict=True)]
-        print(f"{name} − fp32 at the end: {fmean(apart):+.4f} ± {spread(apart) / seeds**0.5:.4f}", end="   ")
-    print(f"standard deviation between fp32's seeds: {spread(last['fp32']):.4f}")
+        print(f"{name} − fp32 at the end: {fmean(apart):+.4f} ± {deviation(apart) / seeds**0.5:.4f}", end="   ")
+    print(f"standard deviation between fp32's seeds: {deviation(last['fp32']):.4f}")
 
 
-def spread(losses: list[float]) -> float:
+def deviation(losses: list[float]) -> float:
     """Standard deviation; infinite for one."""
     return stdev(losses) if len(losses) > 1 else float("inf")
 
