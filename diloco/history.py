@@ -20,6 +20,7 @@ from diloco.flat import cut, trainable
 from diloco.launch import ModelRecord, Run, fetch_model, read_run
 from diloco.outer import Nesterov, OuterState
 from rendezvous import layout, snapshots
+from rendezvous.background import together_on
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock
 from rendezvous.closing import refuse_misweighed
@@ -53,7 +54,7 @@ def state_at(
     """θ and outer momentum before commit `step` (default: after the last one), replayed."""
     store, clock = PatientStore(run.store, SystemClock(), 10.0), SystemClock()
     state, rules = empty_state(record, run.config.outer), run.config.outer.rules
-    chain, reducer = Chain(store, 2), Reducer(store, clock, tell, rules)
+    chain, reducer = Chain(store, 2), Reducer(store, clock, tell, rules, together=together_on(run.store))
     at = _nearest_snapshot(store, state, step, tell)
     goal = head(store, at) if step is None else step
     for t in range(at, goal):

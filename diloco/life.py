@@ -20,7 +20,7 @@ from typing import Any
 from diloco import exitcodes
 from diloco.journal import Journal
 from rendezvous import layout
-from rendezvous.background import Worker
+from rendezvous.background import Worker, together_on
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import read_control, write_control
 from rendezvous.rendezvous import Rendezvous
@@ -64,6 +64,7 @@ class Life:
             pid=os.getpid(),
             retention=retention,
             background=Worker(),
+            together=together_on(store),
         )
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)

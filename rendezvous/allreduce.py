@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rendezvous import layout
+from rendezvous.background import together_on
 from rendezvous.chain import head
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp
@@ -109,7 +110,8 @@ class ObjectStoreAllReduce:
             store = under_key(self._store or open_store(self._url), self._clock, run_key())
             poll = NEAR_POLL_S if getattr(store, "near", False) else FAR_POLL_S
             timing = Timing(poll=poll, give_up=self.timeout_s, store_patience=self.timeout_s)
-            rv = Rendezvous(store, self._clock, layout.slot_name(self.rank), STRICT, timing)
+            slot = layout.slot_name(self.rank)
+            rv = Rendezvous(store, self._clock, slot, STRICT, timing, together=together_on(store))
             rv.claim()
             n = self.world_size
             rv.members.wanted = Wanted(replicas=n, universe=n, min_replicas=n)

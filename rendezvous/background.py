@@ -4,6 +4,10 @@
     drain()     ──▶ all that was submitted is done                a third job waits until there is room
 
     at_once(job, job, …) ──▶ a thread each, back when all are     requests that each take long
+    in_turn(job, job, …) ──▶ one after the other                  requests that cost no more than a copy
+
+The engine takes a `Background` and a `Together` as arguments and starts no thread itself: whoever builds it decides
+(`together_on`), and the simulator gives it greenlets.
 
 A job that fails is told and forgotten: everything here can be done again by somebody else.
 
@@ -58,6 +62,11 @@ def at_once(*jobs: Job) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def together_on(store: object) -> Together:
+    """How a replica makes requests that go together on this store: at once, unless each costs no more than a copy."""
+    return in_turn if getattr(store, "cheap", False) else at_once
 
 
 class Worker:

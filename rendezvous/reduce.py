@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from rendezvous import layout
-from rendezvous.background import Together, at_once, in_turn
+from rendezvous.background import Together, in_turn
 from rendezvous.clock import Clock
 from rendezvous.codecs import codec, one_pass_mean
 from rendezvous.errors import Corrupt
@@ -46,12 +46,23 @@ class Mine:
 
 
 class Reducer:
-    """Means of commits, with what it takes to get round a bad blob."""
+    """Means of commits, with what it takes to get round a bad blob.
 
-    def __init__(self, store: Store, clock: Clock, tell: Callable[..., None], rules: Rules | None = None) -> None:
+    together: runs the requests for several bodies; `in_turn` reads them one after the other into the same memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        tell: Callable[..., None],
+        rules: Rules | None = None,
+        *,
+        together: Together = in_turn,
+    ) -> None:
         self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
         self._codec, self._bytes, self._kept = self.rules.codec, roomy(0), 0
-        self._together: Together = in_turn if getattr(store, "cheap", False) else at_once
+        self._together = together
         self._one_pass = one_pass_mean(self._codec)
         self._odd = set[str]()  # blobs that were told of
 

@@ -3,8 +3,9 @@
         claim ─▶ join ─▶ ┌─▶ offer ─▶ settle ─▶ mean ─▶ (caller applies it) ─▶ advance ─┐ ─▶ finish
                          └──────────────────────── catch_up when behind ◀───────────────┘
 
-Everything durable is write-once, so repair means reading again, never failing a step.  This file holds no thread
-and no timer of its own: the store and the clock are its only ways to wait, so that a simulator can run thousands
+Everything durable is write-once, so repair means reading again, never failing a step.  The engine starts no thread and
+has no timer: the store and the clock are its only ways to wait.  Work beside it (`background`) and requests made at the
+same time (`together`) are arguments: threads in a replica, greenlets in the simulator, which therefore runs thousands
 of schedules of exactly this code.
 
 It knows flat fp32 vectors and a `State` that can digest, apply, save and load them; it has never heard of models.
@@ -19,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from rendezvous import bequest, garbage, layout, rules, snapshots
-from rendezvous.background import Background, Inline
+from rendezvous.background import Background, Inline, Together, in_turn
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.closing import Closer, Vigil, refuse_misweighed
@@ -65,6 +66,7 @@ class Rendezvous:
     """One life (one generation) of one slot.
 
     store, clock: the world.   tell(event, **fields): where remarks for people go.
+    background: runs what nobody waits for.   together: runs requests that go together (`background.together_on`).
     """
 
     def __init__(
@@ -80,13 +82,14 @@ class Rendezvous:
         pid: int = 0,
         retention: str = "all",
         background: Background | None = None,
+        together: Together = in_turn,
     ) -> None:
         self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
         self.store = PatientStore(
             store, clock, timing.store_patience, self._alert, lambda text: tell("store_trouble", trouble=text)
         )
         self._bucket, self._window = store, retention == "window"
-        self._background = background or Inline()
+        self._background, self._together = background or Inline(), together
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid)
         self.step, self.generation, self.base = 0, 0, ""
         self.under(rules_)
@@ -111,7 +114,8 @@ class Rendezvous:
         self._garbage = garbage.Collector(self._bucket, rules_, self.tell)
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
-        self._reducer, self._encoder = Reducer(self.store, self.clock, self.tell, rules_), Encoder(rules_.codec)
+        self._reducer = Reducer(self.store, self.clock, self.tell, rules_, together=self._together)
+        self._encoder = Encoder(rules_.codec)
         self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._rest, self._bad)
         self._closer = Closer(
             self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd

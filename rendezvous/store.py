@@ -124,7 +124,6 @@ class PatientStore:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.url, self._store, self._clock = store.url, store, clock
-        self.cheap = getattr(store, "cheap", False)  # does a request cost no more than a copy?
         self._patience_s, self.alert, self._tell = patience_s, alert, tell
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 

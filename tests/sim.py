@@ -84,6 +84,7 @@ class Schedule:
     zeros: float = 0.0  # share of rounds in which nothing is learned
     tau: int = 0  # inner steps during which a round is in flight
     retention: str = "all"
+    far: bool = True  # requests that go together are made at the same time, as on S3; else in turn, as on a folder
     calm: float = 60.0  # no fault is injected after this
     end: float = 200.0
     settled: int = 4  # commits after the calm that end the run early
@@ -130,7 +131,8 @@ def vary(plan: Schedule, r: random.Random) -> Schedule:
         plan, rules=rules, retention=retention, tau=r.randrange(interval) if r.random() < 0.6 else 0,
         pause=3 * plan.pause if retention == "window" else plan.pause,
         outage=outage if r.random() < 0.15 else plan.outage, rot=r.choice((0.0, 0.0, 0.06)),
-        rot_after=r.choice((0.5, 8.0)), timing=replace(plan.timing, store_patience=r.choice((12.0, 60.0))),
+        rot_after=r.choice((0.5, 8.0)), far=r.random() < 0.8,
+        timing=replace(plan.timing, store_patience=r.choice((12.0, 60.0))),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import xxhash
 from greenlet import getcurrent, greenlet
 
 from rendezvous import layout
+from rendezvous.background import in_turn
 from rendezvous.errors import Corrupt, Leaving, RendezvousError, Terminal
 from rendezvous.garbage import Collected
 from rendezvous.records import Commit
@@ -110,8 +111,7 @@ def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
 
 
 def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
-    """The engine unchanged; the observer is told when a look for offers begins, and threads are greenlets."""
-    rv._reducer._together = together(world, process)
+    """The engine unchanged; the observer is told when a look for offers begins."""
     closer: Any = rv._closer
     look = closer._fresh
 
@@ -195,6 +195,7 @@ class Replica:
         rv = Rendezvous(
             store, self.clock, process.slot, self.rules, world.plan.timing, tell=self._tell, pid=process.id,
             retention=world.plan.retention, background=SimBackground(world, process),
+            together=together(world, process) if world.plan.far else in_turn,
         )  # fmt: skip
         self.rv = process.rv = observed(rv, world, process)
 

@@ -159,8 +159,8 @@ def everywhere(store: MemoryStore, commit: Commit, rules: Any, n: int) -> list[b
     """The mean as readers near and far compute it."""
     means = []
     for way in (in_turn, at_once):
-        reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.empty(n, np.float32)
-        reducer._together = way
+        reducer = Reducer(store, SystemClock(), lambda *_, **__: None, rules, together=way)
+        out = np.empty(n, np.float32)
         reducer.mean(commit, out)
         means.append(out.tobytes())
     return means

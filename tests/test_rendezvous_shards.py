@@ -7,10 +7,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rendezvous.background import Together, at_once, in_turn
 from rendezvous.clock import SystemClock
 from rendezvous.errors import BadDelta, Corrupt
 from rendezvous.records import Beat, Commit, Listed
 from rendezvous.reduce import Reducer
+from rendezvous.rendezvous import no_tell
 from rendezvous.rules import Peer, Rules, Timing, reduces_sharded
 from rendezvous.sharded import Sharer, in_line
 from rendezvous.stores.memory import MemoryStore
@@ -139,35 +141,28 @@ def test_an_announced_part_is_fetched_and_a_damaged_one_mended() -> None:
     assert out[start:stop].tobytes() == good[start:stop].tobytes()
 
 
-class Far(MemoryStore):
-    """A store whose requests take long, so that many are made at the same time."""
-
-    cheap = False
-
-
 @pytest.mark.parametrize(
     ("codec", "owners"), [("fp32", 0), ("fp32", 3), ("int8", 0), ("int8", 3), ("topk", 0), ("bf16-gate", 0)]
 )
 def test_the_mean_is_the_same_however_bodies_are_fetched(codec: str, owners: int) -> None:
-    store, n = Far(), 10_007
+    store, n = MemoryStore(), 10_007
     commit, _, rules = commit_of(store, codec, n, 5, owners)
-    near = MemoryStore()
-    near._objects = store._objects
     one, two = np.empty(n, np.float32), np.empty(n, np.float32)
-    Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, one)
-    Reducer(near, SystemClock(), lambda *_, **__: None, rules).mean(commit, two)
+    far = Reducer(store, SystemClock(), no_tell, rules, together=at_once)
+    far.mean(commit, one)
+    Reducer(store, SystemClock(), no_tell, rules, together=in_turn).mean(commit, two)
     assert one.tobytes() == two.tobytes()
     store.delete(["blob/3"])
     with pytest.raises(Corrupt, match="blob/3 is missing"):
-        Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, one)
+        far.mean(commit, one)
 
 
-@pytest.mark.parametrize("kind", [MemoryStore, Far])
-def test_a_commit_of_which_no_body_fits_moves_nothing(kind: type[MemoryStore]) -> None:
-    store = kind()
+@pytest.mark.parametrize("together", [in_turn, at_once])
+def test_a_commit_of_which_no_body_fits_moves_nothing(together: Together) -> None:
+    store = MemoryStore()
     commit, _, rules = commit_of(store, "fp32", 5000, 3, 0)
     out = np.ones(4000, np.float32)  # another length than the bodies have
-    Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(commit, out)
+    Reducer(store, SystemClock(), no_tell, rules, together=together).mean(commit, out)
     assert not out.any()
 
 
@@ -201,7 +196,7 @@ def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step
     """Seed 7006052: both owners had replayed the step from its bodies, and the third waited for their parts."""
     commit, _, rules = commit_of(MemoryStore(), "fp32", 5000, 3, 3)
     t = commit.t
-    for phase, step, at_once in [("wait", t, False), ("wait", t + 1, True), ("left", t, True)]:
+    for phase, step, soon in [("wait", t, False), ("wait", t + 1, True), ("left", t, True)]:
         beats = [Beat(f"r{i:02d}", 1, 1, phase, step, 0, 0.0, 0.0) for i in (0, 1)]
         peers = {b.slot: Peer(b, changes=3) for b in beats}
         peers["r03"] = Peer(Beat("r03", 1, 1, "wait", 0, 0, 0.0, 0.0))  # never seen to beat
@@ -209,5 +204,5 @@ def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step
         reducer = Reducer(MemoryStore(), SystemClock(), lambda *_, **__: None, rules)
         sharer = Sharer(SystemClock(), reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
         sharer._needed = 20.0  # a slow request, when our own part was made
-        assert [sharer._turn(commit, j, 1.0) for j in (0, 1)] == [at_once, at_once]
+        assert [sharer._turn(commit, j, 1.0) for j in (0, 1)] == [soon, soon]
         assert all(sharer._turn(commit, j, 121.0) for j in (0, 1)), "late is late"

@@ -32,6 +32,7 @@ import numpy as np
 
 from rendezvous import codecs
 from rendezvous.allreduce import NoState
+from rendezvous.background import together_on
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
@@ -99,7 +100,9 @@ def replica(rank: int, count: int, n: int, rounds: int, form: tuple[str, bool], 
     torch.set_num_threads(1)
     store, clock, (codec, sharded) = Counting(root), SystemClock(), form
     rules = Rules(2, codec=codec, shard_from=1 if sharded else 1 << 60, snapshot_every=1 << 30)
-    rv = Rendezvous(store, clock, f"r{rank:02d}", rules, Timing(poll=0.01, start_patience=60.0))
+    rv = Rendezvous(
+        store, clock, f"r{rank:02d}", rules, Timing(poll=0.01, start_patience=60.0), together=together_on(store)
+    )
     rv.claim()
     threading.Thread(target=rv.members.run, args=(lambda: False,), daemon=True).start()
     rv.join(NoState())

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rendezvous.background import Worker
+from rendezvous.background import Worker, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
@@ -55,7 +55,9 @@ def life(root: str, form: str, rank: int, count: int, n: int) -> Rendezvous:
         write_control(store, clock, replicas=count, min_replicas=count)
     while store.get("control/000000.json") is None:
         time.sleep(0.01)
-    rv = Rendezvous(store, clock, f"r{rank:02d}", FORMS[form], Timing(poll=0.005), background=Worker())
+    rv = Rendezvous(
+        store, clock, f"r{rank:02d}", FORMS[form], Timing(poll=0.005), background=Worker(), together=together_on(store)
+    )
     rv.claim()
     threading.Thread(target=rv.members.run, args=(lambda: False,), daemon=True).start()
     rv.join(Opaque(n))
