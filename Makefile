@@ -2,6 +2,7 @@
 # make test     the tests
 # make check    what CI would like: ruff, pyright, import-linter, tests
 # make faults   SEEDS=100000 simulated schedules on all cores
+# make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ SEEDS ?= 2000
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow check lint faults clean
+.PHONY: install demo test test-slow azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +32,9 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+azurite: install
+	npm install --no-audit --no-fund --prefix $(VENV)/azurite azurite@3
 
 lint: install
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ def doctor(url: str, parameters: int | None, config: str | None, replicas: int |
     with _left_as_it_was(store):
         seen = probe(store, SystemClock(), BLOB)
     why = ""
-    if parameters is not None:
+    if parameters is not None and seen.put_bytes_s:
         chosen, why = codec_for(parameters, n, seen.put_bytes_s, seen.get_bytes_s, compute_s)
         codec, why = chosen if codec == AUTO else codec, f"{chosen}: {why}"
     return doctor_table(seen, parameters, n, codec, why), seen.verdict() is None

@@ -5,7 +5,10 @@
     read after write    what was written is what is read, at once
     ranges              the right bytes; past the end: noticed
     list                seconds until a new key is listed (a hint: slow is allowed)
+    delete              what was deleted is gone, and a missing key is no error
     latency, speed      small GETs and creates; one blob up and down
+
+A measurement that the store answers with an error is a row of the table that says so: the others are still made.
 
     unfit(store, clock)                         the first two only, small: why no run may be founded there, or None
     throughput(store, clock, size)              the last one only
@@ -19,8 +22,8 @@ Not promised: that a store which passes keeps its word under every fault, nor to
 
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
 from textwrap import wrap
@@ -30,7 +33,7 @@ from urllib.parse import urlsplit
 from rendezvous.clock import Clock
 from rendezvous.codecs import nominal_ratio
 from rendezvous.codecs.choose import sync_seconds
-from rendezvous.errors import KeyExists, StoreRefused, StoreUnclear
+from rendezvous.errors import KeyExists, StoreError, StoreRefused, StoreUnclear
 from rendezvous.rules import Rules, reduces_sharded
 from rendezvous.store import Store
 
@@ -63,7 +66,10 @@ class Race:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured at `url`."""
+    """What was measured at `url`.
+
+    troubles: measurement -> the store's error, for those that could not be made; their fields say "not shown to work".
+    """
 
     url: str
     race: Race
@@ -77,11 +83,15 @@ class Probe:
     size: int  # of the blob that was timed
     put_bytes_s: float
     get_bytes_s: float
+    deletes: bool = True
+    troubles: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def verdict(self) -> str | None:
         """Why this store cannot carry a run, or None."""
         if reason := self.race.reason():
             return reason
+        if name := next((name for name in ESSENTIAL if name in self.troubles), None):
+            return f"{ESSENTIAL[name]} could not be shown to work: {self.troubles[name]}"
         if not self.keeps_first:
             return _OVERWRITES
         if not self.reads_its_writes:
@@ -91,6 +101,15 @@ class Probe:
         if not self.notices_end:
             return "a read past the end of an object goes unnoticed"
         return None
+
+
+# Without these no run: measurement -> its row in the table.
+ESSENTIAL = {
+    "keeps_first": "a second create",
+    "reads_its_writes": "reading what was written",
+    "ranges": "reading parts of objects",
+    "rates": "a large blob",
+}
 
 
 @dataclass(frozen=True)
@@ -141,22 +160,33 @@ def throughput(store: Store, clock: Clock, size: int) -> tuple[float, float]:
 
 def _measured(store: Store, clock: Clock, at: str, size: int, rounds: int, racers: int) -> Probe:
     raced = race(store, clock, f"{at}race/", rounds, racers)
-    ranges, notices_end = _ranges(store, f"{at}range", clock)
-    gets, creates = _latencies(store, clock, f"{at}small/")
-    up, down = _rates(store, clock, f"{at}blob", size)
+    troubles: dict[str, str] = {}
+
+    def measure(name: str, measurement: Callable[[], T], unknown: T) -> T:
+        try:
+            return measurement()
+        except StoreError as error:
+            troubles[name] = str(error)
+            return unknown
+
+    ranges, notices_end = measure("ranges", lambda: _ranges(store, f"{at}range", clock), (False, False))
+    gets, creates = measure("latencies", lambda: _latencies(store, clock, f"{at}small/"), ([0.0], [0.0]))
+    up, down = measure("rates", lambda: _rates(store, clock, f"{at}blob", size), (0.0, 0.0))
     return Probe(
         url=store.url,
         race=raced,
-        keeps_first=_keeps_first(store, f"{at}twice", clock),
-        reads_its_writes=_reads_its_writes(store, f"{at}own", clock),
+        keeps_first=measure("keeps_first", lambda: _keeps_first(store, f"{at}twice", clock), False),
+        reads_its_writes=measure("reads_its_writes", lambda: _reads_its_writes(store, f"{at}own", clock), False),
         ranges=ranges,
         notices_end=notices_end,
-        list_lag_s=_list_lag(store, clock, f"{at}listed/"),
+        list_lag_s=measure("list", lambda: _list_lag(store, clock, f"{at}listed/"), None),
         get_s=median(gets),
         create_s=median(creates),
         size=size,
         put_bytes_s=up,
         get_bytes_s=down,
+        deletes=measure("delete", lambda: _deletes(store, clock, f"{at}gone/"), False),
+        troubles=troubles,
     )
 
 
@@ -245,6 +275,14 @@ def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
     return None
 
 
+def _deletes(store: Store, clock: Clock, at: str) -> bool:
+    """Two keys and one that never was, in one call, as garbage is collected.  -> Are they gone?"""
+    for name in ("a", "b"):
+        _insist(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
+    _insist(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
+    return all(_insist(clock, lambda name=name: store.get(f"{at}{name}")) is None for name in ("a", "b"))
+
+
 def _latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
     """Seconds of small (gets, creates)."""
     gets, creates = list[float](), list[float]()
@@ -286,7 +324,7 @@ def _attempt(request: Callable[[], object]) -> None:
 
 
 def _clean(store: Store, at: str, rounds: int) -> None:
-    names = ["twice", "own", "range", "blob", "listed/key"]
+    names = ["twice", "own", "range", "blob", "listed/key", "gone/a", "gone/b"]
     names += [f"race/{n}" for n in range(rounds)] + [f"small/{n}" for n in range(9)]
     _delete(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
 
@@ -294,7 +332,7 @@ def _clean(store: Store, at: str, rounds: int) -> None:
 def _delete(store: Store, keys: list[str]) -> None:
     try:
         store.delete(keys)
-    except (StoreRefused, StoreUnclear):
+    except StoreError:
         return  # the probe's answer matters more than a few small objects
 
 
@@ -347,21 +385,28 @@ def doctor_table(
 ) -> str:
     """why: what a codec that is chosen for the reader would be, and for what reason."""
     raced, lag = probe.race, probe.list_lag_s
-    winners = f"{max(raced.winners)} winner" + ("s" if max(raced.winners) > 1 else "")
+    rates = f"{_mb(probe.put_bytes_s)}, {_mb(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"
+
+    def row(name: str, measurement: str, verdict: str, remark: str) -> tuple[str, str, str]:
+        trouble = probe.troubles.get(measurement)
+        return (name, verdict, remark) if trouble is None else (name, "NO", trouble)
+
+    winners = f"{max(raced.winners)} winner" + ("" if max(raced.winners) == 1 else "s")
     rows = [
         (
             "only one writer wins",
             _ok(not raced.reason()),
             f"{raced.racers} at once, {len(raced.winners)} rounds: {winners}",
         ),
-        ("the first body stays", _ok(probe.keeps_first), "created twice"),
-        ("reads what was written", _ok(probe.reads_its_writes), "at once"),
-        ("reads parts of objects", _ok(probe.ranges and probe.notices_end), "and notices their end"),
-        ("lists new objects", "ok" if lag is not None else "slow", _lag(lag)),
-        ("small read, create", "", f"{1e3 * probe.get_s:.1f} ms, {1e3 * probe.create_s:.1f} ms"),
-        ("up, down", "", f"{_mb(probe.put_bytes_s)}, {_mb(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"),
+        row("the first body stays", "keeps_first", _ok(probe.keeps_first), "created twice"),
+        row("reads what was written", "reads_its_writes", _ok(probe.reads_its_writes), "at once"),
+        row("reads parts of objects", "ranges", _ok(probe.ranges and probe.notices_end), "and notices their end"),
+        row("lists new objects", "list", "ok" if lag is not None else "slow", _lag(lag)),
+        row("deletes objects", "delete", _ok(probe.deletes), _deleting(probe.deletes)),
+        row("small read, create", "latencies", "", f"{1e3 * probe.get_s:.1f} ms, {1e3 * probe.create_s:.1f} ms"),
+        row("up, down", "rates", "", rates),
     ]
-    if parameters is not None:
+    if parameters is not None and probe.put_bytes_s:
         rows += _sync_rows(sync_estimate(probe, parameters, replicas, codec), parameters, replicas, codec)
         rows += [("" if i else "codec = auto would be", "", line) for i, line in enumerate(wrap(why, 84))]
     reason = probe.verdict()
@@ -388,6 +433,10 @@ def _sync_rows(estimate: Estimate, parameters: int, replicas: int, codec: str) -
 
 def _ok(good: bool) -> str:
     return "ok" if good else "NO"
+
+
+def _deleting(works: bool) -> str:
+    return "and does not mind missing ones" if works else 'keep fleet.retention = "all": nothing can be collected here'
 
 
 def _lag(lag: float | None) -> str:

@@ -50,6 +50,7 @@ NAMES = {
     "409": "ConditionalRequestConflict",
     "412": "PreconditionFailed",
     "500": "InternalError",
+    "501": "NotImplemented",
     "503": "SlowDown",
 }
 MESSAGES = {

@@ -127,6 +127,18 @@ def test_big_objects_go_in_equal_parts_and_come_in_ranges(s3: S3Server, monkeypa
     assert not store.get_into("none", memoryview(out))
 
 
+def test_where_many_cannot_be_deleted_at_once_they_are_deleted_one_by_one(s3: S3Server) -> None:
+    s3.fault("501", op="DeleteObjects", times=100)
+    store = at()
+    for key in "abc":
+        store.put(key, b"x")
+    store.delete(["a", "never", "b"])
+    asked = s3.count("DeleteObjects")
+    assert store.list("") == ["c"] and asked > 0 and s3.count("DeleteObject$") == 3
+    store.delete(["c"])
+    assert store.list("") == [] and s3.count("DeleteObjects") == asked, "it does not ask again for what the store lacks"
+
+
 def test_a_failed_big_upload_leaves_nothing(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "SINGLE", 1 << 20)
     monkeypatch.setattr(cloud, "PART", 5 << 20)

@@ -1,8 +1,10 @@
 """The probe says yes to stores that keep their word, and why not to the others."""
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +103,45 @@ class Shifted(MemoryStore):
 )
 def test_every_other_flaw_has_its_reason(kind: type[MemoryStore], reason: str) -> None:
     assert reason in (probe(kind(), SystemClock(), SMALL).verdict() or "")
+
+
+class Keeping(MemoryStore):
+    """Says that it deletes."""
+
+    def delete(self, keys: Iterable[str]) -> None: ...
+
+
+def test_a_store_that_deletes_nothing_can_carry_a_run_that_keeps_everything() -> None:
+    seen = probe(Keeping(), SystemClock(), SMALL)
+    assert seen.verdict() is None and not seen.deletes
+    assert 'deletes objects         NO    keep fleet.retention = "all"' in doctor_table(seen)
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "fatal"),
+    [
+        ("range", "reads parts of objects  NO    the store broke", True),
+        ("listed", "lists new objects       NO    the store broke", False),
+        ("blob", "up, down                NO    the store broke", True),
+        ("gone", "deletes objects         NO    the store broke", False),
+        ("small", "small read, create      NO    the store broke", False),
+    ],
+)
+def test_a_measurement_that_fails_is_a_row_and_the_others_are_made(key: str, row: str, fatal: bool) -> None:
+    class Broken(MemoryStore):
+        def put(self, key_: str, body: Buffer) -> None:
+            super().put(key_, body) if f"/{key}" not in key_ else self._break()
+
+        def get(self, key_: str) -> bytes | None:
+            return super().get(key_) if "/small" not in key_ or key != "small" else self._break()
+
+        def _break(self) -> Any:
+            raise StoreRefused("the store broke")
+
+    seen = probe(Broken(), SystemClock(), SMALL)
+    table = doctor_table(seen, 1_000_000)
+    assert row in table and len(table.splitlines()) >= 9, table
+    assert ("the store broke" in (seen.verdict() or "")) == fatal
 
 
 def test_a_few_errors_are_no_verdict(s3: S3Server) -> None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 SINGLE, PART, PARTS_AT_ONCE = 64 << 20, 32 << 20, 8
 RANGE, RANGES_AT_ONCE = 16 << 20, 16
+BULK = 256  # keys in one delete request: Azure takes no more, and one that is missing ends the request it is in
 SCHEMES = ("s3", "gs", "az", "hf")
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # what a URL's query may say; nothing secret
@@ -74,17 +75,22 @@ class Address:
 
 @dataclass(frozen=True)
 class Clients:
-    """The same bucket with three tempers: ask once; wait for every next byte; wait for a long upload."""
+    """The same bucket with three tempers: ask once; wait for every next byte; wait for a long upload.
+
+    deleting: as `reading`, with one request for each key.
+    """
 
     register: Bucket
     reading: Bucket
     writing: Bucket
+    deleting: Bucket
 
 
 class CloudStore:
     def __init__(self, url: str, silence_s: float = 30.0) -> None:
         self.address = parse(url)
         self.url, self._silence_s = self.address.url, silence_s
+        self._bulk_deletes = self.address.scheme != "gs"  # no such request there; a missing key would stop the others
         self._at()  # a wrong endpoint or option should say so here
 
     @property
@@ -135,11 +141,25 @@ class CloudStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
-        if keys and self.address.scheme != "gs":  # gs has no bulk request, and a missing key would stop the others
-            self._ask("delete", keys[0], lambda at: at.reading.delete(keys), missing=True)
+        if not self._bulk_deletes:
+            self._delete_singly(keys)
             return
+        for i in range(0, len(keys), BULK):
+            self._delete_bulk(keys[i : i + BULK])
+
+    def _delete_bulk(self, keys: Sequence[str]) -> None:
+        """One request for all of them; S3's look-alikes may lack it, then one request each, from now on."""
+        try:
+            self._ask("delete", keys[0], lambda at: at.reading.delete(keys), missing=True)
+        except StoreError:
+            if self.address.scheme == "az":  # its client has no other request
+                raise
+            self._delete_singly(keys)
+            self._bulk_deletes = False  # not before the other way has worked
+
+    def _delete_singly(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._ask("delete", key, lambda at, key=key: at.reading.delete(key), missing=True)
+            self._ask("delete", key, lambda at, key=key: at.deleting.delete(key), missing=True)
 
     def __repr__(self) -> str:
         return f"CloudStore({self.url!r})"
@@ -204,10 +224,17 @@ def _hf(where: str, path: str, endpoint: str) -> tuple[str, str, str]:
     return bucket, prefix, f"{gateway.rstrip('/')}/{namespace}"
 
 
+_ENDPOINT_ENV = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+}
+
+
 def _endpoint(address: Address) -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    from_env = next((os.environ[n] for n in names if os.environ.get(n)), "")
-    return address.endpoint or (from_env if address.scheme == "s3" else "")
+    """The server that a URL's `endpoint` or the environment names, instead of the cloud's own."""
+    named = _ENDPOINT_ENV.get(address.scheme, ())
+    return address.endpoint or next((os.environ[n] for n in named if os.environ.get(n)), "")
 
 
 def _plain_http(endpoint: str) -> bool:
@@ -279,22 +306,27 @@ def _forget_clients() -> None:
 def _new_clients(address: Address, silence: timedelta) -> Clients:
     endpoint = _endpoint(address)
     common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(endpoint)}
+    patient: ClientConfig = {**common, "read_timeout": silence, "timeout": "600s"}
     return Clients(
         register=_connect(address, endpoint, {**common, "timeout": silence}, 0),
-        reading=_connect(address, endpoint, {**common, "read_timeout": silence, "timeout": "600s"}, 3),
+        reading=_connect(address, endpoint, patient, 3),
         writing=_connect(address, endpoint, {**common, "timeout": "300s"}, 3),
+        deleting=_connect(address, endpoint, patient, 3, bulk=False),
     )
 
 
-def _connect(address: Address, endpoint: str, client: "ClientConfig", retries: int) -> Bucket:
+def _connect(address: Address, endpoint: str, client: "ClientConfig", retries: int, bulk: bool = True) -> Bucket:
     backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
     retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=180), "backoff": backoff}
     prefix = address.prefix or None
     if address.scheme == "gs":
-        return GCSStore(address.bucket, prefix=prefix, client_options=client, retry_config=retry)
-    if address.scheme == "az":
-        return AzureStore(address.bucket, prefix=prefix, client_options=client, retry_config=retry)
+        server: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
+        return GCSStore(address.bucket, prefix=prefix, client_options=client, retry_config=retry, **server)
     given: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if address.scheme == "az":
+        return AzureStore(address.bucket, prefix=prefix, client_options=client, retry_config=retry, **given)
+    if not bulk:
+        given["disable_bulk_delete"] = True
     if region := address.region or ("us-east-1" if address.scheme == "hf" else ""):
         given["region"] = region
     if _file_counts():
@@ -361,7 +393,8 @@ def explain(address: Address, verb: str, key: str, error: Exception, missing: bo
     code = _found(r"<Code>(\w+)</Code>", text)
     place = f"{address.url.partition('?')[0]}/{key}"
     where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error)}"
-    if missing and code not in _NO_BUCKET and (isinstance(error, FileNotFoundError) or status == "416"):
+    past_the_end = status == "416" or "Wanted range starting at" in text  # obstore's own word where the server has none
+    if missing and code not in _NO_BUCKET and (isinstance(error, FileNotFoundError) or past_the_end):
         return None
     if isinstance(error, AlreadyExistsError) and verb == "create":  # for a plain write a 409 says: try again
         return KeyExists(f"{place} exists: {status} {code}")
