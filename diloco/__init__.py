@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.config import ConfigError, FleetConfig, OuterConfig, RunConfig, load_config
-    from diloco.flat import OuterError
+    from diloco.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
     from diloco.history import export
     from diloco.launch import Run, open_run, read_run
     from diloco.manager import MockManager, StoreManager
@@ -41,7 +40,7 @@ _HOME = {
     "MockManager": "diloco.manager",
     "Nesterov": "diloco.outer",
     "OuterConfig": "diloco.config",
-    "OuterError": "diloco.flat",
+    "OuterError": "diloco.config",
     "Run": "diloco.launch",
     "RunConfig": "diloco.config",
     "StoreManager": "diloco.manager",

@@ -1,7 +1,10 @@
 """run.toml in, one frozen object out; the same object goes into the bucket as run.json.
 
     run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      what the run computes
-                     └─────── fleet ──────────▶ control/000000.json     what the operator wants now
+                  │  └─────── fleet ──────────▶ control/000000.json     what the operator wants now
+                  └ OuterConfig ── rules ─────▶ rendezvous              what a commit is decided by
+                        ▲
+    make_diloco(…) ─────┘   the same object, checked where it is made
 
 Two commands with equal mathematics are the same run; `fleet` may differ from one to the next.
 Unknown or contradictory settings are errors that name the next thing to do.  No torch here.
@@ -9,6 +12,7 @@ Unknown or contradictory settings are errors that name the next thing to do.  No
 
 import difflib
 import math
+import numbers
 import re
 import tomllib
 import types
@@ -31,6 +35,14 @@ class ConfigError(ValueError):
     """The configuration cannot be run as it stands."""
 
 
+class OuterError(RuntimeError):
+    """The model or the settings do not fit the outer loop."""
+
+
+class OuterConfigError(ConfigError, OuterError):
+    """A setting of the outer step is none: a ConfigError for a run.toml, an OuterError for who calls make_diloco."""
+
+
 @dataclass(frozen=True)
 class OuterConfig:
     """DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
@@ -45,6 +57,9 @@ class OuterConfig:
     weighting: what a pseudogradient counts by: its inner "steps", its "samples", or "uniform".
     norm_gate: one that is so many times longer than others counts as one of typical length (0: whatever it is).
     sync_seconds: a sync is due after that long, if not sync_every inner steps come first.
+
+    This is the only declaration of these settings and their only check, for run.toml and for `make_diloco`.
+    Raises OuterConfigError.  An int does for a float; a bool is no number.
     """
 
     sync_every: int = 10
@@ -61,11 +76,30 @@ class OuterConfig:
     norm_gate: float = 10.0
     sync_seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in fields(self):
+            value = _typed(getattr(self, f.name), hints[f.name], f"outer.{f.name}", OuterConfigError)
+            if isinstance(value, int) and value.bit_length() > 53:
+                raise OuterConfigError(f"outer.{f.name} is an integer of {value.bit_length()} bits; use at most 53")
+            object.__setattr__(self, f.name, value)  # as what it is declared: 1 becomes 1.0
+        _check_schedule(self)
+        _check_step(self)
+        _check_weighing(self)
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> "OuterConfig":
+        """From settings by name.   Raises OuterConfigError for a name that is none, with the nearest one."""
+        _refuse_unknown(cls, table, "outer.", OuterConfigError)
+        return cls(**table)
+
     @property
     def rules(self) -> Rules:
+        """What of this the rendezvous decides commits by."""
         return Rules(
-            self.fragments, self.sync_every, self.max_carry, self.age_discount, self.snapshot_every, self.codec,
-            self.weighting, self.norm_gate, self.sync_seconds or 0.0,
+            fragments=self.fragments, sync_every=self.sync_every, max_carry=self.max_carry,
+            age_discount=self.age_discount, snapshot_every=self.snapshot_every, codec=self.codec,
+            weighting=self.weighting, norm_gate=self.norm_gate, sync_seconds=self.sync_seconds or 0.0,
         )  # fmt: skip
 
 
@@ -146,7 +180,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
-        _check_outer(self.outer, self.inner.boundary)
+        check_boundary(self.outer, self.inner.boundary)
         _check_rendezvous(self.rendezvous, self.outer)
         check_fleet(self.fleet)
         for setting, path in self.user_files().items():
@@ -169,46 +203,77 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _check_outer(outer: OuterConfig, boundary: int) -> None:
+def _check_schedule(outer: OuterConfig) -> None:
     h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
     if h < 1 or f < 1:
-        raise ConfigError(f"outer.sync_every = {h} and outer.fragments = {f} must be at least 1")
+        raise OuterConfigError(f"outer.sync_every = {h} and outer.fragments = {f} must be at least 1")
     if h % f:
-        raise ConfigError(
+        raise OuterConfigError(
             f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each needs its turn after the "
-            f"same number of inner steps. Use sync_every = {f * max(1, round(h / f))} or another number of fragments"
+            f"same number of inner steps. Use sync_every = {f * max(1, (h + f // 2) // f)} or other fragments"
         )
     if not 0 <= delay < h // f:
-        raise ConfigError(f"outer.fragment_sync_delay = {delay} must be below sync_every/fragments = {h // f}")
-    if (h // f) % boundary:
-        raise ConfigError(
-            f"a sync every {h // f} inner steps would fall inside a generation batch, which lasts {boundary} "
-            "(steps_per_generation × num_iterations / gradient_accumulation_steps). "
-            f"Make sync_every a multiple of {f * boundary}"
+        raise OuterConfigError(
+            f"outer.fragment_sync_delay = {delay} must be at least 0 and below sync_every/fragments = {h // f}"
         )
     if not 0 <= outer.fragment_update_alpha <= 1:
-        raise ConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")
+        raise OuterConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")
+    if outer.sync_seconds is not None and not 0 < outer.sync_seconds < math.inf:
+        raise OuterConfigError(
+            f"outer.sync_seconds = {outer.sync_seconds} must be above 0 and finite; without it, there is no such limit"
+        )
+    if outer.snapshot_every < 1:
+        raise OuterConfigError(f"outer.snapshot_every = {outer.snapshot_every} must be at least 1")
+
+
+def _check_step(outer: OuterConfig) -> None:
     if isinstance(outer.lr, str) and outer.lr != "auto":
-        raise ConfigError(f'outer.lr = {outer.lr!r} is no number. "auto" is the only word for it')
-    if (not isinstance(outer.lr, str) and not 0 < outer.lr < math.inf) or not 0 <= outer.momentum < 1:
-        raise ConfigError(f"outer.lr = {outer.lr} must be above 0, outer.momentum = {outer.momentum} in [0, 1)")
+        raise OuterConfigError(f'outer.lr = {outer.lr!r} is no number. "auto" is the only word for it')
+    if not isinstance(outer.lr, str) and not 0 < outer.lr < math.inf:
+        raise OuterConfigError(f"outer.lr = {outer.lr} must be above 0 and finite")
+    if not 0 <= outer.momentum < 1:
+        raise OuterConfigError(f"outer.momentum = {outer.momentum} must be at least 0 and below 1")
     if outer.codec not in (*CODECS, AUTO):
-        raise ConfigError(f"outer.codec = {outer.codec!r} is not known. Use one of: {', '.join(CODECS)}, {AUTO}")
-    if outer.max_carry < 0 or not 0 <= outer.age_discount <= 1 or outer.snapshot_every < 1:
-        raise ConfigError("outer.max_carry must be at least 0, age_discount in [0, 1], snapshot_every at least 1")
-    _check_weighing(outer)
+        raise OuterConfigError(f"outer.codec = {outer.codec!r} is not known. Use one of: {', '.join(CODECS)}, {AUTO}")
 
 
 def _check_weighing(outer: OuterConfig) -> None:
     if outer.weighting not in WEIGHTINGS:
-        raise ConfigError(f"outer.weighting = {outer.weighting!r} is not known. Use one of: {', '.join(WEIGHTINGS)}")
+        raise OuterConfigError(
+            f"outer.weighting = {outer.weighting!r} is not known. Use one of: {', '.join(WEIGHTINGS)}"
+        )
     if outer.norm_gate != 0 and not 2 <= outer.norm_gate < math.inf:
-        raise ConfigError(
+        raise OuterConfigError(
             f"outer.norm_gate = {outer.norm_gate} would damp honest replicas: it is a multiple of the typical length. "
             "Use at least 2, or 0 for no gate"
         )
-    if outer.sync_seconds is not None and not 0 < outer.sync_seconds < math.inf:
-        raise ConfigError(f"outer.sync_seconds = {outer.sync_seconds} must be above 0; without the line, there is none")
+    if outer.max_carry < 0:
+        raise OuterConfigError(f"outer.max_carry = {outer.max_carry} must be at least 0")
+    if not 0 <= outer.age_discount <= 1:
+        raise OuterConfigError(f"outer.age_discount = {outer.age_discount} must lie in [0, 1]")
+
+
+def check_boundary(outer: OuterConfig, boundary: int) -> None:
+    """A sync must not fall inside a generation batch.   boundary: inner steps of one.   Raises OuterConfigError."""
+    interval = outer.sync_every // outer.fragments
+    if boundary < 1 or interval % boundary:
+        raise OuterConfigError(
+            f"a sync every {interval} inner steps would fall inside a generation batch, which lasts {boundary} "
+            "(steps_per_generation × num_iterations / gradient_accumulation_steps). "
+            f"Make sync_every a multiple of {outer.fragments * max(1, boundary)}"
+        )
+
+
+def check_lighthouse(outer: OuterConfig) -> None:
+    """Gloo sends fp32, and replicas there do not say how many samples they have.   Raises OuterConfigError."""
+    if outer.codec != "fp32":
+        raise OuterConfigError(
+            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
+        )
+    if outer.weighting == "samples":
+        raise OuterConfigError(
+            'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
+        )
 
 
 def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:
@@ -218,12 +283,7 @@ def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:
         raise ConfigError(
             f'rendezvous = {rendezvous!r} is not known. Use "bucket" (or no line), or lighthouse://host:port'
         )
-    if outer.codec != "fp32":
-        raise ConfigError(
-            f'outer.codec = {outer.codec!r} is for the bucket; Gloo sends fp32. Use "fp32" with a lighthouse'
-        )
-    if outer.weighting == "samples":
-        raise ConfigError('outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse')
+    check_lighthouse(outer)
 
 
 def check_fleet(fleet: FleetConfig) -> None:
@@ -244,6 +304,8 @@ def check_fleet(fleet: FleetConfig) -> None:
 
 
 def _built(section: type, table: Mapping[str, Any], name: str) -> Any:
+    if section is OuterConfig:
+        return OuterConfig.of(table)
     try:
         return section(**_checked(section, table, f"{name}."))
     except InnerError as error:
@@ -252,24 +314,42 @@ def _built(section: type, table: Mapping[str, Any], name: str) -> Any:
 
 def _checked(cls: type, table: Mapping[str, Any], prefix: str, extra: typing.Iterable[str] = ()) -> dict[str, Any]:
     """The table's values, each known and of its type (an int does for a float)."""
+    hints = _refuse_unknown(cls, table, prefix, ConfigError, extra)
+    return {k: _typed(v, hints[k], f"{prefix}{k}", ConfigError) for k, v in table.items()}
+
+
+def _refuse_unknown(
+    cls: type, table: Mapping[str, Any], prefix: str, error: type[ConfigError], extra: typing.Iterable[str] = ()
+) -> dict[str, Any]:
+    """-> the type of each setting of `cls`."""
     hints = typing.get_type_hints(cls)
     known = {f.name: hints[f.name] for f in fields(cls) if f.name != "folder" and not is_dataclass(hints[f.name])}
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, [*known, *extra], n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted([*known, *extra]))}"
-            raise ConfigError(f"unknown setting {prefix}{key}; {advice}")
-    return {k: _typed(v, known[k], f"{prefix}{k}") for k, v in table.items()}
+            raise error(f"unknown setting {prefix}{key}; {advice}")
+    return known
 
 
-def _typed(value: Any, hint: Any, name: str) -> Any:
+def _typed(value: Any, hint: Any, name: str, error: type[ConfigError]) -> Any:
+    """The value as its type: any int or real number (numpy's, too) does for a float, a bool for neither."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(value) in options or (value is None and type(None) in options):
         return value
-    if float in options and type(value) is int:
-        return float(value)
+    if int in options and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if float in options and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return _as_float(value)
     wanted = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
-    raise ConfigError(f"{name} = {value!r} must be {wanted}, not {type(value).__name__}")
+    raise error(f"{name} = {value!r} must be {wanted}, not {type(value).__name__}")
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int of 400 digits: as much out of range as infinity
+        return math.inf
 
 
 def _entry_point(value: str) -> str:

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
-class OuterError(RuntimeError):
-    """The model or the settings do not fit the outer loop."""
+from diloco.config import OuterError
 
 
 class FlatFragment(nn.Module):

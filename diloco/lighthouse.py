@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.config import check_lighthouse
 from diloco.life import Life
 from diloco.manager import Work
 from rendezvous import snapshots
@@ -117,11 +118,7 @@ class LighthouseManager:
 
     def join(self, loop: "OuterLoop") -> None:
         """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
-        if loop.rules.codec != "fp32" or loop.rules.weighting == "samples":
-            raise ValueError(
-                f"codec={loop.rules.codec!r} with weighting={loop.rules.weighting!r} is for a StoreManager; "
-                'a torchft.Manager sends fp32 and weighs by "steps" or "uniform"'
-            )
+        check_lighthouse(loop.outer)
         self._loop = loop
         self._manager.register_state_dict_fn("healed", self._healed, self._learned)  # torchft has loaded θ before it
         if self.life is not None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco import dropin
+from diloco.config import AUTO, OuterConfigError
 from diloco.flat import layout_of
 from diloco.launch import agree, solo_warning
 from diloco.life import Life, make_room
@@ -229,6 +230,11 @@ class StoreManager:
             loop.rules = replace(loop.rules, codec=stands.codec)
             self._warn_of_solo()
             self.life.tell("codec", codec=stands.codec, why=stands.why_codec or "as asked for")
+        if loop.rules.codec == AUTO:
+            raise OuterConfigError(
+                'outer.codec = "auto" is decided when a run is founded, and this manager was given a claimed slot of a '
+                "run that stands. Name the codec of that run (run.json has it)"
+            )
         rv.under(loop.rules)
         outer = loop.state.optimizers
         sizes = [loop.state.size(f) for f in range(len(outer))]

@@ -14,7 +14,6 @@ never, one outer optimizer each (a shared one would apply stale inner gradients)
 Not promised: anything about inner steps after the last sync when the `with` ends; they stay in the model only.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -26,11 +25,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from diloco.flat import FlatFragment, OuterError, cut, trainable
+from diloco.config import OuterConfig, OuterConfigError, OuterError, check_boundary
+from diloco.flat import FlatFragment, cut, trainable
 from diloco.lighthouse import seated
 from diloco.safety import AutoLR
 from rendezvous.errors import Leaving
-from rendezvous.rules import WEIGHTINGS, Rules
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -174,27 +173,24 @@ class OuterLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         manager: OuterManager,
-        *,
-        rules: Rules,
-        lr: float | str,
-        momentum: float,
-        delay: int,
-        alpha: float,
+        outer: OuterConfig,
         boundary: int = 1,
     ) -> None:
         _refuse_distributed()
-        self.manager, self.optimizer, self.rules, self.boundary = manager, optimizer, rules, boundary
+        check_boundary(outer, boundary)
+        self.manager, self.optimizer, self.outer, self.boundary = manager, optimizer, outer, boundary
+        self.rules = rules = outer.rules  # the manager may name another codec, where that is "auto"
         self.model = model
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
-        self.prepare_at = self.interval - delay
-        self.alpha = alpha
+        self.prepare_at = self.interval - outer.fragment_sync_delay
+        self.alpha = outer.fragment_update_alpha
         params = [p for _, p in trainable(model)]
         self.fragments = [FlatFragment(params[s]) for s in cut([p.numel() for p in params], rules.fragments)]
-        outers = [Nesterov(f.flat, lr=lr, momentum=momentum) for f in self.fragments]
-        self.lean = manager.done_with_delta and alpha == 0
+        outers = [Nesterov(f.flat, lr=outer.lr, momentum=outer.momentum) for f in self.fragments]
+        self.lean = manager.done_with_delta and self.alpha == 0
         self.diloco = _torchft_diloco(self.lean)(
             cast("Any", manager), list(self.fragments), optimizer, list(outers), sync_every=rules.sync_every,
-            fragment_sync_delay=delay, fragment_update_alpha=alpha,
+            fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=self.alpha,
         )  # fmt: skip
         self.thetas = [f.original_parameters["flat"] for f in self.diloco._fragments]
         self.state = OuterState(self.thetas, outers)
@@ -210,11 +206,7 @@ class OuterLoop:
 
     def mathematics(self) -> dict[str, Any]:
         """What all replicas of a run must share."""
-        outer = self.state.optimizers[0]
-        group = outer.param_groups[0]
-        step = {"lr": "auto" if outer.auto else group["lr"], "momentum": group["momentum"]}
-        schedule = {"fragment_sync_delay": self.interval - self.prepare_at, "fragment_update_alpha": self.alpha}
-        return {**asdict(self.rules), **step, **schedule}
+        return {**asdict(self.outer), **asdict(self.rules)}
 
     def __enter__(self) -> "OuterLoop":
         self.manager.join(self)
@@ -324,21 +316,10 @@ def make_diloco(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     manager: "OuterManager | Manager",
+    outer: OuterConfig | None = None,
     *,
-    sync_every: int,
-    fragments: int = 1,
-    fragment_sync_delay: int = 0,
-    fragment_update_alpha: float = 0.0,
-    outer_lr: float | str = 0.7,
-    outer_momentum: float = 0.5,
-    max_carry: int = 2,
-    age_discount: float = 0.5,
-    snapshot_every: int = 10,
-    codec: str = "fp32",
-    weighting: str = "steps",
-    norm_gate: float = 10.0,
-    sync_seconds: float | None = None,
     boundary: int = 1,
+    **settings: Any,
 ) -> OuterLoop:
     """Make any PyTorch loop elastic:
 
@@ -347,34 +328,27 @@ def make_diloco(
 
     optimizer: the inner one; its `step` drives everything.   manager: a StoreManager, or a torchft.Manager
     (use_async_quorum=False) where replicas can reach each other.
-    Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for settings that
-    do not fit, WrongRun if the URL holds another run; the block swallows `Leaving` (see `manager.left`).
+    outer: H, F, the outer step, …; or these settings by name, with outer_lr and outer_momentum for its lr and momentum.
+    boundary: inner steps that no sync may interrupt (a generation batch); sync_every/fragments is a multiple of it.
+    Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for a model or settings
+    that do not fit (the latter are a ConfigError too), WrongRun if the URL holds another run; the block swallows
+    `Leaving` (see `manager.left`).
     """
-    _refuse_misfits(sync_every, fragments, fragment_sync_delay, outer_lr, weighting, norm_gate)
-    return OuterLoop(
-        model, optimizer, seated(manager), lr=outer_lr, momentum=outer_momentum, delay=fragment_sync_delay,
-        alpha=fragment_update_alpha, boundary=boundary,
-        rules=Rules(
-            fragments, sync_every, max_carry, age_discount, snapshot_every, codec, weighting, norm_gate,
-            sync_seconds or 0.0,
-        ),
-    )  # fmt: skip
+    if outer is not None and settings:
+        raise OuterConfigError(f"make_diloco got outer=… and {', '.join(sorted(settings))}; put them into the former")
+    return OuterLoop(model, optimizer, seated(manager), outer or _outer_config(settings), boundary)
 
 
-def _refuse_misfits(
-    sync_every: int, fragments: int, fragment_sync_delay: int, outer_lr: float | str, weighting: str, norm_gate: float
-) -> None:
-    if sync_every < 1 or fragments < 1 or sync_every % fragments:
-        better = fragments * max(1, math.ceil(sync_every / max(1, fragments)))
-        raise OuterError(f"sync_every={sync_every} is not divisible by fragments={fragments}; use sync_every={better}")
-    if not 0 <= fragment_sync_delay < sync_every // fragments:
-        raise OuterError(f"fragment_sync_delay={fragment_sync_delay} must be below {sync_every // fragments}")
-    if isinstance(outer_lr, str) and outer_lr != "auto":
-        raise OuterError(f'outer_lr={outer_lr!r} is no number; "auto" is the only word for it')
-    if weighting not in WEIGHTINGS:
-        raise OuterError(f"weighting={weighting!r} is not known; use one of {', '.join(WEIGHTINGS)}")
-    if norm_gate != 0 and not norm_gate >= 2:
-        raise OuterError(f"norm_gate={norm_gate} would damp honest replicas; use at least 2, or 0 for no gate")
+_KEYWORDS = {"outer_lr": "lr", "outer_momentum": "momentum"}  # beside an inner optimizer that has its own
+
+
+def _outer_config(settings: dict[str, Any]) -> OuterConfig:
+    for keyword, name in _KEYWORDS.items():
+        if name in settings:
+            raise OuterConfigError(
+                f"make_diloco has no {name}: the outer step's is {keyword}, the inner optimizer has its own"
+            )
+    return OuterConfig.of({_KEYWORDS.get(keyword, keyword): value for keyword, value in settings.items()})
 
 
 def _refuse_distributed() -> None:

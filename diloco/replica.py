@@ -92,15 +92,8 @@ def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, 
     loop = build_inner(config.inner, model_dir, files, seeds(config, life, at), warmup)
     refuse_layout(record.layout, layout_of(loop.model))
     manager = StoreManager(life) if config.rendezvous == BUCKET else lighthouse.connect(config.rendezvous, life)
-    outer = config.outer
     manager.stats = lambda: _told(loop, life, config.fleet.log_rollouts)
-    with make_diloco(
-        loop.model, loop.optimizer, manager, sync_every=outer.sync_every, fragments=outer.fragments,
-        fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=outer.fragment_update_alpha,
-        outer_lr=outer.lr, outer_momentum=outer.momentum, max_carry=outer.max_carry,
-        age_discount=outer.age_discount, snapshot_every=outer.snapshot_every, codec=outer.codec,
-        weighting=outer.weighting, norm_gate=outer.norm_gate, sync_seconds=outer.sync_seconds, boundary=loop.boundary,
-    ) as run:  # fmt: skip
+    with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as run:
         loop.follow(run.committed, run.theta)
         _run_inner(loop, manager)
     return exitcodes.LEFT if manager.left else exitcodes.DONE

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco import outer
+from diloco import config
 from diloco.config import FleetConfig
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
@@ -88,7 +88,7 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     if patience := os.environ.get("TEST_STORE_PATIENCE"):
         FleetConfig.timing = property(lambda self: Timing(store_patience=float(patience)))  # type: ignore[assignment]
     if os.environ.get("TEST_SHARDED"):
-        outer.Rules = lambda *a: replace(Rules(*a), shard_from=1, shard_elements=1 << 12)  # type: ignore
+        config.Rules = lambda **k: replace(Rules(**k), shard_from=1, shard_elements=1 << 12)  # type: ignore
     if folder := os.environ.get("TEST_NOTE_DELTAS"):
         _note_deltas(folder)
     if factor := os.environ.get("TEST_POISON"):
