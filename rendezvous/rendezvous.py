@@ -386,12 +386,15 @@ class Rendezvous:
     # ------------------------------------------------------------------ our own blobs
 
     def _missing(self, mine: Mine) -> bool:
-        """May somebody still need our blob of that step?  Who was listed and beats, but was last seen there."""
+        """May another replica still need our blob of that step?
+
+        One that was listed and is not known to be dead or past the step; we may never have seen its beat.
+        """
         commit = self.chain.known(mine.step)
         if commit is None or not commit.lists(mine.step, self.slot):
             return False
-        peers = [self.members.peers.get(o.slot) for o in commit.fresh]
-        return any(p and not p.dead(self.timing.dead_after) and p.beat.step <= mine.step for p in peers)
+        peers = [self.members.peers.get(o.slot) for o in commit.fresh if o.slot != self.slot]
+        return any(p is None or not (p.dead(self.timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
     def _keep_mine(self) -> None:
         """Before the next body is written: the last one stays in memory as long as somebody may miss it."""
