@@ -255,7 +255,7 @@ def _page(report: Report, svg: str) -> str:
 
 def _step_table(report: Report) -> str:
     head = ["step", "mean reward", *report.slots, "inner steps", "closed by", "later work", "gated"]
-    head += ["ρ", "η/(1−μρ)", "cos of replicas", "‖ḡ‖", "s", "up", "down"]
+    head += ["ρ", "η_eff", "cos of replicas", "‖ḡ‖", "s", "up", "down"]
     rows, before = [], report.began
     for s in report.steps:
         rewards = [_number(s.reward.get(slot)) + ("" if slot in s.fresh else " ·") for slot in report.slots]

@@ -4,10 +4,11 @@
                               ▼            ▼
     fragments          [ ─────────── ] [ ─────── ]           one fp32 vector each, on the CPU
 
-    local value of an element = θ + (live − base)            base = what was last scattered, in the model's dtype
+    local value of an element = base + (live − round(base))     base = the fp32 vector that was last scattered
 
-So neither the rounding of a bf16 model nor α's merge ever enters a pseudogradient.  For an fp32 model without a merge
-that is the live value itself, and is read straight from the model.
+base is θ, or what α's merge left; round is to the model's dtype.  So the rounding of a bf16 model never enters a
+pseudogradient, and what α kept of the local values does, as in torchft and in arXiv 2501.18512.  For an fp32
+model that is the live value itself, read straight from the model.
 
 Not promised: parameters that are spread over several devices.  Vectors are in host memory.
 """
@@ -28,7 +29,8 @@ class FlatFragment(nn.Module):
         super().__init__()
         self.live = list(live)  # a plain list: they stay the model's own
         self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1).float().cpu() for p in live]))
-        self.merged: Tensor | None = None  # what α's merge scattered, when that was not θ
+        self.rounds = any(p.dtype != torch.float32 for p in self.live)
+        self.merged: Tensor | None = None  # base, where it is needed and is not θ
 
     @torch.no_grad()
     def gather(self, theta: Tensor) -> None:
@@ -44,19 +46,19 @@ class FlatFragment(nn.Module):
         return out
 
     def _local(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Where each parameter is in the vector, and θ + (live − base) there."""
+        """Where each parameter is in the vector, and its local values."""
         base, at = theta if self.merged is None else self.merged, 0
         for p in self.live:
             span, live = slice(at, at := at + p.numel()), p.detach().reshape(-1).float().cpu()
-            if p.dtype == torch.float32 and self.merged is None:
+            if p.dtype == torch.float32:
                 yield span, live
             else:
-                yield span, theta[span] + (live - base[span].to(p.dtype).float())
+                yield span, base[span] + (live - base[span].to(p.dtype).float())
 
     @torch.no_grad()
     def scatter(self, merged: bool) -> None:
         """model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
-        self.merged = self.flat.data.clone() if merged else None
+        self.merged = self.flat.data.clone() if merged and self.rounds else None
         at = 0
         for p in self.live:
             p.copy_(self.flat.data[at : at + p.numel()].view(p.shape))

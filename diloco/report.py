@@ -25,7 +25,7 @@ SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slo
 PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
 NUMBERS = {
-    "rho": "ρ {:.2f}", "effective_step": "η/(1−μρ) {:.2f}", "cos_pair": "cos of replicas {:.2f}",
+    "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
     "mean_norm": "‖ḡ‖ {:.2g}",
 }  # fmt: skip
 LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed")  # events after which a life is over

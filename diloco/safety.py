@@ -1,8 +1,8 @@
 """Is the outer step a good one?  Numbers about the means and the pseudogradients, and what may follow from them.
 
     ρ_t    = cos(ḡ_t, ḡ_{t−F})                          successive means of one fragment       (Memory)
-    η_eff  = η / (1 − μ·ρ)                              what a step of Nesterov is worth       (effective_step)
-    η      = TARGET · (1 − μ·ρ̂)                         outer lr = "auto"                      (AutoLR)
+    η_eff  = η · (1 + μ/(1 − μρ))                       what a step of Nesterov is worth       (effective_step)
+    η      = TARGET / (1 + μ/(1 − μρ̂))                  outer lr = "auto"                      (AutoLR)
     c      = (‖Σwᵢ·ḡ‖² − Σ wᵢ²‖Δᵢ‖²) / Σ_{i≠j} wᵢwⱼ‖Δᵢ‖‖Δⱼ‖   mean cosine between two replicas   (pairwise)
 
 ρ is that of a sample of the mean (wire.sampled): at most 2^17 elements, so it costs a millisecond, and remembering
@@ -13,8 +13,11 @@ product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a f
 fused multiply-add; `math.fsum` of the lanes is correctly rounded; what follows is single IEEE operations of Python,
 and η is rounded to fp32.  What AutoLR remembers belongs to the outer state: in its digest and in snapshots.
 
-Not promised: that a high ρ is bad or a low one good; the law was fitted on few runs.  The numbers are for looking, and
-only AutoLR acts on them, when asked to.  (The norm gate acts too, in rendezvous/rules.py: it belongs to a commit.)
+The law: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k (AR(1)).  So along ḡ_t the step η·(ḡ_t + μ·m_t)
+is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  η/(1 − μρ) is heavy ball's law, and up to 67 % less.
+
+Not promised: that means of a run are AR(1), nor that a high ρ is bad or a low one good.  The numbers are for looking,
+and only AutoLR acts on them, when asked to.  (The norm gate acts too, in rendezvous/rules.py: it belongs to a commit.)
 """
 
 import math
@@ -28,7 +31,7 @@ from rendezvous.records import Commit, Listed
 from rendezvous.rules import Rules, says_samples
 from rendezvous.wire import sampled
 
-TARGET = 1.0  # η_eff that "auto" aims at: a direction is followed as far as a plain average would follow it
+TARGET = 1.0  # η_eff that "auto" aims at: along its mean, a step goes as far as plain averaging would (decision 016)
 _LANES = 1 << 14  # fp64: two such vectors stay in the cache.  Part of the definition of `dot`: never change it
 _MEMORY = 8  # means over which ρ̂ forgets
 FEW_MOVED = 1e-3  # of the elements of a 16-bit model
@@ -67,9 +70,13 @@ def cosine(product: float, a_norm: float, b_norm: float) -> float | None:
     return max(-1.0, min(1.0, product / scale))
 
 
-def effective_step(lr: float, mu: float, rho: float) -> float:
-    """η/(1−μρ): how far a direction is followed in all, when successive means have cosine ρ."""
-    return lr / (1.0 - mu * rho)
+def effective_step(lr: float, mu: float, rho: float, means: float = math.inf) -> float:
+    """How far Nesterov goes along the newest mean, in units of that mean: η·(1 + μ·(1 − (μρ)^n)/(1 − μρ)).
+
+    rho: cosine of successive means.   means: n, how many are in the momentum, the newest one counted; after many the
+    power is 0.  0 ≤ μ < 1.
+    """
+    return lr * (1.0 + mu * (1.0 - (mu * rho) ** means) / (1.0 - mu * rho))
 
 
 def moved(delta: np.ndarray) -> float:
@@ -99,10 +106,10 @@ class Memory:
 
 
 class AutoLR:
-    """lr = "auto" for one fragment: η = target·(1 − μ·ρ̂), so that η_eff stays near `target`.
+    """lr = "auto" for one fragment: η = target/(1 + μ/(1 − μρ̂)), so that η_eff stays near `target`.
 
     ρ̂ begins at 1 (the careful end) and is the average of that and of the ρ seen, over about the last 8; a negative
-    ρ counts as 0, so that η lies in [target·(1−μ), target].  A zero mean teaches nothing.
+    ρ counts as 0, so that η lies in [target·(1−μ), target/(1+μ)].  A zero mean teaches nothing.
     """
 
     def __init__(self, size: int, *, mu: float, target: float = TARGET) -> None:
@@ -118,7 +125,7 @@ class AutoLR:
     @property
     def lr(self) -> float:
         """η as it stands, an fp32 number."""
-        return float(np.float32(self.target * (1.0 - self.mu * self.rho_hat)))
+        return float(np.float32(self.target / (1.0 + self.mu / (1.0 - self.mu * self.rho_hat))))
 
     def step(self, mean: np.ndarray) -> float:
         """Learn from a committed mean; -> the η to apply that very mean with."""
@@ -228,6 +235,7 @@ class Tracker:
     def __init__(self, sizes: Sequence[int], mu: float, rules: Rules) -> None:
         self._memories, self._mu, self._rules = [Memory(n) for n in sizes], mu, rules
         self._last = [-1] * len(sizes)  # the step whose mean is remembered
+        self._means = 0  # in the momentum of the fragment that was looked at last
         self._sent: dict[tuple[int, str], str] = {}  # fragment, slot -> digest of what was listed last
         self._lasting: Counter[str] = Counter()
         self.numbers: dict[str, float] = {}
@@ -239,6 +247,7 @@ class Tracker:
         if self._last[fragment] != commit.t - len(self._memories):
             rho = None  # steps were caught up with in between
         self._last[fragment] = commit.t
+        self._means = commit.t // len(self._memories) + 1
         numbers: dict[str, float | None] = {"rho": rho, "mean_norm": norm(mean)}
         if self._rules.codec != "topk":  # what top-k sends is much shorter than the Δ whose norm was told
             weights, norms = [o.weight for o in commit.offers], [o.norm for o in commit.offers]
@@ -248,7 +257,7 @@ class Tracker:
     def step(self, lr: float) -> dict[str, float]:
         """The numbers of the step just taken, for the log.  What has no value (ρ of the first mean) is left out."""
         rho = self.numbers.get("rho")
-        worth = {} if rho is None else {"effective_step": effective_step(lr, self._mu, rho)}
+        worth = {} if rho is None else {"effective_step": effective_step(lr, self._mu, rho, self._means)}
         return {**self.numbers, "outer_lr": lr, **worth}
 
     def findings(self, commit: Commit, wanted: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:

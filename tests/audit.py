@@ -48,7 +48,7 @@ class Auto:
                 self.count = min(self.count + 1.0, 8.0)
                 self.rho = self.rho + (rho - self.rho) / self.count
             self.some = mean[::every].copy()
-        return float(np.float32(1.0 - mu * self.rho))
+        return float(np.float32(1.0 / (1.0 + mu / (1.0 - mu * self.rho))))
 
     def bytes(self) -> bytes:
         return self.some.tobytes() + np.array([self.rho, self.count]).tobytes()

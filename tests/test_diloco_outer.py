@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config import ConfigError
-from diloco.flat import FlatFragment, OuterError, cut, layout_of
+from diloco.config import ConfigError, OuterConfig, OuterError
+from diloco.flat import FlatFragment, cut, layout_of
 from diloco.launch import read_run
-from diloco.manager import MockManager, StoreManager, likely_cause
+from diloco.manager import MockManager, StoreManager, Work, likely_cause
 from diloco.outer import Nesterov, OuterLoop, OuterState, make_diloco, nesterov
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -143,13 +143,104 @@ def test_rounding_never_enters_a_pseudogradient(dtype: torch.dtype) -> None:
     assert ((fragment.flat.data.double() - theta.double()) - moved).abs().max() < 1e-6
 
 
-def test_a_merge_is_not_part_of_the_next_pseudogradient() -> None:
-    live = nn.Parameter(vector(64))
-    fragment, theta = FlatFragment([live]), vector(64)
-    fragment.flat.data.copy_(theta + 0.25)  # what torchft leaves for α > 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_alpha_kept_is_part_of_the_next_pseudogradient_and_no_rounding_is(dtype: torch.dtype) -> None:
+    """Twice, as with τ > 0: when Δ is made, and when the outer step lands τ inner steps later."""
+    live = nn.Parameter(vector(500).to(dtype))
+    fragment, theta = FlatFragment([live]), vector(500)
+    merged = theta + vector(500, 0.1)  # what torchft leaves for α > 0
+    fragment.flat.data.copy_(merged)
     fragment.scatter(merged=True)
-    fragment.gather(theta)
-    assert torch.equal(fragment.flat.data, theta)
+    start = live.detach().double()
+    for move in (0.0, 0.25, -0.5):
+        with torch.no_grad():
+            live.add_(move)
+        want = theta.double() - (merged.double() + (live.detach().double() - start))
+        got = fragment.delta(theta, torch.empty(500))
+        assert (got.double() - want).abs().max() <= 1e-6
+        fragment.gather(theta)
+        assert torch.equal(theta - fragment.flat.data, got)
+    fragment.flat.data.copy_(theta)
+    fragment.scatter(merged=False)
+    assert torch.equal(fragment.delta(theta, torch.empty(500)), torch.zeros(500)), "a rewrite leaves nothing of it"
+
+
+def test_a_vector_is_kept_for_the_merge_of_a_16_bit_model_only() -> None:
+    for dtype, kept in ((torch.float32, False), (torch.bfloat16, True)):
+        fragment = FlatFragment([nn.Parameter(vector(8).to(dtype))])
+        fragment.scatter(merged=True)
+        assert (fragment.merged is not None) == kept
+
+
+class Scripted:
+    """A Manager of one replica: the mean is its own Δ, but for step 3, which was decided without it."""
+
+    _use_async_quorum = False
+    done_with_delta, leaving, fenced, behind, h_cap, why = True, False, False, False, 1 << 30, ""
+
+    def __init__(self) -> None:
+        self.step, self.committed, self.late = 0, False, dict[int, tuple[np.ndarray, torch.Tensor]]()
+
+    def join(self, loop: OuterLoop) -> None:
+        self.loop = loop
+
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Work:
+        return Work(lambda: None)
+
+    def should_commit(self) -> bool:
+        self.committed = True
+        return True
+
+    def current_step(self) -> int:
+        return self.step + self.committed
+
+    def finish_round(self) -> int | None:
+        if not self.committed:
+            return None
+        self.committed, self.step = False, self.step + 1
+        return (self.step - 1) % 2
+
+    def offer(self, delta: np.ndarray, h: int) -> None:
+        fragment = self.loop.fragments[self.step % 2]
+        local = torch.cat([p.detach().reshape(-1).double() for p in fragment.live])
+        self.late[self.step] = delta.copy(), local
+
+    def catch_up(self, late: Any) -> None:
+        if self.step == 3:
+            late(3)
+            self.before = self.loop.thetas[1].clone()
+            self.loop.state.apply(1, np.full(self.loop.state.size(1), 0.125, np.float32))
+            self.step = 4
+
+    def progress(self, *_: object) -> None: ...
+    def start_quorum(self) -> None: ...
+    def register_state_dict_fn(self, *_: object) -> None: ...
+    def allow_state_dict_read(self) -> None: ...
+    def disallow_state_dict_read(self) -> None: ...
+    def close(self, reason: str) -> None: ...
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_late_work_holds_what_alpha_kept_and_is_sent_once(dtype: torch.dtype) -> None:
+    """Fragment 1 was merged in step 1; step 3, its next, is decided without us."""
+    torch.manual_seed(3)
+    model, manager = Net().to(dtype), Scripted()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    config = OuterConfig(sync_every=4, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5)
+    with make_diloco(model, optimizer, manager, config) as loop:
+        plain_steps(model, optimizer, 4)  # two syncs
+        base = loop.fragments[1].flat.data.clone().double()  # what the merge left
+        assert not torch.equal(base.float(), loop.thetas[1])
+        start = torch.cat([p.detach().reshape(-1).double() for p in loop.fragments[1].live])
+        plain_steps(model, optimizer, 2)  # step 2, and after it the missed step 3
+        delta, local = manager.late[3]
+        want = manager.before.double() - (base + (local - start))
+        assert list(manager.late) == [3] and (torch.from_numpy(delta).double() - want).abs().max() < 1e-6
+        assert not torch.equal(loop.thetas[1], manager.before)
+        held = torch.cat([p.detach().reshape(-1) for p in loop.fragments[1].live])
+        assert torch.equal(held, loop.thetas[1].to(dtype)), "model ← θ: what was offered is gone from it"
+        left = loop.fragments[1].delta(loop.thetas[1], torch.empty_like(loop.thetas[1]))
+        assert not left.any(), "and enters no later Δ"
 
 
 # ---------------------------------------------------------------- with torchft's DiLoCo

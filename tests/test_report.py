@@ -218,7 +218,7 @@ def test_the_numbers_of_an_outer_step_are_told(tmp_path):
     report = read_report(numbered().store)
     assert report.steps[1].numbers["outer_lr"] == 0.7 and report.steps[0].numbers == {}
     text = summary(report)
-    assert "outer step 1: ρ 0.90 · η/(1−μρ) 1.27 · cos of replicas 0.25 · ‖ḡ‖ 3" in text
+    assert "outer step 1: ρ 0.90 · η_eff 1.27 · cos of replicas 0.25 · ‖ḡ‖ 3" in text
     assert "counted as one of typical length: r01@1" in text
     assert "typical length" not in summary(read_report(numbered(gated=False).store))
     assert "<th>ρ</th>" in write_report(report, tmp_path)[0].read_text()
