@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diloco.config import ConfigError, OuterConfig
 from diloco.flat import cut, trainable
-from diloco.launch import ModelRecord, Run, fetch_model, read_run
+from diloco.launch import ModelRecord, Run, fetch_model, read_run, save_below
 from diloco.outer import Nesterov, OuterState
 from rendezvous import layout, snapshots
 from rendezvous.background import together_on
@@ -112,6 +112,4 @@ def _copy_others(start: Path, to: Path) -> None:
     """Tokenizer, chat template, generation config: everything but the weights."""
     to.mkdir(parents=True, exist_ok=True)
     for path in sorted(p for p in start.rglob("*") if p.is_file() and p.suffix != ".safetensors"):
-        target = to / path.relative_to(start)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
+        save_below(to, path.relative_to(start).as_posix(), path.read_bytes())

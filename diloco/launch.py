@@ -7,7 +7,6 @@
 The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
 """
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,13 +19,14 @@ from diloco import sizing
 from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
+from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest
+from rendezvous.errors import BadKey, Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.probe import unfit
-from rendezvous.records import Record, digest, nonce
+from rendezvous.records import Record, nonce
 from rendezvous.rules import Timing
 from rendezvous.seal import run_key, under_key
-from rendezvous.store import PatientStore, Store, open_store, put_once
+from rendezvous.store import PatientStore, Store, open_store, plain_key, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 
@@ -57,6 +57,13 @@ class RunRecord(Record):
     def codec(self) -> str:
         return self.mathematics.get("outer", {}).get("codec", "")
 
+    def check(self) -> None:
+        for setting, stored in self.files.items():
+            _check_digest(setting, stored)
+            name = stored["key"].rpartition("/")[2]
+            if not layout.is_plain(name) or stored["key"] != layout.code(hex_of(stored["digest"]), name):
+                raise ValueError(f"it has the {setting} file under {stored['key']!r}")
+
 
 @dataclass(frozen=True)
 class ModelRecord(Record):
@@ -67,6 +74,17 @@ class ModelRecord(Record):
     layout: list[list[Any]]
     nonce: str
     at: float
+
+    def check(self) -> None:
+        for name, stored in self.files.items():
+            _check_digest(name, stored)
+            if not (layout.is_plain(name) and layout.is_model_file(stored["key"])):
+                raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
+
+
+def _check_digest(name: str, stored: Mapping[str, str]) -> None:
+    if not is_digest(stored["digest"], SHA256):
+        raise ValueError(f"it says of {name!r} that its digest is {stored['digest']!r}; that is no {SHA256}")
 
 
 class StoredConfig(RunConfig):
@@ -224,7 +242,8 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
     for setting in sorted(set(stands.files) | set(mine.files)):
         there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
         if there != here:
-            differs.append(f"{setting} file (digest {there[:8]} there, {here[:8]} here)")
+            there, here = (hex_of(d)[:8] or d for d in (there, here))
+            differs.append(f"{setting} file (digest {there} there, {here} here)")
     if differs:
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
@@ -258,7 +277,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str 
 
 def _named(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
     paths = config.user_files()
-    return {s: {"key": layout.code(digest(b), paths[s].name), "digest": digest(b)} for s, b in files.items()}
+    digests = {setting: digest(body, SHA256) for setting, body in files.items()}
+    return {s: {"key": layout.code(hex_of(d), paths[s].name), "digest": d} for s, d in digests.items()}
 
 
 # -------------------------------------------------------------------- θ₀
@@ -309,7 +329,7 @@ def _upload(store: Store, folder: Path) -> dict[str, dict[str, str]]:
     mark, files = nonce(), {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name, body = path.relative_to(folder).as_posix(), path.read_bytes()
-        files[name] = {"key": layout.model_file(f"{mark}/{name}"), "digest": digest(body)}
+        files[name] = {"key": layout.model_file(f"{mark}/{name}"), "digest": digest(body, SHA256)}
         store.put(files[name]["key"], body)
     return files
 
@@ -317,7 +337,7 @@ def _upload(store: Store, folder: Path) -> dict[str, dict[str, str]]:
 def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
     """Download θ₀'s folder; -> `folder`, a normal from_pretrained folder."""
     for name, stored in record.files.items():
-        _save(folder / name, _verified(store, stored))
+        save_below(folder, name, _verified(store, stored))
     return folder
 
 
@@ -325,23 +345,29 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
     """Download the user's own files, checked against run.json; -> setting -> local path."""
     local: dict[str, Path] = {}
     for setting, stored in run.record.files.items():
-        local[setting] = folder / stored["digest"] / os.path.basename(stored["key"])
-        _save(local[setting], _verified(run.store, stored))
+        name = f"{hex_of(stored['digest'])}/{stored['key'].rpartition('/')[2]}"
+        local[setting] = save_below(folder, name, _verified(run.store, stored))
     return local
 
 
 def _verified(store: Store, stored: Mapping[str, str]) -> bytes:
+    """The bytes that were checked; nobody reads the object a second time."""
     body: bytes | None = None
     for _ in range(3):
         body = store.get(stored["key"])
-        if body is not None and digest(body) == stored["digest"]:
+        if body is not None and has_digest(body, stored["digest"], SHA256):
             return body
     raise Corrupt(
         f"{stored['key']} is missing or damaged: announced digest {stored['digest']}, "
-        f"found {'nothing' if body is None else digest(body)}. Restore it, or start a new run"
+        f"found {'nothing' if body is None else digest(body, SHA256)}. Restore it, or start a new run"
     )
 
 
-def _save(path: Path, body: bytes) -> None:
+def save_below(folder: Path, name: str, body: bytes) -> Path:
+    """Write folder/name; -> its path.   Raises BadKey if that is not in `folder`, by its name or by a link."""
+    path = folder / plain_key(name)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BadKey(f"{name!r} leads out of {folder}, through a link that lies there; use an empty folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(body)
+    return path

@@ -17,8 +17,9 @@ from statistics import fmean
 from typing import Any
 
 from rendezvous import layout
+from rendezvous.digests import SHA256, digest
 from rendezvous.membership import Wanted, claims, read_control
-from rendezvous.records import Beat, Claim, Commit, Leave, Offer, digest
+from rendezvous.records import Beat, Claim, Commit, Leave, Offer
 from rendezvous.store import Store
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
@@ -167,7 +168,7 @@ class Reader:
     def _read_commits(self) -> None:
         while (body := self._store.get(layout.commit(len(self._steps)))) is not None:
             c = Commit.decode(body)
-            linked = c.prev == (digest(self._last) if self._last is not None else None)
+            linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
             fresh, carried = tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried)
             gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
             self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated))

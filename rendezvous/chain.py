@@ -6,8 +6,9 @@ A reader only ever goes from t to t+1, so a gap cannot be skipped; LIST is never
 """
 
 from rendezvous import layout
+from rendezvous.digests import SHA256, digest
 from rendezvous.errors import ChainBroken
-from rendezvous.records import Commit, digest
+from rendezvous.records import Commit
 from rendezvous.store import Store
 
 
@@ -54,7 +55,7 @@ class Chain:
         for slot, generation in known.fence.items() if known else ():
             if commit.fence.get(slot, 0) < generation:
                 raise ChainBroken(f"commit {t} lowers the fence of {slot} below generation {generation}")
-        self._commits[t], self._digests[t] = commit, digest(body)
+        self._commits[t], self._digests[t] = commit, digest(body, SHA256)
         for old in [u for u in self._commits if u < t - self._window]:
             del self._commits[old], self._digests[old]
         return commit

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from rendezvous import layout, rules
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
+from rendezvous.digests import is_digest, needed
 from rendezvous.errors import BadCommit
 from rendezvous.membership import Membership, Wanted, claims
 from rendezvous.records import Commit, Listed, Offer, WireError, nonce
@@ -138,7 +139,7 @@ class Closer:
             return None
         try:
             offer = Offer.decode(body)
-            why = rules.flaw(offer, s, slot, self._rules) or self._unclaimed(offer)
+            why = rules.flaw(offer, s, slot, self._rules) or self._weak(offer) or self._unclaimed(offer)
         except WireError as error:
             why = str(error)
         else:
@@ -148,6 +149,12 @@ class Closer:
             self._odd.add(key)
             self._skipped(key, why)
         return None
+
+    def _weak(self, offer: Offer) -> str:
+        """A digest that is none, or one that does not find forgers where there may be some."""
+        kind = needed(self._store)
+        odd = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
+        return f"its blob's digest is {odd[0]!r}, this run needs {kind}" if odd else ""
 
     def _unclaimed(self, offer: Offer) -> str:
         """A made-up generation must not count: its number would fence those who hold the slot."""

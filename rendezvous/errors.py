@@ -3,6 +3,7 @@
     RendezvousError
     ├── StoreError                a request to the store did not end well
     │   ├── KeyExists             definite: another object stands under that key
+    │   ├── BadKey                definite: a name that would leave the run's folder; nothing was asked of the store
     │   ├── StoreRefused          definite: nothing was written, and asking again changes nothing
     │   │   ├── StoreReadOnly     the folder or bucket cannot be written
     │   │   └── StoreFull         no space left
@@ -32,6 +33,10 @@ class StoreError(RendezvousError):
 
 class KeyExists(StoreError):
     """Definite: another object stands under that key."""
+
+
+class BadKey(StoreError):
+    """Definite: a name that would leave the run's folder.  Nothing was asked of the store."""
 
 
 class StoreRefused(StoreError):

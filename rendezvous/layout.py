@@ -24,16 +24,34 @@
 Zero-padded numbers sort as they count.  Registers (put_once) are never deleted within a run: a deleted one
 could be "won" again by a replica that slept.
 
+A key, and a file's name in the manifests, is *plain*: parts that print, with one "/" between two of them, and no part
+is "." or "..".  So it cannot leave its folder, whatever joins it to one.
+
 Not promised: that a key listed under `alive/` belongs to a living process.
 """
+
+import re
 
 SEAL = "seal.json"
 RUN = "run.json"
 MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
+_DRIVE = re.compile("[A-Za-z]:")
 _SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
 _FOLDERS = {"replicas": "claim", "leave": "leave", "control": "control"}
+
+
+def is_plain(name: str) -> bool:
+    """Does this name stay below the folder that it is joined to?  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
+    parts_are_real = all(part not in ("", ".", "..") for part in name.split("/"))
+    return parts_are_real and name.isprintable() and "\\" not in name and not _DRIVE.match(name)
+
+
+def is_blob(key: str, pattern: str) -> bool:
+    """Is `key` what this file spells as `pattern`, but for the nonce, which is "" there?   For what records name."""
+    stem, _, ending = pattern.rpartition(".")
+    return is_plain(key) and key.startswith(stem) and key.endswith(f".{ending}") and "/" not in key[len(stem) :]
 
 
 def slot_name(index: int) -> str:
@@ -54,6 +72,10 @@ def code(digest: str, name: str) -> str:
 
 def model_file(name: str) -> str:
     return f"model/{name}"
+
+
+def is_model_file(key: str) -> bool:
+    return is_plain(key) and key.startswith("model/") and key != MODEL_MANIFEST
 
 
 def claim(slot: str, generation: int) -> str:

@@ -1,7 +1,7 @@
 """The small JSON records of a run, and their bytes.
 
 Every record carries `wire` (the version of these formats) and, where it is written by put_once, a `nonce` of its
-writer, so that equal bytes mean "mine".  A record's digest is the xxh3-128 of its bytes.
+writer, so that equal bytes mean "mine".  A record's digest is the SHA-256 of its bytes.
 
     Claim ─▶ Offer ─▶ Commit ─▶ Mean        Snapshot   Leave   Control        Beat (overwritten, advisory)
 
@@ -15,21 +15,14 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Self
 
-import xxhash
-
+from rendezvous import layout
 from rendezvous.errors import RendezvousError
-from rendezvous.store import Buffer
 
-WIRE = 1
+WIRE = 2
 
 
 class WireError(RendezvousError):
     """A record of another version of these formats."""
-
-
-def digest(body: Buffer) -> str:
-    """xxh3-128 in hex: finds accidents, not forgers."""
-    return xxhash.xxh3_128_hexdigest(body)
 
 
 def nonce() -> str:
@@ -50,7 +43,9 @@ class Record:
             raw = json.loads(body)
             kind, wire = raw["kind"], raw["wire"]
             if kind == cls.kind and wire == WIRE:
-                return cls.from_dict(raw)
+                record = cls.from_dict(raw)
+                record.check()
+                return record
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(f"expected a {cls.kind}, found {body[:80]!r} ({error}): a damaged object") from error
         raise WireError(
@@ -61,6 +56,15 @@ class Record:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
         return cls(**{name: raw[name] for name in _names(cls) if name in raw})
+
+    def check(self) -> None:
+        """Raises ValueError if fields that are right by themselves do not fit together."""
+
+
+def check_blob(key: str, pattern: str) -> None:
+    """A record names its own blob, and no other object: some blobs are put back or deleted by those who read it."""
+    if not layout.is_blob(key, pattern):
+        raise ValueError(f"its blob is called {key!r}, which is not one of {pattern}")
 
 
 @cache
@@ -117,6 +121,9 @@ class Offer(Record):
     def from_dict(cls, raw: dict[str, Any]) -> Self:
         return super().from_dict({**raw, "shards": tuple(raw.get("shards", ()))})
 
+    def check(self) -> None:
+        check_blob(self.blob, layout.delta(self.step, self.slot, self.generation, ""))
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -147,7 +154,7 @@ class Listed:
 class Commit(Record):
     """The decision for outer step `t`: these offers, in this order, with these weights.
 
-    prev: digest of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
+    prev: SHA-256 of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
     fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer went by.
     pace: seconds an outer step should take (median `took` + half the patience).
     snapshot: newest snapshot known to the closer.   by: "{slot}-{generation}" of the closer.
@@ -174,6 +181,10 @@ class Commit(Record):
         listed = tuple(Listed(**dict(o, shards=tuple(o.get("shards", ())))) for o in raw["offers"])
         return super().from_dict({**raw, "offers": listed, "owners": tuple(raw.get("owners", ()))})
 
+    def check(self) -> None:
+        for o in self.offers:
+            check_blob(o.blob, layout.delta(o.step, o.slot, o.generation, ""))
+
     def lists(self, step: int, slot: str) -> bool:
         return any(o.step == step and o.slot == slot for o in self.offers)
 
@@ -197,6 +208,9 @@ class Mean(Record):
     digest: str
     nonce: str
 
+    def check(self) -> None:
+        check_blob(self.blob, layout.mean_blob(self.t, ""))
+
 
 @dataclass(frozen=True)
 class Snapshot(Record):
@@ -216,6 +230,9 @@ class Snapshot(Record):
     nonce: str
     confirmed: bool = True
 
+    def check(self) -> None:
+        check_blob(self.blob, layout.snapshot_blob(self.t, ""))
+
 
 @dataclass(frozen=True)
 class Leave(Record):
@@ -234,6 +251,10 @@ class Leave(Record):
     at: float
     residual: str = ""
     residual_digest: str = ""
+
+    def check(self) -> None:
+        if self.residual:
+            check_blob(self.residual, layout.residual(self.slot, self.generation, ""))
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from rendezvous import layout
 from rendezvous.background import Together, in_turn
 from rendezvous.clock import Clock
 from rendezvous.codecs import codec, one_pass_mean
+from rendezvous.digests import digest, has_digest, needed
 from rendezvous.errors import Corrupt
-from rendezvous.records import Commit, Listed, Mean, digest, nonce
+from rendezvous.records import Commit, Listed, Mean, nonce
 from rendezvous.rules import Rules
 from rendezvous.sound import divide, settle, sound
 from rendezvous.store import Store, put_once
@@ -315,7 +316,7 @@ class Reducer:
     ) -> None:
         self._tell("bad_blob", step=commit.t, trouble=trouble)
         body = self.make_part(commit, part, out)
-        if digest(payload(body)) != record.digest:
+        if not has_digest(payload(body), record.digest, needed(self._store)):
             raise Corrupt(f"step {commit.t}: part {j} was announced with other bits than its shards give")
         self._store.put(record.blob, payload(body))
         self._tell("repaired", step=commit.t, blob=record.blob)
@@ -337,8 +338,8 @@ class Reducer:
             self._write(commit, 0, mean)
 
     def _write(self, commit: Commit, j: int, body: np.ndarray) -> None:
-        n = nonce()
-        record = Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(payload(body)), n)
+        n, found = nonce(), digest(payload(body), needed(self._store))
+        record = Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, found, n)
         self._store.put(record.blob, payload(body))
         put_once(self._store, self._clock, layout.mean(commit.t, j), record.encode())
 
@@ -355,7 +356,8 @@ class Reducer:
 
     def _mend(self, commit: Commit, record: Mean, out: np.ndarray) -> bool:
         """The announced mean is bad: compute it again and put the same bytes back."""
-        if self._sum(commit, self._shards(out.size), out, None) is not None or digest(payload(out)) != record.digest:
+        trouble = self._sum(commit, self._shards(out.size), out, None)
+        if trouble is not None or not has_digest(payload(out), record.digest, needed(self._store)):
             return False
         self._store.put(record.blob, payload(out))
         self._tell("repaired", step=commit.t, blob=record.blob)
@@ -367,7 +369,8 @@ class Reducer:
         """Somebody seems to miss our blob of this step: look, and put it back if the store has lost or bent it."""
         room = self._buffer(mine.body.size)
         trouble = fetch(self._store, self._clock, mine.key, mine.pieces, room)
-        if trouble is not None and differs(mine.key, payload(mine.body), mine.pieces) is None:
+        intact = differs(mine.key, payload(mine.body), mine.pieces, needed(self._store)) is None
+        if trouble is not None and intact:
             self._store.put(mine.key, payload(mine.body))
             self._tell("repaired", step=mine.step, blob=mine.key)
 

@@ -24,6 +24,7 @@ from rendezvous.background import Background, Inline, Together, in_turn
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.closing import Closer, Vigil, refuse_misweighed
+from rendezvous.digests import needed
 from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
 from rendezvous.membership import Membership, Wanted
 from rendezvous.records import Commit, Leave, Offer, nonce
@@ -115,7 +116,7 @@ class Rendezvous:
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self._reducer = Reducer(self.store, self.clock, self.tell, rules_, together=self._together)
-        self._encoder = Encoder(rules_.codec)
+        self._encoder = Encoder(rules_.codec, digests=needed(self.store))
         self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._rest, self._bad)
         self._closer = Closer(
             self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd

@@ -17,7 +17,8 @@ from safetensors.numpy import save as save_tensors
 
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.records import Snapshot, digest, nonce
+from rendezvous.digests import digest, has_digest, needed
+from rendezvous.records import Snapshot, nonce
 from rendezvous.store import Store, put_once
 
 Arrays = Mapping[str, np.ndarray]
@@ -40,7 +41,7 @@ def publish(
 ) -> Snapshot:
     """Publish a snapshot; -> the one that stands for step t (ours, or that of somebody faster)."""
     n = nonce()
-    mine = Snapshot(t, base, prev, layout.snapshot_blob(t, n), len(body), digest(body), n, confirmed)
+    mine = Snapshot(t, base, prev, layout.snapshot_blob(t, n), len(body), digest(body, needed(store)), n, confirmed)
     store.put(mine.blob, body)
     _, value = put_once(store, clock, layout.snapshot(t), mine.encode())
     return Snapshot.decode(value)
@@ -61,9 +62,9 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[st
     body = None
     for _ in range(3):
         body = store.get(snapshot.blob)
-        if body is not None and digest(body) == snapshot.digest:
+        if body is not None and has_digest(body, snapshot.digest, needed(store)):
             return load_tensors(body)
-    found = "nothing" if body is None else f"{len(body)} bytes, digest {digest(body)}"
+    found = "nothing" if body is None else f"{len(body)} bytes, digest {digest(body, needed(store))}"
     tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
     return None
 
@@ -71,7 +72,7 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[st
 def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
     """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
     body = serialized(arrays)
-    if digest(body) != snapshot.digest:
+    if not has_digest(body, snapshot.digest, needed(store)):
         return False
     store.put(snapshot.blob, body)
     return True

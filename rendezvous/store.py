@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Protocol, TypeVar
 
+from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.errors import GaveUp, KeyExists, StoreRefused, StoreUnclear
+from rendezvous.errors import BadKey, GaveUp, KeyExists, StoreRefused, StoreUnclear
 
 Buffer = bytes | bytearray | memoryview
 SAY_AGAIN_S = 10.0
@@ -57,6 +58,22 @@ class Store(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Forget these objects; never called on a register.  (DELETE)"""
         ...
+
+
+def plain_key(key: str) -> str:
+    """The key itself.   Raises BadKey if it would lead out of the run's folder or prefix."""
+    if not layout.is_plain(key):
+        raise BadKey(
+            f"{key!r} is no key of a run: it would lead out of the run's folder. Nothing was read or written there. "
+            "Some record in the bucket names it; see who else can write to the bucket"
+        )
+    return key
+
+
+def plain_prefix(prefix: str) -> str:
+    """The same for what `list` takes: "" for everything, or the beginning of keys."""
+    plain_key(f"{prefix}x")
+    return prefix
 
 
 def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, bytes]:
@@ -124,6 +141,7 @@ class PatientStore:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.url, self._store, self._clock = store.url, store, clock
+        self.digests: str | None = getattr(store, "digests", None)  # the kind that blobs need, if it says
         self._patience_s, self.alert, self._tell = patience_s, alert, tell
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from rendezvous.clock import Clock
 from rendezvous.codecs import codec
+from rendezvous.digests import XXH3, digest, has_digest, needed
 from rendezvous.errors import BadDelta
-from rendezvous.records import digest
 from rendezvous.store import Store
 
 assert sys.byteorder == "little", "blobs are little-endian fp32"
@@ -100,8 +100,8 @@ class Encoder:
     `kill -9` it starts from zero.
     """
 
-    def __init__(self, name: str, *, feedback: bool = True) -> None:
-        self.name, self._feedback = name, feedback
+    def __init__(self, name: str, *, feedback: bool = True, digests: str = XXH3) -> None:
+        self.name, self._feedback, self._digests = name, feedback, digests
         self._body, self._free = roomy(0), roomy(0)  # memory of the last body; memory that waits for one
         self._residuals: dict[int, np.ndarray] = {}
         self._ages: dict[int, np.ndarray] = {}  # of fragments whose codec asks how long elements have waited
@@ -123,7 +123,7 @@ class Encoder:
             if len(ranges) > 1 and exact(self.name):
                 return self._written(fragment, delta, ranges, scale)
             norm, body = checked_norm(delta, scale), self.encode(fragment, delta, theta)
-            return Written(body, digest(payload(body)), (), norm, scale)
+            return Written(body, digest(payload(body), self._digests), (), norm, scale)
         except BadDelta:
             self._residuals.pop(fragment, None)
             self._ages.pop(fragment, None)
@@ -135,8 +135,8 @@ class Encoder:
         view = payload(body)
         for shard, more in zip(ranges, self._each(fragment, delta, ranges, body), strict=True):
             square += more
-            shards.append(digest(view[slice(*byte_range(self.name, *shard))]))
-        return Written(body, _whole(shards), tuple(shards), checked_norm(delta, scale, square), scale)
+            shards.append(digest(view[slice(*byte_range(self.name, *shard))], self._digests))
+        return Written(body, _whole(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale)
 
     def _write(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
         """All elements' bytes; -> how many."""
@@ -212,19 +212,19 @@ def grid(elements: int, align: int, least: int) -> list[Range]:
     return [(at, min(at + size, elements)) for at in range(0, max(elements, 1), size)]
 
 
-def digests(body: np.ndarray, name: str, ranges: list[Range]) -> tuple[str, tuple[str, ...]]:
+def digests(body: np.ndarray, name: str, ranges: list[Range], kind: str = XXH3) -> tuple[str, tuple[str, ...]]:
     """-> the body's digest, and those of its shards; () when there is only one, or the body cannot be cut.
 
     A body in shards has the digest of theirs: nobody reads the bytes twice.
     """
     if len(ranges) < 2 or not exact(name):
-        return digest(payload(body)), ()
-    shards = tuple(digest(payload(body[slice(*byte_range(name, *r))])) for r in ranges)
-    return _whole(shards), shards
+        return digest(payload(body), kind), ()
+    shards = tuple(digest(payload(body[slice(*byte_range(name, *r))]), kind) for r in ranges)
+    return _whole(shards, kind), shards
 
 
-def _whole(shards: Sequence[str]) -> str:
-    return digest("".join(shards).encode())
+def _whole(shards: Sequence[str], kind: str) -> str:
+    return digest("".join(shards).encode(), kind)
 
 
 def in_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
@@ -275,16 +275,16 @@ def fetch(
             clock.sleep(0.02 * 2**attempt)
         if not store.get_into(key, view, start):
             trouble = f"{key} is missing or shorter than {start + size} bytes"
-        elif (trouble := differs(key, view, pieces)) is None:
+        elif (trouble := differs(key, view, pieces, needed(store))) is None:
             return None
     return trouble
 
 
-def differs(key: str, view: memoryview, pieces: Sequence[Piece]) -> str | None:
-    """What is wrong with these bytes, or None."""
+def differs(key: str, view: memoryview, pieces: Sequence[Piece], kind: str) -> str | None:
+    """What is wrong with these bytes, or None.   kind: of digest that is needed at least."""
     at = 0
     for size, want in pieces:
-        if (got := digest(view[at : at + size])) != want:
-            return f"{key} has digest {got}, announced was {want}"
+        if not has_digest(view[at : at + size], want, kind):
+            return f"{key} has digest {digest(view[at : at + size], kind)}, announced was {want}"
         at += size
     return None

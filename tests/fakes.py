@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from rendezvous.digests import digest
 from rendezvous.errors import StoreUnclear
-from rendezvous.records import digest
 from rendezvous.store import Buffer, Store
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from rendezvous import closing, garbage, layout, membership, records, reduce, rendezvous, rules, snapshots
 from rendezvous.chain import Chain, head
 from rendezvous.closing import Closer
+from rendezvous.digests import digest
 from rendezvous.errors import KeyExists, StoreUnclear
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
@@ -264,7 +265,7 @@ def mends_blindly(store: Any, snapshot: Any, arrays: Any) -> bool:
 
 def announces_again(reducer: Any, commit: Any, j: int, body: np.ndarray) -> None:
     n = records.nonce()
-    record = records.Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, records.digest(body.tobytes()), n)
+    record = records.Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(body.tobytes()), n)
     reducer._store.put(record.blob, body.tobytes())
     reducer._store.put(layout.mean(commit.t, j), record.encode())
 

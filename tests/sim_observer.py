@@ -12,15 +12,16 @@ steps are made again when the faults are over       whoever lives follows the he
 Not promised: that it sees what is never written, nor applied.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import xxhash
 from safetensors.numpy import load
 
 from rendezvous import layout
 from rendezvous.records import Claim, Commit, Control, Leave, Mean, Offer, Snapshot
+from tests.audit import is_named
 from tests.sim_replica import LR, MU, Process, SimState, digest_of
 
 if TYPE_CHECKING:
@@ -227,9 +228,10 @@ class Observer:
     def _is(self, blob: bytes, named: Any) -> bool:
         """Are these the bytes that an offer, or a commit, names?  In shards, each by its digest."""
         width = self.rules.shard_elements * (4 if self.rules.codec == "fp32" else 2)
-        cut = tuple(xxhash.xxh3_128_hexdigest(blob[at : at + width]) for at in range(0, len(blob), width))
-        whole = "".join(cut).encode() if named.shards else blob
-        return named.shards in ((), cut) and xxhash.xxh3_128_hexdigest(whole) == named.digest
+        cut = [blob[at : at + width] for at in range(0, len(blob), width)]
+        if named.shards and (len(cut) != len(named.shards) or not all(map(is_named, cut, named.shards))):
+            return False
+        return is_named("".join(named.shards).encode() if named.shards else blob, named.digest)
 
     # ------------------------------------------------------------ a commit
 
@@ -299,7 +301,7 @@ class Observer:
         self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
         self.means.append(mean)
         self.commits.append(commit)
-        self.digests.append(xxhash.xxh3_128_hexdigest(body))
+        self.digests.append(f"sha256:{hashlib.sha256(body).hexdigest()}")
         self.bases.append(digest_of(self.theta, self.momentum))
         self.applied += len(commit.offers)
         self.last_commit = self.w.now

@@ -121,7 +121,21 @@ def test_an_offer_that_is_not_finite_is_left_out_by_everybody(tmp_path: Path) ->
     elements = sum(math.prod(shape) for _, shape, _ in fleet.model.layout)
     body = np.full(elements, np.nan, np.float32)
     whole, shards = digests(body.view(np.uint8), "fp32", grid(elements, 1, Rules().shard_elements))
-    offer = Offer(0, "r02", 1, "n", base, 20, "steps/nan.bin", body.nbytes, whole, 1.0, 0.0, norm=1.0, shards=shards)
+    offer = Offer(
+        0,
+        "r02",
+        1,
+        "n",
+        base,
+        20,
+        layout.delta(0, "r02", 1, "n"),
+        body.nbytes,
+        whole,
+        1.0,
+        0.0,
+        norm=1.0,
+        shards=shards,
+    )
     fleet.store.put(offer.blob, body.tobytes())
     fleet.store.put(layout.claim("r02", 1), Claim("r02", 1, "n", 0.0).encode())
     fleet.store.put(layout.offer(0, "r02", 0), offer.encode())

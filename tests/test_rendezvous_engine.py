@@ -668,7 +668,8 @@ def random_offers(n: int, carried: int, size: int, seed: int) -> list[tuple[np.n
 @pytest.mark.parametrize("size", [1, 7, (1 << 18) + 3])
 @pytest.mark.parametrize(("n", "carried"), [(1, 0), (2, 0), (3, 0), (4, 0), (2, 1), (4, 2)])
 def test_the_mean_equals_a_reference_bit_for_bit(clock: ManualClock, n: int, carried: int, size: int) -> None:
-    from rendezvous.records import Listed, digest
+    from rendezvous.digests import digest
+    from rendezvous.records import Listed
 
     store, listed, offers = MemoryStore(), [], random_offers(n, carried, size, seed=n * 10 + carried)
     for i, (x, h, age) in enumerate(offers):

@@ -15,8 +15,9 @@ import pytest
 from rendezvous import layout, snapshots
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import codec
+from rendezvous.digests import digest
 from rendezvous.errors import BadDelta, Corrupt, Diverged, GaveUp
-from rendezvous.records import Mean, Snapshot, digest
+from rendezvous.records import Mean, Snapshot
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import no_tell
 from rendezvous.stores.memory import MemoryStore

@@ -15,8 +15,9 @@ from rendezvous import layout
 from rendezvous.background import at_once, in_turn
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import codec
+from rendezvous.digests import digest
 from rendezvous.errors import Corrupt
-from rendezvous.records import WIRE, Claim, Commit, Offer, WireError, digest
+from rendezvous.records import WIRE, Claim, Commit, Offer, WireError
 from rendezvous.reduce import Reducer
 from rendezvous.sound import divide, settle, sound
 from rendezvous.stores.memory import MemoryStore
@@ -35,7 +36,9 @@ def clock() -> ManualClock:
 
 def offered(store: FaultyStore, seat: Seat, body: bytes, **fields: Any) -> Offer:
     """An offer of r02 for the open step, in its place, with a claim and a blob that are right."""
-    step, blob = seat.rv.step, f"steps/poison-{seat.rv.step}.bin"
+    step = seat.rv.step
+    own = {"t": step, "slot": "r02", "generation": 1} | {k.replace("step", "t"): v for k, v in fields.items()}
+    blob = layout.delta(own["t"], own["slot"], own["generation"], "poison")
     store.put(layout.claim("r02", 1), Claim("r02", 1, "n", 0.0).encode())
     store.put(blob, body)
     plain = Offer(step, "r02", 1, "n", seat.rv.base, 2, blob, len(body), digest(body), 1.0, 0.0, norm=1.0)
@@ -111,7 +114,7 @@ def test_a_body_of_another_length_counts_for_nothing(clock: ManualClock, size: i
 
 def test_a_body_with_digests_for_another_grid_counts_for_nothing(clock: ManualClock) -> None:
     store, a, b = pair(clock, replicas=3)
-    offered(store, a, vector(9, 9, 9), shards=("x", "y"))
+    offered(store, a, vector(9, 9, 9), shards=(digest(b"x"), digest(b"y")))
     together(a, b)
     assert a.state.theta.tolist() == b.state.theta.tolist() == [98.5] * 3
 

@@ -11,9 +11,11 @@ import pytest
 from rendezvous import layout
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock
+from rendezvous.digests import SHA256, digest
 from rendezvous.errors import ChainBroken
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.records import (
+    WIRE,
     Beat,
     Claim,
     Commit,
@@ -25,20 +27,32 @@ from rendezvous.records import (
     Record,
     Snapshot,
     WireError,
-    digest,
     nonce,
 )
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 
 WEIGHT = float(np.float32(0.1))
-LISTED = Listed(3, "r01", 2, "n", "blob", 12, "d", 4, WEIGHT, leaving=True)
+LISTED = Listed(3, "r01", 2, "n", layout.delta(3, "r01", 2, "n"), 12, "d", 4, WEIGHT, leaving=True)
+OTHER = replace(LISTED, slot="r02", blob=layout.delta(3, "r02", 2, "n"))
 RECORDS: list[Record] = [
     Claim("r00", 1, "n", 1.5, "host", 7),
-    Offer(3, "r01", 2, "n", "base", 4, "blob", 12, "d", 1.25, 9.0, stats={"reward": 0.5}),
-    Commit(3, "p", "base", (LISTED, replace(LISTED, slot="r02")), {"r01": 2}, 2, 1.5, 0, "r01-2", "n", 9.0),
-    Mean(3, "blob", 12, "d", "n"),
-    Snapshot(3, "base", None, "blob", 12, "d", "n", False),
+    Offer(3, "r01", 2, "n", "base", 4, layout.delta(3, "r01", 2, "n"), 12, "d", 1.25, 9.0, stats={"reward": 0.5}),
+    Commit(
+        3,
+        "p",
+        "base",
+        (LISTED, replace(LISTED, slot="r02", blob=layout.delta(3, "r02", 2, "n"))),
+        {"r01": 2},
+        2,
+        1.5,
+        0,
+        "r01-2",
+        "n",
+        9.0,
+    ),
+    Mean(3, layout.mean_blob(3, "n"), 12, "d", "n"),
+    Snapshot(3, "base", None, layout.snapshot_blob(3, "n"), 12, "d", "n", False),
     Leave("r00", 1, 3, "base", "done", "n", 9.0),
     Control(0, "n", 9.0, replicas=3, stop=True),
     Beat("r00", 1, 5, "train", 3, 2, 0.25, 9.0),
@@ -50,20 +64,20 @@ def test_a_record_comes_back_as_it_was(record: Record) -> None:
     body = record.encode()
     assert type(record).decode(body) == record
     assert type(record).decode(body).encode() == body, "equal records have equal bytes"
-    assert json.loads(body)["wire"] == 1
+    assert json.loads(body)["wire"] == WIRE
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.kind)
 def test_another_wire_version_is_refused_by_name(record: Record) -> None:
-    newer = record.encode().replace(b'"wire":1', b'"wire":2')
-    with pytest.raises(WireError, match=rf"{record.kind} of wire version 1, found a {record.kind} of version 2"):
+    newer, words = record.encode().replace(b'"wire":%d' % WIRE, b'"wire":%d' % (WIRE + 1)), "of wire version"
+    with pytest.raises(WireError, match=rf"{record.kind} {words} {WIRE}, found a {record.kind} of version {WIRE + 1}"):
         type(record).decode(newer)
 
 
 def test_another_kind_and_damaged_bytes_are_refused() -> None:
     with pytest.raises(WireError, match="expected a claim"):
         Claim.decode(RECORDS[1].encode())
-    for damaged in (b"", b"{", b"[]", b'{"kind":"claim","wire":1}', b"\xff\xfe", RECORDS[0].encode()[:-9]):
+    for damaged in (b"", b"{", b"[]", b'{"kind":"claim","wire":%d}' % WIRE, b"\xff\xfe", RECORDS[0].encode()[:-9]):
         with pytest.raises(WireError, match="damaged"):
             Claim.decode(damaged)
 
@@ -80,7 +94,8 @@ def test_a_newer_release_may_add_fields() -> None:
 
 
 def test_digests_and_nonces() -> None:
-    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+    assert digest(b"") == "xxh3-128:99aa06d3014798d86001c324468d497f"
+    assert digest(b"", SHA256) == "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert digest(bytearray(b"ab")) == digest(memoryview(b"ab")) != digest(b"ba")
     assert len({nonce() for _ in range(1000)}) == 1000
 
@@ -128,7 +143,7 @@ def line(n: int) -> list[Commit]:
     """Commits 0 … n−1 that follow each other."""
     made: list[Commit] = []
     for t in range(n):
-        made.append(commit(t, digest(made[-1].encode()) if made else None))
+        made.append(commit(t, digest(made[-1].encode(), SHA256) if made else None))
     return made
 
 
@@ -136,7 +151,7 @@ def test_a_chain_is_read_one_by_one() -> None:
     commits = line(5)
     chain = Chain(written(*commits), window=2)
     assert [chain.read(t) for t in range(6)] == [*commits, None]
-    assert chain.digest(4) == digest(commits[4].encode()) and chain.digest(-1) is None
+    assert chain.digest(4) == digest(commits[4].encode(), SHA256) and chain.digest(-1) is None
     assert [c.t for c in chain.recent(5, 3)] == [4, 3, 2] and chain.known(1) is None
     assert chain.fence(5) == {"r00": 1} and chain.fence(0) == {}
     assert head(written(*commits)) == 5
@@ -159,7 +174,7 @@ def test_a_commit_under_another_number_is_refused() -> None:
 
 def test_a_lowered_fence_is_refused() -> None:
     first = commit(0, None, fence={"r00": 3, "r01": 1})
-    chain = Chain(written(first, commit(1, digest(first.encode()), fence={"r00": 2, "r01": 1})), window=2)
+    chain = Chain(written(first, commit(1, digest(first.encode(), SHA256), fence={"r00": 2, "r01": 1})), window=2)
     chain.read(0)
     with pytest.raises(ChainBroken, match="lowers the fence of r00 below generation 3"):
         chain.read(1)

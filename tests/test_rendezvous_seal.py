@@ -55,15 +55,14 @@ class Sealed:
     def offered(self, value: float, **fields: Any) -> Offer:
         """An outsider's offer for the open step in the place of r01, blob and all; `value` everywhere."""
         body = np.full(3, value, np.float32).tobytes()
-        self.bucket.put("steps/outsider.bin", body)
-        theirs = Offer(
-            self.a.rv.step, "r01", 1, "n", self.a.rv.base, 2, "steps/outsider.bin", 12, xx(body), 1.0, 0.0, norm=1.0
-        )
+        blob = layout.delta(self.a.rv.step, "r01", 1, "outsider")
+        self.bucket.put(blob, body)
+        theirs = Offer(self.a.rv.step, "r01", 1, "n", self.a.rv.base, 2, blob, 12, xx(body), 1.0, 0.0, norm=1.0)
         return replace(theirs, **fields)
 
 
 def xx(body: bytes) -> str:
-    from rendezvous.records import digest
+    from rendezvous.digests import digest
 
     return digest(body)
 
@@ -143,7 +142,7 @@ def test_a_forged_offer_does_not_count_and_does_not_block_the_slot(clock: Manual
     run = Sealed(clock)
     run.forge(layout.offer(0, "r01", 0), run.offered(value))
     commit = together(run.a, run.b)
-    assert [(o.slot, o.blob != "steps/outsider.bin") for o in commit.offers] == [("r00", True), ("r01", True)]
+    assert [(o.slot, "outsider" not in o.blob) for o in commit.offers] == [("r00", True), ("r01", True)]
     assert run.bucket.get(layout.offer(0, "r01", 1)) is not None, "the next number was free"
     assert run.a.state.theta.tolist() == run.b.state.theta.tolist() == [98.5] * 3
     assert run.told == [layout.offer(0, "r01", 0)], "told once"

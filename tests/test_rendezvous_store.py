@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rendezvous.errors import GaveUp, KeyExists, StoreFull, StoreReadOnly, StoreUnclear
+from rendezvous.errors import GaveUp, KeyExists, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import PatientStore, Store, open_store, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -187,7 +187,7 @@ def test_a_url_that_nobody_serves_says_what_is_served() -> None:
 
 def test_a_root_that_is_a_file_is_not_taken_for_an_existing_key(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("something else")
-    with pytest.raises(StoreUnclear, match="run"):
+    with pytest.raises(StoreRefused, match=r"run.*a file where a folder belongs"):
         FileStore(tmp_path / "run").create("k", b"v")
 
 

@@ -9,8 +9,9 @@ import pytest
 from diloco.drawing import write_report
 from diloco.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
 from rendezvous import layout
+from rendezvous.digests import SHA256, digest
 from rendezvous.membership import write_control
-from rendezvous.records import Beat, Claim, Commit, Leave, Listed, Offer, digest
+from rendezvous.records import Beat, Claim, Commit, Leave, Listed, Offer
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 
@@ -65,7 +66,7 @@ class Bucket:
     def commit(self, t: int, at: float, offers: list[Listed]) -> None:
         c = Commit(t, self.prev, "base", tuple(offers), {}, 1, 1.0, 0, f"{offers[0].slot}-1", f"c{t}", T0 + at)
         self.store.create(layout.commit(t), c.encode())
-        self.prev = digest(c.encode())
+        self.prev = digest(c.encode(), SHA256)
         for o in offers:
             if o.step == t:
                 self.step_event(t, at, o.slot, o.generation)

@@ -151,7 +151,7 @@ def test_a_fork_does_not_write_over_its_parents_files(tmp_path: Path) -> None:
 
 def test_a_reader_in_the_middle_of_a_deleted_blob_is_told_by_its_digest(tmp_path: Path) -> None:
     from rendezvous.clock import SystemClock
-    from rendezvous.records import digest
+    from rendezvous.digests import digest
     from rendezvous.wire import fetch, payload
 
     store, value = FileStore(tmp_path), np.arange(LEAST, dtype=np.uint8)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreError, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Buffer
+from rendezvous.store import Buffer, plain_key, plain_prefix
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class AdapterStore:
         self._ask("write", key, lambda: self._write(key, bytes(body)))
 
     def create(self, key: str, body: Buffer) -> None:
+        plain_key(key)
         self._check_creates()
         self._create(key, body)
 
@@ -62,8 +63,8 @@ class AdapterStore:
         return True
 
     def list(self, prefix: str) -> list[str]:
-        folder = prefix.rpartition("/")[0]
-        found = self._ask("list", prefix, lambda: list(self._fs.find(self._path(folder)))) or []
+        folder = f"{self._root}/{plain_prefix(prefix).rpartition('/')[0]}".rstrip("/")
+        found = self._ask("list", prefix, lambda: list(self._fs.find(folder))) or []
         keys = [path[len(self._root) + 1 :] for path in found]
         return sorted(key for key in keys if key.startswith(prefix))
 
@@ -75,7 +76,7 @@ class AdapterStore:
         return f"AdapterStore({self.url!r})"
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key}".rstrip("/")
+        return f"{self._root}/{plain_key(key)}"
 
     def _write(self, key: str, body: bytes) -> None:
         path = self._path(key)

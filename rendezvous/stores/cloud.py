@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Buffer
+from rendezvous.store import Buffer, plain_key, plain_prefix
 
 try:
     from obstore.exceptions import AlreadyExistsError, BaseError
@@ -99,19 +99,23 @@ class CloudStore:
         return _loopback(urlsplit(_endpoint(self.address)).hostname or "")
 
     def put(self, key: str, body: Buffer) -> None:
+        plain_key(key)
         body = memoryview(body).cast("B")
         single = len(body) <= SINGLE
         parts: dict[str, Any] = {} if single else {"chunk_size": PART, "max_concurrency": PARTS_AT_ONCE}
         self._ask("write", key, lambda at: at.writing.put(key, body, use_multipart=not single, **parts))
 
     def create(self, key: str, body: Buffer) -> None:
+        plain_key(key)
         body = memoryview(body).cast("B")
         self._ask("create", key, lambda at: at.register.put(key, body, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes | None:
+        plain_key(key)
         return self._ask("read", key, lambda at: at.reading.get(key).bytes().to_bytes(), missing=True)
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
+        plain_key(key)
         out = out.cast("B")
         if not out:
             return self._ask("read", key, lambda at: at.reading.head(key), missing=True) is not None
@@ -135,12 +139,12 @@ class CloudStore:
         return True
 
     def list(self, prefix: str) -> list[str]:
-        folder = prefix.rpartition("/")[0] or None  # the client's prefixes are whole folders
+        folder = plain_prefix(prefix).rpartition("/")[0] or None  # the client's prefixes are whole folders
         keys = self._ask("list", prefix, lambda at: _listed(at.reading, folder))
         return sorted(key for key in keys or [] if key.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
-        keys = list(keys)
+        keys = [plain_key(key) for key in keys]
         if not self._bulk_deletes:
             self._delete_singly(keys)
             return

@@ -6,6 +6,9 @@
 A link of a finished temporary file is exclusive *and* whole.  O_EXCL on the final name would be exclusive, but a
 reader could see half of it, and a crash would leave a register that is truncated for ever.
 
+A key cannot lead out of the folder: its parts are opened one below the other, and none may be a link.  (The folder
+itself may be one.)
+
 Not promised: survival of a power cut (nothing is fsynced), nor a folder that several machines share through a
 file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers).
 """
@@ -14,16 +17,18 @@ import ctypes
 import errno
 import os
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreUnclear
-from rendezvous.store import Buffer
+from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.store import Buffer, plain_key, plain_prefix
 from rendezvous.stores.spares import LEAST, Spares
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_LINK = {errno.ELOOP, errno.ENOTDIR}
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CHUNK = 8 << 20
 _CACHED, _PAGE = 1 << 18, 4096
 
@@ -41,28 +46,29 @@ class FileStore:
         self._spares = Spares(self._tmp)
 
     def put(self, key: str, body: Buffer) -> None:
-        with self._written(key, body) as tmp:
+        with self._written(key, body) as tmp, self._place(key, make=True) as (folder, name):
             if memoryview(body).nbytes >= LEAST:
-                self._replace_and_keep(tmp, self._path(key))
+                self._replace_and_keep(tmp, folder, name)
             else:
-                os.replace(tmp, self._path(key))
+                os.replace(tmp, name, dst_dir_fd=folder)
 
     def create(self, key: str, body: Buffer) -> None:
-        with self._written(key, body) as tmp:
-            os.link(tmp, self._path(key))
+        with self._written(key, body) as tmp, self._place(key, make=True) as (folder, name):
+            os.link(tmp, name, dst_dir_fd=folder)
 
     def get(self, key: str) -> bytes | None:
         with self._errors("read", key):
             try:
-                with open(self.root / key, "rb") as f:
+                with self._place(key) as (folder, name), open(name, "rb", opener=_beside(folder)) as f:
                     return f.read()
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
                 return None
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         with self._errors("read", key):
             try:
-                fd = os.open(f"{self._folder}/{key}", os.O_RDONLY)
+                with self._place(key) as (folder, name):
+                    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
             except FileNotFoundError:
                 return False
             try:
@@ -71,8 +77,10 @@ class FileStore:
                 os.close(fd)
 
     def list(self, prefix: str) -> list[str]:
-        folder = prefix.rpartition("/")[0]
+        folder = plain_prefix(prefix).rpartition("/")[0]
         found: list[str] = []
+        with self._errors("list", prefix), suppress(FileNotFoundError), self._place(f"{folder}/x".lstrip("/")):
+            pass  # no part of it is a link
         for path, folders, files in os.walk(self.root / folder):
             if ".tmp" in folders:
                 folders.remove(".tmp")
@@ -81,24 +89,32 @@ class FileStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            with self._errors("delete", key), suppress(FileNotFoundError):
-                os.unlink(self.root / key)
+            with self._errors("delete", key), suppress(FileNotFoundError), self._place(key) as (folder, name):
+                os.unlink(name, dir_fd=folder)
 
     def close(self) -> None:
         """Give back the space of what was deleted; the store may be used on."""
         self._spares.drop_all()
 
-    def _path(self, key: str) -> Path:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+    @contextmanager
+    def _place(self, key: str, *, make: bool = False) -> Generator[tuple[int, str]]:
+        """The open folder that a key lies in, and its name there.   make: with the folders on the way."""
+        *folders, name = plain_key(key).split("/")
+        at = os.open(self._folder, _FOLDER)
+        try:
+            for part in folders:
+                above, at = at, _below(at, part, make)
+                os.close(above)
+            yield at, name
+        finally:
+            os.close(at)
 
-    def _replace_and_keep(self, tmp: str, path: Path) -> None:
+    def _replace_and_keep(self, tmp: str, folder: int, name: str) -> None:
         """The same, and the file keeps a second name: when the key is deleted, its pages serve again."""
         link = f"{tmp}.link"
         try:
             os.link(tmp, link)
-            os.replace(link, path)
+            os.replace(link, name, dst_dir_fd=folder)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(link)
@@ -110,6 +126,7 @@ class FileStore:
         view = memoryview(body).cast("B")
         with self._errors("write", key):
             self._tmp.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._tmp, _FOLDER | os.O_NOFOLLOW))  # no link either
             fd, tmp = tempfile.mkstemp(dir=self._tmp)
             try:
                 if len(view) >= LEAST and self._spares.take(len(view), tmp):
@@ -129,12 +146,26 @@ class FileStore:
             raise KeyExists(f"{self.url}/{key} exists") from error
         except OSError as error:
             where = f"cannot {verb} {self.url}/{key}: {error.strerror}"
+            if error.errno in _LINK:
+                why = "a part of it is a link, or a file where a folder belongs; a run's folder holds neither"
+                raise StoreRefused(f"cannot {verb} {self.url}/{key}: {why}. Remove it") from error
             if error.errno in _READ_ONLY:
                 raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
             if error.errno in _FULL:
                 self._spares.drop_all()
                 raise StoreFull(f"{where}. Free some space on that disk") from error
             raise StoreUnclear(where) from error
+
+
+def _below(folder: int, part: str, make: bool) -> int:
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(part, dir_fd=folder)
+    return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+
+
+def _beside(folder: int) -> Callable[[str, int], int]:
+    return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
 
 
 def _write(fd: int, body: memoryview) -> None:

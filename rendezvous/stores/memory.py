@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 
 from rendezvous.errors import KeyExists
-from rendezvous.store import Buffer
+from rendezvous.store import Buffer, plain_key, plain_prefix
 
 _named: dict[str, "MemoryStore"] = {}
 
@@ -27,19 +27,19 @@ class MemoryStore:
         return _named.setdefault(name, cls(f"memory://{name}"))
 
     def put(self, key: str, body: Buffer) -> None:
-        self._objects[key] = bytes(body)
+        self._objects[plain_key(key)] = bytes(body)
 
     def create(self, key: str, body: Buffer) -> None:
         with self._lock:
             if key in self._objects:
                 raise KeyExists(f"{self.url}/{key} exists")
-            self._objects[key] = bytes(body)
+            self._objects[plain_key(key)] = bytes(body)
 
     def get(self, key: str) -> bytes | None:
-        return self._objects.get(key)
+        return self._objects.get(plain_key(key))
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
-        body = self._objects.get(key)
+        body = self._objects.get(plain_key(key))
         if body is None or len(body) < start + len(out):
             return False
         if len(out):  # an empty view may be read-only
@@ -47,8 +47,9 @@ class MemoryStore:
         return True
 
     def list(self, prefix: str) -> list[str]:
+        prefix = plain_prefix(prefix)
         return sorted(k for k in list(self._objects) if k.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._objects.pop(key, None)
+            self._objects.pop(plain_key(key), None)
