@@ -24,8 +24,8 @@ from diloco.life import Life
 from rendezvous import snapshots
 from rendezvous.records import Commit
 from rendezvous.rules import Rules
+from rendezvous.state import UNVERIFIED
 
-UNVERIFIED = "unverified"
 START_PATIENCE_S = 1.0  # a user's loop may stand anywhere when step 0 is due; it joins when it comes
 RULES = Rules(
     snapshot_every=1 << 40, max_carry=0, weighting="uniform"
@@ -35,16 +35,13 @@ RULES = Rules(
 class OpaqueState:
     """The rendezvous' view of a state that it cannot see into."""
 
-    def digest(self) -> str:
-        return UNVERIFIED
-
     def size(self, fragment: int) -> int:
         return 0
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
         raise AssertionError("a bare manager replays rounds through torchft, never by itself")
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
         return {}
 
     def load(self, arrays: snapshots.Arrays) -> None:
@@ -122,7 +119,7 @@ class DropIn:
         timing = self._life.rv.timing
         patience = min(timing.start_patience, START_PATIENCE_S)
         rv = self._life.rv.under(RULES, replace(timing, start_patience=patience))
-        rv.state, rv.base = OpaqueState(), UNVERIFIED
+        rv.resume_at(OpaqueState(), 0)
         for snapshot in snapshots.newest_first(rv.store):
             arrays = snapshots.load(rv.store, snapshot, rv.tell)
             if arrays is not None:
@@ -132,10 +129,8 @@ class DropIn:
         self.publish()
 
     def _stand_at(self, t: int) -> None:
-        for u in range(max(0, t - self._life.rv.rules.window), t):
-            self._life.rv.chain.read(u)
-        self._life.rv.step = self._published = t
-        self._life.rv.members.status.step = t
+        self._life.rv.resume_at(OpaqueState(), t)
+        self._published = self._life.rv.members.status.step = t
 
     def publish(self) -> None:
         """The registered states as snapshot `step`, unless somebody was faster."""

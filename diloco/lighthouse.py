@@ -32,6 +32,7 @@ from diloco.manager import Work
 from rendezvous import snapshots
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, GaveUp, Leaving
+from rendezvous.state import Digests
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -123,6 +124,7 @@ class LighthouseManager:
         self._manager.register_state_dict_fn("healed", self._healed, self._learned)  # torchft has loaded θ before it
         if self.life is not None:
             self._resume(self.life, loop)
+        self._digests = Digests(loop.state, loop.rules.fragments)
         self._phase("train")
         self._round_began = self._clock.now()
 
@@ -138,16 +140,17 @@ class LighthouseManager:
 
     def _learned(self) -> dict[str, np.ndarray]:
         """What of the outer state torchft does not send by itself."""
-        arrays = self._seated.state.arrays()
+        arrays = self._seated.state.all_arrays()
         return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
 
     def _healed(self, learned: dict[str, np.ndarray]) -> None:
         """torchft has replaced every fragment's θ and momentum by a peer's: model ← θ, and nothing of ours counts."""
-        arrays = self._seated.state.arrays()
+        arrays = self._seated.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
         for fragment in range(len(self._seated.fragments)):
             self._seated.rewrite(fragment)
+        self._digests = Digests(self._seated.state, self._seated.rules.fragments)
         self._tell("healed", step=self.current_step())
 
     def offer(self, delta: np.ndarray, h: int) -> None:
@@ -243,16 +246,18 @@ class LighthouseManager:
             self.life.tell(event, **fields)
 
     def _report(self, life: Life, step: int) -> None:
-        size = 4 * self._seated.state.size(step % self._seated.rules.fragments)
+        fragment = step % self._seated.rules.fragments
+        size = 4 * self._seated.state.size(fragment)
+        self._digests.renew(fragment)
         life.tell(
-            "step", step=step, listed=self._spent["h"] > 0, theta=self._seated.state.digest(), bytes_up=size,
+            "step", step=step, listed=self._spent["h"] > 0, theta=self._digests.base, bytes_up=size,
             participants=self._manager.num_participants(), **self._spent, **self.stats(),
         )  # fmt: skip
         life.flush()
 
     def _snapshot(self, life: Life) -> None:
         state, step = self._seated.state, self.current_step()
-        snapshots.write(life.rv.store, life.clock, step, state.arrays(), base=state.digest(), prev=None)
+        snapshots.write(life.rv.store, life.clock, step, state.all_arrays(), base=state.digest(), prev=None)
         life.tell("snapshot", step=step)
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from diloco.config import OuterConfig, OuterConfigError, OuterError, check_boundary
@@ -30,6 +29,7 @@ from diloco.flat import FlatFragment, cut, trainable
 from diloco.lighthouse import seated
 from diloco.safety import AutoLR
 from rendezvous.errors import Leaving
+from rendezvous.state import all_arrays, base_of
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -90,10 +90,8 @@ class OuterState:
         self.thetas, self.optimizers = list(thetas), list(optimizers)
 
     def digest(self) -> str:
-        h = xxhash.xxh3_128()
-        for array in self.arrays().values():
-            h.update(array.data)
-        return h.hexdigest()
+        """Of everything, as a commit's `base` would be."""
+        return base_of(self, len(self.thetas))
 
     def size(self, fragment: int) -> int:
         return self.thetas[fragment].numel()
@@ -101,17 +99,19 @@ class OuterState:
     def apply(self, fragment: int, mean: np.ndarray) -> None:
         self.optimizers[fragment].apply(self.thetas[fragment], torch.from_numpy(mean))
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        named: dict[str, np.ndarray] = {}
-        for i, (theta, optimizer) in enumerate(zip(self.thetas, self.optimizers, strict=True)):
-            named[f"theta.{i}"] = theta.numpy()
-            named[f"momentum.{i}"] = optimizer.momentum.numpy()
-            if optimizer.auto is not None:
-                named |= {f"{name}.{i}": array for name, array in optimizer.auto.arrays().items()}
-        return named
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
+        optimizer = self.optimizers[fragment]
+        theta, momentum = self.thetas[fragment].numpy(), optimizer.momentum.numpy()
+        learned = {} if optimizer.auto is None else optimizer.auto.arrays()
+        named = {"theta": theta, "momentum": momentum, **learned}
+        return {f"{name}.{fragment}": array for name, array in named.items()}
+
+    def all_arrays(self) -> dict[str, np.ndarray]:
+        """Every fragment's."""
+        return all_arrays(self, len(self.thetas))
 
     def load(self, arrays: Any) -> None:
-        for name, target in self.arrays().items():
+        for name, target in self.all_arrays().items():
             if name not in arrays or arrays[name].shape != target.shape:
                 raise OuterError(
                     f"the snapshot has no {name} of {target.size} elements: this URL holds a run of another model or "

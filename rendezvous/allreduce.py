@@ -36,16 +36,13 @@ NEAR_POLL_S, FAR_POLL_S = 0.005, 0.02
 class NoState:
     """There is no θ here: every step starts from the same nothing."""
 
-    def digest(self) -> str:
-        return "allreduce"
-
     def size(self, fragment: int) -> int:
         return 0
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
         return
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
         return {}
 
     def load(self, arrays: Arrays) -> None:

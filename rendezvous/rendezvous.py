@@ -8,14 +8,13 @@ has no timer: the store and the clock are its only ways to wait.  Work beside it
 same time (`together`) are arguments: threads in a replica, greenlets in the simulator, which therefore runs thousands
 of schedules of exactly this code.
 
-It knows flat fp32 vectors and a `State` that can digest, apply, save and load them; it has never heard of models.
+It knows flat fp32 vectors and a `State` that holds and steps them (rendezvous/state.py); it has never heard of models.
 Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
 """
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from math import isfinite
-from typing import Protocol
 
 import numpy as np
 
@@ -31,32 +30,9 @@ from rendezvous.records import Commit, Leave, Offer, nonce
 from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.sharded import Sharer
+from rendezvous.state import Digests, State, all_arrays, base_of
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
-
-
-class State(Protocol):
-    """What the replicas agree on: θ and the outer momentum, per fragment.  Its owner applies means to it."""
-
-    def digest(self) -> str:
-        """xxh3-128 over every fragment's θ and momentum, from the bytes as they are now."""
-        ...
-
-    def size(self, fragment: int) -> int:
-        """Elements of a fragment's flat vector; 0 if that may change from step to step."""
-        ...
-
-    def apply(self, fragment: int, mean: np.ndarray) -> None:
-        """One outer step on one fragment."""
-        ...
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Everything, by name, for a snapshot."""
-        ...
-
-    def load(self, arrays: snapshots.Arrays) -> None:
-        """Become what `arrays()` gave."""
-        ...
 
 
 def no_tell(event: str, **fields: object) -> None:
@@ -145,6 +121,7 @@ class Rendezvous:
             self.complete(self.settle())
         self._first = self.step
         self.h_cap = rules.first_cap(self.step, [*self.members.peers.values()], self.rules, self.timing.dead_after)
+        self._check_state()
         self._phase("train")
 
     def _inherit(self) -> None:
@@ -164,14 +141,14 @@ class Rendezvous:
 
     def resume_at(self, state: State, step: int) -> None:
         """Begin at `step` with `state` as it is, for states that need no history."""
-        self.state = state
+        self.state, self._digests = state, Digests(state, self.rules.fragments, self.name)
         self._replay(step, step, {})
 
     def _found(self) -> None:
         """Snapshot 0 is θ₀ from whoever came first; without it nobody could ever replay."""
         if self.store.get(layout.snapshot(0)) is None:
-            base = self.state.digest()
-            snapshots.write(self.store, self.clock, 0, self.state.arrays(), base=base, prev=None)
+            base = base_of(self.state, self.rules.fragments)
+            snapshots.write(self.store, self.clock, 0, self._arrays(), base=base, prev=None)
 
     def _heal(self, upto: int | None = None) -> None:
         garbage.look_again(lambda: self._heal_once(upto), self.tell)
@@ -200,7 +177,8 @@ class Rendezvous:
         if arrays is None:
             return False
         self.state.load(arrays)
-        base = self.state.digest()
+        self._digests = Digests(self.state, self.rules.fragments, self.name)
+        base = self._digests.base
         if base != snapshot.base:
             self.tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
         return base == snapshot.base
@@ -218,7 +196,7 @@ class Rendezvous:
         self._began = self.clock.now()
 
     def _mend_snapshot(self, damaged: snapshots.Snapshot | None) -> None:
-        if damaged is not None and snapshots.mend(self.store, damaged, self.state.arrays()):
+        if damaged is not None and snapshots.mend(self.store, damaged, self._arrays()):
             self.tell("repaired", step=damaged.t, blob=damaged.blob)
 
     # ------------------------------------------------------------------ one outer step
@@ -263,7 +241,7 @@ class Rendezvous:
         if h < 1:
             raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
         check_shape(delta, self.state.size(self.fragment))
-        self._check_state()
+        self._check_state(self.fragment)
         self._turn()
         if not self.offered(self.slot):
             self._keep_mine()
@@ -338,7 +316,7 @@ class Rendezvous:
 
     def _checked(self, commit: Commit) -> Commit:
         """Ours to apply: not fenced out, and decided about the θ that we have."""
-        self._check_state()
+        self._check_state(self.fragment)
         if commit.base != self.base:
             self._rederive(f"commit {commit.t} by {commit.by}", commit.base)
             self.chain.read(commit.t)  # the replay went up to it, not through it
@@ -490,13 +468,14 @@ class Rendezvous:
         self.state.apply(fragment, mean)
 
     def _move_on(self, commit: Commit) -> None:
+        self._digests.renew(commit.t % self.rules.fragments)
         self._open(commit.t + 1)
         self._snapshot = max(self._snapshot, commit.snapshot)
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh) else 0
         self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
 
     def _open(self, step: int) -> None:
-        self.step, self.base = step, self.state.digest()
+        self.step, self.base = step, self._digests.base
         self._turn()
 
     def _turn(self) -> None:
@@ -504,14 +483,13 @@ class Rendezvous:
 
     # ------------------------------------------------------------------ keeping honest
 
-    def _check_state(self) -> None:
-        """Bytes of θ and momentum that changed behind our back are never offered and never stepped from."""
-        now = self.state.digest()
-        if now != self.base:
-            raise Diverged(
-                f"θ of {self.name} changed between outer steps (digest {now}, was {self.base}): "
-                "bad memory, or code that writes to the fragments. This life ends; the next heals from the bucket"
-            )
+    def _check_state(self, *fragments: int) -> None:
+        """Bytes of θ and momentum (default: of all fragments) that changed behind our back are never offered, stepped
+        from or published.   Raises Diverged."""
+        self._digests.check(*fragments)
+
+    def _arrays(self) -> snapshots.Arrays:
+        return all_arrays(self.state, self.rules.fragments)
 
     def _odd(self, key: str, why: str) -> None:
         self.tell("bad_offer", key=key, text=f"passed over: {why}")
@@ -551,7 +529,7 @@ class Rendezvous:
     def _snapshot_of(self, *, confirmed: bool) -> Callable[[], None]:
         """θ and momentum as they are now, to be written when there is time."""
         step, base, prev = self.step, self.base, self.chain.digest(self.step - 1)
-        body = snapshots.serialized(self.state.arrays())
+        body = snapshots.serialized(self._arrays())
 
         def write() -> None:
             snapshots.publish(self.store, self.clock, step, body, base=base, prev=prev, confirmed=confirmed)
@@ -575,6 +553,8 @@ class Rendezvous:
         """Say goodbye: the last writes of this generation, as far as the store takes them."""
         self.store.alert = lambda: None  # going already
         self._background.drain()
+        if self.done:
+            self._check_state()  # our digest may confirm the last snapshot
         try:
             self._mend_mine()
             record = Leave(

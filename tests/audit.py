@@ -51,8 +51,8 @@ class Auto:
             self.some = mean[::every].copy()
         return float(np.float32(1.0 / (1.0 + mu / (1.0 - mu * self.rho))))
 
-    def bytes(self) -> bytes:
-        return self.some.tobytes() + np.array([self.rho, self.count]).tobytes()
+    def arrays(self) -> list[np.ndarray]:
+        return [self.some, np.array([self.rho, self.count])]
 
 
 def _total(products: np.ndarray) -> float:
@@ -64,13 +64,12 @@ def _total(products: np.ndarray) -> float:
 
 
 def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray], autos: list[Auto]) -> str:
-    h = xxhash.xxh3_128()
+    """Of each fragment's digest, which is of its arrays'."""
+    each, xxh3 = list[str](), xxhash.xxh3_128_hexdigest
     for i, (t, m) in enumerate(zip(theta, momentum, strict=True)):
-        h.update(t.tobytes())
-        h.update(m.tobytes())
-        if autos:
-            h.update(autos[i].bytes())
-    return h.hexdigest()
+        arrays = [t, m, *(autos[i].arrays() if autos else [])]
+        each.append(xxh3("".join(xxh3(a.tobytes()) for a in arrays).encode()))
+    return xxh3("".join(each).encode())
 
 
 def is_named(body: bytes, announced: str) -> bool:

@@ -87,22 +87,24 @@ class FaultyStore:
 
 
 class VectorState:
-    """One fragment whose outer step is plain subtraction: θ_t can be told by eye."""
+    """Fragments whose outer step is plain subtraction: θ_t can be told by eye."""
 
-    def __init__(self, size: int = 3, value: float = 0.0) -> None:
-        self.theta = np.full(size, value, np.float32)
-
-    def digest(self) -> str:
-        return digest(self.theta.tobytes())
+    def __init__(self, size: int = 3, value: float = 0.0, fragments: int = 1) -> None:
+        self.theta = np.full(size * fragments, value, np.float32)
+        self._size = size
 
     def size(self, fragment: int) -> int:
-        return self.theta.size
+        return self._size
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
-        self.theta = self.theta - mean
+        self._of(fragment)[:] -= mean
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {"theta": self.theta}
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
+        return {f"theta.{fragment}": self._of(fragment)}
 
     def load(self, arrays: Any) -> None:
-        self.theta = arrays["theta"].copy()
+        for name, array in arrays.items():
+            self._of(int(name.rpartition(".")[2]))[:] = array
+
+    def _of(self, fragment: int) -> np.ndarray:
+        return self.theta[fragment * self._size : (fragment + 1) * self._size]

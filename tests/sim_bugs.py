@@ -111,8 +111,7 @@ def error_is_won(s: Any, clock: Any, key: str, body: bytes) -> tuple[bool, bytes
 
 def no_heal(rv: Any, upto: int | None = None) -> None:
     rv.chain.forget()
-    t = head(rv.store)
-    rv._replay(t, t, {})
+    rv.resume_at(rv.state, head(rv.store))
 
 
 def skips_gaps(rv: Any, start: int, upto: int | None, damaged: Any) -> None:

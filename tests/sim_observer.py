@@ -179,7 +179,8 @@ class Observer:
                 self.broken("blob before offer", key)
             if blob != self._body(process, offer):
                 self.broken("each work and each residual once", f"{key} is not its replica's own work and residual")
-        if step < len(self.bases) and process.tainted_work == (offer.base == self.bases[step]):
+        on_chain = step >= len(self.bases) or offer.base == self.bases[step]
+        if on_chain and process.tainted_work or not (on_chain or process.tainted):
             self.broken("base on the chain", f"{key}, tainted={process.tainted_work}, starts from {offer.base}")
         self.offers[step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
         self.offered_blobs.add(offer.blob)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 from greenlet import getcurrent, greenlet
+from xxhash import xxh3_128_hexdigest as xxh3
 
 from rendezvous import layout
 from rendezvous.background import in_turn
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SIZES = (5, 3, 4)  # elements of fragment 0, 1, 2
 LR, MU = np.float32(0.7), np.float32(0.9)
+FLIPS = 0  # the fragment that bad memory hits; work on the others is not derived from it, and may be offered
 
 
 @dataclass(eq=False)
@@ -69,6 +70,7 @@ class SimState:
         self.momentum = [np.zeros(n, np.float32) for n in sizes]
 
     def digest(self) -> str:
+        """For the observer; the engine takes its own."""
         return digest_of(self.theta, self.momentum)
 
     def size(self, fragment: int) -> int:
@@ -85,9 +87,9 @@ class SimState:
         np.subtract(self.theta[fragment], look, out=self.theta[fragment])
         self.maybe_flip()
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        named = {f"theta.{i}": x for i, x in enumerate(self.theta)}
-        return named | {f"momentum.{i}": x for i, x in enumerate(self.momentum)}
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
+        f = fragment
+        return {f"theta.{f}": self.theta[f], f"momentum.{f}": self.momentum[f]}
 
     def load(self, arrays: Any) -> None:
         for i in range(len(self.theta)):
@@ -98,16 +100,19 @@ class SimState:
         """Bad memory: another pattern every time, so that no two replicas agree on it."""
         w, p = self._world, self._process
         if w.plan.flip and not p.tainted and w.now < w.plan.calm and w.rng.random() < w.plan.flip:
-            w.rng.choice((self.theta, self.momentum))[0].view(np.int32)[0] ^= w.rng.randrange(1, 1 << 22)
+            w.rng.choice((self.theta, self.momentum))[FLIPS].view(np.int32)[0] ^= w.rng.randrange(1, 1 << 22)
             p.tainted = True
             w.fired["bit flip in memory"] += 1
 
 
 def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
-    h = xxhash.xxh3_128()
-    for x in (*theta, *momentum):
-        h.update(x.tobytes())
-    return h.hexdigest()
+    """`base`, in our own words: of each fragment's digest, which is of its arrays'."""
+    each = [of_text(*(xxh3(array.tobytes()) for array in pair)) for pair in zip(theta, momentum, strict=True)]
+    return of_text(*each)
+
+
+def of_text(*digests: str) -> str:
+    return xxh3("".join(digests).encode())
 
 
 def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
@@ -305,7 +310,7 @@ class Replica:
     def _delta(self, f: int) -> np.ndarray:
         delta = self.state.theta[f] - self.local[f]
         self.p.tainted = self.p.tainted and not self.w.observer.agrees(self.rv.step, self.state)
-        self.p.work, self.p.tainted_work = delta.tobytes(), self.p.tainted
+        self.p.work, self.p.tainted_work = delta.tobytes(), self.p.tainted and f == FLIPS
         return delta
 
     def _restart(self, f: int) -> None:

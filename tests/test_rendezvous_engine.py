@@ -34,7 +34,7 @@ class Seat:
 
     def __init__(self, store: Store, slot: str, clock: ManualClock, rules: Rules = RULES, pid: int = 0) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.store, self.clock, self.state = store, clock, VectorState(value=100.0)
+        self.store, self.clock, self.state = store, clock, VectorState(value=100.0, fragments=rules.fragments)
         tell: Callable[..., None] = lambda event, **fields: self.told.append((event, fields))  # noqa: E731
         self.rv = Rendezvous(store, clock, slot, rules, TIMING, tell=tell, host="here", pid=pid)
         self.rv.claim()
@@ -49,9 +49,9 @@ class Seat:
     def step(self) -> Commit:
         """settle, mean, apply, advance."""
         commit = self.rv.settle()
-        mean = np.empty(self.state.theta.size, np.float32)
+        mean, fragment = np.empty(self.state.size(0), np.float32), self.rv.fragment
         self.rv.mean(commit, mean)
-        self.state.apply(0, mean)
+        self.state.apply(fragment, mean)
         self.rv.advance(commit)
         return commit
 
@@ -550,7 +550,7 @@ def test_a_snapshot_whose_bytes_are_right_but_mean_something_else_is_passed_over
     store, a, b = pair(clock, replicas=3, steps=9)
     together(a, b)
     together(a, b)
-    wrong = {"theta": np.zeros(3, np.float32)}
+    wrong = {"theta.0": np.zeros(3, np.float32)}
     snapshots.write(store, clock, 2, wrong, base=a.rv.base, prev=None)
     late = Seat(store, "r02", clock).join()
     assert np.array_equal(late.state.theta, a.state.theta) and late.events("bad_snapshot")

@@ -34,14 +34,11 @@ class Opaque:
     def __init__(self, n: int) -> None:
         self.n = n
 
-    def digest(self) -> str:
-        return "opaque"
-
     def size(self, fragment: int) -> int:
         return self.n
 
     def apply(self, fragment: int, mean: np.ndarray) -> None: ...
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
         return {"x": np.zeros(1, np.float32)}
 
     def load(self, arrays: Any) -> None: ...

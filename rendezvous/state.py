@@ -1,0 +1,97 @@
+"""What the replicas agree on, fragment by fragment, and the digests by which they know that they agree.
+
+    array     xxh3-128 of its bytes                              theta.0, momentum.0, …
+    fragment  xxh3-128 of its arrays' digests, one after another
+    base      xxh3-128 of the fragments' digests, one after another           in every offer, commit and snapshot
+
+An outer step moves one fragment.  So one sync digests that fragment alone, three times: before its pseudogradient is
+offered, before it is stepped (both compare with what it should be), and after.  The digests of the others are
+remembered; their bytes are compared when their turn comes, and all are before anything that is about all of them: a
+snapshot, the first inner step of a life, the end of a run.  In H inner steps that is 3 times the state, whatever F is.
+
+Digests are hexadecimal text, in ASCII where they are digested again.  Not promised: that they find a forger.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from rendezvous.errors import Diverged
+
+Arrays = dict[str, np.ndarray]
+UNVERIFIED = "unverified"
+
+
+class State(Protocol):
+    """θ and the outer momentum, per fragment.  Its owner applies means to it."""
+
+    def size(self, fragment: int) -> int:
+        """Elements of a fragment's flat vector; 0 if that may change from step to step."""
+        ...
+
+    def apply(self, fragment: int, mean: np.ndarray) -> None:
+        """One outer step on one fragment."""
+        ...
+
+    def arrays(self, fragment: int) -> Arrays:
+        """The fragment's θ and all that its next step depends on, by names that no other fragment uses: live,
+        contiguous, always in the same order.  Nothing: a state that cannot be seen into."""
+        ...
+
+    def load(self, arrays: Arrays) -> None:
+        """Become what `arrays` of every fragment gave."""
+        ...
+
+
+def all_arrays(state: State, fragments: int) -> Arrays:
+    """Every fragment's arrays, by name."""
+    return {name: array for f in range(fragments) for name, array in state.arrays(f).items()}
+
+
+def array_digest(array: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
+
+
+def digest_of_digests(digests: Iterable[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+def base_of(state: State, fragments: int) -> str:
+    """The digest of everything, from the bytes as they are now."""
+    return Digests(state, fragments).base
+
+
+class Digests:
+    """A state's digests as they should be: taken from its bytes when these were right.
+
+    name: whose state it is, for the error.
+    """
+
+    def __init__(self, state: State, fragments: int, name: str = "") -> None:
+        self._state, self._name = state, name
+        self._right = [self._now(f) for f in range(fragments)]
+
+    @property
+    def base(self) -> str:
+        return digest_of_digests(self._right) if any(self._right) else UNVERIFIED
+
+    def renew(self, fragment: int) -> None:
+        """The fragment was stepped: its bytes are right as they are now."""
+        self._right[fragment] = self._now(fragment)
+
+    def check(self, *fragments: int) -> None:
+        """Raises Diverged if the bytes of one of these fragments (default: of any) are not what they should be."""
+        for fragment in fragments or range(len(self._right)):
+            now, right = self._now(fragment), self._right[fragment]
+            if now != right:
+                raise Diverged(
+                    f"θ of {self._name} changed between outer steps (fragment {fragment} has digest {now}, was "
+                    f"{right}): bad memory, or code that writes to the fragments. This life ends; the next heals from "
+                    "the bucket"
+                )
+
+    def _now(self, fragment: int) -> str:
+        arrays = self._state.arrays(fragment).values()
+        return digest_of_digests(map(array_digest, arrays)) if arrays else ""
