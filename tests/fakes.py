@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rendezvous.digests import digest
 from rendezvous.errors import StoreUnclear
 from rendezvous.store import Buffer, Store
 

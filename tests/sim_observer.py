@@ -180,7 +180,7 @@ class Observer:
             if blob != self._body(process, offer):
                 self.broken("each work and each residual once", f"{key} is not its replica's own work and residual")
         on_chain = step >= len(self.bases) or offer.base == self.bases[step]
-        if on_chain and process.tainted_work or not (on_chain or process.tainted):
+        if (on_chain and process.tainted_work) or not (on_chain or process.tainted):
             self.broken("base on the chain", f"{key}, tainted={process.tainted_work}, starts from {offer.base}")
         self.offers[step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
         self.offered_blobs.add(offer.blob)

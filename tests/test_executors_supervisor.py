@@ -26,7 +26,6 @@ from executors.stop import stop_run
 from executors.supervisor import Supervisor, main
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.digests import digest
 from rendezvous.errors import Fenced, Leaving
 from rendezvous.membership import claim, read_control, write_control
 from rendezvous.records import Beat
