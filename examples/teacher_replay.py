@@ -55,11 +55,12 @@ def main() -> None:
     if normalizer is not None:
         normalizer.check()
     ledger = given.to.with_suffix(".ledger")
-    options = {"ledger": ledger, "agreement_threshold": given.agree, "min_student_entropy": given.unsure}
+    agreeing = {"agreement_threshold": given.agree, "key": given.key}
+    options = {"ledger": ledger, "min_student_entropy": given.unsure} | agreeing
     actions = asyncio.run(replay_trace(states, teachers, given.usd, **options))
     print(actions.summary())
-    print(f"{len(states)} states:", dict(pair_outcomes(states, actions, given.agree)))
-    pairs = extract_dpo_pairs(states, actions, given.agree)
+    print(f"{len(states)} states:", dict(pair_outcomes(states, actions, **agreeing)))
+    pairs = extract_dpo_pairs(states, actions, **agreeing)
     save_pairs(pairs if normalizer is None else normalizer.normalize(pairs), given.to)
     print(f"pairs in {given.to}")
 
@@ -72,6 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--to", type=Path, default=Path("pairs.jsonl"))
     parser.add_argument("--usd", type=float, required=True, help="the most to spend, over all runs with the same --to")
     parser.add_argument("--agree", type=float, default=2, help="so many teachers must agree")
+    parser.add_argument("--key", help="how commands are written in the turns: fenced, command_tag, function_tag, react")
     parser.add_argument("--failed", action="store_true", help="only states whose action failed")
     parser.add_argument("--unsure", type=float, metavar="NATS", help="only states with this student_entropy or more")
     parser.add_argument("--limit", type=int, help="only the first states")

@@ -8,7 +8,10 @@
         action_message  ◀──   (arguments as an object, as chat templates want them)
         action_key      ──▶   [["ls", {"path": "."}]]        what is compared: the calls, not the words around them
 
-Without a tool call the text itself is compared, line by line, with runs of blanks as one and line starts kept.
+Without a tool call the text itself is compared, line by line, with runs of blanks as one and line starts kept. Turns
+that are thoughts and a command in some other form are compared by commands.py.
+
+JSON that is deeper than untrusted.py allows is no call: it stays the text that it is.
 
 Not promised: meaning. `cat a` and `cat ./a` are two actions, and so are "yes" and "Yes".
 """
@@ -18,6 +21,8 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from inner.replay.untrusted import load_json
 
 Message = dict[str, Any]
 
@@ -44,9 +49,20 @@ def action_key(text: str) -> str:
     """Two actions are the same if their keys are. "" is no action."""
     calls = action_message(text).get("tool_calls")
     if calls:
-        named = [[call["function"]["name"], _canonical(call["function"]["arguments"])] for call in calls]
-        return json.dumps(named, sort_keys=True, ensure_ascii=False)
-    return _canonical_text(text)
+        return calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+    return text_key(text)
+
+
+def calls_key(calls: Sequence[tuple[str, Any]]) -> str:
+    """Of names and arguments."""
+    named = [[name, _canonical(arguments)] for name, arguments in calls]
+    return json.dumps(named, sort_keys=True, ensure_ascii=False)
+
+
+def text_key(text: str) -> str:
+    """Line by line, runs of blanks as one, line starts kept."""
+    lines = unicodedata.normalize("NFC", text).strip().splitlines()
+    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines)
 
 
 def plain_text(content: Any) -> str:
@@ -87,14 +103,14 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return json.loads(arguments or "{}")
+        return load_json(arguments or "{}")
     except ValueError:
         return arguments
 
 
 def _call(body: str) -> Message | None:
     try:
-        call = json.loads(body)
+        call = load_json(body)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -120,9 +136,4 @@ def _canonical(value: Any) -> Any:
         return [_canonical(v) for v in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return _canonical_text(value) if isinstance(value, str) else value
-
-
-def _canonical_text(text: str) -> str:
-    lines = unicodedata.normalize("NFC", text).strip().splitlines()
-    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines)
+    return text_key(value) if isinstance(value, str) else value

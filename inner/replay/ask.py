@@ -8,6 +8,10 @@
 
 in the air with a teacher ≤ 1 + what it has answered at no more than the worst case
 
+What became of a request is decided in one place (exchange.py, teachers.py): an answer, again, failed, or stop. A
+teacher that asks for more than LONGEST_WAIT_S is closed: its other calls fail at once and free, the other teachers go
+on, and the same call of replay_trace asks again later.
+
 So the first call to a teacher goes alone: a wrong key, address or price is found out once, not 200 times. What stops
 the replay (no credits, wrong key, HTML, endpoint down, more charged than the worst case) stops all sending; requests in
 the air are still read and kept. The same call with the same ledger goes on from there.
@@ -18,37 +22,50 @@ providers.
 """
 
 import asyncio
+import json
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import httpx
-import tenacity
 
 from inner.base import InnerError
-from inner.replay.actions import action_key
-from inner.replay.ledger import CeilingReached, Ledger, Purse, call_digest, usd
+from inner.replay.commands import Key, key_of
+from inner.replay.exchange import exchange
+from inner.replay.ledger import CeilingReached, Ledger, LedgerError, Purse, call_digest, usd
 from inner.replay.states import TraceState
 from inner.replay.teachers import (
+    MOST_USD,
     NANO,
     Reading,
     Teacher,
     TeacherAction,
-    read_response,
     request_body,
     worst_cost_nano,
 )
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 120.0  # a Retry-After beyond this fails the call: run again later
+LONGEST_WAIT_S = 120.0  # a teacher whose Retry-After is beyond this is not asked again by this replay
+
+
+Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # no need to ask the next tier
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds. A test gives one that does not wait."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 @dataclass(frozen=True)
@@ -86,34 +103,50 @@ async def replay_trace(
     teachers: Sequence[Teacher],
     max_total_usd: float,
     *,
-    ledger: str | Path | None = None,
+    ledger: str | Path | Ledger | None = None,
     concurrency: int = 16,
     agreement_threshold: float = 2,
+    key: str | Key | None = None,
     min_student_entropy: float | None = None,
     tries: int = 5,
     timeout_s: float = 120.0,
     progress: bool | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+    clock: Clock = Clock(),
 ) -> Replay:
     """Ask the teachers what they would do in the states. Give a `ledger` file: a killed replay then resumes.
 
     min_student_entropy  ask only where the student was unsure (nats per token); the others cost nothing
     agreement_threshold  with tiers: this many teachers in agreement need no further tier
+    key                  by what turns are compared (commands.py); None: as each state's `action_form` says
+    timeout_s            for one whole exchange, from the connection to the last byte
     progress             None: a bar if stderr is a terminal
+    ledger               an open Ledger is left open
+    transport, clock     of httpx, of the waits between tries: for tests
+
+    InnerError: something is wrong with what was given, and nothing was sent. ReplayStopped: see above.
     """
-    _check(states, teachers, max_total_usd, min_student_entropy, concurrency, tries)
+    _check(states, teachers, max_total_usd, min_student_entropy, concurrency, tries, timeout_s)
     headers = {teacher.model: teacher.headers() for teacher in teachers}
     asked = [s for s in states if min_student_entropy is None or s.get("student_entropy", 0.0) >= min_student_entropy]
-    book = Ledger(ledger)
+    for state in asked:
+        key_of(key, state.get("action_form"))  # an unknown name is found now
+    _check_requests(asked, teachers[0])
+    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
     try:
-        async with _clients(min(concurrency, max(1, len(asked) * len(teachers))), timeout_s) as clients:
-            desk = _Desk(clients, book, Purse(int(max_total_usd * NANO), book.spent_nano), headers, tries)
+        n = min(concurrency, max(1, len(asked) * len(teachers)))
+        async with _clients(n, timeout_s, transport) as clients:
+            purse = Purse(int(max_total_usd * NANO), book.spent_nano)
+            desk = _Desk(clients, book, purse, headers, tries=tries, timeout_s=timeout_s, clock=clock)
             desk.counts["not_unsure"] = len(states) - len(asked)
-            rows = await _ask_all(desk, asked, teachers, agreement_threshold, progress)
+            done = partial(settled, agreement_threshold=agreement_threshold, key=key)
+            rows = await _ask_all(desk, asked, teachers, done, progress)
     finally:
-        book.close()
+        if book is not ledger:
+            book.close()
     replay = Replay(rows, usd(desk.purse.spent), max_total_usd, desk.counts)
     if desk.stopped:
-        raise ReplayStopped(_stop_message(desk.stopped, replay, ledger), replay)
+        raise ReplayStopped(_stop_message(desk.stopped, replay, book.path), replay)
     if desk.counts["at_ceiling"]:
         log.warning("the ceiling is reached: %s", replay.summary())
     return replay
@@ -124,17 +157,20 @@ def tiers_of(teachers: Sequence[Teacher]) -> list[list[Teacher]]:
     return [[t for t in teachers if t.tier == tier] for tier in sorted({t.tier for t in teachers})]
 
 
-def settled(state: TraceState, actions: Iterable[TeacherAction], agreement_threshold: float) -> bool:
+def settled(
+    state: TraceState, actions: Iterable[TeacherAction], agreement_threshold: float, key: str | Key | None = None
+) -> bool:
     """No need for the next tier: all are with the student, or enough of them agree on one thing."""
-    keys = [action_key(a["action"]) if a["action"] else None for a in actions]
+    compared = key_of(key, state.get("action_form"))
+    keys = [compared(a["action"]) if a["action"] else None for a in actions]
     if not keys or None in keys:
         return False
     votes = Counter(keys)
-    return set(votes) == {action_key(state["student_action"])} or max(votes.values()) >= agreement_threshold
+    return set(votes) == {compared(state["student_action"])} or max(votes.values()) >= agreement_threshold
 
 
 async def _ask_all(
-    desk: "_Desk", states: Sequence[TraceState], teachers: Sequence[Teacher], threshold: float, progress: bool | None
+    desk: "_Desk", states: Sequence[TraceState], teachers: Sequence[Teacher], done: Done, progress: bool | None
 ) -> list[TeacherAction]:
     from tqdm import tqdm
 
@@ -142,7 +178,7 @@ async def _ask_all(
     with tqdm(total=len(states), unit="state", desc="teachers", disable=not shown) as bar:
 
         async def one(state: TraceState) -> list[TeacherAction]:
-            rows = await _ask_state(desk, state, tiers_of(teachers), threshold)
+            rows = await _ask_state(desk, state, tiers_of(teachers), done)
             bar.set_postfix_str(f"${usd(desk.purse.spent):.2f} of ${usd(desk.purse.ceiling):.2f}", refresh=False)
             bar.update()
             return rows
@@ -153,24 +189,25 @@ async def _ask_all(
     return [row for task in tasks for row in task.result()]
 
 
-async def _ask_state(
-    desk: "_Desk", state: TraceState, tiers: list[list[Teacher]], threshold: float
-) -> list[TeacherAction]:
+async def _ask_state(desk: "_Desk", state: TraceState, tiers: list[list[Teacher]], done: Done) -> list[TeacherAction]:
     rows: list[TeacherAction] = []
     for tier in tiers:
         answers = await asyncio.gather(*(desk.ask(state, teacher) for teacher in tier))
         rows += [answer for answer in answers if answer is not None]
-        if settled(state, rows, threshold):
+        if done(state, rows):
             break
     return rows
 
 
 @asynccontextmanager
-async def _clients(n: int, timeout_s: float) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def _clients(
+    n: int, timeout_s: float, transport: httpx.AsyncBaseTransport | None
+) -> AsyncIterator[list[httpx.AsyncClient]]:
     """One for each request in the air: a shared pool looks through all its connections at every request, squared."""
-    timeout, context = httpx.Timeout(timeout_s, connect=10.0), httpx.create_ssl_context()
+    timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s / 2))
+    context = httpx.create_ssl_context()
     async with AsyncExitStack() as stack:
-        each = (httpx.AsyncClient(timeout=timeout, verify=context) for _ in range(n))
+        each = (httpx.AsyncClient(timeout=timeout, verify=context, transport=transport) for _ in range(n))
         yield [await stack.enter_async_context(client) for client in each]
 
 
@@ -182,12 +219,6 @@ class _Call:
     body: dict[str, Any]
 
 
-class _Again(Exception):
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading.why)
-        self.reading = reading
-
-
 class _Desk:
     """Sends requests and keeps the books. One per replay."""
 
@@ -197,9 +228,13 @@ class _Desk:
         ledger: Ledger,
         purse: Purse,
         headers: dict[str, dict[str, str]],
+        *,
         tries: int,
+        timeout_s: float,
+        clock: Clock,
     ) -> None:
-        self.ledger, self.purse, self.headers, self.tries = ledger, purse, headers, tries
+        self.ledger, self.purse, self.headers = ledger, purse, headers
+        self.tries, self.timeout_s, self.clock = tries, timeout_s, clock
         self.counts: Counter[str] = Counter()
         self.stopped = ""
         self.group: asyncio.TaskGroup
@@ -212,6 +247,7 @@ class _Desk:
         self._honest: Counter[str] = Counter()
         self._changed = asyncio.Condition()
         self._not_before: dict[str, float] = {}  # a 429 for one call holds for all calls to that teacher
+        self._closed: dict[str, Reading] = {}  # teachers that asked for a longer wait than ours, and how
         self._calls: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
 
     async def ask(self, state: TraceState, teacher: Teacher) -> TeacherAction | None:
@@ -231,53 +267,45 @@ class _Desk:
         return {"state_id": state["state_id"], "teacher": teacher.model, **answer}  # type: ignore[typeddict-item]
 
     async def _with_retries(self, call: _Call) -> dict[str, Any] | None:
-        retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.tries),
-            wait=_wait,
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, _Again) and _soon(e.reading)),
-            reraise=True,
-        )
         client = await self._free.get()
         try:
-            async for attempt in retrying:
-                with attempt:
-                    return await self._once(client, call, attempt.retry_state.attempt_number)
+            for attempt in range(1, self.tries + 1):
+                reading, answer = await self._once(client, call, attempt)
+                if reading.verdict != "again":
+                    return self._outcome(reading, answer)
+                if call.teacher.model in self._closed or attempt == self.tries:
+                    return self._gave_up(call.teacher, reading)
+                await self.clock.sleep(_wait(reading, attempt))
         except CeilingReached:
             self.counts["at_ceiling"] += 1
-        except _Again as error:
-            return self._gave_up(call.teacher, error.reading)
+        except LedgerError as error:  # what cannot be booked must not be sent
+            self._stop(str(error).removesuffix("."))
         finally:
             self._free.put_nowait(client)
         return None
 
-    async def _once(self, client: httpx.AsyncClient, call: _Call, attempt: int) -> dict[str, Any] | None:
+    async def _once(
+        self, client: httpx.AsyncClient, call: _Call, attempt: int
+    ) -> tuple[Reading, dict[str, Any] | None]:
         teacher, reserve, cost = call.teacher, worst_cost_nano(call.teacher, call.body), 0
         await self._take_off(teacher, reserve)
         try:
             await self._pause(teacher)
-            if self.stopped:
-                return None
+            if self.stopped or teacher.model in self._closed:
+                return self._closed.get(teacher.model, NOT_SENT), None
             number = self.ledger.sent(call.digest, call.state_id, teacher.model, reserve)
             cost = reserve  # until we know better
             started = time.monotonic()
-            reading = await self._send(client, call)
+            reading = await exchange(
+                client, teacher, call.body, self.headers[teacher.model], timeout_s=self.timeout_s, now=time.time()
+            )
             cost = reserve if reading.cost_nano is None else reading.cost_nano
             answer = _answer(reading, cost, time.monotonic() - started, attempt)
-            self.ledger.back(number, call.digest, cost, answer, reading.why)
             self._learn(teacher, reading, cost, reserve)
+            self.ledger.back(number, call.digest, cost, answer, reading.why)
         finally:
             await self._land(teacher, reserve, cost)
-        return self._outcome(reading, answer)
-
-    async def _send(self, client: httpx.AsyncClient, call: _Call) -> Reading:
-        teacher = call.teacher
-        try:
-            response = await client.post(teacher.url, json=call.body, headers=self.headers[teacher.model])
-            return read_response(teacher, response.status_code, response.headers, response.text, time.time())
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            return Reading("again", f"no connection to {teacher.url} ({error!r})", cost_nano=0, unreachable=True)
-        except (httpx.TransportError, httpx.DecodingError) as error:  # sent, and nobody knows what became of it
-            return Reading("again", f"the connection to {teacher.url} broke ({error!r})")
+        return reading, answer
 
     def _learn(self, teacher: Teacher, reading: Reading, cost: int, reserve: int) -> None:
         """What this response means for all other requests, before any of them can go."""
@@ -290,12 +318,21 @@ class _Desk:
             self._stop(f"{teacher.model} at {teacher.base_url} answered {reading.why}")
         elif reading.verdict == "answer":
             self._honest[teacher.model] += 1
-        elif reading.after_s is not None:
-            self._not_before[teacher.model] = time.monotonic() + reading.after_s
+        elif reading.verdict == "again" and reading.after_s is not None:
+            self._put_off(teacher, reading, reading.after_s)
+
+    def _put_off(self, teacher: Teacher, reading: Reading, after_s: float) -> None:
+        model = teacher.model
+        if after_s <= LONGEST_WAIT_S:
+            self._not_before[model] = max(self._not_before.get(model, 0.0), self.clock.now() + after_s)
+        elif model not in self._closed:
+            self._closed[model] = Reading("again", f"{reading.why} (asks to wait {after_s:.0f} s)", 0)
+            log.warning(
+                "%s asks to wait %.0f s (%s): it is not asked any more now. The same call goes on from there later.",
+                *(model, after_s, reading.why),
+            )
 
     def _outcome(self, reading: Reading, answer: dict[str, Any] | None) -> dict[str, Any] | None:
-        if reading.verdict == "again":
-            raise _Again(reading)
         if reading.verdict == "failed":
             self.counts["failed"] += 1
             return answer or _failure(reading, 0.0)
@@ -306,7 +343,8 @@ class _Desk:
         self.counts["failed"] += 1
         if reading.unreachable:
             self._stop(f"{reading.why}, tried {self.tries} times: is the endpoint up, and is base_url right")
-        log.warning("%s gave no answer: %s", teacher.model, reading.why)
+        if teacher.model not in self._closed:  # that was said once
+            log.warning("%s gave no answer: %s", teacher.model, reading.why)
         return _failure(reading, 0.0)
 
     def _stop(self, why: str) -> None:
@@ -315,7 +353,9 @@ class _Desk:
     async def _take_off(self, teacher: Teacher, reserve: int) -> None:
         model = teacher.model
         async with self._changed:
-            await self._changed.wait_for(lambda: self._in_air[model] <= self._honest[model] or bool(self.stopped))
+            await self._changed.wait_for(
+                lambda: self._in_air[model] <= self._honest[model] or bool(self.stopped) or model in self._closed
+            )
             self._in_air[model] += 1
         try:
             await self.purse.hold(reserve)
@@ -330,19 +370,16 @@ class _Desk:
             self._changed.notify_all()
 
     async def _pause(self, teacher: Teacher) -> None:
-        while (left := self._not_before.get(teacher.model, 0.0) - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, LONGEST_WAIT_S))
+        while (left := self._not_before.get(teacher.model, 0.0) - self.clock.now()) > 0 and not self.stopped:
+            await self.clock.sleep(left)
 
 
-def _wait(retry: tenacity.RetryCallState) -> float:
+NOT_SENT = Reading("stop", "the replay has stopped", 0)
+
+
+def _wait(reading: Reading, attempt: int) -> float:
     """As told by Retry-After; else 0.25, 0.5, 1, … 16 s."""
-    error = retry.outcome.exception() if retry.outcome is not None else None
-    after_s = error.reading.after_s if isinstance(error, _Again) else None
-    return after_s if after_s is not None else min(16.0, 0.25 * 2 ** (retry.attempt_number - 1))
-
-
-def _soon(reading: Reading) -> bool:
-    return reading.after_s is None or reading.after_s <= LONGEST_WAIT_S
+    return reading.after_s if reading.after_s is not None else min(16.0, 0.25 * 2 ** (attempt - 1))
 
 
 def _answer(reading: Reading, cost: int, seconds: float, attempt: int) -> dict[str, Any] | None:
@@ -373,10 +410,13 @@ def _check(
     min_student_entropy: float | None,
     concurrency: int,
     tries: int,
+    timeout_s: float,
 ) -> None:
     """Everything that can be known to be wrong before the first cent."""
-    if not (isfinite(max_total_usd) and max_total_usd >= 0):
+    if not 0 <= max_total_usd <= MOST_USD:
         raise InnerError(f"max_total_usd is {max_total_usd}: give the most you want to spend, in dollars.")
+    if not (isfinite(timeout_s) and timeout_s > 0):
+        raise InnerError(f"timeout_s is {timeout_s}: give the seconds that one whole answer may take.")
     if not teachers:
         raise InnerError("there are no teachers: give one or more, for example DEFAULT_TEACHERS.")
     if concurrency < 1 or tries < 1:
@@ -393,6 +433,20 @@ def _check(
             f"min_student_entropy is set, but {len(silent)} of {len(states)} states do not say how unsure the student "
             f"was (first: {silent[0]!r}). Write `student_entropy` into the states, or leave min_student_entropy out."
         )
+
+
+def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
+    """Every request can be written, and its worst case be known. (Teachers differ in the model's name and prices.)"""
+    for state in states:
+        try:
+            body = request_body(teacher, state)
+            json.dumps(body, allow_nan=False)
+            worst_cost_nano(teacher, body)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InnerError(
+                f"state {state['state_id']!r} makes no request ({error!r:.120}). Look at its messages and tools: they "
+                "are not as chat completions take them."
+            ) from error
 
 
 def _stop_message(why: str, replay: Replay, ledger: str | Path | None) -> str:

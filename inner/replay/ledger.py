@@ -15,12 +15,16 @@ import asyncio
 import fcntl
 import json
 import os
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from inner.base import InnerError
 from inner.replay.teachers import NANO
+from inner.replay.untrusted import load_json
+
+MOST_HOLDERS = 1000  # processes on one machine that look for a ledger of their own
 
 
 class CeilingReached(Exception):
@@ -52,69 +56,125 @@ class Purse:
         return self.spent + self.held + reserve <= self.ceiling
 
 
+class LedgerError(InnerError):
+    """The ledger cannot be used: damaged, held by another process, or its disk is full."""
+
+
+class LedgerHeld(LedgerError):
+    """Another process writes to this ledger."""
+
+
 class Ledger:
     """Append-only. `path` None keeps it in memory: nothing survives the process."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = Path(path) if path is not None else None
         self.answers: dict[str, dict[str, Any]] = {}
-        self.spent_nano = 0  # by earlier lives of this ledger
+        self._booked = 0
+        self._open: dict[int, int] = {}  # reserves of what was sent and has not come back
         self._sent = 0
+        self._whole = 0  # bytes of the file that are whole lines
         self._file = _open_alone(self.path) if self.path is not None else None
         if self._file is not None:
             self._replay(self._file)
 
+    @property
+    def spent_nano(self) -> int:
+        """By all lives of this ledger so far; what is in the air counts as its reserve."""
+        return self._booked + sum(self._open.values())
+
     def sent(self, call: str, state_id: str, teacher: str, reserve: int) -> int:
-        self._sent += 1
-        self._write(
-            {"sent": self._sent, "call": call, "state_id": state_id, "teacher": teacher, "reserve_nano": reserve}
-        )
+        line = {"sent": self._sent + 1, "call": call, "state_id": state_id, "teacher": teacher, "reserve_nano": reserve}
+        self._write(line)
+        self._take(line)
         return self._sent
 
     def back(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
         """answer None: nothing to keep, the call may be made again."""
-        self._write({"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why})
-        if answer is not None:
-            self.answers[call] = answer
+        line = {"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why}
+        self._take(line)  # even if the disk refuses it: this process has seen it
+        self._write(line)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
+        """ASCII: an answer may hold what UTF-8 cannot. A line that does not fit on the disk leaves none of itself."""
+        if self._file is None:
+            return
+        raw = json.dumps(line).encode() + b"\n"
+        try:
+            if self._file.write(raw) != len(raw):
+                raise OSError("the line was written in part")
             os.fsync(self._file.fileno())
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            self._cut()
+            raise LedgerError(
+                f"{self.path} cannot be written to ({error}). Make room on its disk; the same call goes on from there."
+            ) from error
+        self._whole += len(raw)
+
+    def _cut(self) -> None:
+        with suppress(OSError, ValueError):
+            os.ftruncate(cast(Any, self._file).fileno(), self._whole)
 
     def _replay(self, file: IO[bytes]) -> None:
         """Take in what is there. A torn last line (killed while writing) is cut off."""
         whole, _, torn = file.read().rpartition(b"\n")
+        self._whole = len(whole) + 1 if whole else 0
         if torn:
-            file.truncate(len(whole) + 1 if whole else 0)
-        open_reserves: dict[int, int] = {}
+            file.truncate(self._whole)
         for at, raw in enumerate(whole.splitlines(), 1):
-            line = self._line(at, raw)
-            if "sent" in line:
-                self._sent = line["sent"]
-                open_reserves[line["sent"]] = line["reserve_nano"]
-                continue
-            open_reserves.pop(line["back"], None)
-            self.spent_nano += line["cost_nano"]
-            if line["answer"] is not None:
-                self.answers[line["call"]] = line["answer"]
-        self.spent_nano += sum(open_reserves.values())
+            self._take(self._line(at, raw))
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if "sent" in line:
+            self._sent = line["sent"]
+            self._booked += self._open.pop(line["sent"], 0)  # the same number twice: two ledgers in one file
+            self._open[line["sent"]] = line["reserve_nano"]
+            return
+        self._open.pop(line["back"], None)
+        self._booked += line["cost_nano"]
+        if line["answer"] is not None:
+            self.answers[line["call"]] = line["answer"]
 
     def _line(self, at: int, raw: bytes) -> dict[str, Any]:
         try:
-            line = json.loads(raw)
-            _ = line["reserve_nano"] if "sent" in line else (line["back"], line["cost_nano"], line["answer"])
+            line = load_json(raw)
+            if not _is_line(line):
+                raise ValueError("no ledger line")
             return line
-        except (ValueError, KeyError, TypeError) as error:
-            raise InnerError(
+        except ValueError as error:
+            raise LedgerError(
                 f"{self.path}, line {at} is not a ledger line: {raw[:80]!r}. What was paid cannot be known from a "
                 "damaged ledger: restore the file, or give another name to start anew."
             ) from error
+
+
+def open_free_ledger(path: str | Path) -> Ledger:
+    """The first of `hints.jsonl`, `hints.1.jsonl`, … that no other process holds."""
+    path = Path(path)
+    for n in range(MOST_HOLDERS):
+        try:
+            return Ledger(path if n == 0 else path.with_name(f"{path.stem}.{n}{path.suffix}"))
+        except LedgerHeld:
+            continue
+    raise LedgerHeld(f"{MOST_HOLDERS} processes hold the ledgers {path} … Give each replica a folder of its own.")
+
+
+def _is_line(line: Any) -> bool:
+    if not isinstance(line, dict) or not isinstance(line.get("call"), str):
+        return False
+    if "sent" in line:
+        return _is_count(line["sent"]) and _is_count(line.get("reserve_nano"))
+    answer = line.get("answer", ...)
+    kept = answer is None or (isinstance(answer, dict) and isinstance(answer.get("action"), str))
+    return _is_count(line.get("back")) and _is_count(line.get("cost_nano")) and kept
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def call_digest(url: str, body: dict[str, Any]) -> str:
@@ -128,12 +188,12 @@ def usd(nano: int) -> float:
 
 def _open_alone(path: Path) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+b")
+    file = path.open("a+b", buffering=0)  # a line that failed must not be written later
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise InnerError(
+        raise LedgerHeld(
             f"another replay is writing to {path}. Wait for it, or give this one a ledger of its own."
         ) from error
     file.seek(0)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from inner.base import InnerError
 from inner.replay.actions import Message, action_message
+from inner.replay.commands import Key
 from inner.replay.pairs import DPOPair, extract_dpo_pairs
 from inner.replay.states import TraceState
 
@@ -97,6 +98,7 @@ async def replay_and_normalize_trace(
     max_total_usd: float,
     *,
     agreement_threshold: float = 2,
+    key: str | Key | None = None,
     normalizer: DJNormalizer | None = None,
     **replay: Any,
 ) -> "tuple[Replay, list[NormalizedDPOPair]]":
@@ -105,8 +107,9 @@ async def replay_and_normalize_trace(
 
     normalizer = normalizer or DJNormalizer()
     normalizer.check()
-    actions = await replay_trace(states, teachers, max_total_usd, agreement_threshold=agreement_threshold, **replay)
-    pairs = extract_dpo_pairs(states, actions, agreement_threshold)
+    agreeing: Any = {"agreement_threshold": agreement_threshold, "key": key}
+    actions = await replay_trace(states, teachers, max_total_usd, **agreeing, **replay)
+    pairs = extract_dpo_pairs(states, actions, **agreeing)
     return actions, await asyncio.to_thread(normalizer.normalize, pairs)
 
 

@@ -1,6 +1,7 @@
 """From what the teachers did to what the student should prefer.
 
-    support(X) = Σ weights of the teachers that did X                       two ways to write the same call are one X
+    support(X) = Σ weights of the teachers that did X         two ways to write the same call are one X, and so are
+                                                              two texts with the same command (`key`, commands.py)
     pair (chosen = X, rejected = the student's Y)   iff   support(X) ≥ agreement_threshold
                                                       and support(X) > support of everything else
                                                       and X ≠ Y
@@ -15,6 +16,7 @@ A teacher that failed, was cut off or said nothing has no vote. `chosen` is the 
 Not promised: that `chosen` is better than `rejected`. It is what most of the teachers would have done.
 """
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +27,11 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from inner.base import InnerError
 from inner.replay.actions import Message, action_key
+from inner.replay.commands import Key, key_of
 from inner.replay.states import TraceState, TraceWarning, checked_messages, read_lines, save_lines
 from inner.replay.teachers import TeacherAction
+
+log = logging.getLogger(__name__)
 
 Shape = Literal["count", "weighted", "variance"]
 
@@ -39,6 +44,7 @@ class DPOPair(TypedDict):
     n_teachers_agreeing: int
     weight: NotRequired[float]
     tools: NotRequired[list[dict[str, Any]]]
+    action_form: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,18 @@ def extract_dpo_pairs(
     *,
     shape: Shape = "count",
     teacher_weights: Mapping[str, float] | None = None,
+    key: str | Key | None = None,
 ) -> list[DPOPair]:
-    """One pair for each state in which the teachers agree with each other and not with the student."""
+    """One pair for each state in which the teachers agree with each other and not with the student.
+
+    key: by what turns are compared, a name or a function (commands.py); None: as each state's `action_form` says"""
     if shape not in ("count", "weighted", "variance"):
         raise InnerError(f"shape is {shape!r}: choose count, weighted or variance.")
-    pairs = []
-    for state, votes in _votes(states, teacher_actions, agreement_threshold, teacher_weights):
-        if verdict(state, votes, agreement_threshold) == "pair":
-            pairs.append(_pair(state, votes, shape))
+    judged = _votes(states, teacher_actions, agreement_threshold, teacher_weights, key)
+    outcomes = [verdict(state, votes, agreement_threshold, key) for state, votes in judged]
+    pairs = [_pair(*one, shape) for one, outcome in zip(judged, outcomes, strict=True) if outcome == "pair"]
+    if not pairs and key is None:
+        _say_why_none(judged, outcomes)
     return pairs
 
 
@@ -75,34 +85,39 @@ def pair_outcomes(
     agreement_threshold: float = 2,
     *,
     teacher_weights: Mapping[str, float] | None = None,
+    key: str | Key | None = None,
 ) -> Counter[str]:
     """How many states gave a pair, and why the others did not: report it with every set of pairs."""
-    judged = _votes(states, teacher_actions, agreement_threshold, teacher_weights)
-    return Counter(verdict(state, votes, agreement_threshold) for state, votes in judged)
+    judged = _votes(states, teacher_actions, agreement_threshold, teacher_weights, key)
+    return Counter(verdict(state, votes, agreement_threshold, key) for state, votes in judged)
 
 
-def verdict(state: TraceState, votes: Sequence[Vote], agreement_threshold: float) -> str:
+def verdict(state: TraceState, votes: Sequence[Vote], agreement_threshold: float, key: str | Key | None = None) -> str:
     """pair | no_answer | no_student_action | tie | below_threshold | agrees_with_student"""
     if not votes:
         return "no_answer"
-    if not action_key(state["student_action"]):
+    students = key_of(key, state.get("action_form"))(state["student_action"])
+    if not students:
         return "no_student_action"
     if len(votes) > 1 and votes[0].support == votes[1].support:
         return "tie"
     if votes[0].support < agreement_threshold:
         return "below_threshold"
-    return "agrees_with_student" if votes[0].key == action_key(state["student_action"]) else "pair"
+    same = votes[0].key == students or action_key(votes[0].action) == action_key(state["student_action"])
+    return "agrees_with_student" if same else "pair"
 
 
-def count_votes(actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None) -> list[Vote]:
+def count_votes(
+    actions: Iterable[TeacherAction], weights: Mapping[str, float] | None = None, key: Key = action_key
+) -> list[Vote]:
     """Most support first, then in the order of the answers. The last answer of a teacher counts."""
-    last = {a["teacher"]: a["action"] for a in actions if action_key(a["action"])}
+    last = {a["teacher"]: a["action"] for a in actions if key(a["action"])}
     groups: dict[str, list[str]] = {}
     for teacher, action in last.items():
-        groups.setdefault(action_key(action), []).append(teacher)
+        groups.setdefault(key(action), []).append(teacher)
     votes = [
-        Vote(key, last[who[0]], tuple(who), sum(1.0 if weights is None else weights[t] for t in who))
-        for key, who in groups.items()
+        Vote(found, last[who[0]], tuple(who), sum(1.0 if weights is None else weights[t] for t in who))
+        for found, who in groups.items()
     ]
     return sorted(votes, key=lambda vote: -vote.support)
 
@@ -155,6 +170,7 @@ def _votes(
     teacher_actions: Iterable[TeacherAction],
     threshold: float,
     weights: Mapping[str, float] | None,
+    key: str | Key | None,
 ) -> list[tuple[TraceState, list[Vote]]]:
     by_state: dict[str, list[TeacherAction]] = {state["state_id"]: [] for state in states}
     if len(by_state) < len(states):
@@ -167,7 +183,26 @@ def _votes(
             )
         by_state[action["state_id"]].append(action)
     _check_threshold(threshold, {a["teacher"] for rows in by_state.values() for a in rows}, weights)
-    return [(state, count_votes(by_state[state["state_id"]], weights)) for state in states]
+    keys = [key_of(key, state.get("action_form")) for state in states]
+    return [
+        (state, count_votes(by_state[state["state_id"]], weights, one)) for state, one in zip(states, keys, strict=True)
+    ]
+
+
+def _say_why_none(judged: Sequence[tuple[TraceState, list[Vote]]], outcomes: Sequence[str]) -> None:
+    """Teachers that write the same command under other thoughts look as if nobody agreed with anybody."""
+    prose = [
+        state
+        for (state, votes), outcome in zip(judged, outcomes, strict=True)
+        if outcome in ("tie", "below_threshold") and not any(vote.key.startswith("[[") for vote in votes)
+    ]
+    if 2 * len(prose) > len(judged):
+        log.warning(
+            "no pairs: in %d of %d states the teachers' texts all differ. Texts are compared whole. If these turns are "
+            "thoughts and a command, say how the command is written: key='fenced', 'command_tag', 'function_tag', "
+            "'react', or a function from a turn's text to its command.",
+            *(len(prose), len(judged)),
+        )
 
 
 def _check_threshold(threshold: float, teachers: set[str], weights: Mapping[str, float] | None) -> None:
@@ -198,6 +233,8 @@ def _pair(state: TraceState, votes: Sequence[Vote], shape: Shape) -> DPOPair:
         pair["weight"] = pair_weight(votes, shape)
     if tools := state.get("tools"):
         pair["tools"] = tools
+    if form := state.get("action_form"):
+        pair["action_form"] = form
     return pair
 
 

@@ -21,6 +21,7 @@ from typing import Any, NotRequired, TypedDict
 
 from inner.base import InnerError
 from inner.replay.actions import Message
+from inner.replay.untrusted import load_json
 
 
 class TraceState(TypedDict):
@@ -31,6 +32,7 @@ class TraceState(TypedDict):
     reward: NotRequired[float | None]
     error: NotRequired[str | None]
     student_entropy: NotRequired[float]
+    action_form: NotRequired[str]  # how its commands are written: a name of commands.py
     error_kind: NotRequired[str]  # where the environment names it
     hint_template_key: NotRequired[str]
 
@@ -49,7 +51,7 @@ def save_states(states: Iterable[TraceState], path: str | Path) -> None:
 
 
 def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    Path(path).write_text("".join(_written(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def checked_state(row: Any) -> TraceState:
@@ -94,16 +96,25 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
         raise InnerError(f"there is no file {path}. Check the path.")
     if path.suffix == ".jsonl":
         with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from ((number, partial(json.loads, line)) for number, line in enumerate(lines, 1) if line.strip())
+            yield from ((number, partial(load_json, line)) for number, line in enumerate(lines, 1) if line.strip())
         return
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = load_json(path.read_bytes())
     except ValueError as error:
         raise InnerError(
             f"{path} is not JSON: {error}. Files with one JSON object per line are called .jsonl."
         ) from error
     records = document if isinstance(document, list) else [document]
     yield from ((number, partial(_same, record)) for number, record in enumerate(records, 1))
+
+
+def _written(row: Mapping[str, Any]) -> str:
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can hold
+        return json.dumps(row)
+    return text
 
 
 def _same(record: Any) -> Any:

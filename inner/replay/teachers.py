@@ -6,14 +6,21 @@
     response                                    verdict    cost counted
     a choice with text or a tool call           answer     what it says
     402 with Retry-After, 409, 425, 429, 503    again      nothing
-    408, 5xx, a dropped connection              again      the worst case: the work may have been done
+    408, 5xx, not JSON, no choices              again      the worst case: the work may have been done
     200 with an error in the body               by its code; usage.cost if given, else the worst case
-    an answer without text or call              failed     what it says
+    an answer that is empty, cut off, or unfit  failed     what it says
     400, 413, 422, flagged input                failed     nothing
-    401, 402, 403, 404, HTML                    stop       nothing (an HTML 200: the worst case)
+    any other 1xx, 2xx                          failed     the worst case
+    401, 402, 403, 404, 3xx, HTML               stop       nothing (an HTML 200: the worst case)
+
+Unfit for training (untrusted.py): lone surrogates, control characters, more than 64 characters per token that was asked
+for. A cost that is no number from 0 to a million dollars is no cost: the worst case counts.
 
 A token is at least one byte, so a prompt has no more tokens than bytes. Our prices travel along as OpenRouter's
 `max_price`: it refuses a provider that asks more.
+
+`read_response` takes any bytes whatever and raises nothing; exchange.py makes the same Readings of all that can happen
+before there is a response.
 
 Not promised: a bound on images, or on what an endpoint charges beyond its own prices.
 """
@@ -21,6 +28,7 @@ Not promised: a bound on images, or on what an endpoint charges beyond its own p
 import email.utils
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, isfinite
@@ -29,9 +37,13 @@ from typing import Any, Literal, NotRequired, TypedDict
 from inner.base import InnerError
 from inner.replay.actions import Message, action_text, wire_messages
 from inner.replay.states import TraceState
+from inner.replay.untrusted import load_json, shown, unfit_text
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # money is counted in whole nano-dollars: sums are exact
+MOST_USD = 1e6  # for one request: what is above is no cost
+MOST_TOKENS = 1e9  # of one request
+LONGEST_TOKEN = 64  # characters of an action for each of max_tokens; the longest tokens are runs of blanks
 HIDDEN_TOKENS = 1024  # what a provider's chat template and tool prompt may add to what we send
 
 FREE = {402, 409, 425, 429, 503}
@@ -70,8 +82,11 @@ class Teacher:
     def __post_init__(self) -> None:
         for name in ("prompt_usd", "completion_usd"):
             price = getattr(self, name)
-            if not (isfinite(price) and price >= 0):
-                raise InnerError(f"Teacher({self.model!r}): {name} is {price}. Give USD per million tokens, 0 or more.")
+            if not 0 <= price <= MOST_USD:
+                raise InnerError(
+                    f"Teacher({self.model!r}): {name} is {price}. Give USD per million tokens, 0 or more "
+                    f"(at most {MOST_USD:g})."
+                )
         if not self.base_url.startswith(("http://", "https://")):
             raise InnerError(
                 f"Teacher({self.model!r}): base_url is {self.base_url!r}. It starts with http:// or https://."
@@ -91,6 +106,11 @@ class Teacher:
             raise InnerError(
                 f"the key for {self.base_url} is missing: the environment variable {self.key_env} is not set. "
                 f"Run `export {self.key_env}=…`, or give the teacher key_env=None if the endpoint needs no key."
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise InnerError(
+                f"{self.key_env} holds a key with characters that no HTTP header can carry. Copy the key again, "
+                "without line ends or quotes around it."
             )
         return {"Authorization": f"Bearer {key}"}
 
@@ -133,7 +153,8 @@ def request_body(teacher: Teacher, state: TraceState) -> dict[str, Any]:
 
 
 def worst_cost_nano(teacher: Teacher, body: Mapping[str, Any]) -> int:
-    sent = len(json.dumps([body["messages"], body.get("tools")], ensure_ascii=False).encode())
+    written = json.dumps([body["messages"], body.get("tools")], ensure_ascii=False)
+    sent = len(written.encode("utf-8", "surrogatepass"))
     return tokens_nano(teacher, sent + HIDDEN_TOKENS, teacher.max_tokens)
 
 
@@ -141,97 +162,146 @@ def tokens_nano(teacher: Teacher, prompt: float, completion: float) -> int:
     return ceil((prompt * teacher.prompt_usd + completion * teacher.completion_usd) * NANO / 1e6)
 
 
-def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], text: str, now: float) -> Reading:
+def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], body: bytes | str, now: float) -> Reading:
     """Pure: a response -> what to do next and what it cost. `now` in Unix seconds, for a dated Retry-After."""
     after_s = retry_after(headers, now)
     if status != 200:
-        return _refused(status, _error_of(text), after_s)
+        return _refused(status, _error_of(body), after_s)
     try:
-        doc = json.loads(text)
+        doc = load_json(body)
         if not isinstance(doc, dict):
             raise ValueError(f"a {type(doc).__name__}")
     except ValueError as error:
-        return _not_json(text, error)
+        return _not_json(_text(body), error)
     cost, estimated = stated_cost(teacher, doc.get("usage"))
     if doc.get("error"):
-        reading = _refused(_code(doc["error"]), _error_of(text), after_s)
+        reading = _refused(_code(doc["error"]), _error_of(body), after_s)
         return Reading(reading.verdict, f"200 with error {reading.why}", cost, estimated, after_s)
-    return _choice(doc, cost, estimated)
+    return _choice(teacher, doc, cost, estimated)
 
 
 def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
     """(nano-dollars or None, whether they are our estimate)"""
     if not isinstance(usage, dict):
         return None, True
-    upstream = (usage.get("cost_details") or {}).get("upstream_inference_cost") if usage.get("is_byok") else 0
-    if _amount(usage.get("cost")) is not None:  # with a key of your own, `cost` is the router's fee alone
-        return ceil((usage["cost"] + (_amount(upstream) or 0)) * NANO), False
-    prompt, completion = _amount(usage.get("prompt_tokens")), _amount(usage.get("completion_tokens"))
+    if usage.get("cost") is not None:
+        billed = _billed_nano(usage)
+        return billed, billed is None
+    prompt, completion = (_amount(usage.get(f"{side}_tokens"), MOST_TOKENS) for side in ("prompt", "completion"))
     if prompt is None or completion is None:
         return None, True
     return tokens_nano(teacher, prompt, completion), True
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds to wait, from either form of Retry-After: a number or an HTTP date."""
+    """Seconds to wait, from either form of Retry-After: a number or an HTTP date. None: there is none to be read."""
     value = headers.get("retry-after")
     if not value:
         return None
     try:
         seconds = float(value)
     except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - now
-        except ValueError:
-            return None
-    return max(0.0, seconds) if isfinite(seconds) else None
+        seconds = _seconds_until(value, now)
+    return max(0.0, seconds) if seconds is not None and isfinite(seconds) else None
 
 
-def _choice(doc: Message, cost: int | None, estimated: bool) -> Reading:
-    served = doc["model"] if isinstance(doc.get("model"), str) else None
+def _seconds_until(date: str, now: float) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp() - now
+    except (ValueError, TypeError, IndexError, OverflowError, OSError):  # all seen of this parser
+        return None
+
+
+def _billed_nano(usage: Mapping[str, Any]) -> int | None:
+    """`cost`, and with a key of your own what the provider takes as well: there `cost` is the router's fee alone."""
+    parts = [usage["cost"]]
+    if usage.get("is_byok"):
+        details = usage.get("cost_details")
+        parts.append(details.get("upstream_inference_cost") if isinstance(details, dict) else None)
+    amounts = [amount for part in parts if (amount := _amount(part, MOST_USD)) is not None]
+    return ceil(sum(amounts) * NANO) if len(amounts) == len(parts) else None
+
+
+def _choice(teacher: Teacher, doc: Message, cost: int | None, estimated: bool) -> Reading:
+    served = shown(doc["model"], 200) if isinstance(doc.get("model"), str) else None
     try:
         choice = doc["choices"][0]
-        action, finish = action_text(choice["message"]), choice.get("finish_reason")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return Reading("again", f"no choices in {json.dumps(doc)[:120]}", cost, estimated)
-    if finish == "error" or choice.get("error"):
-        return Reading("again", f"the choice is an error: {json.dumps(choice.get('error'))[:120]}", cost, estimated)
-    if not action:
-        more = " Raise the teacher's max_tokens." if finish == "length" else ""
-        return Reading("failed", f"an empty answer (finish_reason {finish}).{more}", cost, estimated, model=served)
+        finish, refused = choice.get("finish_reason"), choice.get("error")
+        action = "" if finish == "error" or refused else _action_of(choice["message"])
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        return Reading("again", f"no choices in {shown(json.dumps(doc), 120)} ({error!r:.80})", cost, estimated)
+    if finish == "error" or refused:
+        return Reading("again", f"the choice is an error: {shown(json.dumps(refused), 120)}", cost, estimated)
+    if why := _unusable(action, finish, teacher):
+        return Reading("failed", why, cost, estimated, model=served)
     return Reading("answer", "", cost, estimated, action=action, model=served)
 
 
+def _action_of(message: Any) -> str:
+    """The action of an assistant's message, or ValueError: the form is not that of chat completions."""
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    parts = content if isinstance(content, list) else []
+    if not isinstance(content, str | list | None) or not all(_is_text_part(part) for part in parts):
+        raise ValueError("the content is no text")
+    if not all(isinstance(call["function"]["name"], str) and call["function"]["name"] for call in calls):
+        raise ValueError("a tool call without a name")
+    return action_text(message)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str | None))
+
+
+def _unusable(action: str, finish: Any, teacher: Teacher) -> str | None:
+    """Why nobody should learn from this answer."""
+    if finish == "length":
+        what = "an answer that was cut off" if action else "an empty answer"
+        return f"{what} (finish_reason length). Raise the teacher's max_tokens."
+    if not action:
+        return f"an empty answer (finish_reason {shown(str(finish), 40)})."
+    if len(action) > LONGEST_TOKEN * teacher.max_tokens:
+        return f"an action of {len(action)} characters for at most {teacher.max_tokens} tokens."
+    unfit = unfit_text(action)
+    return f"the answer has {unfit}: nothing to train on." if unfit else None
+
+
 def _refused(status: int, why: str, after_s: float | None) -> Reading:
-    cost = None if status in AGAIN - FREE else 0
     why = f"{status} {why}".strip()
     flagged = status == 403 and "flagged" in why  # this input was refused, not this key
-    if status in AGAIN or (status == 402 and after_s is not None):
-        return Reading("again", why, cost, after_s=after_s)
-    stop = status in STOP or 300 <= status < 400 or "<html" in why.lower()
-    return Reading("stop" if stop and not flagged else "failed", why, cost)
+    if status in AGAIN or status >= 500 or (status == 402 and after_s is not None):
+        return Reading("again", why, 0 if status in FREE else None, after_s=after_s)
+    if status < 300:
+        return Reading("failed", why)
+    stop = status in STOP or status < 400 or "<html" in why.lower()
+    return Reading("stop" if stop and not flagged else "failed", why, 0)
 
 
 def _not_json(text: str, error: ValueError) -> Reading:
     if text.lstrip()[:1] == "<":
-        return Reading("stop", f"HTML instead of JSON: {text.strip()[:80]!r}. Does base_url end in /v1?")
-    return Reading("again", f"not JSON ({error}): {text[:80]!r}")
+        return Reading("stop", f"HTML instead of JSON: {shown(text, 80)!r}. Does base_url end in /v1?")
+    return Reading("again", f"not JSON ({shown(str(error), 120)}): {shown(text, 80)!r}")
 
 
-def _error_of(text: str) -> str:
+def _error_of(body: bytes | str) -> str:
     try:
-        error = json.loads(text).get("error")
-    except (ValueError, AttributeError):
-        return text.strip()[:160]
-    return str(error.get("message") if isinstance(error, dict) else error)[:300]
+        doc = load_json(body)
+    except ValueError:
+        return shown(_text(body), 160)
+    error = doc.get("error") if isinstance(doc, dict) else doc
+    return shown(str(error.get("message") if isinstance(error, dict) else error))
 
 
 def _code(error: Any) -> int:
+    """The error's HTTP status; 500 where it names none. (`isdigit` is true of "²", which is no number.)"""
     code = str(error.get("code", "")) if isinstance(error, dict) else ""
-    return int(code) if code.isdigit() else 500
+    return int(code) if re.fullmatch("[1-5][0-9][0-9]", code) else 500
 
 
-def _amount(value: Any) -> float | None:
-    """A finite number, 0 or more; anything else an endpoint may write there is no amount."""
+def _text(body: bytes | str) -> str:
+    return body if isinstance(body, str) else body.decode("utf-8", "replace")
+
+
+def _amount(value: Any, most: float) -> float | None:
+    """A number from 0 to `most`; anything else an endpoint may write there is no amount."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if number and isfinite(value) and value >= 0 else None
+    return value if number and 0 <= value <= most else None

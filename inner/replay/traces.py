@@ -2,11 +2,15 @@
 
     tau_bench_states    {"reward", "traj": [messages]}       error: a tool result "Error…" or "Unknown action…"
     swe_agent_states    {"history": [messages]}              error: by its text, see SWE_ERROR
+                        {"messages": [messages]}             SWE-smith's chats, the same
     openhands_states    {"history": [events]}                error: `error`, exit code ≠ 0, "ERROR:", a refused edit
 
     system  user  assistant  tool  assistant  tool  …
     ╰── messages ──╯ action   │
     ╰────── messages ────────────╯ action           state_id = file : record : turn
+
+Each state says in what form its trace writes commands (`action_form`, commands.py): it is what teachers and student are
+compared by. SWE-agent's and SWE-smith's is read off the turns.
 
 `tools` are the JSON schemas that the agent had: the files do not carry them, and without them a teacher cannot call.
 
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.replay.actions import Message, action_text, plain_text
+from inner.replay.commands import form_of
 from inner.replay.states import TraceState, checked_messages, read_lines
 
 Tools = Sequence[Mapping[str, Any]]
@@ -46,10 +51,12 @@ def tau_bench_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 
 
 def swe_agent_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
-    """SWE-agent/SWE-agent and SWE-smith, one `.traj`. A demonstration inside the history is left out."""
+    """SWE-agent/SWE-agent and SWE-smith, one `.traj`, or SWE-smith's chats in a .jsonl.
+
+    A demonstration inside the history is left out."""
 
     def trajectory(row: Any, number: int) -> list[TraceState]:
-        turns = [_swe_turn(turn) for turn in checked_messages(row["history"]) if not turn.get("is_demo")]
+        turns = [_swe_turn(turn) for turn in checked_messages(_history(row)) if not turn.get("is_demo")]
         return _states(_name(path, number), turns, _swe_error, tools, None)
 
     return read_lines(path, trajectory)
@@ -70,6 +77,7 @@ def _states(
 ) -> list[TraceState]:
     """Every turn of the assistant that did something, with what came before it."""
     clean = [_clean(turn) for turn in turns]
+    form = form_of(action_text(turn) for turn in clean if turn["role"] == "assistant") or "calls"
     states: list[TraceState] = []
     for i, turn in enumerate(clean):
         if turn["role"] != "assistant" or not i or not action_text(turn):
@@ -81,6 +89,7 @@ def _states(
             "student_action": action_text(turn),
             "reward": reward,
             "error": error_of(after) if after else None,
+            "action_form": form,
         }
         if tools:
             state["tools"] = [dict(tool) for tool in tools]
@@ -109,6 +118,10 @@ def _tau_error(turn: Message) -> str | None:
 def _swe_error(turn: Message) -> str | None:
     text = plain_text(turn.get("content"))
     return text if SWE_ERROR.search(text) else None
+
+
+def _history(row: Any) -> Any:
+    return row["messages"] if "history" not in row and "messages" in row else row["history"]
 
 
 def _swe_turn(turn: Message) -> Message:

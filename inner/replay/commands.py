@@ -1,0 +1,148 @@
+"""Which part of a turn is the action: what two turns are compared by.
+
+    "I will look around first.\\n```\\nls -a\\n```"  ─┐
+    "Let us see what is there.\\n```bash\\nls -a\\n```" ┴─▶ key "fenced"  ─▶ the same command: one vote more
+
+    name          a turn's command is                                              written by
+    action        the tool calls with all arguments; without one the whole text    (default where no form is known)
+    calls         the tool calls without what is said in them (SPOKEN)             tau-bench, OpenHands
+    fenced        the last ``` block                                               SWE-agent, thought_action
+    command_tag   the last <command> … </command>                                  SWE-agent, xml_thought_action
+    function_tag  <function=NAME><parameter=NAME>VALUE</parameter></function>      SWE-smith, OpenHands without tools
+    react         Action: NAME, Action Input: …; or Action: {"name", "arguments"}  ReAct, tau-bench
+
+A turn with tool calls is compared by them under every name, a turn without a command by its whole text. So a key only
+ever makes one action of two texts; equal texts stay equal. A reader of a trace format writes the form into its states
+(`action_form`, the one that most turns of the trace have); `key=` of replay_trace, extract_dpo_pairs and pair_outcomes
+is one of these names, or a function of yours (the turn's text -> what is compared, "" for no action), for all states.
+
+Not promised: meaning. `cat a` and `cat ./a` are two commands.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from inner.base import InnerError
+from inner.replay.actions import action_key, action_message, calls_key, text_key
+from inner.replay.untrusted import load_json
+
+Key = Callable[[str], str]
+Calls = list[tuple[str, Any]]  # names and arguments
+
+# Arguments that tell somebody something and change nothing: two agents that hand over to a human do the same thing.
+SPOKEN = {
+    "think": {"thought"},
+    "finish": {"message", "outputs", "task_completed"},
+    "transfer_to_human_agents": {"summary"},
+}
+
+_FENCE = re.compile(r"^```(\S*)[^\S\n]*$", re.M)
+_COMMAND_TAG = re.compile(r"<command>(.*?)</command>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+_ACTION = re.compile(r"^Action:[^\S\n]*", re.M)
+_INPUT = re.compile(r"^Action Input:[^\S\n]*", re.M)
+
+
+def key_of(name: str | Key | None, form: str | None = None) -> Key:
+    """The function that `key=` means. None: the state's own form, else "action"."""
+    if callable(name):
+        return name
+    chosen = name or form or "action"
+    if chosen not in KEYS:
+        raise InnerError(
+            f"key is {chosen!r}: choose {', '.join(KEYS)}, or pass a function from a turn's text to a text."
+        )
+    return KEYS[chosen]
+
+
+def form_of(turns: Iterable[str]) -> str | None:
+    """The form that most of the turns have and at least half of them; None: they are calls, or plain text."""
+    texts = [text for text in turns if text.strip()]
+    open_texts = [text for text in texts if "tool_calls" not in action_message(text)]
+    counts = {name: sum(find(text) is not None for text in open_texts) for name, find in _FINDERS.items()}
+    best = max(counts, key=lambda name: counts[name])
+    return best if counts[best] and 2 * counts[best] >= len(texts) else None
+
+
+def has_command(text: str, form: str | None) -> bool:
+    """Whether the turn is a tool call, or a command in this form."""
+    return "tool_calls" in action_message(text) or (form in _FINDERS and _FINDERS[form](text) is not None)
+
+
+def fenced(text: str) -> str | None:
+    """The last block between ``` lines that is not inside another one, as SWE-agent's parser takes it."""
+    opened: list[re.Match[str]] = []
+    last = None
+    for mark in _FENCE.finditer(text):
+        if opened and not mark[1]:
+            start = opened.pop()
+            last = (start, mark) if not opened else last
+        else:
+            opened.append(mark)
+    return None if last is None else text[last[0].end() : last[1].start()]
+
+
+def command_tag(text: str) -> str | None:
+    found = _COMMAND_TAG.findall(text)
+    return found[-1] if found else None
+
+
+def function_tag(text: str) -> Calls | None:
+    found = _FUNCTION.findall(text)
+    return [(name, {p: _value(v) for p, v in _PARAMETER.findall(body)}) for name, body in found] or None
+
+
+def react(text: str) -> Calls | None:
+    parts = _ACTION.split(text)
+    if len(parts) < 2:
+        return None
+    name, *given = _INPUT.split(parts[-1], maxsplit=1)
+    if given:
+        return [(name.strip(), _value(given[0]))]
+    call = _value(name)
+    named = isinstance(call, dict) and isinstance(call.get("name"), str)
+    return [(call["name"], call.get("arguments"))] if named else None
+
+
+def _key(find: Callable[[str], str | Calls | None], marks: tuple[str, str] = ("", "")) -> Key:
+    def key(text: str) -> str:
+        made = action_message(text).get("tool_calls")
+        if made:
+            return _calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in made])
+        command = find(text)
+        if command is None:
+            return action_key(text)
+        return _calls_key(command) if isinstance(command, list) else text_key(command).join(marks)
+
+    return key
+
+
+def _calls_key(calls: Calls) -> str:
+    return calls_key([(name, _unspoken(name, arguments)) for name, arguments in calls])
+
+
+def _unspoken(name: str, arguments: Any) -> Any:
+    if not isinstance(arguments, Mapping):
+        return arguments
+    return {key: value for key, value in arguments.items() if key not in SPOKEN.get(name, ())}
+
+
+def _value(written: str) -> Any:
+    """A parameter's text as what it stands for: `[1, 2]` is a list, `ls` is text."""
+    try:
+        return load_json(written.strip())
+    except ValueError:
+        return written.strip("\n")
+
+
+_FINDERS: dict[str, Callable[[str], str | Calls | None]] = {
+    "function_tag": function_tag,
+    "command_tag": command_tag,
+    "fenced": fenced,
+    "react": react,
+}
+KEYS: dict[str, Key] = {"action": action_key, "calls": _key(lambda text: None)}
+_MARKS = {"fenced": ("```\n", "\n```"), "command_tag": ("<command>", "</command>")}  # `ls` alone is talk, not a command
+KEYS |= {name: _key(find, _MARKS.get(name, ("", ""))) for name, find in _FINDERS.items()}

@@ -1,0 +1,128 @@
+"""One request to a teacher and what became of it. Whatever happens, it is a Reading.
+
+    POST ──▶ status, headers, a body of at most B bytes, all of it before the deadline ──▶ read_response ──▶ Reading
+      │        │                 │                        │
+      │        │                 │                        └ a drip, silence              again    at the worst case
+      │        │                 └ longer, or a gzip bomb                                failed   at the worst case
+      │        └ broken off, truncated, not HTTP                                         again    at the worst case
+      ├ no connection                                                                    again    free: never sent
+      └ anything else                                                                    failed   at the worst case
+
+    B = 1 MiB + 64 bytes · max_tokens
+
+The deadline is for the whole exchange: a server that sends one byte a second never lets a timeout between two reads
+pass. The answer is asked for unpacked (`Accept-Encoding: identity`); one that comes packed is unpacked up to B. The
+body is UTF-8, whatever charset the headers name: they could name any codec of Python, and some are no text.
+
+Not promised: that an endpoint which was cut off does not charge. That is why it counts as the worst case.
+"""
+
+import asyncio
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from inner.replay.teachers import Reading, Teacher, read_response
+from inner.replay.untrusted import shown
+
+log = logging.getLogger(__name__)
+
+BODY_FLOOR = 2**20  # whatever an endpoint may add to the answer: reasoning, log-probs, routing
+BYTES_PER_TOKEN = 64  # of text that anybody writes; the longest tokens are runs of blanks
+_OURS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
+
+
+class _TooLarge(Exception):
+    """The body is longer than any answer to this request can be."""
+
+
+async def exchange(
+    client: httpx.AsyncClient,
+    teacher: Teacher,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    *,
+    timeout_s: float,
+    now: float,
+) -> Reading:
+    """Never raises, but for a cancellation. `now` in Unix seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reading = await _exchange(client, teacher, body, headers, now)
+    except TimeoutError:
+        reading = Reading("again", f"no whole answer from {teacher.url} within {timeout_s:g} s")
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        reading = Reading("again", f"no connection to {teacher.url} ({error!r:.200})", cost_nano=0, unreachable=True)
+    except _TooLarge as error:
+        reading = Reading("failed", f"{teacher.url} sent {error}")
+    except (httpx.TransportError, httpx.StreamError) as error:  # sent, and nobody knows what became of it
+        reading = Reading("again", f"the connection to {teacher.url} broke ({error!r:.200})")
+    except Exception as error:
+        log.warning("unforeseen while asking %s; counted at the worst case", teacher.url, exc_info=True)
+        reading = Reading("failed", f"unforeseen: {error!r:.200}")
+    return _without_key(reading, headers)
+
+
+def body_limit(teacher: Teacher) -> int:
+    """Bytes."""
+    return BODY_FLOOR + BYTES_PER_TOKEN * teacher.max_tokens
+
+
+def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
+    """The body as it was before its content-encoding, of which only so much is ever made. ValueError: not known."""
+    if encoding in ("", "identity"):
+        return raw
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ValueError(f"content-encoding {shown(encoding, 40)!r}, and identity was asked for")
+    try:
+        body = zlib.decompressobj(wbits=47).decompress(raw, most + 1)  # 47: zlib's or gzip's header
+    except zlib.error as error:
+        raise ValueError(f"no {encoding} ({error})") from error
+    if len(body) > most:
+        raise _TooLarge(f"a packed answer of more than {most} bytes")
+    return body
+
+
+async def _exchange(
+    client: httpx.AsyncClient, teacher: Teacher, body: Mapping[str, Any], headers: Mapping[str, str], now: float
+) -> Reading:
+    content, most = json.dumps(body, allow_nan=False).encode(), body_limit(teacher)
+    async with client.stream("POST", teacher.url, content=content, headers={**headers, **_OURS}) as response:
+        raw = await _at_most(response, most)
+    encoding = response.headers.get("content-encoding", "").strip().lower()
+    if response.status_code != 200:  # of a refusal the status counts, and as much of its words as can be had
+        return read_response(teacher, response.status_code, response.headers, _words(raw[:most], encoding, most), now)
+    if len(raw) > most:
+        raise _TooLarge(f"an answer of more than {most} bytes for at most {teacher.max_tokens} tokens")
+    try:
+        return read_response(teacher, 200, response.headers, unpacked(raw, encoding, most), now)
+    except ValueError as error:
+        return Reading("again", str(error))
+
+
+def _words(raw: bytes, encoding: str, most: int) -> bytes:
+    try:
+        return unpacked(raw, encoding, most)
+    except (ValueError, _TooLarge):
+        return b""
+
+
+async def _at_most(response: httpx.Response, most: int) -> bytes:
+    """The body, or a little more than `most` bytes of it."""
+    body = bytearray()
+    async for part in response.aiter_raw(2**16):
+        body += part
+        if len(body) > most:
+            break
+    return bytes(body)
+
+
+def _without_key(reading: Reading, headers: Mapping[str, str]) -> Reading:
+    """An endpoint may repeat the key in its error; it must not get into the ledger or a log."""
+    key = headers.get("Authorization", "").removeprefix("Bearer ")
+    return replace(reading, why=reading.why.replace(key, "***")) if key and key in reading.why else reading

@@ -1,0 +1,72 @@
+"""JSON and text that somebody else wrote: read within bounds, or refused with words.
+
+    bytes ─▶ UTF-8? ─▶ JSON? ─▶ at most DEEPEST levels? ─▶ a value        ValueError for everything else
+    text  ─▶ no lone surrogate, no control character?   ─▶ None           else a few words that say what is in it
+    text  ─▶ no chat template's own tokens?             ─▶ None           else the token
+
+A lone surrogate ("\\ud800") is valid JSON and no valid UTF-8: it breaks whoever writes it down. Deep nesting breaks
+every recursive reader, the standard library's too, with an exception that is no ValueError.
+
+Not promised: that TEMPLATE_TOKEN knows every model's tokens. Where the tokenizer is known, ask it (inner/reference.py).
+"""
+
+import json
+import re
+from typing import Any
+
+DEEPEST = 64  # levels of JSON: ten times what tool schemas and answers have, a tenth of Python's recursion limit
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")  # all of ASCII's but tab, the line ends and form feed
+TEMPLATE_TOKEN = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
+)
+
+
+def load_json(written: bytes | str) -> Any:
+    """The value. ValueError: it is not UTF-8, not JSON, or deeper than DEEPEST."""
+    text = written.decode("utf-8-sig") if isinstance(written, bytes) else written
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"JSON of more than {DEEPEST} levels") from None
+    if is_deeper(value, DEEPEST):
+        raise ValueError(f"JSON of more than {DEEPEST} levels")
+    return value
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects nest deeper than that. Without recursion: the value may be hostile."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [child for outer in level for child in _children(outer)]
+        if not level:
+            return False
+    return True
+
+
+def unfit_text(text: str) -> str | None:
+    """Why a text may not go into training data or a prompt; None where it may."""
+    if found := _SURROGATE.search(text):
+        return f"a lone surrogate (U+{ord(found[0]):04X}), which no UTF-8 can hold"
+    if found := _CONTROL.search(text):
+        return f"a control character (U+{ord(found[0]):04X})"
+    return None
+
+
+def template_token(text: str) -> str | None:
+    """A token with which chat templates of known models begin or end a turn, if the text has one."""
+    found = TEMPLATE_TOKEN.search(text)
+    return found[0] if found else None
+
+
+def shown(text: str, longest: int = 300) -> str:
+    """The beginning of somebody else's text on one line of plain characters: for messages, logs and the ledger."""
+    line = " ".join(text[: 4 * longest].split())
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)[:longest]
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
