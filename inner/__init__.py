@@ -149,7 +149,7 @@ _HOME = {
     "tau_bench_states": "inner.replay.traces",
 }
 
-_EXTRA = {"httpx": "replay", "tenacity": "replay"}
+_EXTRA = {"httpx": "replay"}
 
 
 def __getattr__(name: str) -> Any:

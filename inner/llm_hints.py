@@ -7,17 +7,26 @@
     tools, last messages     (on disk              what the model would do instead     nothing, if that is what failed
     action, error             already? free)
 
-    no answer (ceiling reached, endpoint down, not the JSON that was asked for)       ─▶ `otherwise`: the templates
+    no answer: ceiling reached, endpoint down or silent, not the JSON that was asked for, a chat     ─▶ `otherwise`:
+    template's own tokens in it, a full disk, anything else                                             the templates
 
-`prepare` asks for many turns at once; the trainer calls it once per batch of rollouts. What is in the ledger is never
-paid for again, and what all runs with it spend stays under the ceiling. One process per ledger: give every replica its
-own.
+`prepare` asks for many turns at once; the trainer calls it once per batch of rollouts, and waits `wait_s` at most.
+After a batch that failed the next one is not asked about, then the next three, the next seven, up to 63: an endpoint
+that is down costs little time, and one that comes back is found.
 
-Not promised: the same hints on every replica; they only have to help their own rollouts. What the endpoint sees are the
-last messages of the rollout, so do not send it what it must not see.
+    hints.jsonl     the first process on this machine; it holds the file until it ends
+    hints.1.jsonl   the second, and so on: two replicas never share a ledger, and each has the whole max_total_usd
+
+What is in the ledger is never paid for again, and what all lives with it spend stays under the ceiling. A replica that
+comes back takes the first file that is free, with the answers in it.
+
+Not promised: the same hints on every replica; they only have to help their own rollouts. One ceiling for all replicas:
+N of them may spend N times max_total_usd. What the endpoint sees are the last messages of the rollout, so do not send
+it what it must not see.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -25,15 +34,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inner.hints import Hint, same_action, shortened, templates
 from inner.replay.actions import action_text, plain_text
 from inner.replay.states import TraceState
 from inner.replay.teachers import Teacher
+from inner.replay.untrusted import load_json, template_token, unfit_text
+
+if TYPE_CHECKING:
+    from inner.replay.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
+MOST_SKIPPED = 63  # batches in a row that are not asked about
 TOLD = 6  # messages before the turn that the writer sees
 WRITER = (
     "An agent is about to take a step that will fail. Write a hint of at most two sentences that makes it take a "
@@ -45,7 +59,9 @@ _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 
 class LLMHints:
-    """A Hint. `otherwise` says what to tell where the model gave no answer; max_total_usd is for the ledger's life."""
+    """A Hint. `otherwise` says what to tell where the model gave no answer.
+
+    max_total_usd  for the ledger's life      timeout_s  for one answer      wait_s  for one batch of them"""
 
     def __init__(
         self,
@@ -55,17 +71,18 @@ class LLMHints:
         otherwise: Hint = templates,
         concurrency: int = 16,
         timeout_s: float = 30.0,
+        wait_s: float = 60.0,
     ) -> None:
         teacher.headers()  # a missing key is found now
         self.teacher, self.max_total_usd, self.ledger = teacher, max_total_usd, ledger
-        self.otherwise, self.concurrency, self.timeout_s = otherwise, concurrency, timeout_s
+        self.otherwise, self.concurrency, self.timeout_s, self.wait_s = otherwise, concurrency, timeout_s, wait_s
         self._answers: dict[str, str] = {}  # "" where there was none: asked once per process
+        self._book: Ledger | None = None  # from the first question on
+        self._failures = 0  # batches in a row
+        self._to_skip = 0
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None:
-        state = hint_request(row, error)
-        if state["state_id"] not in self._answers:
-            self._ask([state])
-        written = read_hint(self._answers[state["state_id"]])
+        written = self._written(row, error)
         if written is None:
             return self.otherwise(row, error)
         hint, instead = written
@@ -74,29 +91,77 @@ class LLMHints:
 
     def prepare(self, failed: Iterable[tuple[Mapping[str, Any], str]]) -> None:
         """Asks for all (row, error) that were not asked for before, at once."""
-        states = {state["state_id"]: state for row, error in failed for state in [hint_request(row, error)]}
+        states: dict[str, TraceState] = {}
+        for row, error in failed:
+            with contextlib.suppress(*_UNREADABLE):  # __call__ says so
+                state = hint_request(row, error)
+                states[state["state_id"]] = state
         if new := [state for name, state in states.items() if name not in self._answers]:
             self._ask(new)
 
-    def _ask(self, states: Sequence[TraceState]) -> None:
-        from inner.replay.ask import ReplayStopped
+    def close(self) -> None:
+        """Let another process have the ledger."""
+        if self._book is not None:
+            self._book.close()
+            self._book = None
 
+    def _written(self, row: Mapping[str, Any], error: str) -> tuple[str | None, str | None] | None:
+        try:
+            state = hint_request(row, error)
+        except _UNREADABLE as why:
+            log.warning("no hint from %s, the templates go on: the turn cannot be written down (%r)", self._name, why)
+            return None
+        if state["state_id"] not in self._answers:
+            self._ask([state])
+        return read_hint(self._answers[state["state_id"]])
+
+    @property
+    def _name(self) -> str:
+        return self.teacher.model
+
+    def _ask(self, states: Sequence[TraceState]) -> None:
+        """Whatever happens, every state has an answer afterwards, if only the empty one."""
         self._answers |= {state["state_id"]: "" for state in states}
+        if self._to_skip:
+            self._to_skip -= 1
+            return
         try:
             with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already has an event loop
                 actions = thread.submit(self._replay, states).result()
-        except ReplayStopped as stopped:
-            log.warning("no more hints from %s, the templates go on: %s", self.teacher.model, stopped)
-            actions = stopped.replay
+        except Exception as error:
+            actions = self._failed(error)
+        else:
+            self._failures = 0
         self._answers |= {action["state_id"]: action["action"] for action in actions}
 
-    def _replay(self, states: Sequence[TraceState]) -> Any:
-        from inner.replay.ask import replay_trace
-
-        options: dict[str, Any] = {"concurrency": self.concurrency, "tries": 2, "timeout_s": self.timeout_s}
-        return asyncio.run(
-            replay_trace(states, [self.teacher], self.max_total_usd, ledger=self.ledger, progress=False, **options)
+    def _failed(self, error: Exception) -> Iterable[Any]:
+        """The answers that there are all the same."""
+        self._failures += 1
+        self._to_skip = min(MOST_SKIPPED, 2**self._failures - 1)
+        why = f"nothing for {self.wait_s:g} s" if isinstance(error, TimeoutError) else str(error) or repr(error)
+        log.warning(
+            "no more hints from %s, the templates go on (the next %d batches are not asked about): %s",
+            *(self._name, self._to_skip, why),
         )
+        return getattr(error, "replay", ())
+
+    def _replay(self, states: Sequence[TraceState]) -> Any:
+        return asyncio.run(self._replay_in_time(states))
+
+    async def _replay_in_time(self, states: Sequence[TraceState]) -> Any:
+        from inner.replay.ask import replay_trace
+        from inner.replay.ledger import open_free_ledger
+
+        if self._book is None:
+            self._book = open_free_ledger(self.ledger)
+        options: dict[str, Any] = {"concurrency": self.concurrency, "tries": 2, "timeout_s": self.timeout_s}
+        async with asyncio.timeout(self.wait_s):
+            return await replay_trace(
+                states, [self.teacher], self.max_total_usd, ledger=self._book, progress=False, **options
+            )
+
+
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
 
 
 def hint_request(row: Mapping[str, Any], error: str) -> TraceState:
@@ -116,13 +181,16 @@ def hint_request(row: Mapping[str, Any], error: str) -> TraceState:
 
 
 def read_hint(answer: str) -> tuple[str | None, str | None] | None:
-    """(the hint, what to do instead as an action's text) of the writer's answer; None: not what was asked for."""
+    """(the hint, what to do instead as an action's text) of the writer's answer; None: not what was asked
+    for, or a text that would speak for others than the writer."""
     found = _OBJECT.search(answer)
     try:
-        written = json.loads(found[0]) if found else None
+        written = load_json(found[0]) if found else None
     except ValueError:
         return None
     if not isinstance(written, dict) or not isinstance(written.get("hint", 0), str | None):
+        return None
+    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it would end its own message
         return None
     tool, arguments = written.get("tool"), written.get("arguments")
     if not (isinstance(tool, str) and isinstance(arguments, dict)):

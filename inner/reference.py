@@ -9,10 +9,14 @@
     order       pairs P·m … P·m + P - 1 of an endless permutation, for micro-batch number m: a function of the data
                 seed (which is of the run and the slot) and m
 
+`chosen` is somebody else's text. The tokens with which this model's template begins and ends turns must not stand in
+it: the tokenizer would read them as such, and the student would learn to write the user's turn as well.
+
 Not promised: pairs that fit into memory however long they are; the batch is as wide as its longest pair.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from inner.channels import backbone_states, evaluating, padded, response_logprobs
 from inner.errors import InnerError
 from inner.order import prompt_order
+from inner.replay.actions import action_message
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 from inner.spans import context_and_action
 
@@ -48,7 +53,8 @@ class ReplayPairs:
         self, pairs: Sequence[DPOPair] | str | Path, render: Callable[..., list[int]], tokenizer: Any, limit: int | None
     ) -> None:
         found = training_pairs(pairs) if isinstance(pairs, str | Path) else _checked(pairs)
-        self.pairs = [encoded(pair, render, tokenizer, limit) for pair in found]
+        marks = turn_marks(render, tokenizer)
+        self.pairs = [encoded(pair, render, tokenizer, limit, marks) for pair in found]
         self.reference_N_2: Tensor | None = None
 
     def order(self, seed: int) -> Callable[[int], int]:
@@ -78,8 +84,15 @@ def pair_logprobs(
     return sums, torch.tensor(lengths, dtype=sums.dtype, device=sums.device)
 
 
-def encoded(pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None) -> PairIds:
-    """limit: how many positions the model has."""
+def encoded(
+    pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None, marks: Set[str] = frozenset()
+) -> PairIds:
+    """limit: how many positions the model has. marks: what `chosen` must not contain."""
+    if found := _marks_in(pair["chosen"], marks):
+        raise InnerError(
+            f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
+            "The student would learn to end its turn there and to write another's. Take the pair out."
+        )
     (prompt, chosen), (_, rejected) = (
         context_and_action(pair, pair[side], render, tokenizer) for side in ("chosen", "rejected")
     )
@@ -98,6 +111,20 @@ def encoded(pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, lim
             "nothing to prefer. Take the pair out, or use a tokenizer that tells them apart."
         )
     return PairIds(prompt, chosen, rejected, _weight(pair))
+
+
+def _marks_in(action: str, marks: Set[str]) -> str | None:
+    """The first of them in the text, or in a call's arguments once they are read ("\\u003c" is "<")."""
+    written = action + json.dumps(action_message(action), ensure_ascii=False)
+    return next((mark for mark in sorted(marks) if mark in written), None)
+
+
+def turn_marks(render: Callable[..., list[int]], tokenizer: Any) -> set[str]:
+    """The special tokens that the template writes around plain turns, and those that begin and end a text."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = (tokenizer.bos_token, tokenizer.eos_token)
+    return {special[i] for i in render(talk, False) if i in special} | {end for end in ends if end}
 
 
 def _weight(pair: DPOPair) -> float:

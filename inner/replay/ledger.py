@@ -76,7 +76,11 @@ class Ledger:
         self._whole = 0  # bytes of the file that are whole lines
         self._file = _open_alone(self.path) if self.path is not None else None
         if self._file is not None:
-            self._replay(self._file)
+            try:
+                self._replay(self._file)
+            except BaseException:
+                self._file.close()
+                raise
 
     @property
     def spent_nano(self) -> int:

@@ -16,6 +16,7 @@ A teacher that failed, was cut off or said nothing has no vote. `chosen` is the 
 Not promised: that `chosen` is better than `rejected`. It is what most of the teachers would have done.
 """
 
+import json
 import logging
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from inner.replay.actions import Message, action_key
 from inner.replay.commands import Key, key_of
 from inner.replay.states import TraceState, TraceWarning, checked_messages, read_lines, save_lines
 from inner.replay.teachers import TeacherAction
+from inner.replay.untrusted import lone_surrogate, unfit_text
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +162,10 @@ def checked_pair(row: Any) -> DPOPair:
     for key in ("state_id", "chosen", "rejected"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(f"{key} is {row.get(key)!r:.60}: it must be a text that is not empty")
+    if unfit := unfit_text(row["chosen"]):
+        raise ValueError(f"chosen has {unfit}")
+    if lone_surrogate(json.dumps([row["rejected"], row["state_messages"]], ensure_ascii=False)):
+        raise ValueError("rejected or the messages have a lone surrogate, which no tokenizer takes")
     if action_key(row["chosen"]) == action_key(row["rejected"]):
         raise ValueError("chosen and rejected are the same action")
     return row  # pyright: ignore[reportReturnType]

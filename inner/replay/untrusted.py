@@ -47,11 +47,16 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 def unfit_text(text: str) -> str | None:
     """Why a text may not go into training data or a prompt; None where it may."""
-    if found := _SURROGATE.search(text):
-        return f"a lone surrogate (U+{ord(found[0]):04X}), which no UTF-8 can hold"
+    if found := lone_surrogate(text):
+        return f"a lone surrogate (U+{ord(found):04X}), which no UTF-8 can hold"
     if found := _CONTROL.search(text):
         return f"a control character (U+{ord(found[0]):04X})"
     return None
+
+
+def lone_surrogate(text: str) -> str | None:
+    found = _SURROGATE.search(text)
+    return found[0] if found else None
 
 
 def template_token(text: str) -> str | None:
