@@ -112,6 +112,8 @@ class FleetConfig:
     retention: "all" keeps every snapshot and mean, so that any step can be exported; "window" keeps what the last two
     snapshots need.
     give_up_s: seconds without progress after which a replica exits, resumable.
+    hung_after_s: seconds without an inner step after which a replica may count as hung and is started again; ten times
+    its median step and three times its longest, if that is more (diloco/watchdog.py); 0 for never.
     log_rollouts: how many rollouts each replica writes down per outer step, for `diloco traces` (0: none).
     """
 
@@ -121,6 +123,7 @@ class FleetConfig:
     retention: str = "all"
     give_up_s: float = 600.0
     start_patience_s: float = 30.0
+    hung_after_s: float = 600.0
     log_rollouts: int = 4
 
     @property
@@ -296,6 +299,8 @@ def check_fleet(fleet: FleetConfig) -> None:
         raise ConfigError(
             f"fleet.log_rollouts = {fleet.log_rollouts} must be 0 to 64: it is a sample, per replica and outer step"
         )
+    if not 0 <= fleet.hung_after_s < math.inf:
+        raise ConfigError(f"fleet.hung_after_s = {fleet.hung_after_s} must be a number of seconds, 0 for never")
     if not 1 <= fleet.quorum <= fleet.replicas:
         raise ConfigError(
             f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "

@@ -10,6 +10,7 @@ LEFT = 4  # asked to go; its work is durable
 DIVERGED = 5  # its memory was not the chain's θ, or what it needed was collected; starting again heals
 BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
 RESUME = 7  # it left because its platform's time limit is near; start the slot again
+HUNG = 8  # an inner step stood still (diloco/watchdog.py); starting again may help
 GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
 
 NAMES = {
@@ -20,5 +21,6 @@ NAMES = {
     DIVERGED: "diverged",
     BAD_DELTA: "bad delta",
     RESUME: "time limit near",
+    HUNG: "inner step hung",
     GAVE_UP: "gave up",
 }

@@ -6,10 +6,12 @@ The only thread of a replica that we start.  It ticks the membership (rendezvous
 keeps us here: the process that launched us, if there is one to watch, and the budget's lease, if there is one:
 
     control: until ──▶ passed, and nobody has put it off ──▶ leave, with what there is; by force after ORPHAN_GRACE_S
+    watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
 
 Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
 """
 
+import faulthandler
 import os
 import socket
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 
 from diloco import exitcodes
 from diloco.journal import Journal
+from diloco.watchdog import Watchdog, where_it_stands
 from rendezvous import layout
 from rendezvous.background import Worker, together_on
 from rendezvous.clock import Clock, SystemClock
@@ -30,10 +33,14 @@ from rendezvous.store import Store
 
 PLACE_ENV = "DILOCO_PLACE"
 ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
+LAST_WORDS_S = 10.0  # for telling the bucket that a life ends, if the store answers
 
 
 class Life:
-    """A claimed, beating slot.   rv: its side of the agreement."""
+    """A claimed, beating slot.   rv: its side of the agreement.
+
+    hung_after_s: seconds without an inner step after which the life may end itself (diloco/watchdog.py), 0 for never.
+    """
 
     def __init__(
         self,
@@ -44,6 +51,7 @@ class Life:
         clock: Clock | None = None,
         retention: str = "all",
         parent_alive: Callable[[], bool] = lambda: True,
+        hung_after_s: float = 0.0,
     ) -> None:
         self.clock, self.timing, self._store, self._slot = clock or SystemClock(), timing, store, slot
         self._journal: Journal | None = None
@@ -52,6 +60,7 @@ class Life:
         if isinstance(store, SealedStore):
             store.tell = self.tell
         self._ended, self.why = threading.Event(), "asked to leave"
+        self.watchdog = Watchdog(self.clock, hung_after_s)
         self._flush_due = False
         self.rv = Rendezvous(
             store,
@@ -103,17 +112,37 @@ class Life:
         self._ended.set()
 
     def _run(self) -> None:
+        looked_at = self.clock.now()
         while not self._ended.wait(self.timing.beat):
             self.rv.members.tick()
             if self._flush_due:
                 self._flush_due = False
                 self.flush()
+            looked_at, before = self.clock.now(), looked_at
+            if (stood := self.watchdog.look(min(looked_at - before, 4 * self.timing.beat))) is not None:
+                self._hung(stood)
             if not self._parent_alive():
                 self._abandoned("its launcher is gone", "the process that launched this replica is gone")
             elif 0 < self.rv.members.wanted.until <= self.clock.wall():
                 self._abandoned("the budget's lease is over", "nobody has put off the end that the budget sets")
             else:
                 self._alone_since = 0.0
+
+    def _hung(self, stood_s: float) -> None:
+        """The main thread cannot be asked any more: say where it stands, and end the process."""
+        where, limit, status = where_it_stands(), self.watchdog.limit_s, self.rv.members.status
+        text = f"no inner step for {stood_s:.0f} s (the limit is {limit:.0f} s, fleet.hung_after_s at least): {where}"
+        print(f"{self._slot}: {text}; this life ends, its slot is started again", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr)
+        self.tell("hung", step=status.step, inner=status.inner, stood_s=stood_s, limit_s=limit, where=where, text=text)
+        last_words = threading.Thread(target=self._last_words, daemon=True)
+        last_words.start()
+        last_words.join(LAST_WORDS_S)
+        os._exit(exitcodes.HUNG)
+
+    def _last_words(self) -> None:
+        self.rv.members.goodbye()
+        self.flush()
 
     def _abandoned(self, why: str, what: str) -> None:
         now = self.clock.now()

@@ -29,6 +29,7 @@ from torch import Tensor
 from diloco.config import check_lighthouse
 from diloco.life import Life
 from diloco.manager import Work
+from diloco.watchdog import Watchdog
 from rendezvous import snapshots
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, GaveUp, Leaving
@@ -59,6 +60,7 @@ class LighthouseManager:
         self._loop: OuterLoop | None = None
         self._committed = False
         self._clock: Clock = life.clock if life else SystemClock()
+        self.watchdog = life.watchdog if life else Watchdog(self._clock)
         self._spent: dict[str, float] = {}
         self._round_began = self._clock.now()
 

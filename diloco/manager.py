@@ -121,6 +121,7 @@ class StoreManager:
         else:
             self._founds = False  # `diloco train` has written run.json
         self.life = run
+        self.watchdog = run.watchdog
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round, asked at each offer
         self.left = False  # did the `with` end because this replica was asked to go?
         self._loop: OuterLoop | None = None

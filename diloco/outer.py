@@ -28,6 +28,7 @@ from diloco.config import OuterConfig, OuterConfigError, OuterError, check_bound
 from diloco.flat import FlatFragment, cut, trainable
 from diloco.lighthouse import seated
 from diloco.safety import AutoLR
+from diloco.watchdog import Watchdog
 from rendezvous.errors import Leaving
 from rendezvous.state import all_arrays, base_of
 
@@ -125,9 +126,11 @@ class OuterManager(Protocol):
 
     leaving, fenced: this life should end soon; why: in words.   behind: the next sync is due at once.
     h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
+    watchdog: hears when the inner loop has the training thread, and when not.
     """
 
     done_with_delta: bool
+    watchdog: Watchdog
 
     @property
     def leaving(self) -> bool: ...
@@ -216,11 +219,13 @@ class OuterLoop:
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
         self.diloco.__enter__()
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_torchft))
+        self.manager.watchdog.resume()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self.manager.watchdog.rest()
         self.diloco.__exit__(kind, error, trace)
         for hook in self._hooks:
             hook.remove()
@@ -246,6 +251,7 @@ class OuterLoop:
 
     def _before_torchft(self, *_: object) -> None:
         """Count, shorten the round if there is a reason, and gather what torchft is about to read."""
+        self.manager.watchdog.rest()
         self.h = [h + 1 for h in self.h]
         local = self.diloco._local_step + 1
         self.manager.progress(local, (time.monotonic() - self._mark) / local)
@@ -273,12 +279,12 @@ class OuterLoop:
     def _after_torchft(self, *_: object) -> None:
         """When torchft has taken an outer step: model ← θ, then whatever was decided without us."""
         fragment = self.manager.finish_round()
-        if fragment is None:
-            return
-        self.scatter(fragment)
-        self.manager.catch_up(self._late)
-        self._rewrite_stale()
-        self._mark = time.monotonic()
+        if fragment is not None:
+            self.scatter(fragment)
+            self.manager.catch_up(self._late)
+            self._rewrite_stale()
+            self._mark = time.monotonic()
+        self.manager.watchdog.resume()
 
     def _late(self, step: int) -> None:
         """Before a missed step is applied: offer the inner steps that its fragment has seen."""

@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = read_run(url)
     try:
-        life = Life(run.store, slot, run.timing, retention=run.config.fleet.retention, parent_alive=parent_alive)
+        life = Life(
+            run.store, slot, run.timing, retention=run.config.fleet.retention, parent_alive=parent_alive,
+            hung_after_s=run.config.fleet.hung_after_s,
+        )  # fmt: skip
     except Fenced as error:
         return _say(slot, error, exitcodes.FENCED)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -29,8 +29,8 @@ NUMBERS = {
     "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
     "mean_norm": "‖ḡ‖ {:.2g}",
 }  # fmt: skip
-LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed")  # events after which a life is over
-BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up")
+LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")  # events after which a life is over
+BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 
 
 @dataclass

@@ -40,6 +40,7 @@ from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RendezvousError, StoreError
 from rendezvous.membership import claim, claims, read_control
+from rendezvous.records import Beat
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ FAILED = 1
 TICK_S, GRACE_S, PATIENCE_S = 0.2, 20.0, 120.0
 RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
 FINISH_S = 300.0  # a replica that beats may take so long for its last snapshot
+LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end
 BEAT_S = 2.0  # between beats while a platform takes its time
 PROOF_S = 600.0  # for seeing everybody's end
 
@@ -57,6 +59,18 @@ def publish_model(argv: list[str]) -> int:
     from diloco.launch import publish
 
     return publish(*argv)
+
+
+def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
+    """Seconds that a replica which beats may take to end, once a run has all its `steps`.
+
+    It may write a last snapshot for long.  One that is still in the inner steps of a decided step has nothing to write:
+    it hears of the end when its inner step ends, if that does not hang.
+    """
+    if beat.phase == "left":
+        return usual
+    still_trains = beat.phase == "train" and beat.step < steps
+    return min(FINISH_S, usual + LAST_STEPS * beat.rate) if still_trains else FINISH_S
 
 
 @dataclass(frozen=True)
@@ -188,12 +202,12 @@ class Supervisor:
         return self._given_up(outcome) if now - since > PROOF_S else None
 
     def _grace(self, track: Track, report: Report) -> float:
-        """For who is to end: while its heart beats after the last step, it is writing down what it has."""
+        """Seconds for who is to end, from when the run is over."""
         beat = report.beats.get(track.slot)
-        finishing = report.done and not (self._leaving or self._verdict) and beat is not None and beat.phase != "left"
-        if finishing and self.clock.now() - track.still_since < self.fleet.fresh_s:
-            return FINISH_S
-        return RENTED_GRACE_S if track.handle and track.handle.native else GRACE_S
+        beats = self.clock.now() - track.still_since < self.fleet.fresh_s
+        finishing = report.done and not self._leaving and self._verdict is None
+        usual = RENTED_GRACE_S if track.handle and track.handle.native else GRACE_S
+        return usual if beat is None or not (finishing and beats) else goodbye_s(beat, report.wanted.steps, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         there = [t.handle for t in self.fleet.all() if t.running and t.handle] + list(self.fleet.strays)

@@ -24,7 +24,7 @@ from rendezvous.records import Beat
 # What people want to hear of; everything else stays in the log.
 EVENTS = {
     "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
-    "gave_up_on", "diverged", "crashed", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
+    "gave_up_on", "diverged", "crashed", "hung", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
 }  # fmt: skip
 LOUD = {
     "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",

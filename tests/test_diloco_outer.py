@@ -14,6 +14,7 @@ from diloco.flat import FlatFragment, cut, layout_of
 from diloco.launch import read_run
 from diloco.manager import MockManager, StoreManager, Work, likely_cause
 from diloco.outer import Nesterov, OuterLoop, OuterState, make_diloco, nesterov
+from diloco.watchdog import Watchdog
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
@@ -179,6 +180,7 @@ class Scripted:
     done_with_delta, leaving, fenced, behind, h_cap, why = True, False, False, False, 1 << 30, ""
 
     def __init__(self) -> None:
+        self.watchdog = Watchdog(SystemClock())
         self.step, self.committed, self.late = 0, False, dict[int, tuple[np.ndarray, torch.Tensor]]()
 
     def join(self, loop: OuterLoop) -> None:

@@ -2,6 +2,7 @@
 
 die = "after:put:/delta/@3"        kill -9 itself right after the put of a key with "/delta/" for the 3rd time
 when: before | after      verb: put | create
+die = "hang:3"                     the 3rd inner step never ends
 die = "fail:ENOSPC:10@3.0"         from the 10th write on, writes fail with that error for 3 seconds
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from diloco import config
 from diloco.config import FleetConfig
+from diloco.watchdog import Watchdog
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.stores.files import FileStore
@@ -24,6 +26,8 @@ from rendezvous.stores.files import FileStore
 
 def arm(spec: str) -> None:
     """Make this process kill itself at the call that `spec` names."""
+    if spec.startswith("hang:"):
+        return _hang(int(spec.removeprefix("hang:")))
     when, verb, rest = spec.split(":")
     if when == "fail":
         return _fail(getattr(errno, verb), *rest.split("@"))
@@ -40,6 +44,18 @@ def arm(spec: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(FileStore, verb, call)
+
+
+def _hang(nth: int) -> None:
+    original, begun = Watchdog.resume, [0]
+
+    def resume(self: Watchdog) -> None:
+        original(self)
+        begun[0] += 1
+        while begun[0] == nth:
+            time.sleep(0.05)
+
+    Watchdog.resume = resume
 
 
 def _fail(code: int, nth: str, seconds: str) -> None:
