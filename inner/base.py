@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import gcd, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,6 +133,11 @@ class InnerConfig(ChannelSettings):
         return spg * self.num_iterations
 
     @property
+    def generation_size(self) -> int:
+        """Completions that one generation makes: whole groups of num_generations, scored together."""
+        return self.batch_size * (self.generation_steps // self.num_iterations)
+
+    @property
     def objective_overrides(self) -> dict[str, Any]:
         """What the run sets besides the objective's name."""
         return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
@@ -229,11 +234,7 @@ class InnerConfig(ChannelSettings):
                 f"num_generations = {self.num_generations}: a reward is compared within its group, so a group needs 2 "
                 "or more completions. Set inner.num_generations to 8."
             )
-        if self.batch_size % self.num_generations:
-            raise InnerError(
-                f"batch_size = {self.batch_size} is not a multiple of num_generations = {self.num_generations}, so a "
-                f"group would be torn apart. Set inner.batch_size to {self.num_generations} or a multiple of it."
-            )
+        self._check_groups()
         micro, ga = self.generation_steps, self.gradient_accumulation_steps
         if micro % ga and ga % micro:
             raise InnerError(
@@ -243,6 +244,20 @@ class InnerConfig(ChannelSettings):
         po_settings(self.objective, self.objective_overrides)
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
+
+    def _check_groups(self) -> None:
+        """TRL scores a whole generation at once, so it is the generation that must hold whole groups."""
+        if self.generation_size % self.num_generations == 0:
+            return
+        per_generation = self.generation_steps // self.num_iterations
+        fitting = self.num_generations // gcd(self.batch_size, self.num_generations)
+        raise InnerError(
+            f"one generation makes batch_size = {self.batch_size} · steps_per_generation = {per_generation} "
+            f"completions (without a setting of its own, steps_per_generation is gradient_accumulation_steps), which "
+            f"is not a multiple of num_generations = {self.num_generations}, so a group would be torn apart. Set "
+            f"inner.batch_size to {self.num_generations} or a multiple of it, or inner.steps_per_generation to "
+            f"{fitting} or a multiple of it."
+        )
 
     def _check_own_task(self) -> None:
         if self.prompts is None:

@@ -3,7 +3,7 @@
     states_B_T_D ── the positions that count ──▶ head ──▶ logits_N_V ──▶ kernel ──▶ scalar on the graph
 
     sdpo     hint      Σ over the turns' tokens of D(student ‖ teacher) / rollouts      D: JSD, TAID or the entropy gate
-             rollout   the SDPO paper's loss: mean over the tokens that the model wrote
+             rollout   the SDPO paper's loss: mean over the tokens that the model wrote, of the whole inner step
     replay   DPO or SimPO, mean over pairs of weight · loss
 
     gradient norm of a channel: ‖∂(its share of the total) / ∂ states‖, where it enters the backbone. It is read off the
@@ -129,8 +129,9 @@ def self_distillation(
     written_N: Tensor,
     old_N: Tensor | None,
     settings: ChannelSettings,
+    tokens: float | None = None,
 ) -> Tensor:
-    """The SDPO paper's loss over whole responses: mean over the tokens that the model wrote."""
+    """The SDPO paper's loss over whole responses: Σ over the tokens that the model wrote / `tokens` (None: as many)."""
     return sdpo_loss(
         student_N_V,
         teacher_N_V,
@@ -139,6 +140,7 @@ def self_distillation(
         alpha=settings.sdpo_jsd_beta,
         top_k=settings.sdpo_top_k,
         temperature=settings.sdpo_temperature,
+        divisor=tokens,
     )
 
 

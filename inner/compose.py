@@ -64,7 +64,8 @@ def compose_loss(
 
     Keys: input_ids, [attention_mask], [response_mask]; ctx_teacher_input_ids, [ctx_teacher_attention_mask],
     [sdpo_loss_mask: without it the response], [ctx_teacher_loss_mask: without it the teacher's row is aligned at its
-    end]; dpo_{chosen,rejected}_{input_ids, response_mask, [attention_mask], ref_logprobs (dpo only)}.
+    end, with as much padding behind it as the student's]; dpo_{chosen,rejected}_{input_ids, response_mask,
+    [attention_mask], ref_logprobs (dpo only)}.
 
     teacher: a model with the same vocabulary in the place of the student itself.   anchors: replay_label_smoothing,
     replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot be."""
@@ -160,12 +161,31 @@ def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[T
             f"the student has {logits.size(-1)} tokens and the teacher {teacher_logits.size(-1)}: their distributions "
             "cannot be compared. Use a teacher with the student's tokenizer."
         )
+    _check_same_tokens(student_mask, teacher_mask, inputs)
     # The logits at i predict token i + 1, so a mask over tokens is read from its second column on.
     return logits[:, :-1][student_mask[:, 1:]], teacher_logits[:, :-1][teacher_mask[:, 1:]]
 
 
+def _check_same_tokens(student_mask: Tensor, teacher_mask: Tensor, inputs: Batch) -> None:
+    """The marked tokens are the same in both rows, or one distribution is compared with that of another token."""
+    own, hinted = inputs["input_ids"][:, 1:], inputs["ctx_teacher_input_ids"][:, 1:]
+    if torch.equal(own[student_mask[:, 1:]], hinted[teacher_mask[:, 1:]]):
+        return
+    differ = [
+        row
+        for row in range(own.size(0))
+        if not torch.equal(own[row, student_mask[row, 1:]], hinted[row, teacher_mask[row, 1:]])
+    ]
+    raise ValueError(
+        f"the marked tokens of rows {differ[:8]} are not the same in input_ids and ctx_teacher_input_ids. Rows of "
+        "different lengths that are padded on the right cannot be aligned at their end: pass ctx_teacher_loss_mask "
+        "(span_batch makes it), or pad on the left."
+    )
+
+
 def _teacher_mask(student_mask: Tensor, inputs: Batch) -> Tensor:
-    """The teacher's own mask, or the student's moved right by as much as the teacher's row is longer."""
+    """The teacher's own mask, or the student's moved right by as much as the teacher's row is longer: right where every
+    row has as much padding behind it as the teacher's."""
     if "ctx_teacher_loss_mask" in inputs:
         return inputs["ctx_teacher_loss_mask"].bool()
     longer = inputs["ctx_teacher_input_ids"].size(1) - student_mask.size(1)

@@ -7,6 +7,10 @@
 prompt that has the reward, never the rollout itself, and what its own failed calls came back with. A rollout with
 neither teaches nothing. Tool results stay visible to the teacher and are no token to learn.
 
+A rollout that ran into max_completion_length teaches like any other, also where mask_truncated_completions keeps it
+out of the policy loss: that mask is there because such a rollout's reward is noise, and a lesson does not read the
+reward of the rollout that it corrects (docs/decisions/013).
+
 Not promised: the reprompt inside the user's own message: it is a message of its own behind it, so that the prompt's ids
 stay as they were sampled from.
 """
@@ -25,7 +29,8 @@ AGAIN = "Correctly solve the original question."
 
 @dataclass(frozen=True)
 class Rollout:
-    """One row of TRL's batch. ids: the completion's, without padding.   written: 1 where the model wrote them."""
+    """One row of TRL's batch. ids: the completion's, without padding, whether it was cut off or not.
+    written: 1 where the model wrote them."""
 
     row: Mapping[str, Any]
     prompt: list[int]
@@ -44,12 +49,34 @@ def hint_lessons(
         prepare([(seen, turn.error) for each in failed for turn, seen in each])
     return [
         [
-            Lesson(turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, r.ids[turn.start : turn.end]))
+            aligned_lesson(r, turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, _tokens(r, turn)))
             for turn, seen in each
             if (text := hint(seen, str(turn.error))) is not None
         ]
         for r, each in zip(rollouts, failed, strict=True)
     ]
+
+
+def _tokens(rollout: Rollout, turn: Turn) -> list[int]:
+    return rollout.ids[turn.start : turn.end]
+
+
+def aligned_lesson(
+    rollout: Rollout, start: int, end: int, teacher_ids: list[int], written: tuple[int, ...] = ()
+) -> Lesson:
+    """The lesson, if the teacher's row ends with the rollout's tokens start … end - 1; else RuntimeError.
+
+    The k-th token of the turn is compared with the k-th from the row's end, so any other row would teach the model some
+    other text (a hint's own tokens, say) without a sign of it in the loss."""
+    turn = rollout.ids[start:end]
+    if not 0 <= start < end or len(turn) != end - start or teacher_ids[start - end :] != turn:
+        raise RuntimeError(
+            f"a lesson is not aligned: the turn is tokens {start} to {end - 1} of a completion with "
+            f"{len(rollout.ids)} tokens, {turn[:8]} …, and the teacher's row ends with "
+            f"{teacher_ids[start - end :][:8]} …. This is a defect of this package or an unsupported TRL (use trl "
+            "1.16); alpha_sdpo = 0 trains without the channel. Please report it with the chat template."
+        )
+    return Lesson(start, end, teacher_ids, written)
 
 
 def rollout_lessons(
@@ -63,7 +90,7 @@ def rollout_lessons(
         text = reprompt(solution, [turn.error for turn in rollout.turns if turn.error])
         use = text is not None and any(rollout.written)
         found = splice(rollout.prompt, text or "", rollout.ids) if use else []
-        lessons.append([Lesson(0, len(rollout.ids), found, rollout.written)] if use else [])
+        lessons.append([aligned_lesson(rollout, 0, len(rollout.ids), found, rollout.written)] if use else [])
     return lessons
 
 

@@ -40,6 +40,7 @@ from inner.generation import GenerationTrainer
 from inner.hints import Hint, templates
 from inner.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.losses.divergence import zero_on_graph
+from inner.order import step_in_generation
 from inner.reference import ReplayPairs, pair_logprobs
 from inner.replay.pairs import DPOPair
 from inner.settings import ChannelSettings, ramp, taken
@@ -101,6 +102,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self.alpha_sdpo, self.beta_replay, self.hint = alpha_sdpo, beta_replay, hint or templates
         self._step_of_run: Callable[[], int] | None = None
         self._theta: Theta | None = None
+        self._take_over_truncation()
         self._open_channels(pairs, other)
 
     # the channels: what they need besides a batch
@@ -160,17 +162,35 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
     # the lessons
 
+    def _take_over_truncation(self) -> None:
+        """TRL masks a truncated rollout out of the attention too, so at its turns the student would not see its own
+        tokens. Where lessons need these states, we keep such a rollout out of the policy loss alone."""
+        self._masks_truncated = self.channels.distils and self.mask_truncated_completions
+        if self._masks_truncated:
+            self.mask_truncated_completions = False
+
     def _rollouts(self, inputs: Any) -> Any:
         batch = super()._rollouts(inputs)
         if not self.channels.distils:
             return batch
         turns = self._turns or [[] for _ in inputs]
         lessons = self._lessons(_rollouts_of(inputs, batch, turns, self._rewards))
+        if self._masks_truncated:
+            batch |= self._without_truncated(batch)
         batch[LESSONS] = lessons
         errors = sum(turn.error is not None for rollout in turns for turn in rollout)
         self._note("sdpo/error_turns", errors / len(inputs))
         self._note("sdpo/coverage", sum(bool(rollout) for rollout in lessons) / len(inputs))
         return batch
+
+    def _without_truncated(self, batch: Any) -> dict[str, Tensor]:
+        """The masks of the policy loss as TRL's mask_truncated_completions has them; the attention mask stays whole."""
+        tokenizer: Any = self._tokenizer
+        ends = torch.tensor([*self.eos_token_ids, tokenizer.pad_token_id], device=batch["completion_ids"].device)
+        whole = torch.isin(last_tokens(batch["completion_ids"], batch["completion_mask"]), ends)
+        counted = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * whole[:, None]
+        total = self.accelerator.gather((batch["completion_mask"] * counted).sum())
+        return {"tool_mask": counted, "num_items_in_batch": cast(Tensor, total).sum()}
 
     def _lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
         assert self._splice is not None
@@ -178,7 +198,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
             return hint_lessons(rollouts, self.hint, self._told, self._splice)
         tokenizer: Any = self.processing_class
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        group: int = cast(Any, self.args).num_generations
+        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
         return rollout_lessons(rollouts, group, self.channels.sdpo_success, decode, self._splice)
 
     def _told(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
@@ -270,7 +290,18 @@ class ComposerReplicationTrainer(GenerationTrainer):
             taid_t = self.channels.taid_t_at(self._committed())
             return distillation(student, teacher, self.channels, taid_t) / rollouts
         ids, written, old = _responses(flat, inputs)
-        return self_distillation(student, teacher, ids, written, old, self.channels)
+        return self_distillation(student, teacher, ids, written, old, self.channels, self._tokens_to_learn(inputs))
+
+    def _tokens_to_learn(self, inputs: Any) -> float:
+        """Of "rollout", per micro-batch: the mean over the inner step, so that each token counts alike however the step
+        is cut into micro-batches. Where a step spans several generations, each one's own mean: the next is not there
+        yet (TRL's "dapo" does the same)."""
+        batches: Any = self._buffered_inputs
+        if self._mode() == "eval" or batches is None:
+            return written_tokens(inputs)
+        served = len(batches) * self.num_iterations
+        here = step_in_generation(self._step, self._loss_divisor(), len(batches), served)
+        return sum(written_tokens(batches[i]) for i in here) / len(here)
 
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
         """Logits of the turns' tokens in the teacher's context: the one extra forward."""
@@ -312,11 +343,21 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
 def _rollouts_of(rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float]) -> list[Rollout]:
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
-    lengths = batch["completion_mask"].sum(1).tolist()
+    lengths = batch["completion_mask"].sum(1).tolist()  # whole: _take_over_truncation
     written = batch.get("tool_mask", batch["completion_mask"]).tolist()
     ids = batch["completion_ids"].tolist()
     each = zip(rows, prompts, ids, written, lengths, turns, rewards, strict=True)
     return [Rollout(row, p, i[:n], tuple(w[:n]), t, r) for row, p, i, w, n, t, r in each]
+
+
+def written_tokens(batch: Any) -> int:
+    """The tokens that the lessons of a micro-batch ask about."""
+    return sum(sum(lesson.written) for lessons in batch[LESSONS] for lesson in lessons)
+
+
+def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
+    """(B,): the last token of each row that is not padding."""
+    return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 
 def _responses(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:

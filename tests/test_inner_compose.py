@@ -91,6 +91,45 @@ def test_a_mask_that_marks_other_tokens_is_refused(model: nn.Module) -> None:
         compose_loss(model, inputs, alpha_sdpo=0.1)
 
 
+def two_rows(right: bool) -> dict[str, Tensor]:
+    """Two answers; the hints have different lengths, so the shorter rows are padded, on the right or on the left."""
+    rows = [batch("Think."), batch("Think of pairs, then of fours.")]
+
+    def joined(key: str, fill: int) -> Tensor:
+        width = max(row[key].size(1) for row in rows)
+        gaps = [width - row[key].size(1) for row in rows]
+        sides = [(0, gap) if right else (gap, 0) for gap in gaps]
+        return torch.cat([nn.functional.pad(r[key], side, value=fill) for r, side in zip(rows, sides, strict=True)])
+
+    for row in rows:
+        row["ctx_teacher_attention_mask"] = torch.ones_like(row["ctx_teacher_input_ids"])
+    keys = ("input_ids", "attention_mask", "response_mask", "sdpo_loss_mask")
+    teacher = ("ctx_teacher_input_ids", "ctx_teacher_attention_mask", "ctx_teacher_loss_mask")
+    return {key: joined(key, 256 if key.endswith("ids") else 0) for key in keys + teacher}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_ragged_hints_are_aligned_or_refused(model: nn.Module, right: bool) -> None:
+    """Padded on the right, "aligned at its end" is another token of the teacher's row; that was the loss, silently."""
+    inputs = two_rows(right)
+    expected = compose_loss(model, inputs, alpha_sdpo=1.0).sdpo_jsd
+    del inputs["ctx_teacher_loss_mask"]
+    if right:
+        with pytest.raises(
+            ValueError, match=r"marked tokens of rows \[0\] are not the same.*pass ctx_teacher_loss_mask"
+        ):
+            compose_loss(model, inputs, alpha_sdpo=1.0)
+    else:
+        torch.testing.assert_close(compose_loss(model, inputs, alpha_sdpo=1.0).sdpo_jsd, expected)
+
+
+def test_a_mask_over_other_tokens_of_the_same_number_is_refused(model: nn.Module) -> None:
+    inputs = batch()
+    inputs["ctx_teacher_loss_mask"] = inputs["ctx_teacher_loss_mask"].roll(-1, dims=1)
+    with pytest.raises(ValueError, match="are not the same in input_ids"):
+        compose_loss(model, inputs, alpha_sdpo=0.1)
+
+
 def test_an_empty_mask_is_zero_on_the_graph(model: nn.Module) -> None:
     inputs = batch()
     for key in ("sdpo_loss_mask", "ctx_teacher_loss_mask"):

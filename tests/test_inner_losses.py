@@ -242,6 +242,48 @@ def test_taid_scheduler_is_the_line_in_short_runs() -> None:
     assert schedule.t == pytest.approx(0.4 + 0.6 * 59 / 100)
 
 
+def reference_t(losses: list[float], n: int, alpha: float, beta: float = 0.99) -> list[float]:
+    """SakanaAI/TAID's update_t (0.4 to 1.0) in float64, with torch's sigmoid."""
+    t, momentum, previous = (torch.tensor(x, dtype=torch.float64) for x in (0.4, 0.0, torch.inf))
+    found = []
+    for step, loss in enumerate(torch.tensor(losses, dtype=torch.float64)):
+        line = torch.tensor(0.4 + 0.6 * step / n, dtype=torch.float64)
+        if previous.isfinite():
+            momentum = beta * momentum + (1 - beta) * (previous - loss) / (previous + 1e-15)
+            line = torch.maximum(line, t + alpha * torch.sigmoid(momentum) * (1 - t))
+        t, previous = line.clamp(max=1.0), loss
+        found.append(float(t))
+    return found
+
+
+@pytest.mark.parametrize("alpha", [5e-4, 0.05])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.0 * 0.97**i for i in range(60)],
+        [1e-5, 1.0, 1e-5, 1.0, 0.5],  # a momentum of -1000
+        [1.0 + 0.5 * (-1) ** i for i in range(30)],
+        [1e-300, 1e300, 1.0],
+    ],
+)
+def test_taid_scheduler_is_upstreams_rule(losses: list[float], alpha: float) -> None:
+    schedule = TAIDScheduler(num_train_steps=50, alpha=alpha)
+    found = [schedule.update_t(loss, step) for step, loss in enumerate(losses)]
+    assert found == pytest.approx(reference_t(losses, 50, alpha), abs=1e-14)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("silent", [0.0, math.nan, math.inf])
+def test_taids_t_is_never_behind_the_line_and_never_falls(silent: float, adaptive: bool) -> None:
+    """A replica whose batches have nothing to distil optimises the same target as the others."""
+    schedule = TAIDScheduler(num_train_steps=10, disable_adaptive=not adaptive)
+    assert schedule.update_t(silent, 3) == pytest.approx(0.58)  # also before there was any loss
+    told = [(1.0, 5), (silent, 6), (0.5, 7), (silent, 4), (silent, 99)]
+    seen = [schedule.update_t(loss, step) for loss, step in told]
+    assert seen == sorted(seen)
+    assert seen == pytest.approx([0.7, 0.76, 0.82, 0.82, 1.0], abs=2e-3)
+
+
 @pytest.mark.parametrize("h_max", [None, 0.8])
 def test_entropy_opd_equals_the_formula(h_max: float | None) -> None:
     student, teacher = pair()

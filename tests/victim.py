@@ -7,6 +7,7 @@ die = "fail:ENOSPC:10@3.0"         from the 10th write on, writes fail with that
 """
 
 import errno
+import json
 import os
 import signal
 import tempfile
@@ -93,6 +94,31 @@ def _note_deltas(folder: str) -> None:
     Rendezvous.offer = offer
 
 
+def _note_lessons(folder: str) -> None:
+    """For every lesson of every loss: is it about the tokens that the rollout in TRL's batch has there?"""
+    from inner.trainer import LESSONS, ComposerReplicationTrainer
+
+    original = ComposerReplicationTrainer._sdpo_loss
+
+    def sdpo_loss(self: Any, caught: Any, inputs: Any) -> Any:
+        with open(f"{folder}/lessons.{os.getpid()}.jsonl", "a") as file:
+            for row, lessons in enumerate(inputs[LESSONS]):
+                ids = inputs["completion_ids"][row].tolist()
+                prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+                for lesson in lessons:
+                    turn = ids[lesson.start : lesson.end]
+                    aligned = bool(turn) and lesson.teacher_ids[-len(turn) :] == turn
+                    start = 4 * len(prompt) // 5  # the hint stands before the assistant's opening
+                    aligned &= lesson.teacher_ids[:start] == prompt[:start]
+                    aligned &= len(lesson.teacher_ids) > len(prompt + turn)
+                    whole = bool(inputs["completion_mask"][row, lesson.end - 1])  # the student sees its own turn
+                    truncated = not inputs["tool_mask"][row].any()
+                    file.write(json.dumps({"aligned": aligned, "whole": whole, "truncated": truncated}) + "\n")
+        return original(self, caught, inputs)
+
+    ComposerReplicationTrainer._sdpo_loss = sdpo_loss
+
+
 def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str] | None = None) -> None:
     """Entry point of a child process: diloco.replica with its output in a file."""
     os.environ.update(environ or {})
@@ -112,6 +138,13 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     import torch
 
     torch.set_num_threads(1)
+    if folder := os.environ.get("TEST_NOTE_LESSONS"):
+        _note_lessons(folder)
+    if os.environ.get("TEST_SCRIPTED"):
+        from tests.scripted import scripted
+
+        script = scripted()  # kept until this process ends
+        script.__enter__()
     from diloco import replica as life
 
     if os.environ.get("TEST_ONE_SEED"):

@@ -44,12 +44,15 @@ def sdpo_loss(
     add_tail: bool = True,
     is_clip: float | None = 2.0,
     temperature: float = 1.0,
+    divisor: float | None = None,
 ) -> Tensor:
     """Logits (..., V), labels (...) -> scalar, the mean over the positions whose label is not -100.
 
     labels        the tokens that were sampled, already shifted (the logits at a position predict its label)
     old_logprobs  (...) log π_old of these tokens when they were sampled; None: on-policy, ρ = 1
     top_k         None: the whole vocabulary.   add_tail=False: renormalised over the kept tokens, no bucket
+    divisor       what the sum over the positions is divided by, where they are a part of a larger batch; None: their
+                  number
     No valid position gives 0, with a zero gradient that is still on the graph.
     """
     check_shapes(student_logits, teacher_logits, labels)
@@ -70,7 +73,7 @@ def sdpo_loss(
     losses = by_position(divergence, student_logits, teacher_logits, kept)
     if old_logprobs is not None and is_clip is not None:
         losses = losses * _clipped_ratio(student_logits, labels, old_logprobs, kept, temperature, is_clip)
-    return losses.mean()
+    return losses.mean() if divisor is None else losses.sum() / divisor
 
 
 def _renormalised(kept: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Not promised: that the scheduler adapts. With the defaults its own step (≤ 1.5
 N is above ~4000 steps; raise `alpha` for short runs.
 """
 
-from math import exp
+from math import exp, isfinite
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ class TAIDScheduler:
     """t over training: at least the straight line from t_start to t_end, ahead of it while the loss falls fast.
 
     r = (previous - loss) / (previous + 1e-15);  m ← β m + (1 - β) r;  t ← min(t_end, max(line, t + α σ(m) (1 - t)))
+
+    as in SakanaAI/TAID, update_t; where a loss says nothing (see `update_t`), t ← max(t, min(t_end, line)). So t never
+    falls, never is behind the line, and never passes t_end.
     """
 
     def __init__(
@@ -70,21 +73,25 @@ class TAIDScheduler:
         self.previous: float | None = None
 
     def update_t(self, loss: Tensor | float, global_step: int) -> float:
-        """After a step. The first call only remembers the loss; an exact 0 (an empty batch) says nothing and is
-        skipped."""
+        """After a step -> t. The first loss only becomes `previous`; an exact 0 (an empty batch) and a loss that is not
+        finite say nothing about progress and are not remembered. In all three cases t follows the line."""
         value = float(loss)
         line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
-        if value == 0:
-            return self.t
-        if self.previous is None:
-            self.previous = value
-            return self.t
-        if self.disable_adaptive:  # upstream runs past t_end when global_step > num_train_steps; we stop there
-            self.t = min(self.t_end, line)
-            return self.t
-        progress = (self.previous - value) / (self.previous + 1e-15)
-        self.momentum = self.beta * self.momentum + (1 - self.beta) * progress
-        ahead = self.t + self.alpha / (1 + exp(-self.momentum)) * (1 - self.t)
-        self.t = min(self.t_end, max(line, ahead))
-        self.previous = value
+        ahead = self.t
+        if value != 0 and isfinite(value):
+            ahead = self._ahead(value)
+        self.t = max(self.t, min(self.t_end, max(line, ahead)))
         return self.t
+
+    def _ahead(self, loss: float) -> float:
+        """Where this loss would take t without the line."""
+        previous, self.previous = self.previous, loss
+        if previous is None or self.disable_adaptive:
+            return self.t
+        self.momentum = self.beta * self.momentum + (1 - self.beta) * (previous - loss) / (previous + 1e-15)
+        return self.t + self.alpha * _sigmoid(self.momentum) * (1 - self.t)
+
+
+def _sigmoid(x: float) -> float:
+    """1 / (1 + e^-x) for every x: a loss that jumps from 1e-5 to 1 makes a momentum of -1000."""
+    return 1 / (1 + exp(-x)) if x >= 0 else exp(x) / (1 + exp(x))

@@ -1,0 +1,189 @@
+"""How a generation is cut into micro-batches changes nothing: groups are whole, and every token counts alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerCallback
+
+from inner.base import InnerConfig, InnerError
+from inner.grpo import _quietly
+from inner.lessons import Rollout
+from inner.order import step_in_generation
+from inner.trainer import LESSONS
+from tests.test_inner_toolworld import WORLD
+from tests.test_inner_trainer import make
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+ROLLOUT: dict[str, Any] = {
+    "alpha_sdpo": 1.0, "policy_weight": 0.0, "sdpo_context": "rollout", "sdpo_teacher": "live", "sdpo_success": 0.0,
+}  # fmt: skip
+
+
+class Recorder(TrainerCallback):
+    """What each inner step did to the gradient, and how many generations had been made by then."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.gradients: list[Tensor] = []
+        self.generations: list[int] = []
+        self.batches: list[dict[str, Any]] = []
+        self.rewards: list[list[float]] = []
+        generate, score = trainer._generate_and_score_completions, trainer._calculate_rewards
+
+        def generated(inputs: Any) -> Any:
+            self.batches.append(batch := generate(inputs))
+            return batch
+
+        def scored(*args: Any, **kwargs: Any) -> Tensor:
+            self.rewards.append((found := score(*args, **kwargs))[:, 0].tolist())
+            return found
+
+        trainer._generate_and_score_completions, trainer._calculate_rewards = generated, scored
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        grads = [p.grad.flatten() for p in kwargs["model"].parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(grads).clone())
+        self.generations.append(len(self.batches))
+
+
+def trained(steps: int, config: dict[str, Any], **options: Any) -> Recorder:
+    """Some real inner steps in float64."""
+    trainer = make(steps=steps, config={"max_grad_norm": 1e9, **config}, **options)
+    trainer.model.double()
+    recorder = Recorder(trainer)
+    with _quietly():
+        trainer.train()
+    return recorder
+
+
+def cut(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any]:
+    return {"batch_size": batch_size, "gradient_accumulation_steps": accumulated, **more}
+
+
+# Groups
+
+
+@pytest.mark.parametrize("objective", ["dr_grpo", "grpo", "dapo"])
+def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str) -> None:
+    """batch_size 2, num_generations 8: the same completions, advantages and gradient as with batch_size 8."""
+    config = {"objective": objective, "dynamic_sampling": 0, "num_generations": 8}
+    whole = trained(1, {**config, **cut(8, 1, steps_per_generation=1)})
+    torn = trained(1, {**config, **cut(2, 4, steps_per_generation=4)})
+    assert len(whole.batches) == len(torn.batches) == 1 and whole.rewards == torn.rewards
+    for key in ("completion_ids", "completion_mask", "advantages"):
+        assert torch.equal(whole.batches[0][key], torn.batches[0][key])
+    advantages = torn.batches[0]["advantages"]
+    assert advantages.abs().sum() > 0.1
+    rewards = torch.tensor(torn.rewards[0])
+    if objective == "dr_grpo":
+        torch.testing.assert_close(advantages, rewards - rewards.mean(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torn.gradients[0], whole.gradients[0], rtol=1e-4, atol=1e-7)
+    assert whole.gradients[0].norm() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 2, "gradient_accumulation_steps": 4},
+        {"batch_size": 2, "steps_per_generation": 4},
+        {"batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+        {"batch_size": 2, "steps_per_generation": 4, "num_iterations": 2},
+        {"batch_size": 8, "gradient_accumulation_steps": 2},
+    ],
+)
+def test_a_new_generation_is_made_every_boundary_inner_steps(settings: dict[str, Any]) -> None:
+    """`boundary` is what H must be a multiple of: counted in a real run, of whole groups."""
+    boundary = InnerConfig(num_generations=8, **settings).boundary
+    seen = trained(2 * boundary + 1, {"num_generations": 8, **settings})
+    assert seen.generations == [1 + step // boundary for step in range(2 * boundary + 1)]
+    for batch in seen.batches:
+        sums = batch["advantages"].view(-1, 8).sum(1)
+        torch.testing.assert_close(sums, torch.zeros_like(sums), atol=1e-5, rtol=0)
+        prompts = batch["prompt_ids"].view(-1, 8, batch["prompt_ids"].size(1))
+        assert (prompts == prompts[:, :1]).all()
+
+
+def test_what_would_tear_a_group_apart_is_refused() -> None:
+    InnerConfig(batch_size=2, num_generations=8, steps_per_generation=4)
+    InnerConfig(batch_size=12, num_generations=8, gradient_accumulation_steps=2)
+    for settings, words in (
+        ({"batch_size": 2}, "steps_per_generation to 4 or a multiple"),
+        ({"batch_size": 12}, r"batch_size to 8 or a multiple of it, or inner.steps_per_generation to 2"),
+        ({"batch_size": 2, "steps_per_generation": 2, "num_iterations": 2}, "steps_per_generation = 2 completions"),
+        ({"batch_size": 2, "gradient_accumulation_steps": 6}, "would be torn apart"),
+    ):
+        with pytest.raises(InnerError, match=words):
+            InnerConfig(num_generations=8, **settings)
+
+
+# Tokens of "rollout"
+
+
+def test_the_tokens_of_rollout_count_alike_however_the_step_is_cut() -> None:
+    """The same eight rollouts as 8 x 1, 4 x 2 and 2 x 4: one gradient, in float64."""
+    varied = {"num_generations": 2, "temperature": 2.0}
+    whole, *others = (trained(1, cut(*shape, **varied), **ROLLOUT) for shape in ((8, 1), (4, 2), (2, 4)))
+    lengths = {sum(lesson.written) for lessons in whole.batches[0][LESSONS] for lesson in lessons}
+    assert len(lengths) > 1, "with rollouts of one length a mean per micro-batch is right, too"
+    assert whole.gradients[0].norm() > 1e-3
+    for other in others:
+        assert torch.equal(other.batches[0]["completion_ids"], whole.batches[0]["completion_ids"])
+        torch.testing.assert_close(other.gradients[0], whole.gradients[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulated", "per_generation", "served", "expected"),
+    [
+        (0, 1, 1, 1, [0]),
+        (5, 4, 4, 4, [0, 1, 2, 3]),
+        (6, 2, 4, 4, [2, 3]),  # stale: a generation serves two inner steps
+        (5, 4, 2, 2, [0, 1]),  # the step spans two generations, and the second is not there yet
+        (3, 2, 1, 2, [0, 0]),  # two iterations over one micro-batch
+        (4, 2, 3, 6, [1, 2]),
+        (2, 2, 3, 3, [2]),  # a step that straddles two generations
+        (3, 2, 3, 3, [0]),
+    ],
+)
+def test_the_micro_batches_of_an_inner_step(
+    micro: int, accumulated: int, per_generation: int, served: int, expected: list[int]
+) -> None:
+    assert step_in_generation(micro, accumulated, per_generation, served) == expected
+
+
+def test_stale_steps_of_rollout_count_alike_as_well() -> None:
+    """One generation of 16 for two inner steps: 8 x 1 against 2 x 4 micro-batches, the first step's gradient."""
+    whole, torn = (trained(2, cut(*shape, steps_per_generation=2 * shape[1]), **ROLLOUT) for shape in ((8, 1), (2, 4)))
+    assert whole.generations == torn.generations == [1, 1]
+    torch.testing.assert_close(torn.gradients[0], whole.gradients[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torn.gradients[1], whole.gradients[1], rtol=1e-2, atol=1e-4)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_evaluation_with_groups_of_another_size(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows in groups of two, in a trainer whose groups have eight: siblings are those of the same prompt."""
+    seen: list[list[Rollout]] = []
+    groups: list[int] = []
+
+    def lessons(rollouts: list[Rollout], group: int, *args: Any) -> list[list[Any]]:
+        seen.append(rollouts)
+        groups.append(group)
+        return original(rollouts, group, *args)
+
+    import inner.trainer
+
+    original = inner.trainer.rollout_lessons
+    monkeypatch.setattr(inner.trainer, "rollout_lessons", lessons)
+    trainer = make(**ROLLOUT)
+    trainer.args.per_device_eval_batch_size, trainer.num_generations_eval = rows, 2
+    with _quietly():
+        numbers = trainer.evaluate(eval_dataset=Dataset.from_list(WORLD.rows(rows, seed=2)))
+    assert numbers["eval_loss"] >= 0 and set(groups) == {2}
+    for rollouts in seen:
+        assert all(a.prompt == b.prompt for a, b in zip(rollouts[::2], rollouts[1::2], strict=True))
