@@ -1,9 +1,10 @@
 """How a replica's process ends, for whoever started it.
 
-Anything not listed (a signal, 1, …) is a crash: start the slot again.
+Anything not listed (a signal, …) is a crash: start the slot again.
 """
 
 DONE = 0  # the run has all its outer steps
+CRASHED = 1  # something that nobody foresaw, also in its heartbeat's thread
 USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
 FENCED = 3  # another process holds this slot; do not start again
 LEFT = 4  # asked to go; its work is durable

@@ -20,13 +20,12 @@ from diloco.flat import cut, trainable
 from diloco.launch import ModelRecord, Run, fetch_model, read_run, save_below
 from diloco.outer import Nesterov, OuterState
 from rendezvous import layout, snapshots
-from rendezvous.background import together_on
+from rendezvous.background import no_tell, together_on
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock
 from rendezvous.closing import refuse_misweighed
 from rendezvous.garbage import kept_from
 from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import no_tell
 from rendezvous.store import PatientStore
 
 

@@ -4,17 +4,26 @@
     log/{slot}-{generation}/000000.rollouts.jsonl, …             a few rollouts of one outer step (inner/watched.py)
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
+
+Logs are read as they come: anybody may have put an object there, and half a line is no line.  What is no event, by the
+types of the fields that readers go by, is counted and passed over.
+
+Not promised: that an event is true.  Nobody vouches for logs, also under a run key.
 """
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
+from rendezvous.fields import anything, checked
+from rendezvous.records import Count, Step, UnixTime, Usd, Word
 from rendezvous.store import Store
 
 LOUD = {
@@ -35,7 +44,7 @@ class Journal:
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def tell(self, event: str, **fields: Any) -> None:
-        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_rounded(fields)})
+        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_rounded(fields)}, default=str)
         if event in LOUD:
             print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
         with self._lock:
@@ -77,19 +86,80 @@ class Journal:
 
 
 def read_journal(store: Store) -> Iterator[dict[str, Any]]:
-    """Every event of a run with "slot" and "generation", in no particular order; damaged lines are skipped."""
+    """Every event of a run with "slot" and "generation", in no particular order; what is none is passed over."""
     for key in store.list(layout.LOGS):
-        if layout.is_rollouts(key):
-            continue
-        slot, generation = layout.log_owner(key)
-        for line in (store.get(key) or b"").decode(errors="replace").splitlines():
-            try:
-                yield {**json.loads(line), "slot": slot, "generation": generation}
-            except ValueError:
-                continue
+        if not layout.is_rollouts(key) and (owner := layout.log_owner(key)) is not None:
+            about = dict(zip(("slot", "generation"), owner, strict=True))
+            yield from ({**event, **about} for event in read_log(store, key).events)
+
+
+@dataclass(frozen=True)
+class Log:
+    """One object of a log.   passed_over: lines that are no event."""
+
+    events: list[dict[str, Any]]
+    passed_over: int = 0
+
+
+def read_log(store: Store, key: str) -> Log:
+    """What one log object says."""
+    lines = (store.get(key) or b"").decode(errors="replace").splitlines()
+    events = [e for line in lines if (e := event_of(line)) is not None]
+    return Log(events, len(lines) - len(events))
+
+
+@dataclass(frozen=True)
+class Event:
+    """The fields that readers go by; the others are for people."""
+
+    at: UnixTime
+    event: Word
+    slot: Word = ""
+    generation: Count = 0
+    step: Step | None = None
+    pid: Count | None = None
+    attempt: Count = 0
+    executor: Word = ""
+    state: Word = ""
+    reason: str = ""
+    exit_code: int | None = None
+    code: int | None = None
+    useful: bool = True
+    own_fault: bool = False
+    first: bool = False
+    launched_at: UnixTime | None = None
+    usd_per_hour: Usd | None = None
+    handle: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """The event in a line of a log; None if it is none.  Numbers that are not finite are left out."""
+    try:
+        raw = json.loads(line, parse_constant=lambda name: math.nan)
+        if not isinstance(raw, dict):
+            return None
+        event = {k: v for k, v in raw.items() if v == v}  # NaN is the only value that is not
+        checked(Event, event)
+        if event["event"] == "step":
+            _check_numbers(event)
+        return anything(event)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _check_numbers(step: dict[str, Any]) -> None:
+    """All that a replica says of its outer step is numbers, but for θ's digest."""
+    for name, value in step.items():
+        if name not in ("event", "slot", "theta", "reward") and not isinstance(value, int | float):
+            raise ValueError(f"its {name} is no number")
+    if not isinstance(step.get("step"), int) or not isinstance(step.get("theta", ""), str):
+        raise ValueError("it names no outer step")
+    if not isinstance(step.get("reward", 0.0), int | float | None):
+        raise ValueError("its reward is no number")
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
-    """Seven digits are enough; a Unix time among them keeps its milliseconds."""
+    """Seven digits are enough; a Unix time among them keeps its milliseconds.  What is not finite is left out."""
     short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
-    return {k: short(v) if isinstance(v, float) else v for k, v in fields.items()}
+    finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
+    return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from diloco import sizing
 from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
@@ -21,9 +21,10 @@ from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest
 from rendezvous.errors import BadKey, Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
+from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.probe import unfit
-from rendezvous.records import Record, nonce
+from rendezvous.records import Record, UnixTime, Word, nonce
 from rendezvous.rules import Timing
 from rendezvous.seal import run_key, under_key
 from rendezvous.store import PatientStore, Store, open_store, plain_key, put_once
@@ -35,17 +36,40 @@ PUBLISH_PATIENCE_S = 20.0
 FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud costs a round trip and a price
 
 
+def _is_parameter(raw: list[Any]) -> bool:
+    """Is it [name, shape, dtype], with a shape that is not absurd?"""
+    if len(raw) != 3 or not isinstance(raw[0], str) or not isinstance(raw[1], list) or not isinstance(raw[2], str):
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 40 for n in raw[1])
+
+
+StoredFile = Annotated[dict[str, str], Where({"key", "digest"}.issubset, "key and digest of a file")]
+
+
 @dataclass(frozen=True)
 class RunRecord(Record):
     """run.json.   files: setting -> {"key", "digest"} of the user's files as launched.   why_codec: if we chose it."""
 
     kind: ClassVar[str] = "run"
+    most: ClassVar[int] = 16 << 20  # a loop of the user's own writes its parameter layout here
     config: dict[str, Any]
     mathematics: dict[str, Any]
-    files: dict[str, dict[str, str]]
-    nonce: str
-    at: float
+    files: dict[str, StoredFile]
+    nonce: Word
+    at: UnixTime
     why_codec: str = ""
+
+    def check(self) -> None:
+        outer = self.mathematics.get("outer")
+        if not isinstance(outer, dict) or not isinstance(self.config.get("outer"), dict):
+            raise ValueError("it says nothing of outer steps")
+        if not isinstance(outer.get("codec", ""), str):
+            raise ValueError("its codec has no name")
+        for setting, stored in self.files.items():
+            _check_digest(setting, stored)
+            name = stored["key"].rpartition("/")[2]
+            if not layout.is_plain(name) or stored["key"] != layout.code(hex_of(stored["digest"]), name):
+                raise ValueError(f"it has the {setting} file under {stored['key']!r}")
 
     def with_codec(self, codec: str, why: str = "") -> "RunRecord":
         """The same run, with a codec in the place of auto."""
@@ -57,23 +81,17 @@ class RunRecord(Record):
     def codec(self) -> str:
         return self.mathematics.get("outer", {}).get("codec", "")
 
-    def check(self) -> None:
-        for setting, stored in self.files.items():
-            _check_digest(setting, stored)
-            name = stored["key"].rpartition("/")[2]
-            if not layout.is_plain(name) or stored["key"] != layout.code(hex_of(stored["digest"]), name):
-                raise ValueError(f"it has the {setting} file under {stored['key']!r}")
-
 
 @dataclass(frozen=True)
 class ModelRecord(Record):
     """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order."""
 
     kind: ClassVar[str] = "model"
-    files: dict[str, dict[str, str]]
-    layout: list[list[Any]]
-    nonce: str
-    at: float
+    most: ClassVar[int] = 64 << 20  # 100 bytes for each of some 100,000 parameters, and the names of files
+    files: dict[str, StoredFile]
+    layout: list[Annotated[list[Any], Where(_is_parameter, "[name, shape, dtype]")]]
+    nonce: Word
+    at: UnixTime
 
     def check(self) -> None:
         for name, stored in self.files.items():

@@ -2,11 +2,14 @@
 
     Life(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
 
-The only thread of a replica that we start.  It ticks the membership (rendezvous/membership.py) and watches what
-keeps us here: the process that launched us, if there is one to watch, and the budget's lease, if there is one:
+The thread ticks the membership (rendezvous/membership.py) and watches what keeps us here: the process that launched
+us, if there is one to watch, and the budget's lease, if there is one:
 
     control: until ──▶ passed, and nobody has put it off ──▶ leave, with what there is; by force after ORPHAN_GRACE_S
     watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
+
+Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the life ends, at its
+next inner step or while it waits; by force after ORPHAN_GRACE_S.  Nobody trains without a heartbeat.
 
 Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
 """
@@ -23,7 +26,7 @@ from diloco import exitcodes
 from diloco.journal import Journal
 from diloco.watchdog import Watchdog, where_it_stands
 from rendezvous import layout
-from rendezvous.background import Worker, together_on
+from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import read_control, write_control
 from rendezvous.rendezvous import Rendezvous
@@ -72,15 +75,17 @@ class Life:
             host=host(),
             pid=os.getpid(),
             retention=retention,
-            background=Worker(),
+            background=Worker(self.tell),
             together=together_on(store),
         )
+        self._parts = Parts(self.tell)
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:
             self.tell(event, **fields)
         self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=host())
-        threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True)
+        self._thread.start()
 
     def tell(self, event: str, **fields: Any) -> None:
         if self._journal is None:
@@ -111,22 +116,49 @@ class Life:
         self.flush()
         self._ended.set()
 
+    def check_alive(self) -> None:
+        """Raises HeartbeatLost if the thread has ended, whatever ended it.  Costs nothing: asked at each inner step."""
+        if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
+            self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
+        self.rv.check_alive()
+
     def _run(self) -> None:
-        looked_at = self.clock.now()
-        while not self._ended.wait(self.timing.beat):
-            self.rv.members.tick()
-            if self._flush_due:
-                self._flush_due = False
-                self.flush()
-            looked_at, before = self.clock.now(), looked_at
-            if (stood := self.watchdog.look(min(looked_at - before, 4 * self.timing.beat))) is not None:
-                self._hung(stood)
-            if not self._parent_alive():
-                self._abandoned("its launcher is gone", "the process that launched this replica is gone")
-            elif 0 < self.rv.members.wanted.until <= self.clock.wall():
-                self._abandoned("the budget's lease is over", "nobody has put off the end that the budget sets")
-            else:
-                self._alone_since = 0.0
+        self._looked_at = self.clock.now()
+        try:
+            while not self._ended.wait(self.timing.beat):
+                self.rv.members.tick()
+                self._parts.run(self._flush_if_due, self._look_at_inner_steps, self._look_after_lease)
+        except BaseException as error:
+            self._end_without_heartbeat(error)
+
+    def _flush_if_due(self) -> None:
+        if self._flush_due:
+            self._flush_due = False
+            self.flush()
+
+    def _look_at_inner_steps(self) -> None:
+        now, before = self.clock.now(), self._looked_at
+        self._looked_at = now
+        if (stood := self.watchdog.look(min(now - before, 4 * self.timing.beat))) is not None:
+            self._hung(stood)
+
+    def _look_after_lease(self) -> None:
+        if not self._parent_alive():
+            self._abandoned("its launcher is gone", "the process that launched this replica is gone")
+        elif 0 < self.rv.members.wanted.until <= self.clock.wall():
+            self._abandoned("the budget's lease is over", "nobody has put off the end that the budget sets")
+        else:
+            self._alone_since = 0.0
+
+    def _end_without_heartbeat(self, error: BaseException) -> None:
+        """The training thread raises HeartbeatLost at its next inner step; who hangs in one is ended by force."""
+        self.rv.members.heartbeat_lost = error
+        try:
+            print(f"{self._slot}: its heartbeat has ended: {error}; leaving", file=sys.stderr, flush=True)
+            self._ended.wait(ORPHAN_GRACE_S)
+        finally:
+            if not self._ended.is_set():
+                os._exit(exitcodes.CRASHED)
 
     def _hung(self, stood_s: float) -> None:
         """The main thread cannot be asked any more: say where it stands, and end the process."""

@@ -180,6 +180,7 @@ class LighthouseManager:
             return
         status = self.life.rv.members.status
         status.inner, status.rate = inner, rate
+        self.life.check_alive()
         if self.fenced:
             raise Fenced(
                 f"{self.life.rv.slot} now belongs to generation {self.life.rv.members.fenced_by}; this one goes"

@@ -303,6 +303,7 @@ class StoreManager:
         """Goes into the next beat: `inner` steps done of this round, `rate` seconds each."""
         status = self.life.rv.members.status
         status.inner, status.rate = inner, rate
+        self.life.check_alive()
         if self._flight is not None and self._flight.failed:
             self._flight.land()
 

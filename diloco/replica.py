@@ -148,7 +148,7 @@ def _ended(life: Life, error: RendezvousError) -> int:
         (WrongRun, exitcodes.USER_ERROR, "refused"),
         (WireError, exitcodes.USER_ERROR, "refused"),
         (Forged, exitcodes.USER_ERROR, "refused"),
-        (RendezvousError, 1, "crashed"),
+        (RendezvousError, exitcodes.CRASHED, "crashed"),
     ]
     code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
     life.tell(event, step=life.rv.step, text=str(error))

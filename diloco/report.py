@@ -10,16 +10,17 @@ Not promised: times of different machines on one scale (they are the clocks of w
 replica said after its last outer step before a `kill -9`.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from diloco.journal import Log, read_log
+from diloco.launch import RunRecord
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
-from rendezvous.membership import Wanted, claims, read_control
-from rendezvous.records import Beat, Claim, Commit, Leave, Offer
+from rendezvous.membership import Wanted, claims, decoded, read_beat, read_claim, read_control, read_leave
+from rendezvous.records import Beat, Commit, Offer, WireError
 from rendezvous.store import Store
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
@@ -99,6 +100,8 @@ class Report:
     events: list[dict[str, Any]]  # by time; "who" is the life or "supervisor-N"
     beats: dict[str, Beat]
     twice: int  # pseudogradients that were listed more than once
+    passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
+    damage: str = ""  # what cannot be read, though it must be
 
     @property
     def head(self) -> int:
@@ -149,25 +152,54 @@ class Reader:
         self._twice = 0
         self._logs: dict[str, list[dict[str, Any]]] = {}
         self._lives: dict[tuple[str, int], Life] = {}
+        self._passed_over, self._damage = 0, ""
 
     def refresh(self) -> Report:
         if not self._run:
-            self._run = json.loads(self._store.get(layout.RUN) or b"{}").get("config", {})
+            self._run = self._read_config()
         self._wanted = read_control(self._store, self._wanted)
         self._read_commits()
         self._read_claims()
         self._read_logs()
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
-        beats = {s: Beat.decode(b) for s in self._wanted.slots if (b := self._store.get(layout.beat(s))) is not None}
+        beats = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
         self._tell_steps(events)
         self._tell_lives(events, beats)
         lives = [self._lives[k] for k in sorted(self._lives)]
         name = self._run.get("name", "run")
-        return Report(name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice)
+        return Report(
+            name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice,
+            passed_over=self._passed_over, damage=self._damage,
+        )  # fmt: skip
+
+    def _read_config(self) -> dict[str, Any]:
+        body = self._store.get(layout.RUN)
+        if body is None:
+            return {}
+        try:
+            return RunRecord.decode(body).config
+        except WireError as error:
+            self._damage = str(error)
+            return {}
+
+    def _commit(self, t: int) -> tuple[Commit, bytes] | None:
+        """Commit t and its bytes; None while there is none that can be read."""
+        body = self._store.get(layout.commit(t))
+        try:
+            commit = None if body is None else Commit.decode(body)
+        except WireError as error:
+            self._damage = f"commit {t} cannot be read: {error}"
+            return None
+        if commit is None or body is None:
+            return None
+        if commit.t != t:
+            self._damage = f"commit {t} speaks of step {commit.t}"
+            return None
+        return commit, body
 
     def _read_commits(self) -> None:
-        while (body := self._store.get(layout.commit(len(self._steps)))) is not None:
-            c = Commit.decode(body)
+        while (found := self._commit(len(self._steps))) is not None:
+            c, body = found
             linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
             fresh, carried = tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried)
             gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
@@ -182,7 +214,7 @@ class Reader:
     def _read_offer(self, t: int, slot: str, nonce: str) -> None:
         attempt = 0
         while (body := self._store.get(layout.offer(t, slot, attempt))) is not None:
-            offer = Offer.decode(body) if body else None
+            offer = decoded(Offer, body)
             if offer is not None and offer.nonce == nonce:
                 self._steps[t].h[slot] = offer.h
                 if "reward" in offer.stats:
@@ -199,15 +231,14 @@ class Reader:
     def _read_claims(self) -> None:
         for slot in self._wanted.slots:
             known = max((g for s, g in self._lives if s == slot), default=0)
-            for generation, _ in claims(self._store, slot, known):
-                self._life(slot, generation)
+            for taken in claims(self._store, slot, known):
+                self._life(slot, taken.generation)
 
     def _life(self, slot: str, generation: int) -> Life | None:
         if (slot, generation) not in self._lives:
-            body = self._store.get(layout.claim(slot, generation))
-            if not body:
+            c = read_claim(self._store, slot, generation)
+            if c is None:
                 return None
-            c = Claim.decode(body)
             life = Life(slot, generation, c.pid, c.host, c.at)
             if c.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
                 life.ended, life.how = c.at, "fence"
@@ -217,9 +248,14 @@ class Reader:
     def _read_logs(self) -> None:
         for key in self._store.list(layout.LOGS):
             if key not in self._logs and not layout.is_rollouts(key):
-                owner, generation = layout.log_owner(key)
-                lines = (self._store.get(key) or b"").decode(errors="replace").splitlines()
-                self._logs[key] = [e for line in lines if (e := _event(line, owner, generation)) is not None]
+                self._read_log(key)
+
+    def _read_log(self, key: str) -> None:
+        """One object, once; a foreign one counts as one line that is none."""
+        owner = layout.log_owner(key)
+        log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
+        self._logs[key] = [_event(e, *owner) for e in log.events] if owner else []
+        self._passed_over += log.passed_over
 
     def _tell_steps(self, events: Iterable[dict[str, Any]]) -> None:
         for e in events:
@@ -241,8 +277,8 @@ class Reader:
             self._tell_life(e)
 
     def _end_by_records(self, life: Life, beat: Beat | None) -> None:
-        if life.how == "running" and (body := self._store.get(layout.leave(life.slot, life.generation))):
-            leave = Leave.decode(body)
+        leave = read_leave(self._store, life.slot, life.generation) if life.how == "running" else None
+        if leave is not None:
             life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
         successor = self._lives.get((life.slot, life.generation + 1))
         if life.how == "running" and successor is not None:
@@ -267,12 +303,8 @@ class Reader:
         return next((x for x in self._lives.values() if (x.slot, x.pid) == (e["slot"], e.get("pid"))), None)
 
 
-def _event(line: str, owner: str, generation: int) -> dict[str, Any] | None:
-    """One log line; a supervisor's lines speak of other slots, a replica's of its own."""
-    try:
-        raw = json.loads(line)
-    except ValueError:
-        return None
+def _event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
+    """One event; a supervisor speaks of other slots, a replica of its own."""
     about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
     return {"slot": "", "generation": 0, **raw, **about, "who": f"{owner}-{generation}"}
 
@@ -294,10 +326,14 @@ def checks(report: Report) -> list[Check]:
     compared = sum(len(s.thetas) for s in told)
     so_far = "" if report.done else " so far"
     gaps = "none lost, the chain has no gap" if linked else "but the chain of commits is broken"
+    gaps = report.damage or gaps
     same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
     fork = f"θ differs between replicas after outer steps {forks}"
     return [
-        Check(linked, f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}"),
+        Check(
+            linked and not report.damage,
+            f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}",
+        ),
         Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
         Check(not forks, fork if forks else same),
     ]

@@ -49,7 +49,10 @@ def _keys(store: Store) -> list[str]:
 
 
 def _states(store: Store, key: str) -> Iterator[TraceState]:
-    slot, generation = layout.log_owner(key)
+    owner = layout.log_owner(key)
+    if owner is None:
+        return  # no replica has written this
+    slot, generation = owner
     n = int(Path(key).name.partition(".")[0])
     lines = (store.get(key) or b"").decode(errors="replace").splitlines()
     head: dict[str, Any] = {}
@@ -60,5 +63,5 @@ def _states(store: Store, key: str) -> Iterator[TraceState]:
                 head = {"step": int(row["step"]), "tools": row.get("tools", {})}
             else:
                 yield from watched_states(row, f"{slot}-{generation}/{head['step']}/{n}.{i - 1}", head["tools"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)

@@ -16,7 +16,7 @@ from executors import processes
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError
-from rendezvous.membership import claim, claims
+from rendezvous.membership import claim, claims, newest_claim, read_beat
 from rendezvous.records import Beat, Claim
 from rendezvous.store import Store
 
@@ -71,8 +71,7 @@ class Lease:
 
 
 def _holder(store: Store) -> Claim | None:
-    newest = max(claims(store, SUPERVISOR), default=None)
-    return None if newest is None else Claim.decode(newest[1])
+    return newest_claim(store, SUPERVISOR)
 
 
 def supervisor_of(store: Store) -> Claim | None:
@@ -98,11 +97,8 @@ def _lives(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
 
 
 def _beat(store: Store) -> tuple[int, int, str] | None:
-    body = store.get(layout.beat(SUPERVISOR))
-    if body is None:
-        return None
-    beat = Beat.decode(body)
-    return beat.generation, beat.n, beat.phase
+    beat = read_beat(store, SUPERVISOR)
+    return None if beat is None else (beat.generation, beat.n, beat.phase)
 
 
 def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:

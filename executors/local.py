@@ -46,7 +46,7 @@ from executors.forkserver import ForkServer
 from executors.logfile import LogFile
 from executors.pins import Pins
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import claims, read_control
+from rendezvous.membership import newest_claim, read_control
 from rendezvous.records import Claim
 from rendezvous.seal import open_sealed
 
@@ -311,8 +311,8 @@ def process_folder(run: str) -> Path:
 def newest_claims(run: str) -> list[Claim]:
     """The present holder of each slot."""
     store = open_sealed(run)
-    newest = [max(claims(store, slot), default=None) for slot in read_control(store).slots]
-    return [Claim.decode(taken[1]) for taken in newest if taken is not None]
+    newest = [newest_claim(store, slot) for slot in read_control(store).slots]
+    return [taken for taken in newest if taken is not None]
 
 
 def claimed_process(run: str, claim: Claim) -> Handle | None:

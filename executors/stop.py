@@ -23,10 +23,9 @@ from executors.launches import Launches
 from executors.lease import Lease, supervisor_of
 from executors.local import claimed_process, newest_claims
 from executors.track import end_fields
-from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced
-from rendezvous.membership import write_control
+from rendezvous.membership import read_beat, write_control
 from rendezvous.records import Beat, Claim
 from rendezvous.store import Store
 
@@ -185,8 +184,7 @@ def _may_beat(beat: Beat | None) -> bool:
 
 
 def _beat(store: Store, claim: Claim) -> Beat | None:
-    body = store.get(layout.beat(claim.slot))
-    beat = None if body is None else Beat.decode(body)
+    beat = read_beat(store, claim.slot)
     return beat if beat is not None and beat.generation == claim.generation else None
 
 

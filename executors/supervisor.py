@@ -39,7 +39,7 @@ from executors.track import LOST_LEASE, Track
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RendezvousError, StoreError
-from rendezvous.membership import claim, claims, read_control
+from rendezvous.membership import claim, newest_claim, read_control
 from rendezvous.records import Beat
 
 T = TypeVar("T")
@@ -262,8 +262,8 @@ class Supervisor:
 
     def _fence(self, track: Track, why: str) -> None:
         """Claim its slot in the name of the next launch, which alone may follow."""
-        newest = max((g for g, _ in claims(self.run.store, track.slot)), default=0)
-        number = 2 + max(track.attempt, newest)
+        newest = newest_claim(self.run.store, track.slot)
+        number = 2 + max(track.attempt, newest.generation if newest else 0)
         with suppress(Fenced):  # it claimed at the same moment: the next tick fences that one
             claim(self.run.store, self.clock, track.slot, host=f"{SUPERVISOR}/{track.slot}.{number}", pid=os.getpid())
             assert track.handle is not None

@@ -18,6 +18,7 @@ from diloco import exitcodes
 from diloco.report import SUPERVISOR, Life
 from executors.base import Handle, State, Status
 from executors.plan import Holder, Seen
+from rendezvous.fields import checked
 from rendezvous.records import Beat
 
 LOCAL = "local"
@@ -86,13 +87,22 @@ def _after(p: Past, e: Mapping[str, Any]) -> Past:
     attempt = e.get("attempt", p.attempt)
     others = tuple(h for h in p.open if h.attempt != attempt)
     if e["event"] in ("launched", "found"):
-        still = (*others, Handle.from_dict(e["handle"])) if "handle" in e else others
+        still = (*others, *_handle(e))
         return Past(max(p.attempt, attempt), p.losses, p.failures, p.ended_at, p.state, p.exit_code, p.reason, still)
     if e["event"] == "ended":
         return replace(p, open=others) if attempt < p.attempt else Past(p.attempt, open=others)
     losses, failures = counted(p.losses, p.failures, e.get("useful", True), e.get("own_fault", False))
-    state, code = State(e.get("state", State.LOST)), e.get("exit_code")
+    state = State(e["state"]) if e.get("state") in list(State) else State.LOST
+    code = e.get("exit_code")
     return Past(p.attempt, losses, failures, e["at"], state, code, e.get("reason", ""), others)
+
+
+def _handle(e: Mapping[str, Any]) -> list[Handle]:
+    """Who was launched, if the event says it in a handle's words."""
+    try:
+        return [checked(Handle, e["handle"])]
+    except (KeyError, ValueError):
+        return []
 
 
 def counted(losses: int, failures: int, useful: bool, own_fault: bool) -> tuple[int, int]:

@@ -176,6 +176,10 @@ def remarks(report: Report, now: float) -> list[str]:
     """What is being waited for, and the latest loud words."""
     lines = [f"! {e['who']}: {_words(e)}" for e in report.of_kind(*LOUD)[-2:]]
     lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _listening(b, report, now)]
+    if report.damage:
+        lines.insert(0, f"! {report.damage}")
+    if report.passed_over:
+        lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
     if words := solo_words(report):
         lines.append(f"! {words}")
     if report.wanted.stop:

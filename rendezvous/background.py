@@ -9,18 +9,30 @@
 The engine takes a `Background` and a `Together` as arguments and starts no thread itself: whoever builds it decides
 (`together_on`), and the simulator gives it greenlets.
 
-A job that fails is told and forgotten: everything here can be done again by somebody else.
+    Parts().run(part, part, …) ──▶ one after the other, by name   turns of a loop that must not end: the heartbeat
+
+A job that fails is reported and forgotten: everything here can be done again by somebody else.  So is a part of a
+turn; a part that fails again and again ends the loop with words, because its owner must not go on without it.
 
 Not promised: that a job is done when its process ends without `drain`; a killed one leaves nothing half-visible.
 """
 
-import queue
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from rendezvous.errors import HeartbeatLost, RendezvousError
+
 Job = Callable[[], None]
+Tell = Callable[..., None]  # (event, **fields): where remarks for people go
+WAITING = 2  # jobs beside the one under way; each may hold a copy of the model
+TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
 Together = Callable[..., None]  # of jobs
+
+
+def no_tell(event: str, **fields: object) -> None:
+    """Listens to nothing."""
 
 
 class Background(Protocol):
@@ -70,25 +82,100 @@ def together_on(store: object) -> Together:
 
 
 class Worker:
-    """One thread, started with the first job."""
+    """One thread, started with the first job.   tell: hears of a job that failed for a reason nobody foresaw."""
 
-    def __init__(self) -> None:
-        self._jobs: queue.Queue[Job] = queue.Queue(maxsize=2)
+    def __init__(self, tell: Tell = no_tell) -> None:
+        self._tell = tell
+        self._jobs: deque[Job] = deque()  # the first one is under way
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._ended: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="background", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
+        """Waits for room.   Raises RendezvousError once the thread has ended: it never waits for nobody."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or len(self._jobs) <= WAITING)
+            self._refuse_if_ended()
+            self._jobs.append(job)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="background", daemon=True)
+                self._thread.start()
 
     def drain(self) -> None:
-        self._jobs.join()
+        """Waits until all jobs are done.   Raises as `submit` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or not self._jobs)
+            self._refuse_if_ended()
+
+    def _refuse_if_ended(self) -> None:
+        if self._ended is not None:
+            raise RendezvousError(
+                f"the thread that writes snapshots and announced means has ended ({_words(self._ended)}). This life "
+                "ends; run the same command again to go on"
+            ) from self._ended
 
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._jobs))
+                    job = self._jobs[0]
+                self._do(job)
+                del job  # it may hold a copy of the model
+                with self._changed:
+                    self._jobs.popleft()
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._ended = error
+                self._changed.notify_all()
+
+    def _do(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._tell("warning", kind="background", text=f"a background job failed: {_words(error)}; others go on")
+
+
+class Parts:
+    """Runs the parts of a turn so that no part hinders another one, now or in a later turn.
+
+    tell: hears of a failure that nobody foresaw, once for each part and kind of error.
+    """
+
+    def __init__(self, tell: Tell = no_tell) -> None:
+        self._tell = tell
+        self._failures = Counter[str]()
+        self._reported = set[tuple[str, str]]()
+
+    def run(self, *parts: Job) -> None:
+        """Raises HeartbeatLost when one part has failed in `TRIES` turns in a row."""
+        for part in parts:
+            name = getattr(part, "__name__", repr(part)).strip("_").replace("_", " ")
             try:
-                job()
-            finally:
-                self._jobs.task_done()
+                part()
+            except HeartbeatLost:
+                raise
+            except RendezvousError:
+                self._failures.pop(name, None)  # foreseen, the store's mostly: the next turn tries again
+            except Exception as error:
+                self._failed(name, error)
+            else:
+                self._failures.pop(name, None)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._failures[name] += 1
+        if self._failures[name] >= TRIES:
+            raise HeartbeatLost(
+                f"'{name}' of the heartbeat failed {TRIES} times in a row, last with {_words(error)}. Without it "
+                "a replica does not hear of its successor, of a stop or of its budget's end, so this life ends; run "
+                "the same command again to go on"
+            ) from error
+        if (name, type(error).__name__) not in self._reported:
+            self._reported.add((name, type(error).__name__))
+            self._tell("warning", kind="heartbeat", text=f"'{name}' failed: {_words(error)}; trying again")
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

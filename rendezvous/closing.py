@@ -20,7 +20,7 @@ from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.digests import is_digest, needed
 from rendezvous.errors import BadCommit
-from rendezvous.membership import Membership, Wanted, claims
+from rendezvous.membership import Membership, Wanted, claims, read_claim
 from rendezvous.records import Commit, Listed, Offer, WireError, nonce
 from rendezvous.rules import Rules, Timing
 from rendezvous.store import VOID, Store, put_once
@@ -160,7 +160,7 @@ class Closer:
         """A made-up generation must not count: its number would fence those who hold the slot."""
         name = offer.slot, offer.generation
         if name not in self._claimed:
-            if not self._store.get(layout.claim(*name)):
+            if read_claim(self._store, *name) is None:
                 return f"nobody claimed generation {offer.generation} of {offer.slot}"
             self._claimed.add(name)
         return ""
@@ -255,7 +255,7 @@ class Closer:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
         for slot in self._slots(wishes):
             known = fence.get(slot, 0)
-            newest = max((g for g, _ in claims(self._store, slot, known)), default=known)
+            newest = max((c.generation for c in claims(self._store, slot, known)), default=known)
             if newest:
                 fence[slot] = newest
         return fence

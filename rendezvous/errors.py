@@ -12,7 +12,8 @@
     │   ├── Fenced                a higher generation holds the slot
     │   ├── Leaving               asked to go; its work is durable
     │   ├── Diverged              its θ is not the chain's; a new life heals from the bucket
-    │   └── GaveUp                nothing moved for too long; the same command resumes the run
+    │   ├── GaveUp                nothing moved for too long; the same command resumes the run
+    │   └── HeartbeatLost         its heartbeat cannot go on, and it must not train without
     ├── ChainBroken               a commit does not follow the one before it
     ├── Forged                    a commit or manifest that was not written with the run's key
     ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
@@ -73,6 +74,10 @@ class Diverged(Terminal):
 
 class GaveUp(Terminal):
     """Nothing moved for too long."""
+
+
+class HeartbeatLost(Terminal):
+    """The heartbeat cannot go on."""
 
 
 class ChainBroken(RendezvousError):

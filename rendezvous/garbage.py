@@ -88,8 +88,8 @@ def floor(store: Store, hint: int = 0, at_least: int = 0) -> int:
 
 def kept_from(store: Store) -> int:
     """The first step that can still be exported: that of the oldest complete snapshot."""
-    first = store.get(layout.snapshot(0))
-    if first is not None and complete(store, Snapshot.decode(first)):
+    first = snapshots.read(store, 0)
+    if first is not None and complete(store, first):
         return 0
     oldest = 0
     for snapshot in snapshots.newest_first(store):

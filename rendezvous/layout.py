@@ -38,6 +38,8 @@ MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
 _DRIVE = re.compile("[A-Za-z]:")
+MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
+_WORD = re.compile("[A-Za-z0-9_]+")
 _SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
 _FOLDERS = {"replicas": "claim", "leave": "leave", "control": "control"}
 
@@ -61,9 +63,21 @@ def slot_name(index: int) -> str:
 
 def slot_index(slot: str) -> int:
     """ "r07" -> 7; anything else is a ValueError."""
-    if not (slot.startswith("r") and slot[1:].isdigit()):
+    if not is_slot(slot):
         raise ValueError(f"{slot!r} is not a slot name; slots are called r00, r01, ...")
     return int(slot[1:])
+
+
+def is_slot(name: str) -> bool:
+    """Is it the name of a slot, in its only spelling?  "r7" and "r007" are not: they would be r07 once more."""
+    digits = name[1:]
+    number = digits.isascii() and digits.isdigit() and len(digits) <= 5
+    return name.startswith("r") and number and slot_name(int(digits)) == name
+
+
+def is_word(name: str) -> bool:
+    """May it stand where a slot stands in a key?"""
+    return _WORD.fullmatch(name) is not None
 
 
 def code(digest: str, name: str) -> str:
@@ -117,7 +131,10 @@ def snapshot_blob(t: int, nonce: str) -> str:
 def snapshot_step(key: str) -> int | None:
     """The step of a snapshot's manifest, or None for any other key below `snapshots/`."""
     parts = key.split("/")
-    return int(parts[1]) if len(parts) == 3 and parts[2] == "manifest.json" else None
+    if len(parts) != 3 or not _is_number(parts[1]):
+        return None
+    step = int(parts[1])
+    return step if key == snapshot(step) else None
 
 
 def leave(slot: str, generation: int) -> str:
@@ -144,10 +161,16 @@ def is_rollouts(key: str) -> bool:
     return key.endswith(".rollouts.jsonl")
 
 
-def log_owner(key: str) -> tuple[str, int]:
-    """log/r01-2/000003.jsonl -> ("r01", 2)"""
-    slot, _, generation = key.split("/")[1].rpartition("-")
-    return slot, int(generation)
+def log_owner(key: str) -> tuple[str, int] | None:
+    """log/r01-2/000003.jsonl -> ("r01", 2); None for a key that nobody who writes a log has written."""
+    parts = key.split("/")
+    slot, _, generation = parts[1].rpartition("-") if len(parts) == 3 else ("", "", "")
+    named = _is_number(parts[-1].partition(".")[0]) and parts[-1].endswith(".jsonl")
+    return (slot, int(generation)) if named and is_word(slot) and _is_number(generation) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 10
 
 
 def kind(key: str) -> str | None:

@@ -5,7 +5,8 @@
     control   control/000000, 000001, …  folded in order: the operator's present wishes
 
 `Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
-A tick that the store refuses is skipped: beats are advisory.
+The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
+fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the life ends.
 
 Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
@@ -13,14 +14,17 @@ Not promised: that a beating slot makes progress, or that a silent one is dead.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rendezvous import layout
+from rendezvous.background import Parts, Tell, no_tell
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, RendezvousError, StoreError
-from rendezvous.records import Beat, Claim, Control, Offer, nonce
+from rendezvous.errors import Fenced, StoreError
+from rendezvous.records import Beat, Claim, Control, Leave, Offer, Record, WireError, nonce
 from rendezvous.rules import CROWD, Peer, Timing
 from rendezvous.store import Store, put_once
+
+R = TypeVar("R", bound=Record)
 
 # What a control record overrides by naming it.
 FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until")
@@ -82,11 +86,21 @@ class Wanted:
 
 
 def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
-    """All control records from `wanted.records` on, folded."""
+    """All control records from `wanted.records` on, folded.  What is none takes its number, and is worth nothing."""
     wanted = wanted or Wanted()
     while (body := store.get(layout.control(wanted.records))) is not None:
-        wanted = wanted.after(Control.decode(body)) if body else replace(wanted, records=wanted.records + 1)
+        control = decoded(Control, body)
+        here = control is not None and control.n == wanted.records
+        wanted = wanted.after(control) if control and here else replace(wanted, records=wanted.records + 1)
     return wanted
+
+
+def decoded(kind: type[R], body: bytes) -> R | None:
+    """The record in a register that anybody may have taken; None if it is none: all readers pass over the same ones."""
+    try:
+        return kind.decode(body)
+    except WireError:
+        return None
 
 
 def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
@@ -107,6 +121,8 @@ def _check_wishes(record: Control) -> None:
         count = getattr(record, name)
         if count is not None and count < 1:
             raise ValueError(f"{name} = {count} means nothing here, the least is 1; to end a run, stop it")
+        if count is not None and count > layout.MOST_SLOTS and name != "steps":
+            raise ValueError(f"{name} = {count} means nothing here, the most is {layout.MOST_SLOTS}")
     for name in ("max_usd", "max_hours", "until"):
         if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
             raise ValueError(f"{name} = {most} means nothing here; a number from 0 on, 0 for none")
@@ -114,13 +130,39 @@ def _check_wishes(record: Control) -> None:
         layout.slot_index(record.drain)
 
 
-def claims(store: Store, slot: str, above: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(generation, claim) of those who took the slot after generation `above`, in order."""
+def claims(store: Store, slot: str, above: int = 0) -> Iterator[Claim]:
+    """Claims of those who took the slot after generation `above`, in order.
+
+    What stands there and is no claim of this slot and generation takes its number, and is worth nothing.
+    """
     generation = above + 1
     while (body := store.get(layout.claim(slot, generation))) is not None:
-        if body:
-            yield generation, body
+        if (found := _claim_in(body, slot, generation)) is not None:
+            yield found
         generation += 1
+
+
+def newest_claim(store: Store, slot: str) -> Claim | None:
+    """Who took the slot last; None if nobody has."""
+    return max(claims(store, slot), key=lambda c: c.generation, default=None)
+
+
+def read_claim(store: Store, slot: str, generation: int) -> Claim | None:
+    """Who took this generation of the slot; None if nobody did."""
+    body = store.get(layout.claim(slot, generation))
+    return None if body is None else _claim_in(body, slot, generation)
+
+
+def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
+    found = decoded(Claim, body)
+    return found if found and (found.slot, found.generation) == (slot, generation) else None
+
+
+def read_leave(store: Store, slot: str, generation: int) -> Leave | None:
+    """The goodbye of this generation; None if there is none."""
+    body = store.get(layout.leave(slot, generation))
+    found = None if body is None else decoded(Leave, body)
+    return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0) -> int:
@@ -132,14 +174,13 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
     generation = 1
     while True:
         while (body := store.get(layout.claim(slot, generation))) is not None:
-            _refuse_outdated(slot, host, body)
+            _refuse_outdated(slot, host, _claim_in(body, slot, generation))
             generation += 1
         mine = Claim(slot, generation, nonce(), clock.wall(), host, pid)
         won, value = put_once(store, clock, layout.claim(slot, generation), mine.encode())
         if won:
             return generation
-        if value:
-            other = Claim.decode(value)
+        if (other := _claim_in(value, slot, generation)) is not None:
             raise Fenced(
                 f"{slot} was claimed at the same moment by process {other.pid} on {other.host or '?'} "
                 f"(generation {generation}); this process goes"
@@ -149,12 +190,12 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
 def launch_of(host: str, slot: str) -> int:
     """Which launch of the slot a claim comes from: "modal/r01.3" -> 3; 0 where its host does not tell."""
     place, _, number = host.rpartition(".")
-    return int(number) if number.isdigit() and place.endswith(f"/{slot}") else 0
+    return int(number) if number.isascii() and number.isdigit() and place.endswith(f"/{slot}") else 0
 
 
-def _refuse_outdated(slot: str, host: str, body: bytes) -> None:
+def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
     mine = launch_of(host, slot)
-    if mine and body and launch_of(Claim.decode(body).host, slot) > mine:
+    if mine and other and launch_of(other.host, slot) > mine:
         raise Fenced(f"{slot} belongs to a later launch than {host}; this process goes")
 
 
@@ -170,10 +211,19 @@ class Status:
 
 
 class Membership:
-    """One replica's view of the others, kept fresh by `tick`."""
+    """One replica's view of the others, kept fresh by `tick`.   tell: hears of failures that nobody foresaw."""
 
     def __init__(
-        self, store: Store, clock: Clock, slot: str, generation: int, timing: Timing, *, host: str = "", pid: int = 0
+        self,
+        store: Store,
+        clock: Clock,
+        slot: str,
+        generation: int,
+        timing: Timing,
+        *,
+        host: str = "",
+        pid: int = 0,
+        tell: Tell = no_tell,
     ) -> None:
         self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
         self._timing, self._host, self._pid = timing, host, pid
@@ -185,6 +235,8 @@ class Membership:
         self._liars: dict[str, int] = {}
         self.fenced_by = 0  # the generation that took the slot, once seen
         self.decided = -1  # highest step whose commit a tick has seen
+        self.heartbeat_lost: BaseException | None = None  # why nobody calls `tick` any more; set by its caller
+        self._parts = Parts(tell)
 
     @property
     def name(self) -> str:
@@ -213,11 +265,7 @@ class Membership:
 
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
-        for act in (self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen):
-            try:
-                act()
-            except RendezvousError:
-                continue  # advisory: the next tick tries again
+        self._parts.run(self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen)
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Tick until stopped."""
@@ -243,8 +291,8 @@ class Membership:
             return
 
     def _look_for_successor(self) -> None:
-        for generation, _ in claims(self._store, self.slot, self.generation):
-            self.fenced_by = generation
+        for successor in claims(self._store, self.slot, self.generation):
+            self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
         step = self.status.step
@@ -256,10 +304,11 @@ class Membership:
         for slot in self._in_view():
             elapsed = min(now - self._looked_at.get(slot, self._began), 4 * self._timing.beat)
             self._looked_at[slot] = now
-            body = self._store.get(layout.beat(slot))
-            if body is not None:
-                old, liar = self.peers.get(slot), self._liars.get(slot, 0)
-                self.peers[slot] = seen(old, Beat.decode(body), elapsed, liar)
+            old, beat = self.peers.get(slot), read_beat(self._store, slot)
+            if beat is None and old is not None:
+                beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
+            if beat is not None:
+                self.peers[slot] = seen(old, beat, elapsed, self._liars.get(slot, 0))
 
     def _in_view(self) -> list[str]:
         """Whom to look at now: everybody, or in a crowd some of those that the step waits for and the rest in turn."""
@@ -272,6 +321,13 @@ class Membership:
 
     def _listen(self) -> None:
         self.listen(self._store)
+
+
+def read_beat(store: Store, slot: str) -> Beat | None:
+    """What stands in a slot's heartbeat; None if there is none.  Anybody may have written there."""
+    body = store.get(layout.beat(slot))
+    beat = None if body is None else decoded(Beat, body)
+    return beat if beat is not None and beat.slot == slot else None
 
 
 def _some(slots: list[str], turn: int) -> list[str]:

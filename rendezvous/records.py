@@ -7,22 +7,47 @@ writer, so that equal bytes mean "mine".  A record's digest is the SHA-256 of it
 
 Weights are written as the shortest decimal of an fp32 number: a reader that parses it and rounds to fp32 has it
 back exactly.
+
+Anybody may have written what a reader finds.  `decode` gives a record whose fields are of their annotated types and in
+their ranges (rendezvous/fields.py), or WireError, and nothing else; it looks at the bytes alone.
+
+Not promised: that what a record says is true.  The engine compares it with the key, the chain and the digests.
 """
 
 import json
 import secrets
-from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self
 
 from rendezvous import layout
 from rendezvous.errors import RendezvousError
+from rendezvous.fields import Longest, Where, Within, brief, checked, parsed
+from rendezvous.store import Buffer
 
 WIRE = 2
+KIB = 1 << 10
+
+Step = Annotated[int, Within(0, 10**10 - 1)]  # as many as the keys have digits for
+Generation = Annotated[int, Within(1, 10**9)]
+Count = Annotated[int, Within(0, 1 << 53)]  # inner steps, bytes, beats: exact in every language
+AtLeastOne = Annotated[int, Within(1, 1 << 53)]
+Slots = Annotated[int, Within(1, layout.MOST_SLOTS)]
+Pid = Annotated[int, Within(0, (1 << 31) - 1)]  # never -1: that is everybody
+Seconds = Annotated[float, Within(0, 1e9)]
+Hours = Annotated[float, Within(0, 1e9)]
+Usd = Annotated[float, Within(0, 1e12)]
+UnixTime = Annotated[float, Within(-1e12, 1e12)]  # clocks may be wrong
+Samples = Annotated[float, Within(0, 1e15)]
+Length = Annotated[float, Within(0, 1e60)]  # ‖x‖₂ of fp32 numbers is below 1e44
+Weight = Annotated[float, Within(0, 3.4e38)]  # an fp32 number
+Slot = Annotated[str, Longest(16), Where(layout.is_slot, "slot")]
+Holder = Annotated[str, Longest(64), Where(layout.is_word, "name of a slot")]  # "supervisor" is one, too
+Word = Annotated[str, Longest(128)]  # digests, nonces, names of things
+Key = Annotated[str, Longest(1024)]
 
 
 class WireError(RendezvousError):
-    """A record of another version of these formats."""
+    """Bytes that are no record of the kind and version that is expected."""
 
 
 def nonce() -> str:
@@ -31,31 +56,41 @@ def nonce() -> str:
 
 @dataclass(frozen=True)
 class Record:
+    """most: bytes of a body that could make sense; a longer one is not parsed."""
+
     kind: ClassVar[str]
+    most: ClassVar[int] = 16 * KIB  # a few numbers and names
 
     def encode(self) -> bytes:
-        body = {"kind": self.kind, "wire": WIRE, **vars(self)}
-        return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
+        """Raises WireError for a record that no reader would parse."""
+        fields = {"kind": self.kind, "wire": WIRE, **vars(self)}
+        body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
+        if len(body) > self.most:
+            raise WireError(
+                f"this {self.kind} would have {len(body)} bytes, and readers take {self.most}; nothing was written. "
+                "Report fewer statistics, or name fewer places"
+            )
+        return body
 
     @classmethod
-    def decode(cls, body: bytes) -> Self:
+    def decode(cls, body: Buffer) -> Self:
+        """Raises WireError, whatever the bytes are."""
         try:
-            raw = json.loads(body)
+            raw = parsed(body, cls.most)
             kind, wire = raw["kind"], raw["wire"]
-            if kind == cls.kind and wire == WIRE:
-                record = cls.from_dict(raw)
+            if kind == cls.kind and type(wire) is int and wire == WIRE:
+                record = checked(cls, raw)
                 record.check()
                 return record
         except (ValueError, KeyError, TypeError) as error:
-            raise WireError(f"expected a {cls.kind}, found {body[:80]!r} ({error}): a damaged object") from error
+            raise WireError(
+                f"expected a {cls.kind}, found {bytes(body[:80])!r} ({error}): a damaged object, or not this run's"
+            ) from error
+        name = kind if isinstance(kind, str) and layout.is_word(kind) else brief(kind)
         raise WireError(
-            f"expected a {cls.kind} of wire version {WIRE}, found a {kind} of version {wire}; "
+            f"expected a {cls.kind} of wire version {WIRE}, found a {name} of version {brief(wire)}; "
             "run the release that started this run, or start a new one"
         )
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
-        return cls(**{name: raw[name] for name in _names(cls) if name in raw})
 
     def check(self) -> None:
         """Raises ValueError if fields that are right by themselves do not fit together."""
@@ -67,22 +102,17 @@ def check_blob(key: str, pattern: str) -> None:
         raise ValueError(f"its blob is called {key!r}, which is not one of {pattern}")
 
 
-@cache
-def _names(record: type[Record]) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(record))
-
-
 @dataclass(frozen=True)
 class Claim(Record):
     """Generation `generation` of a slot belongs to this process."""
 
     kind = "claim"
-    slot: str
-    generation: int
-    nonce: str
-    at: float
+    slot: Holder
+    generation: Generation
+    nonce: Word
+    at: UnixTime
     host: str = ""
-    pid: int = 0
+    pid: Pid = 0
 
 
 @dataclass(frozen=True)
@@ -97,29 +127,26 @@ class Offer(Record):
     """
 
     kind = "offer"
-    step: int
-    slot: str
-    generation: int
-    nonce: str
-    base: str
-    h: int
-    blob: str
-    size: int
-    digest: str
-    took: float
-    at: float
-    samples: float = 0.0
-    norm: float = 0.0
-    scale: float = 0.0
+    most = 256 * KIB  # 64 digests of shards are 5 KiB; the rest is for statistics
+    step: Step
+    slot: Slot
+    generation: Generation
+    nonce: Word
+    base: Word
+    h: AtLeastOne
+    blob: Key
+    size: Count
+    digest: Word
+    took: Seconds
+    at: UnixTime
+    samples: Samples = 0.0
+    norm: Length = 0.0
+    scale: Length = 0.0
     zero: bool = False
     leaving: bool = False
-    codec: str = "fp32"
-    shards: tuple[str, ...] = ()
+    codec: Word = "fp32"
+    shards: tuple[Word, ...] = ()
     stats: dict[str, float] = field(default_factory=dict[str, float])
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
-        return super().from_dict({**raw, "shards": tuple(raw.get("shards", ()))})
 
     def check(self) -> None:
         check_blob(self.blob, layout.delta(self.step, self.slot, self.generation, ""))
@@ -132,22 +159,25 @@ class Listed:
     factor: what the norm gate left of the weight.
     """
 
-    step: int
-    slot: str
-    generation: int
-    nonce: str
-    blob: str
-    size: int
-    digest: str
-    h: int
-    weight: float
+    step: Step
+    slot: Slot
+    generation: Generation
+    nonce: Word
+    blob: Key
+    size: Count
+    digest: Word
+    h: AtLeastOne
+    weight: Weight
     zero: bool = False
     leaving: bool = False
-    shards: tuple[str, ...] = ()
-    samples: float = 0.0
-    norm: float = 0.0
-    scale: float = 0.0
-    factor: float = 1.0
+    shards: tuple[Word, ...] = ()
+    samples: Samples = 0.0
+    norm: Length = 0.0
+    scale: Length = 0.0
+    factor: Weight = 1.0
+
+
+MODES = ("direct", "sharded")
 
 
 @dataclass(frozen=True)
@@ -162,26 +192,28 @@ class Commit(Record):
     """
 
     kind = "commit"
-    t: int
-    prev: str | None
-    base: str
+    most = 32 << 20  # 5 KiB for each offer that is listed: 256 slots with three late ones each are 5 MiB
+    t: Step
+    prev: Word | None
+    base: Word
     offers: tuple[Listed, ...]
-    fence: dict[str, int]
-    m: int
-    pace: float
-    snapshot: int
-    by: str
-    nonce: str
-    at: float
-    mode: str = "direct"
-    owners: tuple[str, ...] = ()
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
-        listed = tuple(Listed(**dict(o, shards=tuple(o.get("shards", ())))) for o in raw["offers"])
-        return super().from_dict({**raw, "offers": listed, "owners": tuple(raw.get("owners", ()))})
+    fence: dict[Slot, Generation]
+    m: Slots
+    pace: Seconds
+    snapshot: Step
+    by: Word
+    nonce: Word
+    at: UnixTime
+    mode: Annotated[str, Where(MODES.__contains__, "way to reduce")] = "direct"
+    owners: tuple[Slot, ...] = ()
 
     def check(self) -> None:
+        if len({(o.step, o.slot) for o in self.offers}) < len(self.offers):
+            raise ValueError("it lists an offer twice")
+        if any(o.step > self.t for o in self.offers):
+            raise ValueError("it lists an offer of a later step")
+        if self.mode == "sharded" and not self.owners:
+            raise ValueError("it is sharded, and nobody owns a part")
         for o in self.offers:
             check_blob(o.blob, layout.delta(o.step, o.slot, o.generation, ""))
 
@@ -202,11 +234,11 @@ class Mean(Record):
     """The mean of step `t`, as bytes that everybody would compute."""
 
     kind = "mean"
-    t: int
-    blob: str
-    size: int
-    digest: str
-    nonce: str
+    t: Step
+    blob: Key
+    size: Count
+    digest: Word
+    nonce: Word
 
     def check(self) -> None:
         check_blob(self.blob, layout.mean_blob(self.t, ""))
@@ -221,13 +253,13 @@ class Snapshot(Record):
     """
 
     kind = "snapshot"
-    t: int
-    base: str
-    prev: str | None
-    blob: str
-    size: int
-    digest: str
-    nonce: str
+    t: Step
+    base: Word
+    prev: Word | None
+    blob: Key
+    size: Count
+    digest: Word
+    nonce: Word
     confirmed: bool = True
 
     def check(self) -> None:
@@ -242,15 +274,15 @@ class Leave(Record):
     """
 
     kind = "leave"
-    slot: str
-    generation: int
-    step: int
-    base: str
+    slot: Holder
+    generation: Generation
+    step: Step
+    base: Word
     reason: str
-    nonce: str
-    at: float
-    residual: str = ""
-    residual_digest: str = ""
+    nonce: Word
+    at: UnixTime
+    residual: Key = ""
+    residual_digest: Word = ""
 
     def check(self) -> None:
         if self.residual:
@@ -267,25 +299,21 @@ class Control(Record):
     """
 
     kind = "control"
-    n: int
-    nonce: str
-    at: float
-    replicas: int | None = None
-    steps: int | None = None
-    min_replicas: int | None = None
-    drain: str | None = None
+    most = 256 * KIB  # places name environments and options
+    n: Count
+    nonce: Word
+    at: UnixTime
+    replicas: Slots | None = None
+    steps: Annotated[int, Within(1, 10**10 - 1)] | None = None
+    min_replicas: Slots | None = None
+    drain: Slot | None = None
     stop: bool = False
     resume: bool = False
     places: tuple[dict[str, Any], ...] | None = None
-    max_usd: float | None = None
-    max_hours: float | None = None
+    max_usd: Usd | None = None
+    max_hours: Hours | None = None
     allow_unknown_price: bool | None = None
-    until: float | None = None
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
-        places = raw.get("places")
-        return super().from_dict({**raw, "places": None if places is None else tuple(places)})
+    until: Annotated[float, Within(0, 1e12)] | None = None
 
 
 @dataclass(frozen=True)
@@ -296,14 +324,14 @@ class Beat(Record):
     """
 
     kind = "beat"
-    slot: str
-    generation: int
-    n: int
-    phase: str
-    step: int
-    inner: int
-    rate: float
-    at: float
+    slot: Holder
+    generation: Generation
+    n: Count
+    phase: Word
+    step: Step
+    inner: Count
+    rate: Seconds
+    at: UnixTime
     host: str = ""
-    pid: int = 0
+    pid: Pid = 0
     note: str = ""

@@ -25,7 +25,7 @@ from rendezvous.clock import Clock
 from rendezvous.codecs import codec, one_pass_mean
 from rendezvous.digests import digest, has_digest, needed
 from rendezvous.errors import Corrupt
-from rendezvous.records import Commit, Listed, Mean, nonce
+from rendezvous.records import Commit, Listed, Mean, WireError, nonce
 from rendezvous.rules import Rules
 from rendezvous.sound import divide, settle, sound
 from rendezvous.store import Store, put_once
@@ -302,7 +302,10 @@ class Reducer:
         register = self._store.get(layout.mean(commit.t, j))
         if register is None:
             return False
-        record, piece = Mean.decode(register), out[_span(part)]
+        record, piece = self._mean_in(register, commit.t), out[_span(part)]
+        if record is None:  # nobody can announce it any more, and everybody computes the same bits
+            self.make_part(commit, part, out)
+            return True
         body = piece.view(np.uint8) if self._codec == "fp32" else self._buffer(body_size(self._codec, piece.size))
         trouble = fetch(self._store, self._clock, record.blob, [(record.size, record.digest)], body)
         if trouble is not None:
@@ -347,12 +350,25 @@ class Reducer:
         body = self._store.get(layout.mean(commit.t, 0))
         if body is None:
             return False
-        record = Mean.decode(body)
+        record = self._mean_in(body, commit.t)
+        if record is None:
+            return False
         trouble = fetch(self._store, self._clock, record.blob, [(record.size, record.digest)], out)
         if trouble is None:
             return True
         self._tell("bad_blob", step=commit.t, trouble=trouble)
         return self._mend(commit, record, out)
+
+    def _mean_in(self, register: bytes, t: int) -> Mean | None:
+        """The announcement in a register of step t; None, and a word, if it is none: then the deltas tell the mean."""
+        try:
+            record = Mean.decode(register)
+            why = "" if record.t == t else f"it speaks of step {record.t}"
+        except WireError as error:
+            record, why = None, str(error)
+        if why:
+            self._tell("bad_blob", step=t, trouble=f"an announced mean is passed over: {why}")
+        return None if why else record
 
     def _mend(self, commit: Commit, record: Mean, out: np.ndarray) -> bool:
         """The announced mean is bad: compute it again and put the same bytes back."""

@@ -19,13 +19,13 @@ from math import isfinite
 import numpy as np
 
 from rendezvous import bequest, garbage, layout, rules, snapshots
-from rendezvous.background import Background, Inline, Together, in_turn
+from rendezvous.background import Background, Inline, Together, in_turn, no_tell
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.closing import Closer, Vigil, refuse_misweighed
 from rendezvous.digests import needed
-from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
-from rendezvous.membership import Membership, Wanted
+from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, HeartbeatLost, Leaving, RendezvousError
+from rendezvous.membership import Membership, Wanted, read_leave
 from rendezvous.records import Commit, Leave, Offer, nonce
 from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
@@ -33,10 +33,6 @@ from rendezvous.sharded import Sharer
 from rendezvous.state import Digests, State, all_arrays, base_of
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
-
-
-def no_tell(event: str, **fields: object) -> None:
-    """Listens to nothing."""
 
 
 class Rendezvous:
@@ -67,7 +63,7 @@ class Rendezvous:
         )
         self._bucket, self._window = store, retention == "window"
         self._background, self._together = background or Inline(), together
-        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid)
+        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, tell=tell)
         self.step, self.generation, self.base = 0, 0, ""
         self.under(rules_)
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
@@ -129,8 +125,7 @@ class Rendezvous:
 
         Nobody else ever reads it: should this life die without a goodbye, it is gone.
         """
-        body = self.store.get(layout.leave(self.slot, self.generation - 1))
-        left = Leave.decode(body) if body else None
+        left = read_leave(self.store, self.slot, self.generation - 1)
         if left is None or not left.residual:
             return
         if (unsent := bequest.take(self.store, left)) is None:
@@ -600,9 +595,8 @@ class Rendezvous:
         """Leave records of a slot's generations, from the newest that the chain knows on."""
         generation = self.chain.fence(self.step).get(slot, 1)
         while self.store.get(layout.claim(slot, generation)) is not None:
-            body = self.store.get(layout.leave(slot, generation))
-            if body:
-                yield Leave.decode(body)
+            if (left := read_leave(self.store, slot, generation)) is not None:
+                yield left
             generation += 1
 
     def _phase(self, phase: str) -> None:
@@ -611,7 +605,13 @@ class Rendezvous:
         if phase == "train":
             status.inner = 0
 
+    def check_alive(self) -> None:
+        """Raises HeartbeatLost once nobody ticks for this life any more: it would hear of nothing."""
+        if (why := self.members.heartbeat_lost) is not None:
+            raise HeartbeatLost(f"the heartbeat of {self.name} has ended; this life ends too: {why}") from why
+
     def _alert_fenced(self) -> None:
+        self.check_alive()
         if self.members.fenced_by > self.generation:
             raise Fenced(
                 f"{self.slot} now belongs to generation {self.members.fenced_by}; this process (generation "

@@ -27,7 +27,7 @@ from typing import Any
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Forged, WrongRun
-from rendezvous.records import Record, nonce
+from rendezvous.records import Record, UnixTime, Word, nonce
 from rendezvous.store import VOID, Buffer, Store, open_store, put_once
 
 KEY = "DILOCO_RUN_KEY"
@@ -42,8 +42,8 @@ class Seal(Record):
     """seal.json: "the records of this run are sealed".   nonce: the run's identity."""
 
     kind = "seal"
-    nonce: str
-    at: float
+    nonce: Word
+    at: UnixTime
 
 
 def say(event: str, **fields: Any) -> None:

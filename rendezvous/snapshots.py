@@ -18,7 +18,7 @@ from safetensors.numpy import save as save_tensors
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.digests import digest, has_digest, needed
-from rendezvous.records import Snapshot, nonce
+from rendezvous.records import Snapshot, WireError, nonce
 from rendezvous.store import Store, put_once
 
 Arrays = Mapping[str, np.ndarray]
@@ -44,17 +44,32 @@ def publish(
     mine = Snapshot(t, base, prev, layout.snapshot_blob(t, n), len(body), digest(body, needed(store)), n, confirmed)
     store.put(mine.blob, body)
     _, value = put_once(store, clock, layout.snapshot(t), mine.encode())
-    return Snapshot.decode(value)
+    return _manifest(value, t) or mine
 
 
 def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Iterator[Snapshot]:
-    """Complete snapshots, newest first.  LIST is a hint; `hint` and step 0 are always tried."""
+    """Complete snapshots, newest first.  LIST is a hint; `hint` and step 0 are always tried.
+
+    A manifest that is none is passed over, as if the snapshot had never been written.
+    """
     steps = {0, hint} | {s for k in store.list(layout.SNAPSHOTS) if (s := layout.snapshot_step(k)) is not None}
     for t in sorted(steps, reverse=True):
-        if at_most is None or t <= at_most:
-            body = store.get(layout.snapshot(t))
-            if body is not None:
-                yield Snapshot.decode(body)
+        if (at_most is None or t <= at_most) and (found := read(store, t)) is not None:
+            yield found
+
+
+def read(store: Store, t: int) -> Snapshot | None:
+    """The snapshot of step t, if there is one."""
+    body = store.get(layout.snapshot(t))
+    return None if body is None else _manifest(body, t)
+
+
+def _manifest(body: bytes, t: int) -> Snapshot | None:
+    try:
+        found = Snapshot.decode(body)
+    except WireError:
+        return None
+    return found if found.t == t else None
 
 
 def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[str, np.ndarray] | None:

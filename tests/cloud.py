@@ -105,7 +105,7 @@ class Cloud:
 
     def _beat(self, job: Job, phase: str = "train") -> None:
         slot, wanted = job.spec.slot, read_control(self.store)
-        if any(g for g, _ in claims(self.store, slot, job.generation)):
+        if any(True for _ in claims(self.store, slot, job.generation)):
             return self._over(job, State.FAILED, exitcodes.FENCED)
         job.beats += 1
         leaves = wanted.leaves(slot) or 0 < wanted.until <= self.clock.wall()

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 RECOVERY = 60.0  # seconds after the last fault within which steps must be made again
 
 
-class Violation(Exception):
-    """A promise of the protocol was broken: (promise, what was seen)."""
+class Violation(BaseException):
+    """A promise of the protocol was broken: (promise, what was seen).  Nothing in the engine may catch it."""
 
 
 @dataclass

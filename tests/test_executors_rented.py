@@ -17,8 +17,7 @@ from executors.supervisor import Outcome, Supervisor
 from executors.track import past
 from rendezvous import layout
 from rendezvous.errors import Fenced
-from rendezvous.membership import claim, claims, launch_of, read_control, write_control
-from rendezvous.records import Claim
+from rendezvous.membership import claim, launch_of, newest_claim, read_control, write_control
 from tests.cloud import Cloud, CloudExecutor
 from tests.fakes import ManualClock
 
@@ -142,7 +141,7 @@ def test_who_does_not_end_is_fenced_and_cannot_come_back(world):
     world.cloud.preempt("r00")
     world.cloud.deaf = True
     world.pass_time(60 + 30 + 5)
-    fence = Claim.decode(max(claims(world.run.store, "r00"))[1])
+    fence = newest_claim(world.run.store, "r00")
     assert fence.host.startswith("supervisor/r00.")
     (second,) = [a for s, a in world.cloud.jobs if s == "r00" and a != 1]
     assert second == launch_of(fence.host, "r00")

@@ -236,7 +236,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "another step": ({"step": 7}, "it speaks of step 7"),
     "another slot": ({"slot": "r00"}, "it speaks of step 0 and r00"),
     "another codec": ({"codec": "int8"}, "its codec is int8, this run's is fp32"),
-    "no inner step": ({"h": 0}, "0 inner steps"),
+    "no inner step": ({"h": 0}, "its h is 0, not in 1"),
     "a billion inner steps": ({"h": 10**9}, "1000000000 inner steps, where 2 are usual"),
     "words for numbers": ({"h": "many"}, "its h is 'many'"),
     "a negative time": ({"took": -1.0}, "its took is -1.0"),
@@ -265,7 +265,7 @@ def changed(**fields: Any) -> Callable[[bytes], bytes]:
     [
         (changed(wire=WIRE + 1), f"found a offer of version {WIRE + 1}"), (changed(kind="leave"), "found a leave"),
         (lambda body: body[:-20], "a damaged object"), (lambda body: b"\xff\xfe", "a damaged object"),
-        (changed(took=float("nan")), "its took is nan"), (changed(norm=float("inf")), "its norm is inf"),
+        (changed(took=float("nan")), "NaN is no number of JSON"), (changed(norm=float("inf")), "Infinity is no number"),
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_offer_do_not_block_their_slot(clock: ManualClock, change: Any, words: str) -> None:

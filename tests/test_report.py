@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.drawing import write_report
+from diloco.launch import RunRecord
 from diloco.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
@@ -40,7 +41,8 @@ class Bucket:
         self.store, self.clock = store or MemoryStore(), FixedClock()
         if store is None:  # else the run is founded already
             config = {"name": "synthetic", "outer": {"sync_every": 6}}
-            self.store.put(layout.RUN, json.dumps({"config": config}).encode())
+            record = RunRecord(config, {"outer": {}}, {}, "n", T0)
+            self.store.put(layout.RUN, record.encode())
             write_control(self.store, self.clock, replicas=replicas, steps=steps, min_replicas=1)
         self.prev: str | None = None
         self._logs: dict[tuple[str, int], int] = {}
