@@ -2,6 +2,7 @@
 
     allreduce × n ─▶ one blob ─▶ offer ─▶ (first wait) settle, mean ─▶ the n tensors
     should_commit  ─▶ if no allreduce came: an empty offer, so that the round is decided like any other
+    report_error   ─▶ should_commit says False, and the next round reads the same step's mean again
     first hook after a commit ─▶ the registered states, complete now, become snapshot t
     first hook of a life ─▶ heal: load the newest published state
 
@@ -59,6 +60,7 @@ class DropIn:
         self._tensors: list[Tensor] = []
         self._commit: Commit | None = None  # applied by torchft after should_commit
         self._published = -1
+        self.error: Exception | None = None  # what the caller has reported in this round
 
     @property
     def step(self) -> int:
@@ -75,13 +77,14 @@ class DropIn:
     # ---------------------------------------------------------------- rounds
 
     def add(self, tensor: Tensor) -> Callable[[], None]:
-        """Take a tensor into this round; -> what its Work must do."""
-        self._tensors.append(tensor)
+        """Take a tensor into this round; -> what its Work must do.  After an error nothing more is taken."""
+        if self.error is None:
+            self._tensors.append(tensor)
         return self.reduce
 
     def reduce(self) -> None:
         """Once per round: everything collected so far becomes one blob, and comes back as the mean."""
-        if self._commit is not None or not self._tensors:
+        if self._commit is not None or not self._tensors or self.error is not None:
             return
         flat = torch.cat([t.detach().reshape(-1).float().cpu() for t in self._tensors])
         mean = self._round(flat.numpy())
@@ -91,15 +94,24 @@ class DropIn:
             tensor.detach().copy_(part.view(tensor.shape))
             at += tensor.numel()
 
-    def close_round(self) -> None:
-        """should_commit: the step is decided when this returns, and counted."""
+    def close_round(self) -> bool:
+        """should_commit: True when the step is decided and counted; False after an error.
+
+        Then the step stays open here, whatever the others decide.  The next round finds this replica's offer (if it
+        was durable before the error) and the commit, and ends with the mean that everybody else has applied: it is read
+        again, from the bucket.  That round's own work is given up for it.
+        """
         self.join()
+        if self.error is not None:
+            self._tensors, self._commit, self.error = [], None, None
+            return False
         self.reduce()
         if self._commit is None:
             self._round(np.zeros(0, np.float32))
         assert self._commit is not None
         self._tensors, commit, self._commit = [], self._commit, None
         self._life.rv.advance(commit)
+        return True
 
     def _round(self, delta: np.ndarray) -> np.ndarray:
         self._life.rv.offer(delta, 1)

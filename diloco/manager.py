@@ -4,15 +4,16 @@
     start_quorum()            ──▶  (nothing: nobody to ask)
     allreduce(Δ)              ──▶  offer ─────────────────────────▶  blob, offer.json
     Work.wait()               ──▶  settle, mean ──────────────────▶  commit.json, blobs
-    should_commit()           ──▶  True, always
+    should_commit()           ──▶  True (bare, after a reported error: False)
     next hook                 ──▶  advance ───────────────────────▶  snapshot, next step
 
 Two ways to use it.  Under `make_diloco` the fragments are flat and the rendezvous holds θ itself.  Bare, as a drop-in
 for `torchft.Manager` under any torchft class, it coalesces the allreduces of a round into one blob and heals through
 the registered save and load functions (`diloco.dropin`).
 
-`should_commit` is never False: a durable step is never failed.  Only Fenced, Leaving, Diverged and GaveUp come out of
-here; all are terminal.  Not promised: several ranks per replica.
+Under `make_diloco`, `should_commit` is never False: a durable step is never failed.  A bare manager says False to a
+caller that has reported an error, and gives it the same step's mean again in the next round.  Only Fenced, Leaving,
+Diverged and GaveUp come out of here; all are terminal.  Not promised: several ranks per replica.
 """
 
 import logging
@@ -161,9 +162,8 @@ class StoreManager:
         return Work(lambda: self._land(flight.land()))
 
     def should_commit(self, *_: Any, **__: Any) -> bool:
-        if self._loop is None:
-            self._dropin.close_round()
-        return True
+        """Always True under `make_diloco`; False for a bare manager's round in which an error was reported."""
+        return True if self._loop is not None else self._dropin.close_round()
 
     def current_step(self) -> int:
         """Outer steps taken; already one more when should_commit returns."""
@@ -207,12 +207,21 @@ class StoreManager:
         return True
 
     def errored(self) -> Exception | None:
-        return None
+        """The error that was reported in this round of a bare manager."""
+        return self._dropin.error
 
     def report_error(self, error: Exception) -> None:
-        """A round is repaired by reading again, never failed: what is durable counts."""
-        logger.warning("reported error (the round goes on): %s", error)
+        """Something went wrong outside of the rendezvous, after or before a tensor was averaged.
+
+        A bare manager's next `should_commit` is False: what its caller holds cannot be trusted, and the same step's
+        mean is read again in the next round.  Under `make_diloco` the mean goes from the bucket into θ without
+        passing anybody's hands, so the round goes on.
+        """
         self.life.tell("warning", text=f"reported error: {error}")
+        if self._loop is None:
+            self._dropin.error = error
+        else:
+            logger.warning("reported error (the round goes on): %s", error)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop beating.  The slot stays claimed; a successor takes the next generation."""
