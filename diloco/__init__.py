@@ -1,5 +1,7 @@
 """The outer loop: θ, Δ, outer steps, fragments; torchft's DiLoCo on a bucket.
 
+torchft's class runs as it is only where α > 0 or over a lighthouse; else five methods of it are ours (diloco/lean.py).
+
     manager = StoreManager("s3://bucket/run", slot="r00")
     with make_diloco(model, optimizer, manager, sync_every=50):
         for batch in loader: ...        # unchanged

@@ -263,6 +263,8 @@ def _step_table(report: Report) -> str:
         inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
         up, down = (nice_bytes(sum(b.values())) for b in (s.up, s.down))
         numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in NUMBERS]
+        if s.empty:
+            numbers[-1] = "0, θ stays"
         about = [inner, s.by, late, ", ".join(s.gated), *numbers]
         rows.append([str(s.t), _number(s.mean_reward), *rewards, *about, f"{s.at - before:.2f}", up, down])
         before = s.at

@@ -1,4 +1,4 @@
-"""torchft's DiLoCo without its copies of the model: Δ straight from the model, θ stepped in place.
+"""torchft's DiLoCo with five methods of its fragment replaced: Δ straight from the model, θ stepped in place.
 
     torchft                                                        here
     flat ◀── gather ── model                                       (flat is θ)
@@ -6,7 +6,9 @@
     local = clone(flat)                 a new tensor, for α        (α = 0)
     flat ◀── original, outer step, clone(flat) ──▶ original        outer step on θ
 
-Hooks, schedule, order and arithmetic are torchft's own, and so are the bits.  Above 32 MB malloc takes fresh pages for
+So torchft does not run unmodified here: `_save_grads`, `_save_local_parameters`, `_merge_parameters`,
+`restore_parameters` and `save_parameters` are ours, all internal to torchft 0.2.  Hooks, schedule, order and arithmetic
+are torchft's own, and so are the bits (a test compares both classes).  Above 32 MB malloc takes fresh pages for
 every new tensor and gives them back, which was most of a sync on a CPU.  One fragment is under way at a time, so all
 share the memory of the largest Δ.
 

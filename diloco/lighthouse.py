@@ -29,6 +29,7 @@ from torch import Tensor
 from diloco.config import check_lighthouse
 from diloco.life import Life
 from diloco.manager import Work
+from diloco.safety import empty_round
 from diloco.watchdog import Watchdog
 from rendezvous import snapshots
 from rendezvous.clock import Clock, SystemClock
@@ -250,12 +251,16 @@ class LighthouseManager:
 
     def _report(self, life: Life, step: int) -> None:
         fragment = step % self._seated.rules.fragments
-        size = 4 * self._seated.state.size(fragment)
+        size, empty = 4 * self._seated.state.size(fragment), self._seated.state.optimizers[fragment].stood
         self._digests.renew(fragment)
         life.tell(
             "step", step=step, listed=self._spent["h"] > 0, theta=self._digests.base, bytes_up=size,
-            participants=self._manager.num_participants(), **self._spent, **self.stats(),
+            participants=self._manager.num_participants(), **({"empty": True} if empty else {}),
+            **self._spent, **self.stats(),
         )  # fmt: skip
+        if empty and self._manager.participating_rank() == 0:
+            found = empty_round(step)
+            life.tell("warning", kind=found.kind, step=step, steps=1, text=found.text)
         life.flush()
 
     def _snapshot(self, life: Life) -> None:

@@ -7,9 +7,10 @@
     should_commit()           ──▶  True (bare, after a reported error: False)
     next hook                 ──▶  advance ───────────────────────▶  snapshot, next step
 
-Two ways to use it.  Under `make_diloco` the fragments are flat and the rendezvous holds θ itself.  Bare, as a drop-in
-for `torchft.Manager` under any torchft class, it coalesces the allreduces of a round into one blob and heals through
-the registered save and load functions (`diloco.dropin`).
+Two ways to use it.  Under `make_diloco` the fragments are flat, the rendezvous holds θ itself, and torchft's DiLoCo has
+five methods replaced where α = 0 (diloco/lean.py).  Bare, as a drop-in for `torchft.Manager` under any torchft class,
+which then runs as it is, it coalesces the allreduces of a round into one blob and heals through the registered save
+and load functions (`diloco.dropin`).
 
 Under `make_diloco`, `should_commit` is never False: a durable step is never failed.  A bare manager says False to a
 caller that has reported an error, and gives it the same step's mean again in the next round.  Only Fenced, Leaving,
@@ -383,12 +384,13 @@ class StoreManager:
         mine = offer if offer is not None and offer.step == commit.t else None
         stats = mine.stats if mine else {}
         assert self._loop is not None
-        numbers = self._tracker.step(self._loop.state.optimizers[fragment].param_groups[0]["lr"])
+        outer = self._loop.state.optimizers[fragment]
+        numbers = self._tracker.step(outer.param_groups[0]["lr"])
         self.life.tell(
             "step", step=commit.t, h=mine.h if mine else 0, listed=commit.lists(commit.t, self.slot),
             theta=self.life.rv.base, bytes_up=mine.size if mine else 0,
             bytes_down=sum(o.size for o in commit.offers), delta_norm=mine.norm if mine else 0.0,
-            **numbers, **self._spent, **stats,
+            **numbers, **({"empty": True} if outer.stood else {}), **self._spent, **stats,
         )  # fmt: skip
         if self.life.rv.idle_steps in (3, 6, 12, 24) or (self.life.rv.idle_steps and self.life.rv.idle_steps % 50 == 0):
             self.life.tell("nothing_learned", steps=self.life.rv.idle_steps, cause=likely_cause(stats))

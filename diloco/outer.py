@@ -2,10 +2,12 @@
 
     model (any dtype) ── gather ──▶ flat fp32 fragment ── torchft: Δ = θ − flat ──▶ manager.allreduce
           ▲                                                                              │ mean
-          └──── scatter ◀── θ ← θ − lr·(ḡ + μm),  m ← μm + ḡ   (one rounding each) ◀─────┘
+          └──── scatter ◀── m ← μm + ḡ,  θ ← θ − lr·(ḡ + μm)   (one rounding each) ◀─────┘
+                             ḡ = 0: θ and m stay
 
     gather   flat = the model's values, without the rounding of its dtype (diloco/flat.py)
-    lean     where it can be, Δ is taken straight from the model and θ is stepped in place (diloco/lean.py)
+    lean     for α = 0 on a bucket, Δ is taken straight from the model and θ is stepped in place: five methods of
+             torchft's fragment are replaced (diloco/lean.py).  Else torchft's DiLoCo runs unmodified
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
 Each fragment is one vector: one allreduce per sync, fp32 masters under bf16 models, tied weights once, frozen ones
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from diloco.config import OuterConfig, OuterConfigError, OuterError, check_boundary
 from diloco.flat import FlatFragment, cut, trainable
 from diloco.lighthouse import seated
-from diloco.safety import AutoLR
+from diloco.safety import AutoLR, is_zero
 from diloco.watchdog import Watchdog
 from rendezvous.errors import Leaving
 from rendezvous.state import all_arrays, base_of
@@ -55,6 +57,7 @@ def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: fl
 class Nesterov(torch.optim.Optimizer):
     """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
 
+    An empty round is no round: a mean that is zero leaves θ, the momentum and what "auto" has learned as they are.
     lr: a number, or "auto" (safety.AutoLR), which sets it anew for every mean.
     """
 
@@ -62,6 +65,7 @@ class Nesterov(torch.optim.Optimizer):
         self.auto = AutoLR(flat.numel(), mu=momentum) if lr == "auto" else None
         super().__init__([flat], {"lr": self.auto.lr if self.auto else float(lr), "momentum": momentum})
         self.flat = flat
+        self.stood = False  # was the last mean zero?
         self.state[flat]["momentum"] = torch.zeros_like(flat)
 
     @property
@@ -69,7 +73,10 @@ class Nesterov(torch.optim.Optimizer):
         return self.state[self.flat]["momentum"]
 
     def apply(self, theta: Tensor, mean: Tensor) -> None:
-        """One step on `theta` with `mean` as the gradient."""
+        """One step on `theta` with `mean` as the gradient; none, of anything, if that is zero (decision 015)."""
+        self.stood = is_zero(mean.numpy())
+        if self.stood:
+            return
         group = self.param_groups[0]
         if self.auto is not None:
             group["lr"] = self.auto.step(mean.numpy())

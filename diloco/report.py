@@ -38,7 +38,8 @@ BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 class Step:
     """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later.
 
-    gated: slots whose weight the norm gate lowered.   numbers: ρ, effective step, norms (diloco/safety.py).
+    gated: slots whose weight the norm gate lowered.   empty: the mean was zero, θ stayed.
+    numbers: ρ, effective step, norms (diloco/safety.py).
     """
 
     t: int
@@ -54,6 +55,7 @@ class Step:
     down: dict[str, int] = field(default_factory=dict)
     thetas: dict[str, str] = field(default_factory=dict)  # life -> digest of θ after this step
     gated: tuple[str, ...] = ()
+    empty: bool = False
     numbers: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -263,6 +265,7 @@ class Reader:
             if e["event"] == "step" and 0 <= t < len(self._steps):
                 step, slot = self._steps[t], e["slot"]
                 step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
+                step.empty = step.empty or e.get("empty") is True
                 step.up[slot], step.down[slot] = e.get("bytes_up", 0), e.get("bytes_down", 0)
                 step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
                 if "theta" in e:
@@ -404,6 +407,8 @@ def _outer_lines(report: Report) -> list[str]:
     lines = [f"  outer step {words[0]}: {words[1]}"] if words else []
     if gated := [f"{s}@{step.t}" for step in report.steps for s in step.gated]:
         lines.append(f"  too long, counted as one of typical length: {', '.join(gated)}")
+    if empty := [str(s.t) for s in report.steps if s.empty]:
+        lines.append(f"  mean was zero, θ stayed: {len(empty)} of {report.head} outer steps ({', '.join(empty)})")
     if alone := [s.t for s in report.steps if len(s.fresh) == 1]:
         lines.append(f"  taken by one replica alone (unconfirmed): {len(alone)} of {report.head} outer steps")
     return lines
@@ -412,6 +417,8 @@ def _outer_lines(report: Report) -> list[str]:
 def outer_words(report: Report) -> tuple[int, str] | None:
     """The newest outer step that has numbers, and these."""
     for step in reversed(report.steps):
+        if step.empty:
+            return step.t, "mean was zero, θ stays"
         if step.numbers:
             return step.t, " · ".join(form.format(step.numbers[k]) for k, form in NUMBERS.items() if k in step.numbers)
     return None

@@ -70,6 +70,15 @@ def cosine(product: float, a_norm: float, b_norm: float) -> float | None:
     return max(-1.0, min(1.0, product / scale))
 
 
+def is_zero(mean: np.ndarray) -> bool:
+    """Is every element 0 or −0?  By the bytes, whatever the CPU does with subnormals.
+
+    mean: flat fp32.  Where it is not zero, that costs a look at its first 2^14 elements, as a rule.
+    """
+    bits = mean.view(np.uint32)
+    return not any((bits[at : at + _LANES] << 1).any() for at in range(0, bits.size, _LANES))
+
+
 def effective_step(lr: float, mu: float, rho: float, means: float = math.inf) -> float:
     """How far Nesterov goes along the newest mean, in units of that mean: η·(1 + μ·(1 − (μρ)^n)/(1 − μρ)).
 
@@ -200,6 +209,11 @@ def of_commit(commit: Commit, wanted: int, cos_pair: float | None, rules: Rules)
     return found
 
 
+def empty_round(t: int) -> Finding:
+    """The outer step that was not taken (decision 015)."""
+    return Finding("empty_round", f"outer step {t}: the mean was zero, so θ and the outer momentum stay as they are", 1)
+
+
 def _identical(offers: Sequence[Listed], cos_pair: float | None) -> list[list[Listed]]:
     """Offers of different slots with the same bytes, or the same norms and one direction; zeros are equal by right."""
     told = [o for o in offers if not o.zero]
@@ -235,6 +249,7 @@ class Tracker:
     def __init__(self, sizes: Sequence[int], mu: float, rules: Rules) -> None:
         self._memories, self._mu, self._rules = [Memory(n) for n in sizes], mu, rules
         self._last = [-1] * len(sizes)  # the step whose mean is remembered
+        self._empty = False  # was the mean that was looked at last zero?
         self._means = 0  # in the momentum of the fragment that was looked at last
         self._sent: dict[tuple[int, str], str] = {}  # fragment, slot -> digest of what was listed last
         self._lasting: Counter[str] = Counter()
@@ -248,6 +263,7 @@ class Tracker:
             rho = None  # steps were caught up with in between
         self._last[fragment] = commit.t
         self._means = commit.t // len(self._memories) + 1
+        self._empty = is_zero(mean)
         numbers: dict[str, float | None] = {"rho": rho, "mean_norm": norm(mean)}
         if self._rules.codec != "topk":  # what top-k sends is much shorter than the Δ whose norm was told
             weights, norms = [o.weight for o in commit.offers], [o.norm for o in commit.offers]
@@ -263,7 +279,8 @@ class Tracker:
     def findings(self, commit: Commit, wanted: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:
         """What is worth a word after this commit, with the number of steps in a row.   mine: of this replica."""
         found = of_commit(commit, wanted, self.numbers.get("cos_pair"), self._rules)
-        return self.lasting([*found, *self._repeated(commit), *mine])
+        empty = [empty_round(commit.t)] if self._empty else []
+        return self.lasting([*found, *empty, *self._repeated(commit), *mine])
 
     def _repeated(self, commit: Commit) -> list[Finding]:
         """Slots whose fresh pseudogradient is bit by bit the one that they sent before."""

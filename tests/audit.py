@@ -27,7 +27,8 @@ class Audit:
     momentum: list[np.ndarray] = field(default_factory=list)
     listed: list[tuple[int, str]] = field(default_factory=list)
     late: int = 0
-    lrs: list[float] = field(default_factory=list)  # the outer lr of each step
+    lrs: list[float] = field(default_factory=list)  # the outer lr of each step that was taken
+    empty: list[int] = field(default_factory=list)  # steps whose mean was zero
     gated: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -98,9 +99,12 @@ def audit(root: Path) -> Audit:
         _check_listed(commit, found)
         _check_weights(commit, outer, found)
         mean = _mean(root, commit, outer.get("codec", "fp32"), theta[f].size)
-        found.lrs.append(autos[f].lr(mean, outer["momentum"]) if autos else outer["lr"])
-        momentum[f][:] = momentum[f] * mu + mean
-        theta[f][:] = theta[f] - (momentum[f] * mu + mean) * np.float32(found.lrs[-1])
+        if not np.count_nonzero(mean):
+            found.empty.append(found.steps)  # no round: nothing moves, nothing is learned
+        else:
+            found.lrs.append(autos[f].lr(mean, outer["momentum"]) if autos else outer["lr"])
+            momentum[f][:] = momentum[f] * mu + mean
+            theta[f][:] = theta[f] - (momentum[f] * mu + mean) * np.float32(found.lrs[-1])
         prev, found.steps = f"sha256:{hashlib.sha256(body).hexdigest()}", found.steps + 1
     found.digests.append(digest_of(theta, momentum, autos))
     return found

@@ -298,8 +298,9 @@ class Observer:
         """The chain's own θ: fp32, each operation rounded by itself."""
         f, mean = t % self.rules.fragments, self._mean(t, commit)
         assert self.theta is not None
-        self.momentum[f] = MU * self.momentum[f] + mean
-        self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
+        if np.count_nonzero(mean):  # an empty round is no round
+            self.momentum[f] = MU * self.momentum[f] + mean
+            self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
         self.means.append(mean)
         self.commits.append(commit)
         self.digests.append(f"sha256:{hashlib.sha256(body).hexdigest()}")

@@ -60,7 +60,7 @@ class Process:
 
 
 class SimState:
-    """θ and momentum of a few numbers; Nesterov in separately rounded operations."""
+    """θ and momentum of a few numbers; Nesterov in separately rounded operations; a zero mean moves nothing."""
 
     def __init__(self, world: "World", process: Process) -> None:
         self._world, self._process = world, process
@@ -78,13 +78,16 @@ class SimState:
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
         self._world.observer.averaged(self._process, mean)
-        m, look = self.momentum[fragment], np.empty_like(mean)
-        np.multiply(m, MU, out=m)
-        np.add(m, mean, out=m)
-        np.multiply(m, MU, out=look)
-        np.add(mean, look, out=look)
-        np.multiply(look, LR, out=look)
-        np.subtract(self.theta[fragment], look, out=self.theta[fragment])
+        if mean.any():
+            m, look = self.momentum[fragment], np.empty_like(mean)
+            np.multiply(m, MU, out=m)
+            np.add(m, mean, out=m)
+            np.multiply(m, MU, out=look)
+            np.add(mean, look, out=look)
+            np.multiply(look, LR, out=look)
+            np.subtract(self.theta[fragment], look, out=self.theta[fragment])
+        else:
+            self._world.fired["empty round"] += 1
         self.maybe_flip()
 
     def arrays(self, fragment: int) -> dict[str, np.ndarray]:

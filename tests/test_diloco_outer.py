@@ -1,4 +1,4 @@
-"""The arithmetic of the outer loop: reference, bits, property, and torchft's class unmodified around it."""
+"""The arithmetic of the outer loop: reference, bits, property, and torchft's class around it (lean and as it is)."""
 
 import math
 from collections.abc import Iterator

@@ -83,6 +83,16 @@ def _poison(factor: float) -> None:
     Rendezvous.offer = offer
 
 
+def _learn_nothing(steps: set[int]) -> None:
+    """The pseudogradients of these outer steps are zero, 0 and −0."""
+    original = Rendezvous.offer
+
+    def offer(self: Rendezvous, delta: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        original(self, np.multiply(delta, np.float32(self.step not in steps), out=delta), *args, **kwargs)
+
+    Rendezvous.offer = offer
+
+
 def _note_deltas(folder: str) -> None:
     """Keep every pseudogradient that is offered, before any codec sees it."""
     original = Rendezvous.offer
@@ -133,6 +143,8 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
         config.Rules = lambda **k: replace(Rules(**k), shard_from=1, shard_elements=1 << 12)  # type: ignore
     if folder := os.environ.get("TEST_NOTE_DELTAS"):
         _note_deltas(folder)
+    if empty := os.environ.get("TEST_EMPTY"):
+        _learn_nothing({int(step) for step in empty.split(",")})
     if factor := os.environ.get("TEST_POISON"):
         _poison(float(factor))
     import torch
