@@ -28,7 +28,7 @@ from diloco.watchdog import Watchdog, where_it_stands
 from rendezvous import layout
 from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import read_control, write_control
+from rendezvous.membership import read_control, refuse_lost, write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.seal import SealedStore
@@ -79,6 +79,7 @@ class Life:
             together=together_on(store),
         )
         self._parts = Parts(self.tell)
+        refuse_lost(store, read_control(store))
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:

@@ -42,6 +42,10 @@ class Chain:
                     "edited, or lost objects; restore it from a backup"
                 )
 
+    def refuse_gap(self, t: int) -> None:
+        """Step t looks open.  Raises ChainBroken if it is not: a commit that vanished must not be written anew."""
+        refuse_gap(self._store, t)
+
     def accept(self, t: int, body: bytes) -> Commit:
         """Take `body` as commit t after checking that it follows what is known."""
         commit = Commit.decode(body)
@@ -76,8 +80,18 @@ class Chain:
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
 
 
+def refuse_gap(store: Store, t: int) -> None:
+    """Commit t is not there; raises ChainBroken if the one after it is."""
+    if store.get(layout.commit(t + 1)) is not None:
+        raise ChainBroken(
+            f"commit {t} is missing, though commit {t + 1} is there. Registers are never deleted: the bucket was "
+            "edited, or lost objects; restore it from a backup. Nothing was written"
+        )
+
+
 def head(store: Store, known: int = 0) -> int:
     """The first step without a commit, by GETs from a step that is known to be decided (or 0) on."""
     while store.get(layout.commit(known)) is not None:
         known += 1
+    refuse_gap(store, known)
     return known

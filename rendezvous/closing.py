@@ -109,6 +109,7 @@ class Closer:
         vigil.quorum(len(fresh) >= wishes.min_replicas)
         why_not = self._why_not(fresh, wishes, vigil.waited) or self._news(wishes)
         if not why_not:
+            self._chain.refuse_gap(self.step)
             commit = self._proposal(fresh, wishes, snapshot)
             _, stands = put_once(self._store, self._clock, layout.commit(self.step), commit.encode())
             self._chain.accept(self.step, stands)

@@ -19,6 +19,7 @@
     ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
     ├── BadDelta                  a pseudogradient that must not be offered
     └── WrongRun                  the URL holds a run with another mathematics, layout or key
+        └── RecordsLost           registers that must be there are gone
 
 A definite error may be retried freely.  After an indefinite one, read first (`store.put_once` does).
 """
@@ -102,3 +103,7 @@ class BadDelta(RendezvousError):
 
 class WrongRun(RendezvousError):
     """The URL holds a run with another mathematics, layout or key."""
+
+
+class RecordsLost(WrongRun):
+    """A register that must be there is gone."""

@@ -37,6 +37,7 @@ RUN = "run.json"
 MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
+CONTROLS = "control/"
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
 _WORD = re.compile("[A-Za-z0-9_]+")

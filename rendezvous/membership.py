@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rendezvous import layout
 from rendezvous.background import Parts, Tell, no_tell
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, StoreError
+from rendezvous.errors import Fenced, RecordsLost, StoreError
 from rendezvous.records import Beat, Claim, Control, Leave, Offer, Record, WireError, nonce
 from rendezvous.rules import CROWD, Peer, Timing
 from rendezvous.store import Store, put_once
@@ -103,12 +103,29 @@ def decoded(kind: type[R], body: bytes) -> R | None:
         return None
 
 
+def refuse_lost(store: Store, wanted: Wanted) -> None:
+    """Raises RecordsLost if control records have vanished: what is left would lower the quorum and drop the budget.
+
+    A later record shows a gap; a committed step shows that there was a first one.  LIST is a hint: it may lag.
+    """
+    later = [key for key in store.list(layout.CONTROLS) if key > layout.control(wanted.records)]
+    stepped = wanted.records == 0 and store.get(layout.commit(0)) is not None
+    if later or stepped:
+        seen = f"{later[0]} is there" if later else "steps are committed"
+        raise RecordsLost(
+            f"{store.url}/{layout.control(wanted.records)} has vanished, though {seen}. Without it the run has another "
+            "quorum and no budget, so nobody joins and no wish is written. Restore the object (a bucket's versions, a "
+            "backup); take away whatever expires or deletes objects below this URL; then run the same command again"
+        )
+
+
 def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
     """Append one control record; -> the wishes with it folded in."""
     if "places" in wishes:
         wishes["places"] = tuple(wishes["places"])  # type: ignore[arg-type]
     while True:
         wanted = read_control(store)
+        refuse_lost(store, wanted)
         record = Control(n=wanted.records, nonce=nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
         _check_wishes(record)
         won, _ = put_once(store, clock, layout.control(record.n), record.encode())

@@ -187,6 +187,8 @@ class Rendezvous:
             self._mend_snapshot(damaged.get(self.step))
             self._apply(commit)
             self._move_on(commit)
+        if upto is None:
+            self.chain.refuse_gap(self.step)
         self._mend_snapshot(damaged.get(self.step))
         self._began = self.clock.now()
 

@@ -1,0 +1,190 @@
+"""Objects that this run did not write, and registers that are gone: passed over, or refused with words.
+
+    random JSON ──▶ every record class          a record that encodes to itself, or WireError
+                ──▶ every free register          the run goes on, a stop is heard
+                ──▶ log/                         counted and passed over
+    a register is deleted ──▶ control, commit    nobody joins, no wish is written, no step is closed anew
+
+Not promised: records that are well-formed and lie; a run key is for those.
+"""
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diloco.launch import ModelRecord, RunRecord
+from diloco.life import Life, make_room
+from diloco.report import read_report
+from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.errors import ChainBroken, RecordsLost
+from rendezvous.membership import read_control, write_control
+from rendezvous.records import Beat, Record, WireError
+from rendezvous.rules import Timing
+from rendezvous.stores.memory import MemoryStore
+from tests.fakes import ManualClock
+from tests.test_rendezvous_engine import Seat, bucket, pair, together
+from tests.test_rendezvous_records import RECORDS
+
+KINDS = [*map(type, RECORDS), RunRecord, ModelRecord]
+NUMBERS = st.sampled_from([0, -1, 1, 1.5, 10**400, 1e308, -(1 << 63), 1 << 64, True])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | NUMBERS | st.just("\ud800")
+VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4))
+CALM = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def right_or_refused(kind: type[Record], body: bytes) -> None:
+    try:
+        record = kind.decode(body)
+    except WireError:
+        return
+    assert kind.decode(record.encode()) == record
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@CALM
+@given(value=VALUES)
+def test_random_json_is_a_record_or_a_wire_error(kind: type[Record], value: Any) -> None:
+    right_or_refused(kind, json.dumps(value).encode())
+    right_or_refused(kind, json.dumps({"kind": kind.kind, "wire": 2, "x": value}).encode())
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.kind)
+@CALM
+@given(data=st.data())
+def test_a_record_with_any_field_changed_is_right_or_refused(record: Record, data: st.DataObject) -> None:
+    raw = json.loads(record.encode())
+    name = data.draw(st.sampled_from(sorted(raw)))
+    right_or_refused(type(record), json.dumps({**raw, name: data.draw(VALUES)}).encode())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_depth_size_and_spelling_are_bounded(kind: type[Record]) -> None:
+    head = json.dumps({"kind": kind.kind, "wire": 2})[:-1]
+    for body in (
+        b"[" * 100_000, (head + ',"x":' + "[" * 900 + "]" * 900 + "}").encode(), b"1" * 5000, b"null", b'"x"',
+        (head + ',"kind":"beat"}').encode(), head.encode("utf-16"), (head + "}").encode() + b" " * kind.most,
+    ):  # fmt: skip
+        with pytest.raises(WireError):
+            kind.decode(body)
+
+
+def test_a_big_object_is_refused_without_being_parsed() -> None:
+    body = b'{"kind":"beat","x":"' + b"y" * (64 << 20) + b'"}'
+    began = time.process_time()
+    with pytest.raises(WireError, match="bytes, at most 16384 make sense"):
+        Beat.decode(body)
+    assert time.process_time() - began < 0.5
+
+
+# ---------------------------------------------------------------------- a run among garbage
+
+ODD = [b"", b"{}", b"null", b"[1", b"\xff", b"[" * 5000, b'{"kind":"claim"}', b'{"wire":2,"kind":7}', b"1e999"]
+
+
+def litter(store: MemoryStore, step: int, seed: int) -> None:
+    """Garbage in registers that do not exist yet."""
+    pick = random.Random(seed)
+    keys = [layout.offer(step, f"r0{i}", pick.randrange(2)) for i in range(3)]
+    keys += [layout.claim("r02", 2), layout.control(read_control(store).records), layout.leave("r01", 1)]
+    for key in [*keys, layout.mean(step, 0), layout.snapshot(2 * step + 2), layout.snapshot(step + 100)]:
+        if store.get(key) is None:
+            store.put(key, pick.choice(ODD))
+    store.put(layout.beat("r02"), pick.choice(ODD))
+    store.put("snapshots/x/manifest.json", b"?")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_of_three_goes_on_among_random_json_and_hears_a_stop(seed: int) -> None:
+    clock = ManualClock()
+    faulty = bucket(clock, replicas=3, steps=6)
+    seats = [Seat(faulty, f"r0{i}", clock).join() for i in range(3)]
+    for step in range(4):
+        litter(faulty.inner, step, seed)  # type: ignore[arg-type]
+        for seat in seats:
+            seat.rv.members.tick()
+        commit = together(*seats)
+        assert [o.slot for o in commit.fresh] == ["r00", "r01", "r02"]
+        assert len({seat.state.theta.tobytes() for seat in seats}) == 1
+    again = Seat(faulty, "r02", clock).join()
+    assert again.rv.generation == 3 and again.state.theta.tobytes() == seats[0].state.theta.tobytes()
+    write_control(faulty, clock, stop=True, until=clock.wall() + 5)
+    for seat in [*seats[:2], again]:
+        seat.rv.members.tick()
+        assert seat.rv.leaving and seat.rv.wanted.until == clock.wall() + 5
+        assert seat.rv.wanted.min_replicas == 2
+
+
+# ---------------------------------------------------------------------- logs
+
+LINES = [
+    b"{}", b"null", b"[]", b'{"at": 1', b'{"at":"x","event":"step"}', b'{"at":1,"event":"step","step":"3"}',
+    b'{"at":1,"event":"step"}', b'{"at":1,"event":"lost","attempt":"2"}', b"\xff\xfe", b"[" * 5000,
+    b'{"at":1,"event":["x"]}', b'{"at":1,"event":"step","step":0,"reward":"high"}',
+]  # fmt: skip
+
+
+def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> None:
+    """Seen before: `status`, `costs`, `stop` and `resume` raised for each of them."""
+    from executors.money import costs
+    from executors.track import past
+
+    clock = ManualClock()
+    store, a, b = pair(clock)
+    together(a, b)
+    good = b'{"at":5.0,"event":"joined","step":0}'
+    store.put(layout.log("r00", 1, 0), b"\n".join([*LINES, good]))
+    store.put("log/.DS_Store", b"\0")
+    store.put("log/r00-x/000000.jsonl", good)
+    launched = b'{"at":1,"event":"launched","slot":"r00","attempt":1,"handle":{"slot":7}}'
+    store.put(layout.log("supervisor", 1, 0), launched + b"\n" + b'{"at":2,"event":"lost","slot":"r00","state":"X"}')
+    report = read_report(store)
+    assert report.passed_over == len(LINES) + 2 and len(report.of_kind("joined")) == 1
+    assert past(report.events)["r00"].open == () and costs(report).usd == 0
+
+
+# ---------------------------------------------------------------------- registers that are gone
+
+
+def test_without_its_first_control_record_nobody_joins_a_run() -> None:
+    """Seen before: quorum 1 and no budget, without a word."""
+    clock = ManualClock()
+    store, a, b = pair(clock)
+    together(a, b)
+    store.inner.delete([layout.control(0)])
+    for join in (
+        lambda: Life(store, "r02", Timing()),
+        lambda: make_room(store, clock, "r02", replicas=3, min_replicas=1, steps=9),
+        lambda: write_control(store, clock, stop=True),
+    ):
+        with pytest.raises(RecordsLost, match=r"control/000000.json has vanished.*Restore the object"):
+            join()
+    assert store.inner.get(layout.control(0)) is None and store.inner.get(layout.claim("r02", 1)) is None
+    a.rv.members.tick()
+    assert a.rv.wanted.min_replicas == 2 and together(a, b).m == 2, "who has read it keeps it"
+
+
+def test_a_gap_in_the_control_records_is_refused() -> None:
+    store, clock = MemoryStore(), SystemClock()
+    write_control(store, clock, replicas=2, min_replicas=2, steps=3)
+    for usd in (5.0, 6.0):
+        write_control(store, clock, max_usd=usd)
+    store.delete([layout.control(1)])
+    with pytest.raises(RecordsLost, match=r"control/000001.json has vanished, though control/000002.json is there"):
+        write_control(store, clock, stop=True)
+
+
+def test_a_commit_that_vanished_is_never_written_anew() -> None:
+    clock = ManualClock()
+    store, a, b = pair(clock, m=1)
+    for _ in range(2):
+        together(a, b)
+    store.inner.delete([layout.commit(0), layout.snapshot(1), layout.snapshot(2)])
+    with pytest.raises(ChainBroken, match="commit 0 is missing, though commit 1 is there"):
+        Seat(store, "r01", clock).join()
+    assert store.inner.get(layout.commit(0)) is None
