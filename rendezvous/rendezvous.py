@@ -140,8 +140,11 @@ class Rendezvous:
         self._replay(step, step, {})
 
     def _found(self) -> None:
-        """Snapshot 0 is θ₀ from whoever came first; without it nobody could ever replay."""
-        if self.store.get(layout.snapshot(0)) is None:
+        """Snapshot 0 is θ₀ from whoever came first; without it nobody could ever replay.
+
+        One that was lost when steps had been taken is not replaced: nobody knows any more that ours is the same.
+        """
+        if all(self.store.get(key) is None for key in (layout.snapshot(0), layout.commit(0))):
             base = base_of(self.state, self.rules.fragments)
             snapshots.write(self.store, self.clock, 0, self._arrays(), base=base, prev=None)
 
@@ -231,7 +234,7 @@ class Rendezvous:
     ) -> None:
         """Make Δ for the open step durable: blob first, then the offer that names it.
 
-        delta: flat fp32, the fragment's length; kept (not copied) until the step is over.   h: inner steps inside.
+        delta: flat fp32, the fragment's length; its memory is the caller's again afterwards.   h: inner steps inside.
         theta: the fragment's θ, for a codec that compares with it, and to tell what is absurd.
         """
         self._alert_fenced()
@@ -454,6 +457,7 @@ class Rendezvous:
             if late is not None:
                 late(self.step)
             self.complete(self._checked(commit))
+        self.members.decided = min(self.members.decided, self.step - 1)  # a commit that a tick saw may be gone again
         return self.step - start
 
     def _apply(self, commit: Commit) -> None:
@@ -548,6 +552,8 @@ class Rendezvous:
 
     def finish(self, reason: str) -> None:
         """Say goodbye: the last writes of this generation, as far as the store takes them."""
+        if not self.generation:  # asked to go before it held the slot
+            return
         self.store.alert = lambda: None  # going already
         self._background.drain()
         if self.done:

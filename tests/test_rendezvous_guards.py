@@ -8,21 +8,26 @@ a flipped bit of θ           never stepped from, never written down
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rendezvous import layout, snapshots
+from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
+from rendezvous.closing import Vigil
 from rendezvous.codecs import codec
 from rendezvous.digests import digest
-from rendezvous.errors import BadDelta, Corrupt, Diverged, GaveUp
-from rendezvous.records import Mean, Snapshot
+from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RendezvousError
+from rendezvous.records import Commit, Mean, Offer, Snapshot
 from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import no_tell
+from rendezvous.rendezvous import Rendezvous, no_tell
+from rendezvous.rules import flaw
 from rendezvous.stores.memory import MemoryStore
-from tests.fakes import Fault, FaultyStore, ManualClock
-from tests.test_rendezvous_engine import RULES, Seat, bucket, damage, pair, together, trio
+from rendezvous.wire import digests, grid, payload
+from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
+from tests.test_rendezvous_engine import RULES, TIMING, Seat, bucket, damage, pair, together, trio
 from tests.test_rendezvous_shards import commit_of
 
 
@@ -68,10 +73,9 @@ def test_after_a_refused_pseudogradient_a_codec_starts_anew(clock: ManualClock, 
     """Half of the refused one stood in its residual already; nobody can tell which half."""
     rules = replace(RULES, codec=name, shard_elements=1 if cut else RULES.shard_elements)
     store = bucket(clock, replicas=1, m=1)
-    seat = Seat(store, "r00", clock, rules).join()
-    theta = np.full(3000, 10.0, np.float32)
-    seat.state.theta = np.full(3000, 100.0, np.float32)
-    seat.rv._open(0)
+    seat = Seat(store, "r00", clock, rules)
+    seat.state, theta = VectorState(3000, 100.0), np.full(3000, 10.0, np.float32)
+    seat.join()
     big = np.random.default_rng(1).standard_normal(3000).astype(np.float32)
     seat.rv.offer(big, 2, theta=theta)
     commit, mean = seat.rv.settle(), np.empty(3000, np.float32)
@@ -126,7 +130,7 @@ def test_a_body_that_counts_under_the_next_number_is_not_sent_again(clock: Manua
     old = Seat(store, "r01", clock, rules).join()
     young = Seat(store, "r01", clock, rules).join()
     old.rv.base = old.rv._closer.base = "another θ"
-    old.rv._check_state = lambda: None  # type: ignore[method-assign]
+    old.rv._check_state = lambda *_: None  # type: ignore[method-assign]
     store.faults = [Fault("create", "offer/r01", error=None, before=lambda: old.rv.offer(np.ones(3, np.float32), 2))]
     young.rv.offer(delta, 2)
     assert young.rv.last_offer is not None and store.get(layout.offer(0, "r01", 1)) is not None
@@ -333,3 +337,296 @@ def test_a_writer_looks_after_its_blob_for_a_replica_whose_beat_never_gets_throu
     assert b.events("repaired")
     a.step()
     assert a.state.theta.tolist() == b.state.theta.tolist() == [98.5] * 3
+
+
+# ---------------------------------------------------------------------- registers that vanished
+
+
+def test_a_lost_commit_is_not_decided_again(clock: ManualClock) -> None:
+    """b is slow.  Step 1 looks open to it, but others have built on what was decided there."""
+    store, a, b = pair(clock, m=1)
+    for _ in range(3):
+        a.offer()
+        a.step()
+    store.inner.delete([layout.commit(1)])
+    assert b.rv.catch_up() == 1
+    b.offer(9, 9, 9)
+    with pytest.raises(ChainBroken, match="commit 1 is missing, though step 2 is decided"):
+        b.rv.settle()
+    assert store.get(layout.commit(1)) is None
+
+
+def test_a_lost_first_snapshot_is_not_written_again(clock: ManualClock) -> None:
+    """A replica that comes with another θ would replay the run from there, and every later one with it."""
+    store, a, b = pair(clock, replicas=3)
+    together(a, b)
+    store.inner.delete([layout.snapshot(0)])
+    late = Seat(store, "r02", clock)
+    late.state = VectorState(value=-7.0)
+    with pytest.raises(RendezvousError, match="the bucket lost objects"):
+        late.join()
+    assert store.get(layout.snapshot(0)) is None
+    together(a, b)
+    together(a, b)  # snapshot 2 is written
+    again = Seat(store, "r02", clock)
+    again.state = VectorState(value=-7.0)
+    assert np.array_equal(again.join().state.theta, a.state.theta)
+
+
+# ---------------------------------------------------------------------- a commit that breaks the rules
+
+
+def misweighed(store: FaultyStore, t: int) -> None:
+    """Commit t as a replica of another release might have written it: one weight is not what its h gives."""
+    commit = Commit.decode(store.get(layout.commit(t)) or b"")
+    offers = (replace(commit.offers[0], weight=0.25), *commit.offers[1:])
+    store.inner.put(layout.commit(t), replace(commit, offers=offers).encode())
+
+
+@pytest.mark.parametrize("how", ["waits for it", "catches up", "joins"])
+def test_a_commit_with_other_weights_is_applied_by_nobody(clock: ManualClock, how: str) -> None:
+    store, a, b = pair(clock, m=1)
+    a.offer()
+    a.rv.settle()
+    misweighed(store, 0)
+    before = b.state.theta.copy()
+    with pytest.raises(BadCommit, match=r"weight 0\.25.*by the run's rules it is 1\.0"):
+        if how == "waits for it":
+            b.offer()
+            b.step()
+        elif how == "catches up":
+            b.rv.catch_up()
+        else:
+            Seat(store, "r01", clock).join()
+    assert np.array_equal(b.state.theta, before)
+
+
+def test_a_theta_that_its_commit_did_not_confirm_is_not_written_down(clock: ManualClock) -> None:
+    """Commit 2 claims another base; the replay confirms r01's.  Nobody else has that digest, so it is no snapshot."""
+    store, a, b = pair(clock, m=1)
+    together(a, b)
+    together(a, b)
+    a.offer()
+    commit = a.rv.settle()
+    store.inner.put(layout.commit(2), replace(commit, base="corrupt", by=b.rv.name).encode())
+    b.offer()
+    b.step()
+    assert b.events("base_differs") and b.rv.step == 3
+    assert store.get(layout.snapshot(2)) is None
+
+
+def test_another_replica_writes_a_snapshot_after_two_periods_without_one(clock: ManualClock) -> None:
+    store, a, b = pair(clock, m=1, steps=30)
+    a.rv._snapshot_of = lambda **_: lambda: None  # type: ignore[method-assign]
+    written = list[list[int]]()
+    for _ in range(2 * RULES.snapshot_every + 1):
+        a.offer()
+        a.step()
+        b.rv.catch_up()
+        written.append([s.t for s in snapshots.newest_first(store)])
+    assert written == [[0]] * 4 + [[4, 0]]
+
+
+def test_the_work_that_is_counted_as_nothing_is_the_fresh_one(clock: ManualClock) -> None:
+    _, a, b = pair(clock, m=1)
+    a.offer(0, 0, 0)
+    a.step()
+    b.rv.catch_up(late=lambda t: b.offer(3, 3, 3))
+    a.offer(0, 0, 0)
+    assert [o.zero for o in a.step().offers] == [True, False], "b's late work is carried"
+    assert a.rv.idle_steps == 2
+
+
+def test_alien_offers_make_a_replica_replay_once_in_a_step(clock: ManualClock) -> None:
+    """And what the replay takes does not count as this step's work."""
+    _, a, b, c = trio(clock)
+    for alien in (b, c):
+        alien.state.theta += 1
+        alien.rv.resume_at(alien.state, 0)
+        alien.offer()
+    began = a.rv._began
+    a.offer()
+    with pytest.raises(GaveUp):
+        a.rv.settle()
+    assert len(a.events("base_differs")) == 1 and a.rv._began == began
+
+
+# ---------------------------------------------------------------------- memory that others may still need
+
+
+def test_a_body_that_somebody_misses_stays_while_the_next_mean_is_announced(clock: ManualClock) -> None:
+    _, a, b, c = trio(clock)
+    for seat in (a, b, c):
+        seat.offer(1, 2, 3)
+    assert c.step().by == "r02-1"
+    b.step()
+    for seat in (b, c, a) * 2:
+        seat.rv.members.tick()
+    b.offer(4, 5, 6)
+    first = b.rv._mine[0]
+    assert [mine.step for mine in b.rv._mine] == [0, 1], "a was last seen at step 0"
+    c.offer(4, 5, 6)
+    b.rv.members.wanted = replace(b.rv.members.wanted, min_replicas=2)
+    b.step()
+    assert first.body.view(np.float32).tolist() == [1, 2, 3]
+
+
+def test_a_mean_is_announced_once(clock: ManualClock) -> None:
+    store, a, b = pair(clock)
+    together(a, b)
+    b.offer()
+    a.offer()
+    store.calls.clear()
+    b.step()
+    a.step()
+    assert ("get", layout.mean(0, 0)) not in store.calls, "it was done with when step 1 opened"
+    commit = a.rv.chain.known(0) or pytest.fail("commit 0 is known")
+    a.rv._reducer.announce(commit, np.zeros(3, np.float32))
+    assert len([k for k in store.list("steps/0000000000/mean/") if k.endswith(".bin")]) == 1
+
+
+def test_old_offers_are_forgotten(clock: ManualClock) -> None:
+    _, a, b = pair(clock, steps=40)
+    for _ in range(20):
+        together(a, b)
+    assert len(a.rv._closer._offers) <= 2 * (RULES.window + 1)
+
+
+# ---------------------------------------------------------------------- who counts
+
+
+def test_late_work_expires_after_max_carry_syncs(clock: ManualClock) -> None:
+    store, a, b = pair(clock, m=1, steps=30)
+    for _ in range(RULES.max_carry + 1):
+        a.offer()
+        a.step()
+    # b's offer for step 0 becomes durable when step max_carry + 1 is open
+    b.offer(9, 9, 9)
+    a.offer()
+    assert a.step().carried == () and store.get(layout.offer(0, "r01", 0)) is not None
+
+
+def test_a_sum_begins_with_the_first_body_that_is_sound() -> None:
+    store, n = MemoryStore(), 5000
+    commit, vectors, rules = commit_of(store, "fp32", n, 3, 0)
+    bad = np.full(n, np.nan, np.float32)
+    whole, cuts = digests(bad.view(np.uint8), "fp32", grid(n, 1, rules.shard_elements))
+    store.put(commit.offers[0].blob, payload(bad))
+    offers = (replace(commit.offers[0], digest=whole, shards=cuts), *commit.offers[1:])
+    out = np.full(n, 7e7, np.float32)  # what stood in this memory before
+    Reducer(store, SystemClock(), no_tell, rules).mean(replace(commit, offers=offers), out)
+    w = np.array([o.weight for o in offers[1:]])
+    expected = (w[:, None] * np.array(vectors[1:], np.float64)).sum(0) / w.sum()
+    assert np.abs(out - expected).max() < 1e-5
+
+
+def test_a_step_with_a_body_that_has_no_shards_is_reduced_directly(clock: ManualClock) -> None:
+    """Its ranges could not be verified."""
+    store, a, b, c = trio(clock, replace(RULES, shard_from=1, shard_elements=1))
+    for seat in (a, b, c):
+        seat.offer(1, 1, 1)
+    record = c.rv.last_offer or pytest.fail("c has offered")
+    body = store.get(record.blob) or b""
+    plain = replace(record, digest=digest(body), shards=())
+    store.put(layout.offer(0, "r02", 0), plain.encode())
+    commit = a.rv.settle()
+    assert commit.mode == "direct" and not commit.owners
+    out = np.empty(3, np.float32)
+    a.rv.mean(commit, out)
+    assert out.tolist() == [1.0] * 3
+
+
+def test_an_offer_has_at_most_four_rounds_of_inner_steps() -> None:
+    offer = Offer(0, "r00", 1, "n", "b", 8, "blob", 12, "d", 1.0, 0.0)
+    assert flaw(offer, 0, "r00", RULES) == ""
+    assert "9 inner steps, where 2 are usual" in flaw(replace(offer, h=9), 0, "r00", RULES)
+
+
+def test_a_wait_for_a_quorum_begins_again_when_it_is_lost() -> None:
+    clock = ManualClock()
+    vigil = Vigil(clock, TIMING)
+    waits = list[float]()
+    for reached in (True, True, False, True, True):
+        clock.sleep(0.1)
+        vigil.look()
+        vigil.quorum(reached)
+        waits.append(round(vigil.waited, 1))
+    assert waits == [0.1, 0.2, 0.0, 0.1, 0.2]
+
+
+def test_a_closer_reads_as_many_commits_as_its_window() -> None:
+    """The oldest tells the fence of the oldest offer that may still be carried."""
+    store, clock = bucket(ManualClock(), replicas=1, m=1, steps=30), ManualClock()
+    seat = Seat(store, "r00", clock).join()
+    for _ in range(8):
+        together(seat)
+    chain = Chain(store, RULES.window)
+    chain.read_before(8)
+    assert [t for t in range(8) if chain.known(t)] == list(range(8 - RULES.window, 8))
+
+
+# ---------------------------------------------------------------------- in time, and in order
+
+
+def test_a_residual_may_take_half_of_the_time_that_is_left(clock: ManualClock) -> None:
+    for share, left in ((0.4, True), (0.6, False)):
+        store = bucket(clock, replicas=1, m=1)
+        seat = Seat(store, "r00", clock, replace(RULES, codec="int4")).join()
+        seat.rv.offer(vector(1), 2)
+        seat.rv.ask_to_leave()
+        seat.rv._rate = 12 / (share * TIMING.grace)  # bytes of the residual, seconds
+        seat.rv.finish("asked")
+        assert bool(store.list("residuals/")) is left
+
+
+def test_a_snapshot_becomes_visible_when_its_blob_is_there(clock: ManualClock) -> None:
+    store, a, b = pair(clock, steps=9)
+    together(a, b)
+    together(a, b)
+    store.faults = [Fault("put", "snapshots/", error=KeyboardInterrupt())]  # type: ignore[arg-type]
+    a.offer()
+    b.offer()
+    with pytest.raises(KeyboardInterrupt):
+        a.step()
+    assert store.get(layout.snapshot(2)) is None
+
+
+def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock) -> None:
+    """r02's blob is damaged, so r00 leaves its part; when r02 has put the blob back, all of them can be computed."""
+    store, a, b, c = trio(clock, replace(RULES, shard_from=1, shard_elements=1))
+    for seat in (a, b, c):
+        seat.offer(1, 1, 1)
+    (mine,) = c.rv._mine
+    damage(store, mine.key, "flipped")
+    commit, out = a.rv.settle(), np.empty(3, np.float32)
+    rest, rests = a.rv._rest, list[float]()
+
+    def later(vigil: Any, normal: float) -> None:
+        rests.append(clock.now())
+        if len(rests) == 2:
+            c.rv._reducer.mend_mine(mine)
+        rest(vigil, normal)
+
+    a.rv._sharer._rest = later
+    a.rv.mean(commit, out)
+    assert out.tolist() == [1.0] * 3 and len(rests) > 2
+
+
+def test_who_never_held_a_slot_says_no_goodbye(clock: ManualClock) -> None:
+    """Seed 21000151: asked to go before it had claimed, it wrote one for generation 0, which is nobody's."""
+    store = bucket(clock)
+    rv = Rendezvous(store, clock, "r01", RULES, TIMING)
+    rv.ask_to_leave()
+    rv.finish("asked")
+    assert store.list("leave/") == [] and store.list("alive/") == []
+
+
+def test_a_commit_that_a_tick_saw_and_that_is_gone_again_does_not_leave_a_replica_behind(clock: ManualClock) -> None:
+    """Seed 21000018: somebody took commit 2 and the operator gave it back; r00 never made an inner step again."""
+    store, a, b = pair(clock)
+    store.put(layout.commit(0), b"not a commit")
+    b.rv.members.tick()
+    assert b.rv.behind
+    store.inner.delete([layout.commit(0)])
+    assert b.rv.catch_up() == 0 and not b.rv.behind
+    together(a, b)
