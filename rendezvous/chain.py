@@ -81,8 +81,11 @@ class Chain:
 
 
 def refuse_gap(store: Store, t: int) -> None:
-    """Commit t is not there; raises ChainBroken if the one after it is."""
-    if store.get(layout.commit(t + 1)) is not None:
+    """Commit t was not there; raises ChainBroken if the one after it is, and t still is not.
+
+    Both may have been written since the caller looked: t is always there before t + 1, so it is read last.
+    """
+    if store.get(layout.commit(t + 1)) is not None and store.get(layout.commit(t)) is None:
         raise ChainBroken(
             f"commit {t} is missing, though commit {t + 1} is there. Registers are never deleted: the bucket was "
             "edited, or lost objects; restore it from a backup. Nothing was written"

@@ -19,7 +19,7 @@ from rendezvous import layout, rules
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.digests import is_digest, needed
-from rendezvous.errors import BadCommit, ChainBroken
+from rendezvous.errors import BadCommit
 from rendezvous.membership import Membership, Wanted, claims, read_claim
 from rendezvous.records import Commit, Listed, Offer, WireError, nonce
 from rendezvous.rules import Rules, Timing
@@ -111,7 +111,6 @@ class Closer:
         if not why_not:
             self._chain.refuse_gap(self.step)
             commit = self._proposal(fresh, wishes, snapshot)
-            self._refuse_hole()
             _, stands = put_once(self._store, self._clock, layout.commit(self.step), commit.encode())
             self._chain.accept(self.step, stands)
         return why_not
@@ -232,15 +231,6 @@ class Closer:
         """A commit goes by every wish that was durable before its closer looked: there may be a new slot, or m."""
         heard = self._members.listen(self._store)
         return "" if heard.records == wishes.records else "the operator has new wishes"
-
-    def _refuse_hole(self) -> None:
-        """A commit that was lost is never made again: later ones were built on it.   Raises ChainBroken."""
-        t, store = self.step, self._store
-        if store.get(layout.commit(t + 1)) is not None and store.get(layout.commit(t)) is None:
-            raise ChainBroken(
-                f"commit {t} is missing, though step {t + 1} is decided. Registers are never deleted: the bucket was "
-                "edited, or lost objects; restore it from a backup"
-            )
 
     # ------------------------------------------------------------------ the decision
 

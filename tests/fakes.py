@@ -85,6 +85,15 @@ class FaultyStore:
         return request()
 
 
+class Foreign(Exception):
+    """Marks an exception that no client of ours should raise, and one does."""
+
+
+FOREIGN: list[type[Exception]] = [
+    type(f"Foreign{base.__name__}", (Foreign, base), {}) for base in (ValueError, RuntimeError, OSError, KeyError)
+]
+
+
 class VectorState:
     """Fragments whose outer step is plain subtraction: θ_t can be told by eye."""
 

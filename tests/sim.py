@@ -5,6 +5,9 @@
                             │ ◀──────────────── switch ──────────────────────────────┘
                             ├─ SimStore  kill · pause and zombie return · error · lost answer · duplicate · torn upload
                             │            outage · full · blobs that rot or are cut short · late LIST · wrong clocks
+                            │            exceptions of a client that are none of ours
+                            ├─ adversary malformed registers, lying beats, forged and vanished ones
+                            │            (tests/sim_adversary.py); a run key in a quarter of the seeds
                             ├─ Fleet     double launches, joins, leaves, control records, loss of the whole fleet
                             └─ Observer  checks the promises of the protocol at each write, with its own arithmetic
 
@@ -20,6 +23,7 @@ import argparse
 import heapq
 import multiprocessing
 import random
+import re
 import sys
 import time
 import traceback
@@ -38,11 +42,17 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from rendezvous import records
 from rendezvous.errors import KeyExists
 from rendezvous.rules import Rules, Timing
+from rendezvous.seal import SealedStore
+from rendezvous.store import Store
+from tests import sim_adversary as adversary
+from tests.sim_adversary import may_vanish
+from tests.sim_codecs import CODECS
 from tests.sim_fleet import Fleet
 from tests.sim_observer import Observer, Violation
 from tests.sim_replica import Process
-from tests.sim_store import SimClock, SimStore, may_rot
+from tests.sim_store import BLOBS, SimClock, SimStore, may_rot
 
+TAG = re.compile(rb',"seal":"[0-9a-f]{64}"}\Z')
 RULES = Rules(fragments=1, sync_every=4, max_carry=2, snapshot_every=3)
 TIMING = Timing(poll=0.5, beat=1.5, dead_after=5.0, start_patience=10.0, give_up=600.0, store_patience=60.0, grace=10.0)
 
@@ -75,6 +85,11 @@ class Schedule:
     rot: float = 0.0  # share of blobs that are damaged at rest
     rots: tuple[str, ...] = ("delta", "mean blob", "snapshot blob")
     rot_after: float = 5.0
+    foreign: float = 0.0  # exceptions of a store that are no RendezvousError
+    malformed: float = 0.0  # registers taken by what is no record, and beats overwritten, per second
+    vanish: float = 0.0  # share of objects that vanish after a while
+    key: str = ""  # of the run
+    forge: float = 0.0  # registers overwritten by somebody without the key, per second
     flip: float = 0.0  # per outer step and place
     list_lag: float = 0.0
     churn: bool = False
@@ -84,11 +99,17 @@ class Schedule:
     zeros: float = 0.0  # share of rounds in which nothing is learned
     tau: int = 0  # inner steps during which a round is in flight
     retention: str = "all"
+    sizes: tuple[int, ...] = (5, 3, 4)  # elements of each fragment
+    poison: bool = True  # the trainer uses its buffers again, for other things
     far: bool = True  # requests that go together are made at the same time, as on S3; else in turn, as on a folder
     calm: float = 60.0  # no fault is injected after this
     end: float = 200.0
     settled: int = 4  # commits after the calm that end the run early
     actions: tuple[tuple[float, str, int], ...] = ()  # scripted: (time, "kill" | "term" | "pause" | "launch", slot)
+
+    def under_attack(self, r: random.Random) -> "Schedule":
+        """Somebody without the key overwrites what he finds, in some runs that have one."""
+        return replace(self, forge=r.choice((0.0, 0.1))) if self.key else self
 
 
 def draw(seed: int) -> Schedule:
@@ -127,13 +148,27 @@ def vary(plan: Schedule, r: random.Random) -> Schedule:
     retention = "window" if r.random() < 0.4 else "all"
     if retention == "window":
         rules = replace(rules, snapshot_every=r.choice((1, 2, 3)))
-    return replace(
+    plan = replace(
         plan, rules=rules, retention=retention, tau=r.randrange(interval) if r.random() < 0.6 else 0,
         pause=3 * plan.pause if retention == "window" else plan.pause,
         outage=outage if r.random() < 0.15 else plan.outage, rot=r.choice((0.0, 0.0, 0.06)),
         rot_after=r.choice((0.5, 8.0)), far=r.random() < 0.8,
         timing=replace(plan.timing, store_patience=r.choice((12.0, 60.0))),
     )  # fmt: skip
+    return trouble(plan, r)
+
+
+def trouble(plan: Schedule, r: random.Random) -> Schedule:
+    """The same with any codec, a run key, foreign exceptions, malformed and vanished objects, each in some seeds."""
+    rules = plan.rules
+    if r.random() < 0.3:
+        rules = replace(rules, codec=r.choice(CODECS))
+    large = rules.codec in ("int8", "int4") and r.random() < 0.5  # several shards
+    return replace(
+        plan, rules=rules, sizes=(2500, 1100, 1500) if large else plan.sizes, key="k" * 16 if r.random() < 0.25 else "",
+        foreign=r.choice((0.0, 0.0, 0.0, 0.002)), malformed=r.choice((0.0, 0.0, 0.1, 0.5)),
+        vanish=r.choice((0.0, 0.0, 0.0, 0.02)),
+    ).under_attack(r)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the world
@@ -150,6 +185,8 @@ class World:
         self.visible: dict[str, float] = {}
         self.originals: dict[str, bytes] = {}  # what damaged objects were
         self.torn: set[str] = set()  # blobs of which only a part was written
+        self.vanished: dict[str, bytes] = {}  # what they were
+        self.planted: set[str] = set()  # registers that the adversary took
         self.fired: Counter[str] = Counter()
         self.processes: list[Process] = []
         self.trace = xxhash.xxh3_128()
@@ -182,6 +219,7 @@ class World:
         with seeded_nonces(self._nonces):
             try:
                 self.fleet.begin()
+                adversary.begin(self)
                 while self._queue and not self.over and self._queue[0][0] <= self.plan.end:
                     self._turn(*heapq.heappop(self._queue))
                 self.observer.finish()
@@ -217,10 +255,22 @@ class World:
 
     # ------------------------------------------------------------ the bucket
 
-    def store(self, process: Process) -> "SimStore":
-        return SimStore(self, process)
+    def store(self, process: Process) -> Store:
+        store = SimStore(self, process)
+        return SealedStore(store, self.plan.key.encode(), "run", self._forgery) if self.plan.key else store
 
-    def clock(self, process: Process) -> "SimClock":
+    def _forgery(self, event: str, **fields: object) -> None:
+        self.fired[f"told: {event}"] += 1
+
+    def plain(self, body: bytes) -> bytes:
+        """A record without its tag."""
+        return TAG.sub(b"}", body) if self.plan.key else body
+
+    def record(self, key: str) -> bytes:
+        """What was written into a register."""
+        return self.plain(self.truth(key) or b"")
+
+    def clock(self, process: Process) -> SimClock:
         return SimClock(self, process)
 
     def effect(self, process: Process, verb: str, key: str, body: bytes | None) -> Any:
@@ -247,19 +297,24 @@ class World:
         self.objects[key] = body
         self.trace.update(body)
         self.visible.setdefault(key, self.now + self.rng.random() * self.plan.list_lag)
-        self.observer.written(process, key, old, body)
+        lost = self.vanished.pop(key, None)
+        if lost is not None and key.endswith(BLOBS):
+            self.observer.put_back(key, lost, body)
+            return
+        self.observer.written(process, key, old, self.plain(body))
         if old is None:
             may_rot(self, key)
+            may_vanish(self, key)
 
     def _forget(self, process: Process, key: str) -> None:
         self.observer.deleted(process, key)
         self.fired["collected"] += key in self.objects
-        for those in (self.objects, self.visible, self.originals):
+        for those in (self.objects, self.visible, self.originals, self.vanished):
             those.pop(key, None)
 
     def truth(self, key: str) -> bytes | None:
         """What was written under a key, whatever has become of it since."""
-        return self.originals.get(key, self.objects.get(key))
+        return self.originals.get(key, self.vanished.get(key, self.objects.get(key)))
 
 
 @contextmanager

@@ -7,34 +7,53 @@ A simulator that finds none of these would find nothing.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from rendezvous import closing, garbage, layout, membership, records, reduce, rendezvous, rules, snapshots
+from rendezvous import (
+    background,
+    closing,
+    garbage,
+    layout,
+    membership,
+    records,
+    reduce,
+    rendezvous,
+    rules,
+    seal,
+    snapshots,
+)
 from rendezvous.chain import Chain, head
 from rendezvous.closing import Closer
 from rendezvous.digests import digest
-from rendezvous.errors import KeyExists, StoreUnclear
+from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
 from rendezvous.sharded import Sharer
-from tests.sim import Schedule, draw
+from rendezvous.state import base_of
+from rendezvous.wire import Encoder
+from tests.sim import TAG, Schedule, draw
 
 Patch = Any
 
 
 @dataclass(frozen=True)
 class Bug:
-    """patches: what is broken.   schedule: seed -> a world that provokes it.   seeds: one of so many turns red."""
+    """patches: what is broken.   schedule: seed -> a world that provokes it.   seeds: one of so many turns red.
+
+    without: the same world without the one ability of the simulator that finds this bug.
+    """
 
     patches: Callable[[], list[Patch]]
     schedule: Callable[[int], Schedule] = draw
     seeds: int = 60
+    without: Callable[[Schedule], Schedule] | None = None
 
 
 # ---------------------------------------------------------------------- worlds
@@ -251,6 +270,43 @@ def residual_taken_back() -> Iterator[None]:
         yield
 
 
+def announces_the_callers_memory(rv: Any, commit: Any, mean: np.ndarray, mine: Any) -> Callable[[], None]:
+    return lambda: rv._reducer.announce(commit, mean)
+
+
+def one_room(reducer: Any, offers: Any, group: Any, mine: Any) -> list[Any]:
+    """Bodies that are fetched at the same time into the same memory."""
+    bodies: list[Any] = [""] * len(offers)
+
+    def get(i: int) -> None:
+        bodies[i] = reducer._body(offers[i], group, mine, reducer._buffer(reducer._length(offers[i], group)))
+        bodies[i] = bodies[i] if reducer._together is not background.in_turn else np.array(bodies[i])
+
+    reducer._together(*(partial(get, i) for i in range(len(offers))))
+    return bodies
+
+
+def ages_forgotten(encoder: Any, unsent: Any) -> None:
+    encoder._residuals = {int(name[9:]): np.array(e) for name, e in unsent.items() if name.startswith("residual.")}
+
+
+def believed(body: bytes, *rest: Any) -> bytes:
+    """The record without its tag, whatever that is."""
+    return TAG.sub(b"}", body)
+
+
+def one_part_stops_all(parts: Any, *acts: Callable[[], None]) -> None:
+    with suppress(RendezvousError):
+        for act in acts:
+            act()
+
+
+def founds_again(rv: Any) -> None:
+    if rv.store.get(layout.snapshot(0)) is None:
+        base = base_of(rv.state, rv.rules.fragments)
+        snapshots.write(rv.store, rv.clock, 0, rv._arrays(), base=base, prev=None)
+
+
 def trusting(store: Any, clock: Any, key: str, pieces: Any, out: np.ndarray, start: int = 0) -> str | None:
     """What is there is taken for what was written."""
     view = rendezvous.payload(out)
@@ -318,6 +374,38 @@ def lossy(seed: int) -> Schedule:
     return Schedule(seed, replicas=3, min_replicas=1, kill=0.002, rules=Rules(sync_every=2, codec="bf16"))
 
 
+def in_rows(seed: int) -> Schedule:
+    """int8 in shards of a real size; bodies are fetched at the same time."""
+    rules = Rules(sync_every=2, snapshot_every=3, codec="int8", shard_from=1, shard_elements=2)
+    return Schedule(seed, replicas=3, min_replicas=2, rules=rules, sizes=(2500,), kill=0.002)
+
+
+def waiting_long(seed: int) -> Schedule:
+    """top-k, and replicas that go and come back."""
+    rules = Rules(sync_every=2, codec="topk")
+    return Schedule(seed, replicas=3, min_replicas=1, churn=True, rules=rules, sizes=(9000,), end=120.0)
+
+
+def expiring(seed: int) -> Schedule:
+    """Registers vanish, and one replica is slow."""
+    return replace(unequal(seed), vanish=0.3, speeds=(0.6, 0.6, 5.0), pause=0.004)
+
+
+def scribbled(seed: int) -> Schedule:
+    """Somebody writes into registers that do not exist yet, and into beats."""
+    return Schedule(seed, replicas=3, min_replicas=2, malformed=1.0, kill=0.003, churn=True)
+
+
+def buggy_client(seed: int) -> Schedule:
+    """The store's client raises what it never should."""
+    return Schedule(seed, replicas=3, min_replicas=2, foreign=0.01)
+
+
+def signed(seed: int) -> Schedule:
+    """A run under a key, and somebody without it who overwrites registers."""
+    return Schedule(seed, replicas=3, min_replicas=2, key="k" * 16, forge=0.5, kill=0.003, calm=80.0)
+
+
 doomed = garbage.doomed
 
 
@@ -376,6 +464,32 @@ BUGS: dict[str, Bug] = {
     "repair is not verified": Bug(attr(snapshots, "mend", mends_blindly), rotting_in_bad_memory),
     "mean announced before it is right": Bug(lambda: [early_announcement()], unequal),
     "snapshot of a moved θ": Bug(lambda: [moved_snapshot()], unequal),
+    "announced mean is no copy": Bug(
+        attr(Rendezvous, "_announce", announces_the_callers_memory), unequal, without=lambda s: replace(s, poison=False)
+    ),
+    "bodies at once, one room": Bug(
+        attr(Reducer, "_bodies", one_room), in_rows, without=lambda s: replace(s, far=False)
+    ),
+    "ages are not inherited": Bug(
+        attr(Encoder, "inherit", ages_forgotten),
+        waiting_long,
+        without=lambda s: replace(s, rules=replace(s.rules, codec="bf16")),
+    ),
+    "a lost commit is decided again": Bug(
+        attr(Chain, "refuse_gap", nothing), expiring, without=lambda s: replace(s, vanish=0.0)
+    ),
+    "a lost θ₀ is replaced": Bug(
+        attr(Rendezvous, "_found", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)
+    ),
+    "no record is passed over": Bug(
+        attr(membership, "decoded", lambda kind, body: kind.decode(body)),
+        scribbled,
+        without=lambda s: replace(s, malformed=0.0),
+    ),
+    "the heartbeat dies of any exception": Bug(
+        attr(background.Parts, "run", one_part_stops_all), buggy_client, without=lambda s: replace(s, foreign=0.0)
+    ),
+    "a tag is not verified": Bug(attr(seal, "opened", believed), signed, without=lambda s: replace(s, forge=0.0)),
 }
 
 

@@ -9,12 +9,16 @@ from rendezvous.errors import RendezvousError
 from rendezvous.garbage import Collected
 from rendezvous.membership import Wanted, write_control
 from rendezvous.records import Control
+from rendezvous.seal import sealed
 from rendezvous.store import PatientStore
 from tests.sim_replica import Process, Replica
 from tests.sim_store import restore
 
 if TYPE_CHECKING:
     from tests.sim import World
+
+# What a replica may stop for, loudly.  All other malformed records are passed over.
+DAMAGE = ("rot:", "truncated:", "vanished:", "forged:", "malformed: commit", "malformed: mean", "malformed: manifest")
 
 
 class Fleet:
@@ -29,7 +33,10 @@ class Fleet:
         plan, operator = self.plan, Process(0, "operator", 0.0, dead=True)
         first = Control(0, records.nonce(), 0.0, plan.replicas, plan.steps or None, plan.min_replicas)
         self.w.processes.append(operator)
-        self.w.effect(operator, "create", layout.control(0), first.encode())
+        body, key = first.encode(), layout.control(0)
+        self.w.effect(
+            operator, "create", key, sealed(body, self.plan.key.encode(), "run", key) if self.plan.key else body
+        )
         for i in range(plan.replicas):
             self.launch(i)
         self.w.at(2.0, self._supervise)
@@ -75,7 +82,7 @@ class Fleet:
 
     def loud(self, p: Process, error: RendezvousError) -> None:
         """A replica stopped because something cannot be read: then that must be so, and the operator acts."""
-        damage = any(name.startswith(("rot:", "truncated:")) for name in self.w.fired)
+        damage = any(name.startswith(DAMAGE) for name in self.w.fired)
         if not damage and not (isinstance(error, Collected) and self.w.fired["collected"]):
             self.w.observer.broken("loud stops have a reason", f"{p.slot}: {error}")
         self.w.at(self.w.now + 8.0, lambda: restore(self.w))
@@ -108,6 +115,7 @@ class Fleet:
             self._churn(r)
         if calm:
             self._make_possible()
+            restore(self.w)
         if not self.wanted.stop and not self.finished:
             for i in range(self.wanted.replicas):
                 if not self.wanted.leaves(layout.slot_name(i)):

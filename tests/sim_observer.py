@@ -22,6 +22,7 @@ from safetensors.numpy import load
 from rendezvous import layout
 from rendezvous.records import Claim, Commit, Control, Leave, Mean, Offer, Snapshot
 from tests.audit import is_named
+from tests.sim_codecs import Kept, Sent, cut, decoded, encoded, shards, taken_back, written
 from tests.sim_replica import LR, MU, Process, SimState, digest_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Durable:
 
     offer: Offer
     at: float
+    key: str = ""
 
 
 class Observer:
@@ -53,15 +55,16 @@ class Observer:
         self.theta: list[np.ndarray] | None = None
         self.momentum: list[np.ndarray] = []
         self.bases: list[str] = []  # of θ_0, θ_1, …
-        self.offers: dict[tuple[int, str, int], Durable] = {}
+        self.offers: dict[tuple[int, str, str], Durable] = {}  # step, slot, nonce
         self.listed: dict[tuple[int, str], int] = {}  # (step, slot) -> the commit that lists it
-        self.holders: dict[tuple[str, int], tuple[int, float]] = {}  # -> process, since
+        self.holders: dict[tuple[str, int], tuple[set[int], float]] = {}  # -> process, since
         self.wishes: list[tuple[float, int]] = []  # (since, min_replicas)
         self.last_commit, self.times = 0.0, list[float]()
         self.at_calm: int | None = None
         self.offered_blobs: set[str] = set()
         self.snapshots: list[int] = []  # steps of confirmed ones
         self.gone: set[str] = set()  # collected blobs
+        self.lost: set[str] = set()  # registers that vanished at some time
         self.residuals: dict[str, bytes] = {}  # left by who went
         self.inherited: dict[str, bytes] = {}
         self.applied = 0
@@ -115,6 +118,12 @@ class Observer:
         elif old != body:
             self.broken("write once", f"{key} was overwritten")
 
+    def put_back(self, key: str, lost: bytes, body: bytes) -> None:
+        """A blob had vanished, and is written again."""
+        if body != lost:
+            self.broken("repaired with what it was", key)
+        self.w.fired["repaired: a vanished blob"] += 1
+
     def deleted(self, process: Process, key: str) -> None:
         """A collector must leave whatever a reader may need that starts at the second-newest snapshot."""
         if key.startswith("residuals/"):
@@ -132,46 +141,49 @@ class Observer:
         if key in self.gone:  # who still reads that step mends what it misses
             self.w.fired["a collected blob comes back"] += 1
             return
-        s, e = np.frombuffer(process.work, np.float32), self._residual(process, f)
-        process.sent[f] = key, s if e is None else s + e
+        x, theta = np.frombuffer(process.work, np.float32), np.frombuffer(process.theta, np.float32)
+        process.sent[f] = Sent(key, *written(self.rules.codec, x, self._kept(process, f, len(x)), theta))
 
-    def _residual(self, process: Process, f: int) -> np.ndarray | None:
+    def _kept(self, process: Process, f: int, size: int) -> Kept:
         """What the codec of this life has not sent; all of a body that no offer names."""
-        if self.rules.codec == "fp32" or f not in process.sent:
-            return process.inherited.get(f)
-        key, s = process.sent[f]
-        return s - decoded(encoded(s)) if key in self.offered_blobs else s
+        if f not in process.sent:
+            return process.inherited.get(f, Kept.nothing(size))
+        sent = process.sent[f]
+        return sent.kept if sent.key in self.offered_blobs else taken_back(self.rules.codec, sent)
 
     def _left(self, process: Process, leave: Leave) -> None:
         if leave.residual:
-            self.residuals[leave.residual] = body = self.w.objects[leave.residual]
-            for name, e in load(body).items():
-                mine = self._residual(process, int(name.rpartition(".")[2]))
-                if mine is None or mine.tobytes() != e.tobytes():
-                    self.broken("each work and each residual once", f"{process.slot} leaves another residual than its")
+            self.residuals[leave.residual] = body = self.w.truth(leave.residual) or b""
+            for name, left in load(body).items():
+                f = int(name.rpartition(".")[2])
+                mine = self._kept(process, f, len(left)).arrays(self.rules.codec, f)
+                if mine[name].tobytes() != left.tobytes():
+                    self.broken("each work and each residual once", f"{process.slot} leaves another {name} than its")
 
     def inherits(self, process: Process, generation: int) -> None:
         """A life begins with what the codec of that generation has not sent."""
-        left = Leave.decode(self.w.objects[layout.leave(process.slot, generation)])
+        left = Leave.decode(self.w.record(layout.leave(process.slot, generation)))
         if left.residual in self.inherited:
             self.broken("each work and each residual once", f"{left.residual} is inherited twice")
         found = load(self.inherited.setdefault(left.residual, self.residuals[left.residual]))
-        process.inherited = {int(name.rpartition(".")[2]): e for name, e in found.items()}
+        for f in {int(name.rpartition(".")[2]) for name in found}:
+            residual = found[f"residual.{f}"]
+            process.inherited[f] = Kept(residual, found.get(f"age.{f}", np.zeros(len(residual), np.uint8)))
 
     def _body(self, process: Process, offer: Offer) -> bytes:
         """What this life's work must look like on the wire."""
-        key, s = process.sent.get(offer.step % self.rules.fragments, ("", np.zeros(0, np.float32)))
-        if key != offer.blob:
-            return b""
-        return encoded(s) if self.rules.codec != "fp32" else s.tobytes()
+        sent = process.sent.get(offer.step % self.rules.fragments)
+        return sent.body if sent is not None and sent.key == offer.blob else b""
 
     def _claimed(self, process: Process, claim: Claim) -> None:
-        if claim.pid != process.id or (claim.slot, claim.generation) in self.holders:
+        name, key = (claim.slot, claim.generation), layout.claim(claim.slot, claim.generation)
+        if claim.pid != process.id or (name in self.holders and key not in self.lost):
             self.broken("write once", f"{claim} by process {process.id}")
-        self.holders[claim.slot, claim.generation] = process.id, self.w.now
+        before, _ = self.holders.get(name, (set[int](), 0.0))
+        self.holders[name] = before | {process.id}, self.w.now
 
     def _offered(self, process: Process, step: int, key: str, offer: Offer) -> None:
-        if self.holders.get((offer.slot, offer.generation), (None,))[0] != process.id:
+        if process.id not in self.holders.get((offer.slot, offer.generation), (set[int](), 0.0))[0]:
             self.broken("fencing", f"{key} by process {process.id}, which does not hold generation {offer.generation}")
         blob = self.w.truth(offer.blob)
         if offer.blob not in self.gone:  # its writer slept in between, and nobody will list it
@@ -182,7 +194,7 @@ class Observer:
         on_chain = step >= len(self.bases) or offer.base == self.bases[step]
         if (on_chain and process.tainted_work) or not (on_chain or process.tainted):
             self.broken("base on the chain", f"{key}, tainted={process.tainted_work}, starts from {offer.base}")
-        self.offers[step, offer.slot, int(key.rsplit(".", 2)[1])] = Durable(offer, self.w.now)
+        self.offers[step, offer.slot, offer.nonce] = Durable(offer, self.w.now, key)
         self.offered_blobs.add(offer.blob)
 
     def _announced(self, process: Process, step: int, part: int, mean: Mean) -> None:
@@ -202,12 +214,12 @@ class Observer:
 
     def _part(self, step: int, j: int) -> bytes:
         """Part j of a mean on the wire: the shards, dealt out to the owners in runs."""
-        mean, owners, width = self.means[step], len(self.commits[step].owners), self.rules.shard_elements
+        mean, owners = self.means[step], len(self.commits[step].owners)
         if not owners:
             return mean.tobytes()
-        shards = -(-len(mean) // width)
-        part = mean[round(j * shards / owners) * width : round((j + 1) * shards / owners) * width]
-        return encoded(part) if self.rules.codec != "fp32" else part.tobytes()
+        cuts = shards(self.rules.codec, len(mean), self.rules.shard_elements)
+        part = cuts[round(j * len(cuts) / owners) : round((j + 1) * len(cuts) / owners)]
+        return encoded(self.rules.codec, mean[part[0][0] : part[-1][1]])
 
     def _snapshot(self, snapshot: Snapshot) -> None:
         if snapshot.blob in self.gone:
@@ -218,19 +230,19 @@ class Observer:
         arrays = load(blob)
         theta = [arrays[f"theta.{i}"].copy() for i in range(self.rules.fragments)]
         momentum = [arrays[f"momentum.{i}"].copy() for i in range(self.rules.fragments)]
-        if snapshot.t == 0:
+        if snapshot.t == 0 and not self.bases:
             self.theta, self.momentum = theta, momentum
             self.bases.append(digest_of(theta, momentum))
         if [snapshot.base, digest_of(theta, momentum)] != 2 * self.bases[snapshot.t : snapshot.t + 1]:
             self.broken("confirmed snapshots", f"snapshot {snapshot.t} says {snapshot.base}")
-        if snapshot.confirmed:
+        if snapshot.confirmed and snapshot.t not in self.snapshots:
             self.snapshots.append(snapshot.t)
 
     def _is(self, blob: bytes, named: Any) -> bool:
         """Are these the bytes that an offer, or a commit, names?  In shards, each by its digest."""
-        width = self.rules.shard_elements * (4 if self.rules.codec == "fp32" else 2)
-        cut = [blob[at : at + width] for at in range(0, len(blob), width)]
-        if named.shards and (len(cut) != len(named.shards) or not all(map(is_named, cut, named.shards))):
+        size = self.w.plan.sizes[named.step % self.rules.fragments]
+        pieces = cut(self.rules.codec, blob, size, self.rules.shard_elements)
+        if named.shards and (len(pieces) != len(named.shards) or not all(map(is_named, pieces, named.shards))):
             return False
         return is_named("".join(named.shards).encode() if named.shards else blob, named.digest)
 
@@ -243,7 +255,8 @@ class Observer:
             self.broken("at least m fresh", f"commit {t}: {fresh} fresh, m={commit.m}, wishes {self.wishes}")
         self._nothing_forgotten(process, t, commit)
         for (slot, generation), (_, since) in self.holders.items():
-            if since < process.scan and commit.fence.get(slot, 0) < generation:
+            known = not any(key.startswith(f"replicas/{slot}/") for key in self.lost)
+            if known and since < process.scan and commit.fence.get(slot, 0) < generation:
                 self.broken("fencing", f"commit {t} does not fence {slot} below generation {generation}")
         self._step(t, commit, body)
 
@@ -291,8 +304,13 @@ class Observer:
     def _nothing_forgotten(self, process: Process, t: int, commit: Commit) -> None:
         for (s, slot, _), durable in self.offers.items():
             seen = s in self._carryable(t) and durable.at < process.scan and durable.offer.base == self.bases[s]
-            if seen and (s, slot) not in self.listed and not self._fenced(durable.offer):
+            if seen and (s, slot) not in self.listed and not (self._fenced(durable.offer) or self._lost(durable.offer)):
                 self.broken("nothing is forgotten", f"commit {t} by {commit.by} leaves out {s}/{slot}")
+
+    def _lost(self, offer: Offer) -> bool:
+        """Has its register, one before it, or its slot's claim been taken away, so that readers cannot find it?"""
+        claim = layout.claim(offer.slot, offer.generation)
+        return claim in self.lost or any(layout.offer(offer.step, offer.slot, i) in self.lost for i in range(9))
 
     def _step(self, t: int, commit: Commit, body: bytes) -> None:
         """The chain's own θ: fp32, each operation rounded by itself."""
@@ -310,15 +328,15 @@ class Observer:
         self.times.append(self.w.now)
 
     def _mean(self, t: int, commit: Commit) -> np.ndarray:
-        total, weights, lossy = np.zeros(0, np.float32), 0.0, self.rules.codec != "fp32"
+        name, size = self.rules.codec, self.w.plan.sizes[t % self.rules.fragments]
+        total, weights = np.zeros(0, np.float32), 0.0
         for o in commit.offers:
             age = (t - o.step) // self.rules.fragments
             w = np.float32(o.h / self.rules.sync_every * self.rules.age_discount**age)
-            body = self.w.truth(o.blob) or b""
-            x = w * (decoded(body) if lossy else np.frombuffer(body, np.float32))
+            x = w * decoded(name, self.w.truth(o.blob) or b"", size)
             total, weights = total + x if len(total) else x, weights + float(w)
         mean = total / np.float32(weights)
-        return decoded(encoded(mean)) if lossy and commit.owners else mean
+        return decoded(name, encoded(name, mean), size) if name != "fp32" and commit.owners else mean
 
     # ------------------------------------------------------------ replicas
 
@@ -373,16 +391,3 @@ class Observer:
             if working and p.rv is not None and (p.rv.step < len(self.commits) - 4 or p.tainted):
                 found.append(p)
         return found
-
-
-# ---------------------------------------------------------------------- bf16, in our own words
-
-
-def encoded(x: np.ndarray) -> bytes:
-    """The upper halves of fp32 numbers, rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
-
-
-def decoded(body: bytes) -> np.ndarray:
-    return (np.frombuffer(body, np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -10,6 +10,7 @@ Not promised: that these inner steps learn anything; they are noise.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +19,17 @@ from xxhash import xxh3_128_hexdigest as xxh3
 
 from rendezvous import layout
 from rendezvous.background import in_turn
-from rendezvous.errors import Corrupt, Leaving, RendezvousError, Terminal
+from rendezvous.errors import ChainBroken, Corrupt, Forged, Leaving, RendezvousError, Terminal
 from rendezvous.garbage import Collected
-from rendezvous.records import Commit
+from rendezvous.records import Commit, WireError
 from rendezvous.rendezvous import Rendezvous
+from tests.fakes import Foreign
+from tests.sim_codecs import Kept, Sent
 
 if TYPE_CHECKING:
     from tests.sim import World
 
-SIZES = (5, 3, 4)  # elements of fragment 0, 1, 2
+LOUD = (Corrupt, RendezvousError, WireError, ChainBroken, Forged)  # and then the operator acts
 LR, MU = np.float32(0.7), np.float32(0.9)
 FLIPS = 0  # the fragment that bad memory hits; work on the others is not derived from it, and may be offered
 
@@ -46,10 +49,11 @@ class Process:
     hangs_until: float = 0.0  # a request of its work, not of its heartbeat, is slow
     ended: str = ""  # why it ended by itself
     tainted: bool = False  # a bit of its θ or momentum was flipped
-    work: bytes = b""  # its newest pseudogradient
+    work: bytes = b""  # its newest pseudogradient, and the θ that it started from
+    theta: bytes = b""
     tainted_work: bool = False  # made when θ was tainted
-    inherited: dict[int, np.ndarray] = field(default_factory=dict)  # fragment -> residual of the life before
-    sent: dict[int, tuple[str, np.ndarray]] = field(default_factory=dict)  # fragment -> blob, what was encoded
+    inherited: dict[int, Kept] = field(default_factory=dict)  # fragment -> what the codec of the life before kept
+    sent: dict[int, Sent] = field(default_factory=dict)  # fragment -> its newest body
     scan: float = 0.0  # when it last began to look for offers
     rv: Rendezvous | None = None
     tasks: list[greenlet] = field(default_factory=list)
@@ -64,7 +68,7 @@ class SimState:
 
     def __init__(self, world: "World", process: Process) -> None:
         self._world, self._process = world, process
-        sizes = SIZES[: world.plan.rules.fragments]
+        sizes = world.plan.sizes[: world.plan.rules.fragments]
         # a fresh replica comes with its own θ: only what the bucket says may survive the join
         self.theta = [np.full(n, 1 + process.id, np.float32) for n in sizes]
         self.momentum = [np.zeros(n, np.float32) for n in sizes]
@@ -88,6 +92,7 @@ class SimState:
             np.subtract(self.theta[fragment], look, out=self.theta[fragment])
         else:
             self._world.fired["empty round"] += 1
+        poison(self._world, mean)
         self.maybe_flip()
 
     def arrays(self, fragment: int) -> dict[str, np.ndarray]:
@@ -106,6 +111,13 @@ class SimState:
             w.rng.choice((self.theta, self.momentum))[FLIPS].view(np.int32)[0] ^= w.rng.randrange(1, 1 << 22)
             p.tainted = True
             w.fired["bit flip in memory"] += 1
+
+
+def poison(world: "World", buffer: np.ndarray) -> None:
+    """The trainer writes other things here before anybody else looks: who needs the values has copied them."""
+    if world.plan.poison:
+        world.fired["buffer poisoned"] += 1
+        buffer.fill(np.nan)
 
 
 def digest_of(theta: list[np.ndarray], momentum: list[np.ndarray]) -> str:
@@ -142,7 +154,7 @@ class Flight:
     def _run(self) -> None:
         try:
             self._result = self._work()
-        except RendezvousError as error:
+        except (RendezvousError, Foreign) as error:
             self._error = error
         self.done = True
         if self._waiter is not None:
@@ -162,11 +174,11 @@ def together(world: "World", process: Process) -> Callable[..., None]:
     """`rendezvous.background.at_once`, with greenlets for threads."""
 
     def at_once(*jobs: Callable[[], None]) -> None:
-        errors: list[RendezvousError] = []
+        errors: list[Exception] = []
         for flight in [Flight(world, process, job) for job in jobs]:
             try:
                 flight.land()
-            except RendezvousError as error:
+            except (RendezvousError, Foreign) as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -187,7 +199,13 @@ class SimBackground:
             self._world.fired["background job waits"] += not before.done
             before.land()
         self._world.fired["background job"] += 1
-        self._last = Flight(self._world, self._process, job)
+        self._last = Flight(self._world, self._process, partial(self._do, job))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Foreign:
+            self._world.fired["told: a background job failed"] += 1
 
     def drain(self) -> None:
         if self._last is not None:
@@ -217,19 +235,25 @@ class Replica:
     def live(self) -> None:
         """A whole life: from the claim to the goodbye, or to whatever ends it."""
         try:
-            self._live()
-        except Leaving:
-            self.rv.finish("leaving")
-            self.p.ended = "left"
+            self._until_asked_to_go()
         except Terminal as error:
             self.p.ended = type(error).__name__
             if isinstance(error, Collected):
                 self.w.fleet.loud(self.p, error)
         except RendezvousError as error:
-            if type(error) not in (Corrupt, RendezvousError):
+            if type(error) not in LOUD:
                 raise
             self.p.ended = type(error).__name__
             self.w.fleet.loud(self.p, error)
+        except Foreign:
+            self.p.ended = "of a foreign exception"
+
+    def _until_asked_to_go(self) -> None:
+        try:
+            self._live()
+        except Leaving:
+            self.rv.finish("leaving")
+            self.p.ended = "left"
 
     def _live(self) -> None:
         self.rv.claim()
@@ -243,6 +267,7 @@ class Replica:
         self.state = SimState(self.w, self.p)
         self.rv.join(self.state)
         self.local = [x.copy() for x in self.state.theta]
+        self.deltas = [np.empty_like(x) for x in self.state.theta]  # used again in every step, for Δ and the mean
         self.h = [0] * self.rules.fragments
         while not self.rv.done and not self.rv.leaving:
             self._outer_step()
@@ -272,13 +297,16 @@ class Replica:
 
     def _exchange(self, f: int, delta: np.ndarray, h: int) -> tuple[Commit, np.ndarray] | None:
         if h:
-            self.rv.offer(delta, h)
+            self._offer(f, delta, h)
         if self.rv.leaving:
             return None
         commit = self.rv.settle()
-        mean = np.empty(self.state.size(f), np.float32)
-        self.rv.mean(commit, mean)
-        return commit, mean
+        self.rv.mean(commit, delta)  # in the memory that the pseudogradient was in
+        return commit, delta
+
+    def _offer(self, f: int, delta: np.ndarray, h: int) -> None:
+        self.rv.offer(delta, h, theta=self.state.theta[f])
+        poison(self.w, delta)
 
     def _inner_steps(self, count: int, free: bool = True) -> None:
         """free: may stop for a commit that was made without us, or to leave."""
@@ -306,16 +334,17 @@ class Replica:
     def _offer_late(self, step: int) -> None:
         f = step % self.rules.fragments
         if self.h[f]:
-            self.rv.offer(self._delta(f), self.h[f])
+            self._offer(f, self._delta(f), self.h[f])
         self.h[f] = 0
         self._caught.add(f)
 
     def _delta(self, f: int) -> np.ndarray:
-        delta = self.state.theta[f] - self.local[f]
+        delta = np.subtract(self.state.theta[f], self.local[f], out=self.deltas[f])
         self.p.tainted = self.p.tainted and not self.w.observer.agrees(self.rv.step, self.state)
         self.p.work, self.p.tainted_work = delta.tobytes(), self.p.tainted and f == FLIPS
+        self.p.theta = self.state.theta[f].tobytes()
         return delta
 
     def _restart(self, f: int) -> None:
-        self.local[f] = self.state.theta[f].copy()
+        self.local[f][:] = self.state.theta[f]
         self.h[f] = 0

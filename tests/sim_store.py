@@ -11,7 +11,7 @@
 
 Everything that happens is counted in `World.fired`: a fault that never fires proves nothing.
 
-Not promised: registers that rot.  They are JSON with a kind, and a damaged one stops its reader loudly.
+Not promised: registers that rot by a bit.  tests/sim_adversary.py has malformed, forged and vanished ones.
 """
 
 from collections.abc import Iterable
@@ -22,6 +22,7 @@ from greenlet import getcurrent
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreFull, StoreUnclear
 from rendezvous.store import Buffer
+from tests.fakes import FOREIGN
 from tests.sim_replica import Process
 
 if TYPE_CHECKING:
@@ -126,9 +127,10 @@ class SimStore:
         chances = (
             ("error", plan.error), ("kill before", deadly * plan.kill / 2), ("kill after", deadly * plan.kill / 2),
             ("pause before", plan.pause / 2), ("pause after", plan.pause / 2), ("slow", plan.slow),
+            ("foreign exception", plan.foreign * self._process.slot.startswith("r")),
             ("lost answer", plan.lost), ("duplicate", plan.duplicate), ("torn upload", plan.torn),
         )  # fmt: skip
-        for name, chance in chances[: 6 if not writes else 9 if key.endswith(BLOBS) and verb == "put" else 8]:
+        for name, chance in chances[: 7 if not writes else 10 if key.endswith(BLOBS) and verb == "put" else 9]:
             x -= chance
             if x < 0:
                 return name
@@ -148,7 +150,11 @@ class SimStore:
             self._pause()
         if fault == "slow":
             self._hang(w.rng.uniform(1.0, 20.0))
+        if fault == "foreign exception" and w.rng.random() < 0.5:
+            raise w.rng.choice(FOREIGN)("a bug in a client, or below it")
         answer = w.effect(p, verb, key, body)
+        if fault == "foreign exception":
+            raise w.rng.choice(FOREIGN)("a bug in a client, or below it")
         if fault == "kill after":
             w.die(p)
         if fault == "pause after":
@@ -162,7 +168,7 @@ class SimStore:
     def _tear(self, verb: str, key: str, body: bytes) -> None:
         """A store that shows half-written objects."""
         w = self._world
-        if key not in w.objects and body:
+        if key not in w.objects and key not in w.vanished and body:
             w.torn.add(key)
             w.fired["half a blob is seen"] += 1
             w.effect(self._process, verb, key, body[: w.rng.randrange(len(body))])
@@ -214,8 +220,15 @@ def rot(world: "World", key: str) -> None:
 
 
 def restore(world: "World") -> None:
-    """The operator puts damaged objects back from a backup."""
-    if world.originals:
+    """The operator puts damaged and vanished objects back from a backup, and deletes what never was the run's."""
+    if world.originals or world.vanished or world.planted:
         world.fired["restored by the operator"] += 1
     world.objects.update(world.originals)
+    for key, body in world.vanished.items():
+        world.objects.setdefault(key, body)
+        world.visible.setdefault(key, world.now)
+    for key in [k for k in world.planted if kind(k) in ("commit", "mean", "manifest")]:
+        world.planted.discard(key)
+        del world.objects[key], world.visible[key]
     world.originals.clear()
+    world.vanished.clear()

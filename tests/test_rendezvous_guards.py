@@ -351,7 +351,7 @@ def test_a_lost_commit_is_not_decided_again(clock: ManualClock) -> None:
     store.inner.delete([layout.commit(1)])
     assert b.rv.catch_up() == 1
     b.offer(9, 9, 9)
-    with pytest.raises(ChainBroken, match="commit 1 is missing, though step 2 is decided"):
+    with pytest.raises(ChainBroken, match="commit 1 is missing, though commit 2 is there"):
         b.rv.settle()
     assert store.get(layout.commit(1)) is None
 
@@ -630,3 +630,17 @@ def test_a_commit_that_a_tick_saw_and_that_is_gone_again_does_not_leave_a_replic
     store.inner.delete([layout.commit(0)])
     assert b.rv.catch_up() == 0 and not b.rv.behind
     together(a, b)
+
+
+def test_commits_that_were_made_while_a_replica_looked_are_no_gap(clock: ManualClock) -> None:
+    """1. b finds no commit 0   2. a makes commits 0 and 1   3. b asks for commit 1."""
+    store, a, b = pair(clock, m=1)
+
+    def two_steps() -> None:
+        for _ in range(2):
+            a.offer()
+            a.step()
+
+    store.faults = [Fault("get", layout.commit(1), error=None, before=two_steps)]
+    b.rv.chain.refuse_gap(0)
+    assert b.rv.catch_up() == 2

@@ -35,13 +35,19 @@ FAULTS = {
     "kill at put beat", "double launch", "whole fleet lost", "SIGTERM", "grown", "hung trainer", "mute",
     "bit flip in memory", "rot: delta", "rot: mean blob", "rot: snapshot blob", "truncated: delta",
     "truncated: mean blob", "truncated: snapshot blob", "wish: grow", "wish: replicas", "wish: drain",
-    "wish: min_replicas", "wish: stop", "wish: resume",
+    "wish: min_replicas", "wish: stop", "wish: resume", "buffer poisoned", "vanished: delta", "vanished: mean blob",
+    "vanished: snapshot blob", "vanished: offer", "vanished: claim", "vanished: manifest", "vanished: mean",
+    "vanished: commit", "vanished: beat", "malformed: offer", "malformed: claim", "malformed: control",
+    "malformed: leave", "malformed: mean", "malformed: manifest", "malformed: beat", "malformed: commit", "lying: beat",
+    "foreign exception", "forged: offer", "forged: claim", "forged: commit", "forged: manifest",
 }  # fmt: skip
 ANSWERS = {
     "collected", "ends: Collected", "ends: Corrupt", "ends: Diverged", "ends: Fenced", "ends: GaveUp", "ends: left",
     "ends: finished", "half a blob is replaced", "mean announced", "part taken over", "repaired: delta",
     "repaired: bin", "repaired: safetensors", "round in flight", "waits for a greenlet", "background job",
-    "told: adopted", "told: offer_lost", "told: replay_differs", "told: inherited", "restored by the operator",
+    "told: forged", "repaired: a vanished blob", "ends: Forged", "ends: WireError", "ends: of a foreign exception",
+    "told: adopted", "told: offer_lost",
+    "told: replay_differs", "told: inherited", "restored by the operator",
 }  # fmt: skip
 
 
@@ -50,6 +56,8 @@ RARE = {
     "repaired: safetensors", "truncated: snapshot blob", "rot: snapshot blob", "truncated: mean blob", "rot: mean blob",
     "kill at create mean", "kill at create control", "kill at create commit", "kill at delete", "kill at list",
     "kill at put snapshot blob", "kill at put mean blob", "kill at create manifest", "part taken over",
+    "vanished: mean blob", "vanished: snapshot blob", "vanished: offer", "vanished: claim", "vanished: manifest",
+    "vanished: mean", "vanished: commit", "vanished: beat", "vanished: delta", "repaired: a vanished blob",
 }  # fmt: skip
 
 
@@ -74,6 +82,10 @@ def test_a_planted_bug_is_found(name: str) -> None:
         seed = next((s for s in range(bug.seeds) if run(bug.schedule(s)).red), None)
     assert seed is not None, f"{name}: all of {bug.seeds} schedules stayed green"
     assert not run(bug.schedule(seed)).red, "the same schedule is red without the bug"
+    if bug.without is not None:
+        with planted(name):
+            found = [s for s in range(min(seed + 5, bug.seeds)) if run(bug.without(bug.schedule(s))).red]
+        assert not found, "another ability finds it, too"
 
 
 def test_a_seed_replays_exactly() -> None:
@@ -96,7 +108,7 @@ def test_a_collected_blob_that_its_writer_mends_is_no_new_pseudogradient() -> No
     world.observer.gone.add("collected")
     for key in ("collected", "fresh"):
         world.observer._encoded(process, 1, key)
-    assert process.sent[1][0] == "fresh" and world.fired["a collected blob comes back"] == 1
+    assert process.sent[1].key == "fresh" and world.fired["a collected blob comes back"] == 1
 
 
 def test_nobody_is_blamed_for_a_blob_that_a_full_store_does_not_take() -> None:
@@ -105,7 +117,7 @@ def test_nobody_is_blamed_for_a_blob_that_a_full_store_does_not_take() -> None:
         world = World(replace(draw(0), outage=outage))
         world.now = 60.0
         offer = cast(Any, SimpleNamespace(step=1, slot="r00"))
-        world.observer.offers[1, "r00", 0] = Durable(offer, 20.0)
+        world.observer.offers[1, "r00", "n"] = Durable(offer, 20.0)
         assert world.observer._waits(Process(1, "r00", 0.0), 1) is waits
 
 
