@@ -115,7 +115,8 @@ class Fleet:
             self._churn(r)
         if calm:
             self._make_possible()
-            restore(self.w)
+            if self.plan.vanish or self.plan.forge or self.plan.malformed:  # rot is left to those who have the bytes
+                restore(self.w)
         if not self.wanted.stop and not self.finished:
             for i in range(self.wanted.replicas):
                 if not self.wanted.leaves(layout.slot_name(i)):
