@@ -289,12 +289,17 @@ def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:
     check_lighthouse(outer)
 
 
+def check_retention(retention: str) -> None:
+    """Raises ConfigError."""
+    if retention not in ("all", "window"):
+        raise ConfigError(f'fleet.retention = {retention!r} is not known. Use "all" or "window"')
+
+
 def check_fleet(fleet: FleetConfig) -> None:
     """Raises ConfigError for wishes that no run could fulfil."""
     if fleet.replicas < 1 or fleet.steps < 1:
         raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
-    if fleet.retention not in ("all", "window"):
-        raise ConfigError(f'fleet.retention = {fleet.retention!r} is not known. Use "all" or "window"')
+    check_retention(fleet.retention)
     if not 0 <= fleet.log_rollouts <= 64:
         raise ConfigError(
             f"fleet.log_rollouts = {fleet.log_rollouts} must be 0 to 64: it is a sample, per replica and outer step"

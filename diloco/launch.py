@@ -10,6 +10,7 @@ The first writer of run.json decides.  The same command again resumes; other mat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,7 +28,7 @@ from rendezvous.probe import unfit
 from rendezvous.records import Record, UnixTime, Word, nonce
 from rendezvous.rules import Timing
 from rendezvous.seal import run_key, under_key
-from rendezvous.store import PatientStore, Store, open_store, plain_key, put_once
+from rendezvous.store import PatientStore, Store, open_store, plain_key, put_once, urls_above
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 
@@ -187,24 +188,46 @@ def _founded(
     codec = "auto" is whatever codec stands there; only who finds no run chooses.
     """
     auto = mine.codec == AUTO
-    if auto and store.get(layout.RUN) is None:
-        mine = mine.with_codec(*choose())
+    if store.get(layout.RUN) is None:
+        refuse_nested(store.url)
+        mine = mine.with_codec(*choose()) if auto else mine
     won, value = put_once(store, clock, layout.RUN, mine.encode())
     stands = RunRecord.decode(value)
     return won, stands, mine.with_codec(stands.codec) if auto else mine
 
 
+def refuse_nested(url: str) -> None:
+    """WrongRun if `url` lies inside a run: their objects would be taken for each other's.
+
+    A folder or prefix above that may not be read, or is none, holds no run that we could disturb.
+    """
+    for above in urls_above(url):
+        with suppress(StoreError, ValueError, OSError):
+            if open_store(above).get(layout.RUN) is not None:
+                raise WrongRun(
+                    f"{url} lies inside the run at {above}: what one writes, the other would take for its own. Use a "
+                    "URL beside that run, or join it there"
+                )
+
+
 def agree(
-    store: Store, clock: Clock, outer: Mapping[str, Any], parameters: list[list[Any]], replicas: int = 1
+    store: Store,
+    clock: Clock,
+    outer: Mapping[str, Any],
+    parameters: list[list[Any]],
+    *,
+    frozen: str = "",
+    replicas: int = 1,
 ) -> RunRecord:
     """What `open_run` does, for a loop that has no run.toml: its outer settings and parameter layout, once and for all.
 
     outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: as wanted.
+    frozen: digest of the weights and buffers that are not trained, "" for none.
     -> what stands: with the codec, if that is "auto".   Raises WrongRun.
     """
     count = sum(prod(shape) for _, shape, _ in parameters)
     seconds = sizing.compute_seconds(count, outer["sync_every"])
-    mathematics = {"outer": dict(outer), "parameters": parameters}
+    mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
     mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, nonce(), clock.wall())
     choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
     _, stands, mine = _founded(store, clock, mine, choose)

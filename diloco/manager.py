@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 
 from diloco import dropin
-from diloco.config import AUTO, OuterConfigError
+from diloco.config import AUTO, OuterConfigError, check_retention
 from diloco.flat import layout_of
 from diloco.launch import agree, solo_warning
 from diloco.life import Life, make_room
+from diloco.model_checks import frozen_digest
 from diloco.safety import Finding, Tracker, moved, of_replica
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Leaving
@@ -110,16 +111,18 @@ class StoreManager:
         replicas: int | None = None,
         min_replicas: int | None = None,
         steps: int | None = None,
+        retention: str = "all",
         timing: Timing | None = None,
         clock: Clock | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
         state_dict: Callable[[], Any] | None = None,
     ) -> None:
+        check_retention(retention)
         if not isinstance(run, Life):
             clock = clock or SystemClock()
             store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
             make_room(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
-            run, self._founds = Life(store, slot, timing or Timing(), clock=clock), True
+            run, self._founds = Life(store, slot, timing or Timing(), clock=clock, retention=retention), True
         else:
             self._founds = False  # `diloco train` has written run.json
         self.life = run
@@ -236,8 +239,9 @@ class StoreManager:
         rv, self._loop = self.life.rv, loop
         if self._founds:
             stands = agree(
-                rv.store, self.life.clock, loop.mathematics(), layout_of(loop.model), replicas=self.wanted.replicas
-            )
+                rv.store, self.life.clock, loop.mathematics(), layout_of(loop.model),
+                frozen=frozen_digest(loop.model), replicas=self.wanted.replicas,
+            )  # fmt: skip
             loop.rules = replace(loop.rules, codec=stands.codec)
             self._warn_of_solo()
             self.life.tell("codec", codec=stands.codec, why=stands.why_codec or "as asked for")

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from diloco.config import OuterConfig, OuterConfigError, OuterError, check_boundary
 from diloco.flat import FlatFragment, cut, trainable
 from diloco.lighthouse import seated
+from diloco.model_checks import ModelGuard, check_model
 from diloco.safety import AutoLR, is_zero
 from diloco.watchdog import Watchdog
 from rendezvous.errors import Leaving
@@ -187,6 +188,7 @@ class OuterLoop:
         boundary: int = 1,
     ) -> None:
         _refuse_distributed()
+        check_model(model, optimizer)
         check_boundary(outer, boundary)
         self.manager, self.optimizer, self.outer, self.boundary = manager, optimizer, outer, boundary
         self.rules = rules = outer.rules  # the manager may name another codec, where that is "auto"
@@ -208,6 +210,7 @@ class OuterLoop:
         self._mark = time.monotonic()
         self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
         self._hooks: list[Any] = []
+        self._guard: ModelGuard | None = None
 
     @property
     def overlaps(self) -> bool:
@@ -222,7 +225,7 @@ class OuterLoop:
         self.manager.join(self)
         for fragment in range(len(self.fragments)):
             self.rewrite(fragment)
-        self._mark = time.monotonic()
+        self._mark, self._guard = time.monotonic(), ModelGuard(self.model)
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
         self.diloco.__enter__()
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_torchft))
@@ -266,6 +269,8 @@ class OuterLoop:
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.manager.leaving or self.manager.fenced):
             self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before it lands
+        if local == self.prepare_at and self._guard is not None:
+            self._guard.check()
         if not self.lean and (local == self.prepare_at or (local == self.interval and self.alpha > 0)):
             due = self.manager.current_step() % self.rules.fragments
             self.fragments[due].gather(self.thetas[due])

@@ -12,15 +12,23 @@ from torch import nn
 
 from diloco import StoreManager, make_diloco
 
+H = 10  # inner steps between two syncs
+
+
+def batch(slot: str, step: int) -> torch.Tensor:
+    """Inner step `step` of a replica: its data are a function of where the run is, so that nothing is seen twice."""
+    return torch.randn(64, 8, generator=torch.Generator().manual_seed(int(slot[1:]) << 32 | step))
+
 
 def train(url: str, slot: str) -> None:
-    torch.manual_seed(int(slot[1:]))  # each replica sees its own data; the weights become equal by joining
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = StoreManager(url, slot, replicas=2, steps=20)
-    with make_diloco(model, optimizer, manager, sync_every=10) as loop:
+    with make_diloco(model, optimizer, manager, sync_every=H) as loop:
+        step = loop.committed() * H  # 0, or where the run is: with F fragments, committed() · H / F
         while not manager.done:
-            x = torch.randn(64, 8)
+            x, step = batch(slot, step), step + 1
             loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
             optimizer.zero_grad()
             loss.backward()

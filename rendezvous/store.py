@@ -18,6 +18,7 @@ Not promised: that a key seen by `list` can be read, or that one which can be re
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rendezvous import layout
@@ -121,6 +122,20 @@ def open_store(url: str) -> Store:
         f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
         "file:///abs/path), s3://, gs://, az://, hf://buckets/…, memory://name, and for files what fsspec can read"
     )
+
+
+def urls_above(url: str) -> list[str]:
+    """The URLs of the folders or prefixes that `url` lies in, nearest first; none for memory://.
+
+    "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
+    """
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme == "file":
+        return [str(folder) for folder in Path(rest if colon else url).absolute().parents][:-1]
+    path, mark, query = rest.partition("?")
+    first = {"memory": len(path), "hf": 3}.get(scheme, 1)  # parts that name the bucket itself
+    parts = path.rstrip("/").split("/")
+    return [f"{scheme}://{'/'.join(parts[:n])}{mark}{query}" for n in range(len(parts) - 1, first - 1, -1)]
 
 
 class PatientStore:

@@ -1,0 +1,109 @@
+"""Is everything that training changes in the flat vectors?  Nothing else is averaged: it would differ from replica to
+replica.
+
+    when the loop is made      complex parameters · batch statistics · an optimizer without some of the parameters
+    when it is entered         frozen_digest: weights and buffers that nothing averages are the same in all replicas
+    at every sync              parameters frozen, unfrozen or replaced since · buffers that training has moved
+
+Not promised: state outside of the module (an optimizer's, a scheduler's, a data loader's), and buffers that a module
+does not save.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from diloco.config import OuterError
+from diloco.flat import trainable
+
+SHOWN = 3  # names in an error
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises OuterError for a model, or an optimizer of it, whose training flat fp32 vectors would not hold."""
+    parameters = trainable(model)
+    if complex_ := [n for n, p in parameters if p.is_complex()]:
+        raise OuterError(
+            f"{_some(complex_)} hold complex numbers, of which an fp32 vector keeps the real part only. Store them as "
+            "two real parameters (torch.view_as_real), or freeze them"
+        )
+    if statistics := [n for n, m in model.named_modules() if _moves_statistics(m)]:
+        raise OuterError(
+            f"{_some(statistics)} keep running statistics of their batches, which are no parameters: nothing averages "
+            "them, so replicas would differ. Put them into evaluation mode (module.eval()), make them with "
+            "track_running_stats=False, or use LayerNorm or GroupNorm"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [n for n, p in parameters if id(p) not in held]:
+        raise OuterError(
+            f"the optimizer does not hold {_some(missing)}, which can be trained. One optimizer drives the outer loop: "
+            "give it all trainable parameters (in groups of their own, if their settings differ), or freeze the others"
+        )
+
+
+def _moves_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.track_running_stats and module.training
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """xxh3-128 over names and bytes of what nothing averages: frozen parameters and saved buffers; "" for none."""
+    h, found = xxhash.xxh3_128(), False
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    for name, tensor in [*frozen, *saved_buffers(model)]:
+        found = True
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(_bytes(tensor))
+    return h.hexdigest() if found else ""
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are part of the state_dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+@torch.no_grad()
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class ModelGuard:
+    """Compares a model with what it was when the loop was entered.  Costs a walk over its modules, no bytes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trainable = self._parameters()
+        self._buffers = self._versions()
+
+    def check(self) -> None:
+        """Raises OuterError if training changes something that no vector holds."""
+        now = self._parameters()
+        if changed := [n for n in {**self._trainable, **now} if self._trainable.get(n) != now.get(n)]:
+            raise OuterError(
+                f"{_some(changed)} were frozen, unfrozen or replaced after make_diloco: each replica would train its "
+                "own. Do that before make_diloco, or end the loop and make a new one (a new run: its layout is another)"
+            )
+        versions = self._versions()
+        if moved := [n for n in {**self._buffers, **versions} if self._buffers.get(n) != versions.get(n)]:
+            raise OuterError(
+                f"the buffers {_some(moved)} changed during training, and nothing averages buffers: replicas would "
+                "differ. Make them parameters, register them with persistent=False if they are only a cache, or keep "
+                "their modules in evaluation mode"
+            )
+
+    def _parameters(self) -> dict[str, int]:
+        return {n: id(p) for n, p in trainable(self._model)}
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Of each saved buffer: which tensor it is, and how often it was written in place."""
+        return {n: (id(b), b._version) for n, b in saved_buffers(self._model)}
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
