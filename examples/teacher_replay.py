@@ -51,7 +51,7 @@ def main() -> None:
     if not states:
         raise InnerError(f"{given.traces} has no state to ask about" + (" whose action failed" * given.failed))
     teachers = [Teacher(m, 0.0, 0.0, base_url=given.base_url, key_env=None) for m in given.teacher] or DEFAULT_TEACHERS
-    normalizer = DJNormalizer("calls" if tools else "default") if given.normalize else None
+    normalizer = DJNormalizer() if given.normalize else None
     if normalizer is not None:
         normalizer.check()
     ledger = given.to.with_suffix(".ledger")

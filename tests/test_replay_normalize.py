@@ -6,6 +6,7 @@ DATA_JUICER_PYTHON=/path/to/python    an interpreter that has py-data-juicer, if
 import asyncio
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from inner import (
     replay_and_normalize_trace,
     replay_and_normalize_trace_sync,
 )
-from inner.replay.normalize import INSTALL, load_recipe, normalized, passes_of
+from inner.replay.normalize import INSTALL, PairsWarning, load_recipe, normalized, pair_kind, passes_of
 from tests.teacher_server import TeacherServer, says
 from tests.test_replay_pairs import call
 from tests.test_replay_teachers import states
@@ -77,8 +78,64 @@ def test_a_bad_recipe_is_refused_at_construction(text: str, says_what: str, tmp_
 
 
 def test_an_unknown_recipe_shows_the_built_in_ones() -> None:
-    with pytest.raises(InnerError, match=r"no such file\. Built in: default, calls"):
+    with pytest.raises(InnerError, match=r"no such file\. Built in: auto, default, calls"):
         DJNormalizer("defualt")
+
+
+# Kinds, and what is said when nothing is left
+
+
+CALLS = [pair(call("t3", a=i), call("t4", a=i), f"s{i}") for i in range(30)]
+FENCED = pair("Look:\n```\nls\n```", "Look:\n```\ncat a\n```", "f", action_form="fenced")
+
+
+def test_the_kind_of_a_pair() -> None:
+    assert pair_kind(CALLS[0]) == pair_kind(pair(GOOD, call("t3"))) == pair_kind(FENCED) == "calls"
+    assert pair_kind(pair(GOOD, OTHER)) == pair_kind(pair("```\nls\n```", OTHER)) == "prose"
+
+
+FAKE = """
+import json, sys
+kept = [
+    {"rows": [r for r in part["rows"] if len(part["passes"][0][1]) < 4],
+     "dropped": {"words_num_filter of chosen": len(part["rows"]) * (len(part["passes"][0][1]) >= 4)}}
+    for part in json.load(open(sys.argv[-2]))
+]
+json.dump(kept, open(sys.argv[-1], "w"))
+"""
+
+
+@pytest.fixture
+def prose_drops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A Python that stands for data-juicer: what goes to the prose recipe is dropped, what goes to `calls` stays."""
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{FAKE}")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_each_pair_goes_to_the_recipe_of_its_kind(prose_drops_all: str) -> None:
+    mixed = [pair(GOOD, OTHER, "p"), *CALLS, FENCED]
+    normalizer = DJNormalizer(python=prose_drops_all)
+    assert [p["state_id"] for p in normalizer.normalize(mixed)] == [p["state_id"] for p in mixed[1:]]
+    assert normalizer.counts == {"kept": 31, "dropped": 1}
+    assert normalizer.dropped["words_num_filter of chosen"] == 1
+
+
+def test_a_recipe_that_keeps_nothing_says_so_aloud_with_counts_and_the_next_step(prose_drops_all: str) -> None:
+    """Before: one line of log.info, and an empty list."""
+    with pytest.warns(PairsWarning) as caught:
+        assert DJNormalizer("default", python=prose_drops_all).normalize(CALLS) == []
+    assert str(caught[0].message) == (
+        "data-juicer kept 0 of 30 pairs: words_num_filter of chosen dropped 30.\n  next: 30 of them are tool calls or "
+        "commands, and this recipe is for prose: use recipe='auto'."
+    )
+    with pytest.warns(PairsWarning, match=r"kept 0 of 11 pairs: .*\n.*copy a recipe.yaml"):
+        DJNormalizer(python=prose_drops_all).normalize([pair(GOOD, OTHER, f"s{i}") for i in range(11)])
+
+
+def test_no_pairs_at_all_is_no_news(prose_drops_all: str, recwarn: pytest.WarningsRecorder) -> None:
+    assert DJNormalizer(python=prose_drops_all).normalize([]) == [] and not recwarn.list
 
 
 # Both shapes
@@ -139,6 +196,14 @@ def test_the_real_data_juicer_looks_at_both_texts() -> None:
     kept = normalizer.normalize(pairs)
     assert kept == [normalized(pairs[0]), normalized(pairs[7])], [p["state_id"] for p in kept]
     assert normalizer.counts == {"kept": 2, "dropped": 6}
+    assert +normalizer.dropped == {
+        "text_length_filter of chosen": 1,
+        "special_characters_filter of chosen": 1,
+        "document_deduplicator of chosen": 1,
+        "text_length_filter of rejected": 1,
+        "words_num_filter of rejected": 1,
+        "special_characters_filter of rejected": 1,
+    }
 
 
 @real
@@ -149,6 +214,39 @@ def test_calls_that_differ_in_one_digit_are_kept_by_the_calls_recipe() -> None:
     pairs.append(pairs[0])
     kept = DJNormalizer("calls", python=JUICER).normalize(pairs)
     assert [p["state_id"] for p in kept] == ["s1", "s2", "s0"]
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_of_tool_calls_the_real_data_juicer_keeps_none_by_the_rules_for_prose_and_all_by_kind() -> None:
+    short = [pair(call("get_user_details", user_id=f"u_{i}"), call("think"), f"s{i}") for i in range(20)]
+    with pytest.warns(PairsWarning, match=r"kept [01] of 20 pairs: .*use recipe='auto'"):
+        DJNormalizer("default", python=JUICER).normalize(short)
+    assert DJNormalizer(python=JUICER).normalize([*short, pair(GOOD, OTHER, "prose")]) == [
+        *map(normalized, short),
+        normalized(pair(GOOD, OTHER, "prose")),
+    ]
+
+
+@real
+def test_the_constraints_take_what_data_juicer_requires() -> None:
+    """Before: dill 0.4.1 and multiprocess 0.70.19 were pinned, and data-juicer takes 0.3.8 and 0.70.16 alone."""
+    from packaging.requirements import Requirement
+
+    ask = "import importlib.metadata as m; print(chr(10).join(m.requires('py-data-juicer')))"
+    wants = subprocess.run([str(JUICER), "-c", ask], capture_output=True, text=True, check=True).stdout.splitlines()
+    pins = dict(
+        line.split("==")
+        for line in (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    checked = 0
+    for requirement in (Requirement(line) for line in wants if "extra ==" not in line):
+        if pin := pins.get(requirement.name):
+            assert requirement.specifier.contains(pin), f"{requirement} is pinned to {pin}"
+            checked += 1
+    assert checked > 5
 
 
 @real

@@ -1,10 +1,11 @@
 """Run data-juicer over rows, in a process of its own: `python juice.py job.json kept.json`.
 
-    job     {"passes": [["chosen", [{"text_length_filter": {…}}, …]], ["rejected", […]]], "rows": [{"i": 0, …}, …]}
-    kept    [{"i": 0, "chosen": …, "rejected": …}, …]      the rows that every pass let through
+    job     [{"passes": [["chosen", [{"text_length_filter": {…}}, …]], ["rejected", […]]], "rows": [{"i": 0, …}, …]}, …]
+    kept    [{"rows": [{"i": 0, "chosen": …, "rejected": …}, …], "dropped": {"text_length_filter of chosen": 3, …}}, …]
 
-Filters store a row's statistic under a fixed name and skip what is already there: a second filter on another text would
-test the first text again. So the statistics go between two passes.
+One operator at a time, over the rows that are left: so each is counted, and none finds another's statistics. (Filters
+store a row's statistic under a fixed name and skip what is there: a second filter on another text would test the first
+text again.)
 
 This file imports nothing of ours: any Python that has data-juicer can run it.
 
@@ -19,18 +20,29 @@ from typing import Any
 
 
 def main(job_path: str, kept_path: str) -> None:
-    from data_juicer.core.data import NestedDataset  # pyright: ignore[reportMissingImports]
-    from data_juicer.utils.constant import Fields  # pyright: ignore[reportMissingImports]
-
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    rows: list[dict[str, Any]] = job["rows"]
-    for text_key, process in job["passes"]:
-        if rows:
+    kept = [sift(part["passes"], part["rows"], Path(kept_path).parent) for part in job]
+    Path(kept_path).write_text(json.dumps(kept), encoding="utf-8")
+
+
+def sift(passes: list[Any], rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    from data_juicer.core.data import NestedDataset  # pyright: ignore[reportMissingImports]
+
+    dropped: dict[str, int] = {}
+    names = list(rows[0]) if rows else []
+    for text_key, process in passes:
+        for one in process:
+            if not rows:
+                continue
+            work = tempfile.mkdtemp(dir=folder)
             dataset = NestedDataset.from_list(rows).process(
-                operators(process, text_key), work_dir=tempfile.mkdtemp(dir=Path(kept_path).parent), open_monitor=False
+                operators([one], text_key), work_dir=work, open_monitor=False
             )
-            rows = [{k: v for k, v in row.items() if k != Fields.stats} for row in dataset]
-    Path(kept_path).write_text(json.dumps(rows), encoding="utf-8")
+            left = [{name: row[name] for name in names} for row in dataset]
+            label = f"{next(iter(one))} of {text_key}"
+            dropped[label] = dropped.get(label, 0) + len(rows) - len(left)
+            rows = left
+    return {"rows": rows, "dropped": dropped}
 
 
 def operators(process: list[dict[str, Any]], text_key: str) -> list[Any]:

@@ -1,12 +1,16 @@
 """Pairs through data-juicer: too short, too long, garbage and duplicates go.
 
-    pairs ─▶ chosen, rejected, pair as strings ─▶ pass 1: chosen ─▶ pass 2: rejected ─▶ the same pairs, fewer
-                        the messages stay here ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌▶ joined again by row
+    pairs ─┬ prose ─▶ recipe "default" ─┐     chosen, rejected, pair as strings ─▶ operator by operator ─▶ fewer rows
+           └ calls ─▶ recipe "calls" ───┴─▶   the messages stay here ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌▶ joined again by row
 
-    recipe    passes
+    recipe    operators
+    auto      each pair by its kind: a tool call or a command on either side is "calls", else it is prose
     default   8 – 32000 characters · 2 – 4096 words · at most half special characters, of both texts; `chosen` unique
-    calls     for tool calls: 2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
-    a path    a data-juicer recipe of yours: a YAML file with a `process` list
+    calls     2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
+    a path    a data-juicer recipe of yours for all pairs: a YAML file with a `process` list
+
+A tool call is short, is two words to a splitter and is mostly special characters, so the rules for prose drop all of
+them. Where fewer than one pair in ten is kept, a PairsWarning says which operator dropped how many, and what to do.
 
 Each pair keeps both shapes: the strings, and the message lists a chat template takes.
 
@@ -20,14 +24,15 @@ import logging
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from inner.base import InnerError
 from inner.replay.actions import Message, action_message
-from inner.replay.commands import Key
+from inner.replay.commands import Key, has_command
 from inner.replay.pairs import DPOPair, extract_dpo_pairs
 from inner.replay.states import TraceState
 
@@ -42,7 +47,15 @@ RECIPES = {"default": HERE / "recipe.yaml", "calls": HERE / "recipe_calls.yaml"}
 TEXTS = ("chosen", "rejected", "pair")
 INSTALL = "pip install 'serverless-diloco[replaysim]'"
 
+FEW = 0.1  # of the pairs: fewer than that kept is not a filter at work, it is the wrong recipe
+
 Process = list[dict[str, Any]]
+Kind = Literal["prose", "calls"]
+Passes = list[tuple[str, Process]]
+
+
+class PairsWarning(UserWarning):
+    """Hardly a pair was kept. The message says which operator dropped how many."""
 
 
 class NormalizedDPOPair(TypedDict):
@@ -58,12 +71,17 @@ class NormalizedDPOPair(TypedDict):
 
 
 class DJNormalizer:
-    """recipe: "default", "calls" or a YAML file. python: an interpreter that has data-juicer, if this one has not."""
+    """recipe: "auto", "default", "calls" or a YAML file. python: one that has data-juicer, if this one has not."""
 
-    def __init__(self, recipe: str | Path = "default", *, python: str | Path | None = None) -> None:
-        self.passes = passes_of(load_recipe(recipe), str(recipe))
+    def __init__(self, recipe: str | Path = "auto", *, python: str | Path | None = None) -> None:
+        self.recipe = str(recipe)
+        names: dict[Kind, str | Path] = {"prose": recipe, "calls": recipe}
+        if recipe == "auto":
+            names = {"prose": "default", "calls": "calls"}
+        self.passes: dict[Kind, Passes] = {kind: passes_of(load_recipe(r), str(r)) for kind, r in names.items()}
         self.python = str(python or sys.executable)
-        self.counts: Counter[str] = Counter()  # of the last call
+        self.counts: Counter[str] = Counter()  # of the last call: kept, dropped
+        self.dropped: Counter[str] = Counter()  # of the last call: by operator and text
 
     def check(self) -> None:
         """InnerError if data-juicer is not there. Before any money is spent."""
@@ -73,23 +91,57 @@ class DJNormalizer:
     def normalize(self, pairs: Sequence[DPOPair]) -> list[NormalizedDPOPair]:
         """The pairs that pass, in their order."""
         self.check()
-        rows = [_row(i, pair) for i, pair in enumerate(pairs)]
-        kept = self._run(rows) if rows else []
-        self.counts = Counter(kept=len(kept), dropped=len(rows) - len(kept))
-        log.info("data-juicer kept %d of %d pairs", len(kept), len(rows))
-        return [normalized(pairs[row["i"]], row["chosen"], row["rejected"]) for row in kept]
+        self.dropped.clear()
+        rows = self._sifted(pairs) if pairs else []
+        self.counts = Counter(kept=len(rows), dropped=len(pairs) - len(rows))
+        log.info("data-juicer kept %d of %d pairs (%s)", len(rows), len(pairs), self._told_apart())
+        if len(rows) < FEW * len(pairs):
+            warnings.warn(self._few(pairs, len(rows)), PairsWarning, stacklevel=2)
+        return [normalized(pairs[row["i"]], row["chosen"], row["rejected"]) for row in rows]
 
-    def _run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _sifted(self, pairs: Sequence[DPOPair]) -> list[dict[str, Any]]:
+        """The rows that are left. With one recipe for both kinds, duplicates are found across them."""
+        kinds: list[Kind] = [pair_kind(pair) if self.recipe == "auto" else "prose" for pair in pairs]
+        named: list[Kind] = [kind for kind in self.passes if kind in kinds]
+        parts = [
+            {
+                "passes": self.passes[kind],
+                "rows": [_row(i, pair) for i, pair in enumerate(pairs) if kinds[i] == kind],
+            }
+            for kind in named
+        ]
+        left = self._run(parts)
+        for part in left:
+            self.dropped.update(part["dropped"])
+        return sorted((row for part in left for row in part["rows"]), key=lambda row: row["i"])
+
+    def _told_apart(self) -> str:
+        return ", ".join(f"{name} dropped {n}" for name, n in self.dropped.most_common() if n) or "nothing dropped"
+
+    def _few(self, pairs: Sequence[DPOPair], kept: int) -> str:
+        calls = sum(pair_kind(pair) == "calls" for pair in pairs)
+        advice = "Read some of the pairs; to loosen an operator, copy a recipe.yaml of inner/replay and give its path."
+        if self.recipe == "default" and 2 * calls > len(pairs):
+            advice = f"{calls} of them are tool calls or commands, and this recipe is for prose: use recipe='auto'."
+        return f"data-juicer kept {kept} of {len(pairs)} pairs: {self._told_apart()}.\n  next: {advice}"
+
+    def _run(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             job, kept = Path(folder, "job.json"), Path(folder, "kept.json")
-            job.write_text(json.dumps({"passes": self.passes, "rows": rows}), encoding="utf-8")
+            job.write_text(json.dumps(parts), encoding="utf-8")
             script = Path(folder, "juice.py")  # a copy: our folder must not be on that Python's path
             script.write_bytes((HERE / "juice.py").read_bytes())
             command = [self.python, str(script), str(job), str(kept)]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode != 0 or not kept.exists():
                 raise InnerError(_failure(self.python, done.stderr))
-            return sorted(json.loads(kept.read_text(encoding="utf-8")), key=lambda row: row["i"])
+            return json.loads(kept.read_text(encoding="utf-8"))
+
+
+def pair_kind(pair: DPOPair) -> Kind:
+    """Whether an action is prose: a tool call, or a command in the trace's form, is not."""
+    form = pair.get("action_form")
+    return "calls" if has_command(pair["chosen"], form) or has_command(pair["rejected"], form) else "prose"
 
 
 async def replay_and_normalize_trace(
@@ -136,7 +188,7 @@ def load_recipe(recipe: str | Path) -> Process:
 
     path = RECIPES.get(str(recipe), Path(recipe))
     if not path.is_file():
-        raise InnerError(f"recipe = {str(recipe)!r}: no such file. Built in: {', '.join(RECIPES)}.")
+        raise InnerError(f"recipe = {str(recipe)!r}: no such file. Built in: auto, {', '.join(RECIPES)}.")
     try:
         process = yaml.safe_load(path.read_text(encoding="utf-8"))["process"]
     except (yaml.YAMLError, KeyError, TypeError) as error:
