@@ -53,15 +53,15 @@ def test_a_drip_of_single_bytes_ends_at_the_deadline_of_the_whole_call() -> None
     """Before: a timeout between two reads never passed, and the call lasted as long as the server liked."""
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
     started = time.monotonic()
-    replay, _ = ask_hostile(lambda n: [head, *([b" ", 0.05] * 1000)], timeout_s=0.5)
-    assert time.monotonic() - started < 10, "1000 bytes at this pace are 50 s"
+    replay, _ = ask_hostile(lambda n: [head, *([b" ", 0.05] * 1000)], timeout_s=2.0)
+    assert time.monotonic() - started < 30, "1000 bytes at this pace are 50 s"
     (action,) = replay
-    assert "no whole answer" in action.get("error", "") and "0.5 s" in action.get("error", "")
+    assert "no whole answer" in action.get("error", "") and "2 s" in action.get("error", "")
     assert replay.spent_usd * NANO == WORST
 
 
 def test_a_head_that_never_ends_does_neither() -> None:
-    replay, _ = ask_hostile(lambda n: [b"HTTP/1.1 200 OK\r\n", *([b"x: y\r\n", 0.05] * 1000)], timeout_s=0.5)
+    replay, _ = ask_hostile(lambda n: [b"HTTP/1.1 200 OK\r\n", *([b"x: y\r\n", 0.05] * 1000)], timeout_s=2.0)
     assert replay.spent_usd * NANO == WORST and replay.counts["failed"] == 1
 
 
@@ -386,7 +386,7 @@ STATUSES = st.sampled_from(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(STATUSES, HEADERS, BODIES)
 def test_any_response_whatever_is_a_reading(status: int, headers: dict[str, str], body: bytes) -> None:
     reading = read_response(T, status, headers, body, 0.0)
@@ -428,7 +428,7 @@ BROKEN = [httpx.ConnectError, httpx.ReadError, httpx.ReadTimeout, httpx.RemotePr
 ERRORS = st.sampled_from([*BROKEN, httpx.DecodingError, ValueError, RecursionError, KeyError, OSError])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(STATUSES, HEADERS, BODIES) | ERRORS, min_size=1, max_size=6), st.integers(0, 6))
 def test_the_books_hold_whatever_the_endpoint_sends(tmp_path: Path, outcomes: list[Any], room: int) -> None:
     """Nothing but ReplayStopped comes out. Spent never goes down and, overcharges aside, stays under the ceiling."""
