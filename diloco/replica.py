@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,12 +88,17 @@ def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, 
     from diloco.manager import StoreManager
     from diloco.outer import make_diloco
     from inner import build_inner
+    from inner.precision import PrecisionWarning, lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
     at = head(life.rv.store) if config.rendezvous == BUCKET else lighthouse.latest(life)
     warmup = REJOIN_WARMUP if at else 0
-    loop = build_inner(config.inner, model_dir, files, seeds(config, life, at), warmup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
+        loop = build_inner(config.inner, model_dir, files, seeds(config, life, at), warmup)
+    if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
+        life.tell("warning", kind="bf16", text=text)
     refuse_layout(record.layout, layout_of(loop.model))
     manager = StoreManager(life) if config.rendezvous == BUCKET else lighthouse.connect(config.rendezvous, life)
     manager.stats = lambda: _told(loop, life, config.fleet.log_rollouts)

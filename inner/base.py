@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import gcd, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from inner.errors import InnerError
+from inner.errors import FLOAT16, InnerError
 from inner.objectives import objective, po_settings
-from inner.settings import ChannelSettings
+from inner.settings import ChannelSettings, refuse_unread
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 
 LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
+POLICY_ONLY = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
+ROLLOUTS_ONLY = (
+    "gradient_checkpointing", "reward", "environment", "prompts", "num_generations", "max_completion_length",
+    "max_tool_calling_iterations", "temperature", "vllm", "objective", "steps_per_generation", "num_iterations",
+    "dynamic_sampling", "soft_overlong_tokens", *POLICY_ONLY,
+)  # fmt: skip
 OBJECTIVE_KNOBS = (
     "loss_type",
     "scale_rewards",
@@ -170,9 +177,22 @@ class InnerConfig(ChannelSettings):
         else:
             self._check_grpo()
             self._check_sdpo()
+        self._check_unread()
+
+    def _check_unread(self) -> None:
+        """Settings that this run would never read, as check_channels does for those of the channels."""
+        unread = partial(refuse_unread, self, error=InnerError)
+        unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='loop = "grpo"')
+        unread(("text",), is_read=self.loop == "supervised", condition='loop = "supervised"')
+        world = ("world_kinds", "world_names", "warm_start_steps")
+        unread(world, is_read=self.model == "toolworld", condition='model = "toolworld"')
+        unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="model is on the Hub")
+        unread(POLICY_ONLY, is_read=self.policy_weight > 0, condition="policy_weight is above 0")
 
     def _check_names(self) -> None:
         _one_of("loop", self.loop, LOOPS)
+        if self.dtype == "float16":
+            raise InnerError(FLOAT16.format('dtype = "float16"'))
         _one_of("dtype", self.dtype, DTYPES)
         objective(self.objective)
 

@@ -14,9 +14,9 @@ and 1, and DPO's gradient grows with the length of the responses.
 No torch here: configs are written and read on machines that never train.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from math import isfinite
+from math import isfinite, log
 from typing import Any
 
 from inner.errors import InnerError
@@ -114,6 +114,23 @@ class ChannelSettings:
                 f'sdpo_context = "rollout" has the SDPO paper\'s own loss, which takes no sdpo_wrapper = '
                 f"{self.sdpo_wrapper!r} and no sdpo_token_clip = {self.sdpo_token_clip}. Leave them out."
             )
+        self._check_inert()
+
+    def _check_inert(self) -> None:
+        """A setting that nothing reads would leave a run that is not the one that was asked for."""
+        for condition, holds, names in READ_ONLY_WHERE:
+            refuse_unread(self, names, holds(self), condition)
+        if self.policy_weight == 0 and not (self.distils or self.replays):
+            raise ChannelError(
+                "policy_weight = 0 with alpha_sdpo = 0 and beta_replay = 0 learns nothing. Set alpha_sdpo = 1 for the "
+                "SDPO paper's method, or leave policy_weight out."
+            )
+        clip, highest = self.sdpo_token_clip, highest_jsd_entry(self.sdpo_jsd_beta)
+        if clip is not None and clip >= highest:
+            raise ChannelError(
+                f"sdpo_token_clip = {clip} never clips: at sdpo_jsd_beta = {self.sdpo_jsd_beta} no vocabulary entry "
+                f"exceeds {highest:.3f}. Set it below that (OPSD: 0.05, with sdpo_jsd_beta = 0), or leave it out."
+            )
 
     def _check_numbers(self) -> None:
         least_zero = ["policy_weight", "alpha_sdpo", "alpha_sdpo_end", "beta_replay", "beta_replay_end"]
@@ -159,6 +176,53 @@ class ChannelSettings:
                 f"schedule_steps = {self.schedule_steps} moves nothing. Set alpha_sdpo_end, beta_replay_end or "
                 "sdpo_wrapper = 'taid', or leave it out."
             )
+
+
+# (condition, does it hold, the settings that are read nowhere else)
+READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, ...]], ...] = (
+    (
+        "alpha_sdpo or alpha_sdpo_end is above 0",
+        lambda s: s.distils,
+        ("sdpo_context", "sdpo_teacher", "sdpo_ema_rate", "sdpo_wrapper", "sdpo_jsd_beta", "sdpo_temperature",
+         "sdpo_token_clip", "sdpo_top_k", "sdpo_success", "taid_t_start", "taid_t_end", "entropy_opd_h_max"),
+    ),
+    ('sdpo_teacher = "ema"', lambda s: s.sdpo_teacher == "ema", ("sdpo_ema_rate",)),
+    ('sdpo_context = "rollout"', lambda s: s.sdpo_context == "rollout", ("sdpo_top_k", "sdpo_success")),
+    ('sdpo_wrapper = "none"', lambda s: s.sdpo_wrapper == "none", ("sdpo_jsd_beta", "sdpo_token_clip")),
+    ('sdpo_wrapper = "taid"', lambda s: s.sdpo_wrapper == "taid", ("taid_t_start", "taid_t_end")),
+    ('sdpo_wrapper = "entropy_opd"', lambda s: s.sdpo_wrapper == "entropy_opd", ("entropy_opd_h_max",)),
+    (
+        "beta_replay or beta_replay_end is above 0",
+        lambda s: s.replays,
+        ("dpo_variant", "replay_batch_size", "replay_dpo_beta", "replay_label_smoothing", "replay_nll_weight",
+         "replay_dpop_lambda", "simpo_beta", "simpo_gamma"),
+    ),
+    (
+        'dpo_variant = "dpo"',
+        lambda s: s.dpo_variant == "dpo",
+        ("replay_dpo_beta", "replay_label_smoothing", "replay_nll_weight", "replay_dpop_lambda"),
+    ),
+    ('dpo_variant = "simpo"', lambda s: s.dpo_variant == "simpo", ("simpo_beta", "simpo_gamma")),
+)  # fmt: skip
+
+
+def refuse_unread(
+    settings: Any, names: tuple[str, ...], is_read: bool, condition: str, error: type[InnerError] = ChannelError
+) -> None:
+    """Raises for the first of `names` that is not at its default, unless they are read here."""
+    for name in () if is_read else names:
+        value, default = getattr(settings, name), type(settings).__dataclass_fields__[name].default
+        if value != default:
+            raise error(
+                f"{name} = {value!r} does nothing here: it is read only where {condition}. Leave {name} out, or make "
+                "that so."
+            )
+
+
+def highest_jsd_entry(beta: float) -> float:
+    """The largest summand that one vocabulary entry can have (inner/losses/divergence.py). For 0 < β < 1 it is convex
+    in both probabilities, so it is highest where one of them is 1 and the other 0; a KL has no bound."""
+    return float("inf") if beta in (0, 1) else max(-beta * log(beta), -(1 - beta) * log(1 - beta))
 
 
 CHANNEL_FIELDS = tuple(f.name for f in fields(ChannelSettings))

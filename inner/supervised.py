@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from inner.base import InnerConfig, InnerError, Seeds, Theta
 from inner.optim import make_optimizer, warm_up
 from inner.order import window_starts
+from inner.precision import check_precision
 from inner.tally import Tally
 
 
@@ -40,6 +41,7 @@ class SupervisedLoop:
                 f"text = {config.text!r} has {len(tokens)} tokens, fewer than one window of context_length + 1 = "
                 f"{config.context_length + 1}. Give a longer text, or lower inner.context_length."
             )
+        check_precision(model)
         torch.manual_seed(seeds.noise)
         self.config, self.tokens, self.seeds = config, tokens, seeds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

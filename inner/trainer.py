@@ -41,6 +41,7 @@ from inner.hints import Hint, templates
 from inner.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.losses.divergence import zero_on_graph
 from inner.order import step_in_generation
+from inner.precision import check_precision
 from inner.reference import ReplayPairs, pair_logprobs
 from inner.replay.pairs import DPOPair
 from inner.settings import ChannelSettings, ramp, taken
@@ -99,6 +100,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         )
         self.reads_turns = self.channels.distils
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
+        check_precision(self.accelerator.unwrap_model(self.model))
         self.alpha_sdpo, self.beta_replay, self.hint = alpha_sdpo, beta_replay, hint or templates
         self._step_of_run: Callable[[], int] | None = None
         self._theta: Theta | None = None

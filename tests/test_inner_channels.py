@@ -408,8 +408,8 @@ def student_and_teacher(trainer: Any, batch: dict[str, Any]) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("wrapper", ["none", "taid", "entropy_opd"])
 def test_wrappers_are_their_kernels(wrapper: str) -> None:
-    options = {"schedule_steps": 10} if wrapper == "taid" else {}
-    trainer = make(alpha_sdpo=0.5, sdpo_teacher="live", sdpo_wrapper=wrapper, entropy_opd_h_max=1.5, **options)
+    options = {"taid": {"schedule_steps": 10}, "entropy_opd": {"entropy_opd_h_max": 1.5}}.get(wrapper, {})
+    trainer = make(alpha_sdpo=0.5, sdpo_teacher="live", sdpo_wrapper=wrapper, **options)
     batch = rollouts(trainer)
     trainer.follow(lambda: 5, lambda: iter(()))
     trainer._compute_loss(trainer.model, batch)

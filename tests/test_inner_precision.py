@@ -1,0 +1,58 @@
+"""What the weights may be: float16 is refused wherever a model comes from, bfloat16 is said once per life."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from inner.base import InnerError
+from inner.precision import PrecisionWarning, check_precision, lost_updates, refuse_float16
+from tests.fleet import Fleet
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+
+
+def test_float16_is_refused_and_would_be_nan() -> None:
+    half = model(torch.float16)
+    with pytest.raises(InnerError, match=r"float16 \(0\.weight and others\) cannot be trained.*Use float32"):
+        check_precision(half)
+    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-3)
+    for p in half.parameters():
+        p.grad = torch.full_like(p, 1e-5)  # its square is 0 in float16
+    optimizer.step()
+    assert all(p.isnan().all() or p.isinf().all() for p in half.parameters())
+
+
+def test_what_is_frozen_may_be_float16() -> None:
+    mixed = model(torch.float16).requires_grad_(False)
+    mixed.add_module("adapter", nn.Linear(4, 4))
+    refuse_float16(mixed.named_parameters())
+    assert lost_updates(mixed.named_parameters()) is None
+
+
+def test_bfloat16_warns_with_what_is_lost() -> None:
+    with pytest.warns(PrecisionWarning, match=r"40 of 40 trained weights are bfloat16.*\|w\| / 256 is rounded away"):
+        check_precision(model(torch.bfloat16))
+    assert "lost on every |w| above 0.00026" in str(lost_updates(model(torch.bfloat16).named_parameters(), lr=1e-6))
+    check_precision(model(torch.float32))
+
+
+def test_the_bound_is_that_of_the_format() -> None:
+    """No update above |w| / 256 is lost, none below |w| / 512 survives (w ≥ 0, so the step is away from zero)."""
+    w = torch.linspace(0.5, 4.0, 5000).bfloat16()
+    assert ((w + (w.float() / 255).bfloat16()) != w).all()
+    assert ((w + (w.float() / 520).bfloat16()) == w).all()
+
+
+def test_each_life_says_it_once_in_its_journal(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, inner={"dtype": "bfloat16", "lr": 1e-2}, fleet={"replicas": 1, "steps": 3})
+    fleet.start("r00")
+    assert fleet.wait() == {"r00": [0]}
+    lines = [line for path in Path(fleet.url).glob("log/r*/*.jsonl") for line in path.read_text().splitlines()]
+    said = [event for event in map(json.loads, lines) if event.get("kind") == "bf16"]
+    assert len(said) == 1 and "rounded away" in said[0]["text"]
+    assert fleet.logs().count("rounded away") == 1  # and once on the terminal
