@@ -42,7 +42,7 @@ _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
 _WORD = re.compile("[A-Za-z0-9_]+")
 _SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
-_FOLDERS = {"replicas": "claim", "leave": "leave", "control": "control"}
+_FOLDERS = {"replicas": "claim", "alive": "beat", "leave": "leave", "control": "control", "log": "log"}
 
 
 def is_plain(name: str) -> bool:
@@ -175,7 +175,7 @@ def _is_number(text: str) -> bool:
 
 
 def kind(key: str) -> str | None:
-    """What record lies under a key: claim, offer, commit, …; None for blobs, beats and logs, which have no register."""
+    """What lies under a key that can be sealed: claim, offer, commit, …, beat, log; None for blobs."""
     if key in _SINGLE:
         return _SINGLE[key]
     parts = key.split("/")

@@ -356,11 +356,11 @@ def _some(slots: list[str], turn: int) -> list[str]:
 def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0) -> Peer:
     """The observation `old`, `elapsed` seconds later, when `beat` is what stands there.
 
-    Beats of a lower generation are ignored: a zombie shares the key with its successor.
+    Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.
     """
     if old is None:
         return Peer(beat)
-    if beat.generation < old.beat.generation:
+    if (beat.generation, beat.n) < (old.beat.generation, old.beat.n):
         return replace(old, silent=old.silent + elapsed, still=old.still + elapsed, liar=liar)
     changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
     moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)

@@ -2,23 +2,23 @@
 
     replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
     replica ◀── record ── SealedStore ◀── record + tag ── bucket
-                              └─ a tag that is wrong:   claim, offer, leave, control ─▶ VOID: passed over, told once
-                                                        run, model, commit, mean, snapshot ─▶ Forged: the replica ends
+                 └─ a tag that is wrong:   claim, offer, leave, control, beat, log ─▶ VOID: passed over, told once
+                     run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
+    replica ◀── blob ──── its SHA-256 stands in a sealed record
 
-    {"base":"…", …}  ─▶  {"base":"…", … ,"seal":"<tag>"}        tag = HMAC-SHA256(run key, run ‖ 0 ‖ key ‖ 0 ‖ record)
+    {"base":"…", …}   ─▶  {"base":"…", … ,"seal":"<tag>"}       tag = HMAC-SHA256(run key, run ‖ 0 ‖ key ‖ 0 ‖ record)
+    {…}\n{…}\n (log)  ─▶  {…}\n{…}\n{"seal":"<tag>"}\n
 
 `run` is the nonce in seal.json, the first thing a run under a key writes; `key` is where the record lies.  So a true
 record is worth nothing under another key, in another slot, step or run.  What the others see is the record without
 its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
 
-Not promised: secrecy (records are plain text); a run that cannot be stopped (who may overwrite or delete objects can
-halt it, and a beat has no tag: it can make others wait); blobs that cannot be replaced.  Their digests are xxh3-128,
-which find accidents: who can overwrite a blob and constructs another one with its digest is not noticed.
+Not promised: secrecy (records are plain text); a run that cannot be stopped: who may overwrite or delete objects can
+halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as life.
 """
 
 import hmac
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from typing import Any
 
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
+from rendezvous.digests import SHA256
 from rendezvous.errors import Forged, WrongRun
 from rendezvous.records import Record, UnixTime, Word, nonce
 from rendezvous.store import VOID, Buffer, Store, open_store, put_once
 
 KEY = "DILOCO_RUN_KEY"
 LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
-_TAIL = re.compile(rb',"seal":"([0-9a-f]{64})"}\Z')
-_TAIL_BYTES = len(',"seal":""}') + 64
-_PASSED_OVER = {"claim", "offer", "leave", "control"}
+_FIELD, _LINE = 64 + len(',"seal":""}'), 64 + len('{"seal":""}\n')
+_PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def say(event: str, **fields: Any) -> None:
 
 class SealedStore:
     """A store that seals the records it writes and verifies those it reads.   tell: hears of what was passed over."""
+
+    digests = SHA256  # of blobs: who can overwrite them must not be able to make another one with the same digest
 
     def __init__(self, store: Store, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
         self.url, self.tell = store.url, tell
@@ -75,7 +77,7 @@ class SealedStore:
         record = opened(body, self._key, self._run, key)
         if record is not None:
             return record
-        if kind in _PASSED_OVER:
+        if kind in _PASSED_OVER and key != layout.control(0):  # without the first wishes one replica would be a quorum
             self._pass_over(kind, key)
             return VOID
         raise Forged(
@@ -103,17 +105,16 @@ class SealedStore:
 
 
 def sealed(record: bytes, secret: bytes, run: str, key: str) -> bytes:
-    """A record's bytes with its tag as the last field."""
+    """A record's bytes with its tag as the last field; a log's with one more line."""
+    if record.endswith(b"\n"):
+        return record + b'{"seal":"' + _tag(record, secret, run, key) + b'"}\n'
     return record[:-1] + b',"seal":"' + _tag(record, secret, run, key) + b'"}'
 
 
 def opened(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
     """The record without its tag; None if the tag is missing or another one than this record has here."""
-    found = _TAIL.search(body, max(0, len(body) - _TAIL_BYTES))
-    if found is None:
-        return None
-    record = body[: found.start()] + b"}"
-    return record if hmac.compare_digest(found[1], _tag(record, secret, run, key)) else None
+    record = body[:-_LINE] if body.endswith(b"\n") else body[:-_FIELD] + b"}"
+    return record if hmac.compare_digest(body, sealed(record, secret, run, key)) else None
 
 
 def _tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rendezvous import rules
+from rendezvous import layout, rules
 from rendezvous.closing import refuse_misweighed
 from rendezvous.errors import BadCommit
 from rendezvous.membership import seen
@@ -42,7 +42,7 @@ def commit(t: int, *slots: str, leaving: tuple[str, ...] = ()) -> Commit:
 
 def listed(slot: str = "r00", h: int = 4, age: int = 0, **fields: Any) -> Listed:
     """As for commit 5 of one fragment; scale: ‖θ‖."""
-    return Listed(5 - age, slot, 1, "n", "b", 12, "d", h, 0.0, **fields)
+    return Listed(5 - age, slot, 1, "n", layout.delta(5 - age, slot, 1, "n"), 12, "d", h, 0.0, **fields)
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,10 @@ def test_only_the_same_record_at_the_same_place_in_the_same_run_under_the_same_k
         (layout.offer(0, "r00", 0), "offer"),
         (layout.commit(7), "commit"), (layout.mean(7, 3), "mean"), (layout.snapshot(7), "snapshot"),
         (layout.leave("r00", 1), "leave"), (layout.control(0), "control"),
-        (layout.beat("r00"), None), (layout.residual("r00", 1, "n"), None), (layout.delta(0, "r00", 1, "n"), None),
+        (layout.beat("r00"), "beat"), (layout.residual("r00", 1, "n"), None), (layout.delta(0, "r00", 1, "n"), None),
         (layout.mean_blob(0, "n"), None),
-        (layout.snapshot_blob(0, "n"), None), (layout.log("r00", 1, 0), None), (layout.code("d", "a.json"), None),
+        (layout.snapshot_blob(0, "n"), None), (layout.log("r00", 1, 0), "log"),
+        (layout.rollouts("r00", 1, 0), "log"), (layout.code("d", "a.json"), None),
         (layout.model_file("m/config.json"), None), ("probe/x.json", None),
     ],
 )  # fmt: skip
@@ -124,6 +125,18 @@ def test_every_register_of_a_run_has_a_tag_and_nothing_else_has(clock: ManualClo
         kinds.add(layout.kind(key) or "")
     assert kinds >= {"seal", "claim", "offer", "commit", "mean", "snapshot", "leave", "control", ""}
     assert run.told == []
+
+
+def test_a_log_has_its_tag_in_a_line_of_its_own() -> None:
+    lines, key = b'{"at": 1}\n{"at": 2}\n', layout.log("r00", 1, 0)
+    body = sealed(lines, SECRET, "run", key)
+    tag = hmac.new(SECRET, b"run\0" + key.encode() + b"\0" + lines, hashlib.sha256).hexdigest()
+    assert body == lines + b'{"seal":"' + tag.encode() + b'"}\n' and opened(body, SECRET, "run", key) == lines
+    for at in range(len(body)):
+        assert opened(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], SECRET, "run", key) is None
+        assert opened(body[:at], SECRET, "run", key) is None
+    assert opened(body[len(lines) // 2 :], SECRET, "run", key) is None, "no line can be cut off"
+    assert opened(lines, SECRET, "run", key) is None
 
 
 def test_put_once_compares_records_not_tags(clock: ManualClock) -> None:

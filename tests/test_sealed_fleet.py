@@ -48,11 +48,13 @@ def without_tags(run: Path, to: Path) -> Path:
         name, body = path.relative_to(run).as_posix(), path.read_bytes()
         assert SECRET.encode() not in body, f"the key is in {name}"
         if layout.kind(name) not in (None, "seal"):
-            record, _, tag = body.rpartition(b',"seal":"')
-            message = identity.encode() + b"\0" + name.encode() + b"\0" + record + b"}"
-            if tag != hmac.new(SECRET.encode(), message, hashlib.sha256).hexdigest().encode() + b'"}':
+            record, end = body[: -len(',"seal":""}') - 64] + b"}", body[-len('":""}') - 64 :]
+            if body.endswith(b"\n"):
+                record, end = body[: -len('{"seal":""}\n') - 64], body[-len('":""}\n') - 64 : -1]
+            message = identity.encode() + b"\0" + name.encode() + b"\0" + record
+            if end != b'":"' + hmac.new(SECRET.encode(), message, hashlib.sha256).hexdigest().encode() + b'"}':
                 continue
-            body = record + b"}"
+            body = record
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_bytes(body)
     return to
