@@ -11,7 +11,7 @@ replica said after its last outer step before a `kill -9`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -164,11 +164,12 @@ class Reader:
         self._read_claims()
         self._read_logs()
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
-        beats = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
+        found = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
+        beats = {slot: replace(beat, **_shown(vars(beat))) for slot, beat in found.items()}
         self._tell_steps(events)
         self._tell_lives(events, beats)
         lives = [self._lives[k] for k in sorted(self._lives)]
-        name = self._run.get("name", "run")
+        name = _shown(self._run.get("name", "run"))
         return Report(
             name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice,
             passed_over=self._passed_over, damage=self._damage,
@@ -241,7 +242,7 @@ class Reader:
             c = read_claim(self._store, slot, generation)
             if c is None:
                 return None
-            life = Life(slot, generation, c.pid, c.host, c.at)
+            life = Life(slot, generation, c.pid, _shown(c.host), c.at)
             if c.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
                 life.ended, life.how = c.at, "fence"
             self._lives[slot, generation] = life
@@ -309,7 +310,16 @@ class Reader:
 def _event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
     """One event; a supervisor speaks of other slots, a replica of its own."""
     about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
-    return {"slot": "", "generation": 0, **raw, **about, "who": f"{owner}-{generation}"}
+    return {"slot": "", "generation": 0, **_shown(raw), **about, "who": f"{owner}-{generation}"}
+
+
+def _shown(value: Any) -> Any:
+    """The same without what steers a terminal: escapes, line breaks, reversed text.  Anybody may have written it."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(c if c.isprintable() else " " for c in value)
+    if isinstance(value, dict):
+        return {str(_shown(k)): _shown(v) for k, v in value.items()}
+    return [_shown(v) for v in value] if isinstance(value, list) else value
 
 
 # -------------------------------------------------------------------- telling

@@ -1,6 +1,6 @@
 """Other bytes with the same xxh3-128, by arithmetic: why a digest that finds accidents does not find forgers.
 
-    XXH3 adds up, over the 16 stripes of a block, in each of eight lanes:   Σ d   and   Σ lo(d ⊕ k)·hi(d ⊕ k)     mod 2^64
+    XXH3 adds up, over the 16 stripes of a block, in each of eight lanes:   Σ d   and   Σ lo(d ⊕ k)·hi(d ⊕ k)   mod 2^64
     d: eight bytes of the file.   k: eight bytes of a secret that is printed in every copy of xxhash.h
 
 A word with hi(d ⊕ k) = 0, or lo = 0, adds nothing to the second sum: two of these set Σ d.  Three words with
@@ -59,7 +59,7 @@ def _product(d: int, k: int) -> int:
 
 
 def _solved(keys: list[int], d: int, p: int, avoid: set[int], dice: random.Random) -> list[int]:
-    """Words with Σ word = d and Σ lo·hi = p, none of whose bytes is to be avoided; by trying orders and a first word."""
+    """Words with Σ word = d and Σ lo·hi = p, none of whose bytes is to be avoided; by trying orders and first words."""
     while True:
         order = dice.sample(range(len(keys)), len(keys))
         k = [keys[i] for i in order]
