@@ -27,7 +27,7 @@ SLOW: dict[str, Any] = {"outer": {"sync_every": 60, "snapshot_every": 2}}
 
 def events(fleet: Fleet, kind: str) -> list[dict[str, object]]:
     lines = [ln for p in (fleet.folder / "run").glob("log/*/*.jsonl") for ln in p.read_text().splitlines()]
-    return [e for e in map(json.loads, lines) if e["event"] == kind]
+    return [e for e in map(json.loads, lines) if e.get("event") == kind]
 
 
 @pytest.mark.parametrize(("error", "words"), [("ENOSPC", "Free some space"), ("EROFS", "Make the folder writable")])
