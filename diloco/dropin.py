@@ -156,7 +156,7 @@ class DropIn:
             snapshots.write(rv.store, rv.clock, rv.step, _packed(self.states()), base=UNVERIFIED, prev=prev)
 
     def _load(self, arrays: snapshots.Arrays) -> None:
-        states = torch.load(io.BytesIO(arrays["states"].tobytes()), weights_only=True)
+        states = torch.load(io.BytesIO(arrays["states"].data), weights_only=True)
         for key, (load, _) in self._fns.items():
             if key in states:
                 load(states[key])
@@ -165,4 +165,4 @@ class DropIn:
 def _packed(states: dict[str, Any]) -> dict[str, np.ndarray]:
     body = io.BytesIO()
     torch.save(states, body)
-    return {"states": np.frombuffer(body.getvalue(), np.uint8)}
+    return {"states": np.frombuffer(body.getbuffer(), np.uint8)}

@@ -76,6 +76,7 @@ class Life:
             pid=os.getpid(),
             retention=retention,
             background=Worker(self.tell),
+            uploads=Worker(self.tell),
             together=together_on(store),
         )
         self._parts = Parts(self.tell)

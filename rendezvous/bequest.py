@@ -15,17 +15,18 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 
 from rendezvous import layout, snapshots
-from rendezvous.digests import digest, has_digest, needed
+from rendezvous.digests import digest_of, has_digest, needed
 from rendezvous.errors import StoreError
 from rendezvous.records import Leave, nonce
 from rendezvous.store import Store
+from rendezvous.tensors import TensorFile
 
 
 def put(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
     """-> key and digest."""
-    key, body = layout.residual(slot, generation, nonce()), snapshots.serialized(unsent)
+    key, body = layout.residual(slot, generation, nonce()), TensorFile(unsent)
     store.put(key, body)
-    return key, digest(body, needed(store))
+    return key, digest_of(body, needed(store))
 
 
 def take(store: Store, left: Leave) -> dict[str, np.ndarray] | None:

@@ -14,7 +14,8 @@ Not promised: that the same bytes have one digest.  They have one of each kind.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import xxhash
 
@@ -25,6 +26,7 @@ _HEX: dict[str, Callable[[Buffer], str]] = {
     XXH3: xxhash.xxh3_128_hexdigest,
     SHA256: lambda body: hashlib.sha256(body).hexdigest(),
 }
+_HASHES: dict[str, Callable[[], Any]] = {XXH3: lambda: xxhash.xxh3_128(), SHA256: hashlib.sha256}
 _DIGITS = {XXH3: 32, SHA256: 64}
 _AT_LEAST = {XXH3: (XXH3, SHA256), SHA256: (SHA256,)}
 
@@ -32,6 +34,31 @@ _AT_LEAST = {XXH3: (XXH3, SHA256), SHA256: (SHA256,)}
 def digest(body: Buffer, kind: str = XXH3) -> str:
     """ "kind:hex" of these bytes."""
     return f"{kind}:{_HEX[kind](body)}"
+
+
+class Hasher:
+    """A digest of bytes that come in pieces."""
+
+    def __init__(self, kind: str = XXH3) -> None:
+        self._kind, self._hash = kind, _HASHES[kind]()
+
+    def update(self, piece: Buffer) -> None:
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def digest(self) -> str:
+        """ "kind:hex"."""
+        return f"{self._kind}:{self.hexdigest()}"
+
+
+def digest_of(pieces: Iterable[Buffer], kind: str = XXH3) -> str:
+    """ "kind:hex" of these bytes, one after another."""
+    hasher = Hasher(kind)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def needed(store: Store) -> str:
@@ -48,6 +75,11 @@ def is_digest(text: str, kind: str) -> bool:
 def has_digest(body: Buffer, announced: str, kind: str) -> bool:
     """Are these the bytes that were announced, by a digest of that kind or a stronger one?"""
     return is_digest(announced, kind) and digest(body, announced.partition(":")[0]) == announced
+
+
+def has_digest_of(pieces: Iterable[Buffer], announced: str, kind: str) -> bool:
+    """The same for bytes that come in pieces."""
+    return is_digest(announced, kind) and digest_of(pieces, announced.partition(":")[0]) == announced
 
 
 def hex_of(announced: str) -> str:

@@ -30,6 +30,7 @@ from rendezvous.records import Commit, Leave, Offer, nonce
 from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.sharded import Sharer
+from rendezvous.snapshot_writer import SnapshotWriter
 from rendezvous.state import Digests, State, all_arrays, base_of
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
@@ -39,7 +40,8 @@ class Rendezvous:
     """One life (one generation) of one slot.
 
     store, clock: the world.   tell(event, **fields): where remarks for people go.
-    background: runs what nobody waits for.   together: runs requests that go together (`background.together_on`).
+    background: runs what nobody waits for.   uploads: the same for what may take longer than a round.
+    together: runs requests that go together (`background.together_on`).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Rendezvous:
         pid: int = 0,
         retention: str = "all",
         background: Background | None = None,
+        uploads: Background | None = None,
         together: Together = in_turn,
     ) -> None:
         self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
@@ -63,6 +66,10 @@ class Rendezvous:
         )
         self._bucket, self._window = store, retention == "window"
         self._background, self._together = background or Inline(), together
+        self._uploads = uploads or self._background
+        self._writer = SnapshotWriter(
+            self.store, clock, self._uploads, later=self._later, tell=tell, wrote=self._snapshot_stands
+        )
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, tell=tell)
         self.step, self.generation, self.base = 0, 0, ""
         self.under(rules_)
@@ -146,13 +153,14 @@ class Rendezvous:
         """
         if all(self.store.get(key) is None for key in (layout.snapshot(0), layout.commit(0))):
             base = base_of(self.state, self.rules.fragments)
-            snapshots.write(self.store, self.clock, 0, self._arrays(), base=base, prev=None)
+            snapshots.write(self.store, self.clock, 0, self._arrays(0), base=base, prev=None)
 
     def _heal(self, upto: int | None = None) -> None:
         garbage.look_again(lambda: self._heal_once(upto), self.tell)
 
     def _heal_once(self, upto: int | None) -> None:
         """Become θ_upto (default: the head) from the bucket alone."""
+        self._writer.abandon()
         self.chain.forget()
         damaged: dict[int, snapshots.Snapshot] = {}
         for snapshot in snapshots.newest_first(self.store, self._snapshot, upto):
@@ -196,7 +204,7 @@ class Rendezvous:
         self._began = self.clock.now()
 
     def _mend_snapshot(self, damaged: snapshots.Snapshot | None) -> None:
-        if damaged is not None and snapshots.mend(self.store, damaged, self._arrays()):
+        if damaged is not None and snapshots.mend(self.store, damaged, self._arrays(damaged.t)):
             self.tell("repaired", step=damaged.t, blob=damaged.blob)
 
     # ------------------------------------------------------------------ one outer step
@@ -325,15 +333,17 @@ class Rendezvous:
     def mean(self, commit: Commit, out: np.ndarray) -> None:
         """Write the commit's mean into `out`; it may be the vector that was offered."""
         refuse_misweighed(commit, self.rules)
-        self._snapshot_if_due(commit)
+        self._confirm_snapshot(commit)
         mine = next((m for m in self._mine if m.step == commit.t), None)
         with self._or_collected(commit):
             if commit.mode == "sharded":
                 self._sharer.mean(commit, out, mine)
-                return
-            self._mean(commit, out, mine)
-        if commit.by == self.name and self.rules.announce and self._reducer.announces(commit, out):
+            else:
+                self._mean(commit, out, mine)
+        direct = commit.mode != "sharded" and commit.by == self.name
+        if direct and self.rules.announce and self._reducer.announces(commit, out):
             self._announcement = self._announce(commit, out, mine)
+        self._writer.release(commit.t % self.rules.fragments)  # as late as can be: the caller steps it now
 
     def _announce(self, commit: Commit, mean: np.ndarray, mine: Mine | None) -> Callable[[], None]:
         """-> what writes the mean down, from a copy, in the memory of our own body where it fits: it replaces that."""
@@ -437,13 +447,14 @@ class Rendezvous:
         if self._announcement is not None:  # not before: others still average, on the same machine or link
             self._later(self._announcement)
             self._announcement = None
+        self._snapshot_if_due(commit)
         self._phase("train")
         self._began = self.clock.now()
         self._alert_fenced()
 
     def complete(self, commit: Commit) -> None:
         """mean, apply, advance: a whole step for which this replica did not train."""
-        self._snapshot_if_due(commit)
+        self._confirm_snapshot(commit)
         self._apply(commit)
         self.advance(commit)
 
@@ -466,6 +477,7 @@ class Rendezvous:
         mean = np.empty(self.state.size(fragment), np.float32)
         with self._or_collected(commit):
             self._mean(commit, mean, None)
+        self._writer.release(fragment)
         self.state.apply(fragment, mean)
 
     def _move_on(self, commit: Commit) -> None:
@@ -489,8 +501,9 @@ class Rendezvous:
         from or published.   Raises Diverged."""
         self._digests.check(*fragments)
 
-    def _arrays(self) -> snapshots.Arrays:
-        return all_arrays(self.state, self.rules.fragments)
+    def _arrays(self, t: int) -> snapshots.Arrays:
+        """In the order in which they stand in snapshot t."""
+        return all_arrays(self.state, self.rules.fragments, t)
 
     def _odd(self, key: str, why: str) -> None:
         self.tell("bad_offer", key=key, text=f"passed over: {why}")
@@ -513,31 +526,26 @@ class Rendezvous:
                 f"(ours {mine}, replay {self.base}). This life ends; the next heals from the bucket"
             )
 
-    def _snapshot_if_due(self, commit: Commit) -> None:
-        """θ_t, once commit t has confirmed its digest.  The closer writes; after two periods without, anybody."""
-        t, every = commit.t, self.rules.snapshot_every
-        due = t > 0 and t % every == 0 and commit.by == self.name
-        overdue = t - max(self._snapshot, commit.snapshot) >= 2 * every
-        if (due or overdue) and commit.base == self.base and self.store.get(layout.snapshot(t)) is None:
-            self._check_state()
-            self._later(self._snapshot_of(confirmed=True))
+    def _confirm_snapshot(self, commit: Commit) -> None:
+        """Commit t says from which state it started: what is written of θ_t may become visible, or not."""
+        self._writer.confirm(commit.t, commit.base)
         if self._window and commit.by == self.name:
             self._later(self._sweep)
 
+    def _snapshot_if_due(self, commit: Commit) -> None:
+        """Begin to write θ as this commit has made it, beside the next inner steps."""
+        closed = commit.by == self.name or self._writer.owes
+        due = rules.snapshot_due(self.step, self._snapshot, self.rules.snapshot_every, closed=closed)
+        if due and not (self._writer.busy or self.behind or self.done):
+            self._writer.start(
+                self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.digest(commit.t)
+            )
+
+    def _snapshot_stands(self, step: int) -> None:
+        self._snapshot = max(self._snapshot, step)
+
     def _sweep(self) -> None:
         self._garbage.sweep(self._snapshot)
-
-    def _snapshot_of(self, *, confirmed: bool) -> Callable[[], None]:
-        """θ and momentum as they are now, to be written when there is time."""
-        step, base, prev = self.step, self.base, self.chain.digest(self.step - 1)
-        body = snapshots.serialized(self._arrays())
-
-        def write() -> None:
-            snapshots.publish(self.store, self.clock, step, body, base=base, prev=prev, confirmed=confirmed)
-            self._snapshot = max(self._snapshot, step)
-            self.tell("snapshot", step=step)
-
-        return write
 
     # ------------------------------------------------------------------ leaving
 
@@ -555,6 +563,9 @@ class Rendezvous:
         if not self.generation:  # asked to go before it held the slot
             return
         self.store.alert = lambda: None  # going already
+        if not self.done:
+            self._writer.abandon()
+        self._uploads.drain()
         self._background.drain()
         if self.done:
             self._check_state()  # our digest may confirm the last snapshot
@@ -592,8 +603,10 @@ class Rendezvous:
             return
         agree = self._others_who_left_with(self.base)
         if agree or self.wanted.min_replicas == 1:
-            self._check_state()
-            self._snapshot_of(confirmed=agree)()
+            self._writer.write(
+                self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.digest(self.step - 1),
+                confirmed=agree,
+            )  # fmt: skip
 
     def _others_who_left_with(self, base: str) -> bool:
         left = [r for slot in self.wanted.slots if slot != self.slot for r in self._goodbyes(slot)]

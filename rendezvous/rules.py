@@ -287,3 +287,13 @@ def rank(t: int, slot: int, slots: int) -> int:
 def stagger(rank: int, slots: int) -> int:
     """Polls until a replica of that rank looks for offers; in a crowd those who do not lead look as rarely again."""
     return 16 if rank == 3 and slots > CROWD else 2 * rank
+
+
+def snapshot_due(t: int, newest: int, every: int, *, closed: bool) -> bool:
+    """Is this replica to write θ_t?
+
+    newest: step of the newest snapshot known.   closed: it wrote commit t − 1, or gave up the last one that it began.
+
+    Whoever closed writes one in every period; after two periods without one, anybody.
+    """
+    return (closed and t // every > newest // every) or t - newest >= 2 * every

@@ -29,7 +29,7 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256
 from rendezvous.errors import Forged, WrongRun
 from rendezvous.records import Record, UnixTime, Word, nonce
-from rendezvous.store import VOID, Buffer, Store, open_store, put_once
+from rendezvous.store import VOID, Body, Buffer, Store, open_store, put_once
 
 KEY = "DILOCO_RUN_KEY"
 LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
@@ -64,8 +64,8 @@ class SealedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)  # what only some stores have: root, near
 
-    def put(self, key: str, body: Buffer) -> None:
-        self._store.put(key, self._sealed(key, body))
+    def put(self, key: str, body: Body) -> None:
+        self._store.put(key, self._sealed(key, body) if isinstance(body, Buffer) else body)  # a Stream is a blob
 
     def create(self, key: str, body: Buffer) -> None:
         self._store.create(key, self._sealed(key, body))

@@ -3,8 +3,9 @@
     snapshots/{t}/{nonce}.safetensors   first
     snapshots/{t}/manifest.json         last, by put_once: a writer that is killed between leaves nothing visible
 
-A snapshot of step t is written only after commit t confirmed its digest, so that a corrupt writer cannot become
-the truth.  Snapshot 0 is θ₀, from whoever came first.
+A manifest of step t is written only after commit t confirmed its digest, so that a corrupt writer cannot become
+the truth.  Snapshot 0 is θ₀, from whoever came first.  In the file the fragments stand in the order of their turns
+from step t on, so that what is stepped first is read first (rendezvous/snapshot_writer.py).
 
 Not promised: that the newest one is good.  `load` checks the digest; callers fall back to an older one.
 """
@@ -12,39 +13,32 @@ Not promised: that the newest one is good.  `load` checks the digest; callers fa
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from safetensors.numpy import load as load_tensors
-from safetensors.numpy import save as save_tensors
 
-from rendezvous import layout
+from rendezvous import layout, tensors
 from rendezvous.clock import Clock
-from rendezvous.digests import digest, has_digest, needed
+from rendezvous.digests import digest_of, has_digest_of, needed
+from rendezvous.errors import Corrupt
 from rendezvous.records import Snapshot, WireError, nonce
 from rendezvous.store import Store, put_once
+from rendezvous.tensors import TensorFile
 
 Arrays = Mapping[str, np.ndarray]
-
-
-def serialized(arrays: Arrays) -> bytes:
-    """A copy, as safetensors."""
-    return save_tensors(dict(arrays))
 
 
 def write(
     store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
 ) -> Snapshot:
-    """Publish these arrays."""
-    return publish(store, clock, t, serialized(arrays), base=base, prev=prev, confirmed=confirmed)
+    """Publish these arrays, from their own memory; -> the snapshot that stands for step t (or somebody faster's)."""
+    n, body = nonce(), TensorFile(arrays)
+    digest = digest_of(body, needed(store))
+    store.put(layout.snapshot_blob(t, n), body)
+    return publish(store, clock, Snapshot(t, base, prev, layout.snapshot_blob(t, n), body.size, digest, n, confirmed))
 
 
-def publish(
-    store: Store, clock: Clock, t: int, body: bytes, *, base: str, prev: str | None, confirmed: bool = True
-) -> Snapshot:
-    """Publish a snapshot; -> the one that stands for step t (ours, or that of somebody faster)."""
-    n = nonce()
-    mine = Snapshot(t, base, prev, layout.snapshot_blob(t, n), len(body), digest(body, needed(store)), n, confirmed)
-    store.put(mine.blob, body)
-    _, value = put_once(store, clock, layout.snapshot(t), mine.encode())
-    return _manifest(value, t) or mine
+def publish(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
+    """Its blob is there: make it visible; -> the one that stands for its step (ours, or that of somebody faster)."""
+    _, value = put_once(store, clock, layout.snapshot(mine.t), mine.encode())
+    return _manifest(value, mine.t) or mine
 
 
 def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Iterator[Snapshot]:
@@ -73,21 +67,28 @@ def _manifest(body: bytes, t: int) -> Snapshot | None:
 
 
 def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[str, np.ndarray] | None:
-    """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced."""
-    body = None
+    """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
+
+    Each array is read into its own memory: nothing else of that size is made.
+    """
+    found = ""
     for _ in range(3):
-        body = store.get(snapshot.blob)
-        if body is not None and has_digest(body, snapshot.digest, needed(store)):
-            return load_tensors(body)
-    found = "nothing" if body is None else f"{len(body)} bytes, digest {digest(body, needed(store))}"
+        try:
+            file = tensors.read(store, snapshot.blob, snapshot.size)
+        except Corrupt as error:
+            found = str(error)
+            continue
+        if file is not None and has_digest_of(file, snapshot.digest, needed(store)):
+            return file.arrays
+        found = f"not {snapshot.size} bytes" if file is None else f"digest {digest_of(file, needed(store))}"
     tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
     return None
 
 
 def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
     """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
-    body = serialized(arrays)
-    if not has_digest(body, snapshot.digest, needed(store)):
+    body = TensorFile(arrays)
+    if not has_digest_of(body, snapshot.digest, needed(store)):
         return False
     store.put(snapshot.blob, body)
     return True

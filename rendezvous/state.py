@@ -45,9 +45,10 @@ class State(Protocol):
         ...
 
 
-def all_arrays(state: State, fragments: int) -> Arrays:
-    """Every fragment's arrays, by name."""
-    return {name: array for f in range(fragments) for name, array in state.arrays(f).items()}
+def all_arrays(state: State, fragments: int, t: int = 0) -> Arrays:
+    """Every fragment's arrays, by name, in the order of their turns from step t on."""
+    turns = [(t + i) % fragments for i in range(fragments)]
+    return {name: array for f in turns for name, array in state.arrays(f).items()}
 
 
 def array_digest(array: np.ndarray) -> str:

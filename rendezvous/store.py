@@ -26,6 +26,21 @@ from rendezvous.clock import Clock
 from rendezvous.errors import BadKey, GaveUp, KeyExists, StoreRefused, StoreUnclear
 
 Buffer = bytes | bytearray | memoryview
+
+
+class Stream(Protocol):
+    """A body that is read while it is written, in pieces; whoever begins again gets the same bytes, or an error.
+
+    size: bytes in all.   A piece stays as it is until the whole request is over: clients send it without copying.
+    """
+
+    size: int
+
+    def __iter__(self) -> Iterator[Buffer]: ...
+    def __bytes__(self) -> bytes: ...
+
+
+Body = Buffer | Stream
 SAY_AGAIN_S = 10.0
 VOID = b""  # reads for a register that somebody else than the run has written: taken, and worth nothing
 T = TypeVar("T")
@@ -36,8 +51,9 @@ class Store(Protocol):
 
     url: str
 
-    def put(self, key: str, body: Buffer) -> None:
-        """Write a whole object; readers see the old one or the new one.  (PUT)"""
+    def put(self, key: str, body: Body) -> None:
+        """Write a whole object; readers see the old one or the new one.  An error of a Stream is passed on, and nothing
+        is seen.  (PUT)"""
         ...
 
     def create(self, key: str, body: Buffer) -> None:
@@ -92,6 +108,16 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
         except (KeyExists, StoreUnclear):
             clock.sleep(pause)  # ours, somebody's, or nobody's: the next read tells
     raise AssertionError("the back-off never ends")
+
+
+def in_pieces(body: Body) -> Iterable[memoryview]:
+    """A body's bytes, in order."""
+    return (memoryview(piece).cast("B") for piece in ([body] if isinstance(body, Buffer) else body))
+
+
+def body_bytes(body: Body) -> int:
+    """How many they are."""
+    return memoryview(body).nbytes if isinstance(body, Buffer) else body.size
 
 
 def open_store(url: str) -> Store:
@@ -160,7 +186,7 @@ class PatientStore:
         self._patience_s, self.alert, self._tell = patience_s, alert, tell
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 
-    def put(self, key: str, body: Buffer) -> None:
+    def put(self, key: str, body: Body) -> None:
         self._persist(lambda: self._store.put(key, body))
 
     def create(self, key: str, body: Buffer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rendezvous.errors import StoreUnclear
-from rendezvous.store import Buffer, Store
+from rendezvous.store import Body, Buffer, Store
 
 
 class ManualClock:
@@ -53,7 +53,7 @@ class FaultyStore:
         self.url, self.inner, self.faults = store.url, store, list(faults)
         self.calls: list[tuple[str, str]] = []
 
-    def put(self, key: str, body: Buffer) -> None:
+    def put(self, key: str, body: Body) -> None:
         self._call("put", key, lambda: self.inner.put(key, body))
 
     def create(self, key: str, body: Buffer) -> None:

@@ -221,6 +221,7 @@ class Replica:
         rv = Rendezvous(
             store, self.clock, process.slot, self.rules, world.plan.timing, tell=self._tell, pid=process.id,
             retention=world.plan.retention, background=SimBackground(world, process),
+            uploads=SimBackground(world, process),
             together=together(world, process) if world.plan.far else in_turn,
         )  # fmt: skip
         self.rv = process.rv = observed(rv, world, process)

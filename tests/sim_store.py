@@ -21,7 +21,7 @@ from greenlet import getcurrent
 
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreFull, StoreUnclear
-from rendezvous.store import Buffer
+from rendezvous.store import Body, Buffer, Stream
 from tests.fakes import FOREIGN
 from tests.sim_replica import Process
 
@@ -68,11 +68,11 @@ class SimStore:
         self._world, self._process = world, process
         self._mute = process.slot in [layout.slot_name(i) for i in world.plan.mute]
 
-    def put(self, key: str, body: Buffer) -> None:
+    def put(self, key: str, body: Body) -> None:
         if self._mute and key.startswith("alive/"):
             self._world.fired["mute"] += 1
             raise StoreUnclear("the heartbeat does not get through")
-        self._call("put", key, bytes(body))
+        self._call("put", key, bytes(body) if isinstance(body, Buffer) else self._read(body))
 
     def create(self, key: str, body: Buffer) -> None:
         self._call("create", key, bytes(body))
@@ -108,6 +108,15 @@ class SimStore:
         if fault.startswith("kill"):
             w.fired[f"kill at {verb} {kind(key)}" if verb in ("put", "create") else f"kill at {verb}"] += 1
         return self._faulty(fault, verb, key, body)
+
+    def _read(self, body: Stream) -> bytes:
+        """Piece by piece, and each takes a while: its owner may have something else to do meanwhile."""
+        pieces = list[bytes]()
+        for piece in body:
+            pieces.append(bytes(piece))
+            self._world.wait(self._process, self._world.rng.expovariate(1 / (10 * self._world.plan.latency)))
+        self._world.fired["a body is streamed"] += 1
+        return b"".join(pieces)
 
     def _outage(self, verb: str) -> None:
         w = self._world

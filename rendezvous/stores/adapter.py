@@ -13,12 +13,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreError, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Buffer, plain_key, plain_prefix
+from rendezvous.store import Body, Buffer, Stream, plain_key, plain_prefix
 
 T = TypeVar("T")
 
@@ -37,8 +38,25 @@ class AdapterStore:
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 
-    def put(self, key: str, body: Buffer) -> None:
-        self._ask("write", key, lambda: self._write(key, bytes(body)))
+    def put(self, key: str, body: Body) -> None:
+        if isinstance(body, Buffer):
+            self._ask("write", key, lambda: self._write(key, bytes(body)))
+        else:
+            self._ask("write", key, lambda: self._stream(key, body))
+
+    def _stream(self, key: str, body: Stream) -> None:
+        path = self._path(key)
+        with suppress(FileExistsError):  # where folders are real
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        file = self._fs.open(path, "wb")
+        try:
+            for piece in body:
+                file.write(piece)
+        except BaseException:
+            with suppress(Exception):  # closing it would finish half an object
+                file.discard()
+            raise
+        file.close()
 
     def create(self, key: str, body: Buffer) -> None:
         plain_key(key)

@@ -2,6 +2,7 @@
 
     create      one PUT with If-None-Match: *           never retried in here: put_once must see every outcome
     put         one PUT up to 64 MiB, straight from the caller's memory; above, equal parts of 32 MiB, 8 at a time
+                a Stream in parts of 8 MiB, 4 at a time; if it breaks off, nothing is seen
     get_into    GETs of 16 MiB, 16 at a time, into the caller's memory         three retries, as for put, get, list
 
     what obstore says                             what we say
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Buffer, plain_key, plain_prefix
+from rendezvous.store import Body, Buffer, plain_key, plain_prefix
 
 try:
     from obstore.exceptions import AlreadyExistsError, BaseError
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig, S3Credential
 
 SINGLE, PART, PARTS_AT_ONCE = 64 << 20, 32 << 20, 8
+STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream; so many bytes are in memory at a time
 RANGE, RANGES_AT_ONCE = 16 << 20, 16
 BULK = 256  # keys in one delete request: Azure takes no more, and one that is missing ends the request it is in
 SCHEMES = ("s3", "gs", "az", "hf")
@@ -98,8 +100,12 @@ class CloudStore:
         """Does this very machine serve it?"""
         return _loopback(urlsplit(_endpoint(self.address)).hostname or "")
 
-    def put(self, key: str, body: Buffer) -> None:
+    def put(self, key: str, body: Body) -> None:
         plain_key(key)
+        if not isinstance(body, Buffer):
+            parts = {"chunk_size": max(STREAMED, -(-body.size // MOST_PARTS)), "max_concurrency": STREAMED_AT_ONCE}
+            self._ask("write", key, lambda at: at.writing.put(key, iter(body), use_multipart=True, **parts))
+            return
         body = memoryview(body).cast("B")
         single = len(body) <= SINGLE
         parts: dict[str, Any] = {} if single else {"chunk_size": PART, "max_concurrency": PARTS_AT_ONCE}

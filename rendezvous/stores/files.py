@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Buffer, plain_key, plain_prefix
-from rendezvous.stores.spares import LEAST, Spares
+from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
+from rendezvous.stores.spares import LEAST, Spares, unfinished
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -45,9 +45,9 @@ class FileStore:
         self._tmp = self.root / ".tmp"
         self._spares = Spares(self._tmp)
 
-    def put(self, key: str, body: Buffer) -> None:
+    def put(self, key: str, body: Body) -> None:
         with self._written(key, body) as tmp, self._place(key, make=True) as (folder, name):
-            if memoryview(body).nbytes >= LEAST:
+            if body_bytes(body) >= LEAST:
                 self._replace_and_keep(tmp, folder, name)
             else:
                 os.replace(tmp, name, dst_dir_fd=folder)
@@ -121,18 +121,18 @@ class FileStore:
         self._spares.keep(tmp)
 
     @contextmanager
-    def _written(self, key: str, body: Buffer) -> Generator[str]:
+    def _written(self, key: str, body: Body) -> Generator[str]:
         """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
-        view = memoryview(body).cast("B")
+        size = body_bytes(body)
         with self._errors("write", key):
             self._tmp.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._tmp, _FOLDER | os.O_NOFOLLOW))  # no link either
-            fd, tmp = tempfile.mkstemp(dir=self._tmp)
+            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished(os.getpid()))
             try:
-                if len(view) >= LEAST and self._spares.take(len(view), tmp):
+                if size >= LEAST and self._spares.take(size, tmp):
                     os.close(fd)
                     fd = os.open(tmp, os.O_WRONLY)
-                _write(fd, view)
+                _write(fd, body)
                 yield tmp
             finally:
                 with suppress(FileNotFoundError):
@@ -168,11 +168,12 @@ def _beside(folder: int) -> Callable[[str, int], int]:
     return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def _write(fd: int, body: memoryview) -> None:
+def _write(fd: int, body: Body) -> None:
     try:
-        done = 0
-        while done < len(body):
-            done += os.write(fd, body[done : done + _CHUNK])
+        for piece in in_pieces(body):
+            done = 0
+            while done < len(piece):
+                done += os.write(fd, piece[done : done + _CHUNK])
     finally:
         os.close(fd)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 
 from rendezvous.errors import KeyExists
-from rendezvous.store import Buffer, plain_key, plain_prefix
+from rendezvous.store import Body, Buffer, plain_key, plain_prefix
 
 _named: dict[str, "MemoryStore"] = {}
 
@@ -26,7 +26,7 @@ class MemoryStore:
         """The same store for the same name, anywhere in this process."""
         return _named.setdefault(name, cls(f"memory://{name}"))
 
-    def put(self, key: str, body: Buffer) -> None:
+    def put(self, key: str, body: Body) -> None:
         self._objects[plain_key(key)] = bytes(body)
 
     def create(self, key: str, body: Buffer) -> None:

@@ -71,10 +71,16 @@ class Spares:
         self._pid, host = os.getpid(), f"spare-{socket.gethostname()}-"
         self._names.clear()
         self._stem = f"{self._folder}/{host}{self._pid}-{os.urandom(4).hex()}-"
-        for path in self._folder.glob(f"{host}*"):
-            pid = path.name.removeprefix(host).partition("-")[0]
-            if pid.isdigit() and not _lives(int(pid)):
-                _drop(str(path))
+        for start in (host, unfinished()):
+            for path in self._folder.glob(f"{start}*"):
+                pid = path.name.removeprefix(start).partition("-")[0]
+                if pid.isdigit() and not _lives(int(pid)):
+                    _drop(str(path))
+
+
+def unfinished(pid: int | None = None) -> str:
+    """How the name of a file begins that this machine (this process of it) is writing: a kill leaves it behind."""
+    return f"put-{socket.gethostname()}-" + ("" if pid is None else f"{pid}-")
 
 
 def _free(name: str) -> int | None:

@@ -1,0 +1,233 @@
+"""A snapshot is written while the next round trains: from the memory of θ and momentum, piece by piece.
+
+    commit t−1 ─▶ advance ───── inner steps of round t ─────▶ offer ─▶ commit t ─▶ mean ─▶ step t
+                    │ start                                              │          │
+                    ▼                                                    ▼          ▼
+    (background)   blob ◀── pieces of 1 MiB ◀── θ_t, momentum         confirm    release(t mod F): what was not read
+                    └────── and its digests ─────────────▶ manifest ◀────┘       yet of that fragment is copied
+
+θ_t does not change between two outer steps, so nothing has to be copied first and nobody waits.  Only where the store
+is slower than a round, what is left of the one fragment that is about to be stepped is copied.  Each piece is a copy
+of its own, digested and written as that copy; the arrays' digests of these very bytes must give the `base` that commit
+t confirmed, else nothing becomes visible.
+
+A request that fails begins again from the front, as long as no byte that was read has been stepped since; then the
+snapshot is given up, and its writer begins another one at the next step.
+
+Not promised: that a blob without a manifest is deleted; it goes with the garbage of its step.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rendezvous import layout, snapshots
+from rendezvous.background import Background
+from rendezvous.clock import Clock
+from rendezvous.digests import Hasher, needed
+from rendezvous.errors import Diverged, RendezvousError
+from rendezvous.records import Snapshot, nonce
+from rendezvous.state import UNVERIFIED, State, digest_of_digests
+from rendezvous.store import Buffer, Store
+from rendezvous.tensors import PIECE, TensorFile
+from rendezvous.wire import payload
+
+
+class Abandoned(RendezvousError):
+    """This snapshot is not written any more."""
+
+
+class LiveFile(TensorFile):
+    """Arrays that will be stepped, as the file of what they are now.   digest, base: of the bytes that were read.
+
+    fragments: (number, arrays) in the order of their turns.
+    """
+
+    def __init__(self, fragments: list[tuple[int, dict[str, np.ndarray]]], kind: str) -> None:
+        super().__init__({name: array for _, arrays in fragments for name, array in arrays.items()})
+        self._fragments, self._kind = dict(fragments), kind
+        self._lock, self._stopped = threading.Lock(), False
+        self._from = dict.fromkeys(self.arrays, 0)  # the first byte of an array that can still be read
+        self._rest = {name: payload(array) for name, array in self.arrays.items()}  # the bytes from there on
+        self._at = dict(self._from)  # the next byte to be read
+        self._copied = set[str]()
+        self.digest, self.base = "", ""
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Raises Abandoned if it was stopped, or if the beginning cannot be read again."""
+        self._rewind()
+        whole, each = Hasher(self._kind), dict[str, str]()
+        whole.update(self.header)
+        yield self.header
+        for name in self.arrays:
+            one = Hasher()
+            while piece := self._next(name):
+                whole.update(piece)
+                one.update(piece)
+                yield piece
+            each[name] = one.hexdigest()
+        self.digest, self.base = whole.digest(), self._base(each)
+
+    def release(self, fragment: int) -> int:
+        """The fragment is about to be stepped: keep what has not been read yet; -> bytes that were copied."""
+        with self._lock:
+            names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
+            for name in names:
+                rest = self._rest[name][self._at[name] - self._from[name] :]
+                self._rest[name], self._from[name] = _copied(rest), self._at[name]
+            self._copied.update(names)
+            return sum(len(self._rest[name]) for name in names)
+
+    def stop(self) -> None:
+        """Whoever reads it reads no further."""
+        with self._lock:
+            self._stopped = True
+            self._rest.clear()
+
+    def _rewind(self) -> None:
+        with self._lock:
+            if any(self._from.values()):
+                raise Abandoned("what was written of this snapshot has been stepped since; the next one is begun anew")
+            self._at = dict(self._from)
+
+    def _next(self, name: str) -> bytes:
+        with self._lock:
+            if self._stopped:
+                raise Abandoned("this snapshot is not wanted any more")
+            start = self._at[name] - self._from[name]
+            piece = bytes(self._rest[name][start : start + PIECE])
+            self._at[name] += len(piece)
+            if not piece and name in self._copied:
+                self._from[name], self._rest[name] = self._at[name], memoryview(b"")  # its memory is free again
+            return piece
+
+    def _base(self, each: dict[str, str]) -> str:
+        """State.base of the bytes that were read."""
+        fragments = [digest_of_digests(each[name] for name in arrays) for _, arrays in sorted(self._fragments.items())]
+        return digest_of_digests(fragments) if self.arrays else UNVERIFIED
+
+
+def _copied(view: memoryview) -> memoryview:
+    return payload(np.array(np.frombuffer(view, np.uint8)))
+
+
+@dataclass
+class _Writing:
+    """One snapshot on its way.   mine: its manifest, but for the digest."""
+
+    mine: Snapshot
+    file: LiveFile
+    written: bool = False
+    confirmed: bool = False
+
+
+class SnapshotWriter:
+    """One replica's snapshots, one at a time.
+
+    uploads: where a blob is written.   later: where a manifest is.   wrote(step): told of each that stands.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        uploads: Background,
+        later: Callable[[Callable[[], None]], None],
+        tell: Callable[..., None],
+        wrote: Callable[[int], None],
+    ) -> None:
+        self._store, self._clock, self._uploads = store, clock, uploads
+        self._later, self._tell, self._wrote = later, tell, wrote
+        self._lock = threading.Lock()
+        self._now: _Writing | None = None
+        self.owes = False  # the last one was given up
+
+    @property
+    def busy(self) -> bool:
+        return self._now is not None
+
+    def start(self, state: State, fragments: int, t: int, *, base: str, prev: str | None) -> None:
+        """Write θ_t in the background.  Visible it becomes when commit t confirms it."""
+        self._now, self.owes = self._begun(state, fragments, t, base=base, prev=prev, confirmed=True), False
+        writing = self._now
+        self._uploads.submit(lambda: self._upload(writing))
+
+    def write(self, state: State, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool) -> None:
+        """Write θ_t at once, and make it visible.   Raises Diverged if its bytes are not what they should be."""
+        writing = self._begun(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
+        self._put(writing)
+        self._publish(writing)
+
+    def confirm(self, t: int, base: str) -> None:
+        """Commit t has started from the state with this digest."""
+        writing = self._now
+        if writing is None or writing.mine.t != t:
+            return
+        if writing.mine.base != base:
+            self.abandon()
+            return
+        with self._lock:
+            writing.confirmed, due = True, writing.written
+        if due:
+            self._later(lambda: self._publish(writing))
+
+    def release(self, fragment: int) -> None:
+        """The fragment is about to be stepped."""
+        writing = self._now
+        if writing is not None and not writing.written and (size := writing.file.release(fragment)):
+            self._tell("snapshot_copied", step=writing.mine.t, bytes=size)
+
+    def abandon(self) -> None:
+        """Whatever is on its way is not wanted any more."""
+        writing, self._now = self._now, None
+        if writing is not None:
+            writing.file.stop()
+
+    # ------------------------------------------------------------------ in the background
+
+    def _begun(self, state: State, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool) -> _Writing:
+        turns, n = [(t + i) % fragments for i in range(fragments)], nonce()
+        file = LiveFile([(f, dict(state.arrays(f))) for f in turns], needed(self._store))
+        return _Writing(Snapshot(t, base, prev, layout.snapshot_blob(t, n), file.size, "", n, confirmed), file)
+
+    def _upload(self, writing: _Writing) -> None:
+        try:
+            if self._store.get(layout.snapshot(writing.mine.t)) is not None:
+                raise Abandoned(f"snapshot {writing.mine.t} is there already")
+            self._put(writing)
+        except RendezvousError as error:
+            self._give_up(writing, error)
+            return
+        except BaseException:
+            self._now = None  # whoever runs this tells of it; the next snapshot is not held up
+            raise
+        with self._lock:
+            writing.written, due = True, writing.confirmed
+        if due:
+            self._publish(writing)
+
+    def _put(self, writing: _Writing) -> None:
+        self._store.put(writing.mine.blob, writing.file)
+        if writing.file.base != writing.mine.base:
+            raise Diverged(
+                f"θ_{writing.mine.t} changed while snapshot {writing.mine.t} was written (digest {writing.file.base}, "
+                f"was {writing.mine.base}): bad memory, or code that writes to the fragments. It is not published"
+            )
+
+    def _publish(self, writing: _Writing) -> None:
+        try:
+            snapshots.publish(self._store, self._clock, replace(writing.mine, digest=writing.file.digest))
+        except RendezvousError as error:
+            self._give_up(writing, error)
+            return
+        if self._now is writing:
+            self._now = None
+        self._wrote(writing.mine.t)
+        self._tell("snapshot", step=writing.mine.t)
+
+    def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
+        if self._now is writing:  # else somebody has abandoned it
+            self._now, self.owes = None, True
+        self._tell("not_written", trouble=str(error))

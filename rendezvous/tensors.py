@@ -1,0 +1,107 @@
+"""Arrays as the bytes of a safetensors file, written from their own memory and read into their own memory.
+
+    u64: length of the header │ header: JSON, spaces up to a multiple of 8 │ array │ array │ …     little-endian
+
+The wider types come first, so that every array is aligned; else the order is the caller's.  A `TensorFile` is a body
+for `Store.put`: it is read piece by piece while it is written, and nothing of its size is ever made.
+
+Not promised: types beyond those of a run (`_NAMES`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from rendezvous.errors import Corrupt
+from rendezvous.store import Buffer, Store
+from rendezvous.wire import payload
+
+PIECE = 1 << 20  # bytes: copied, digested and written while it is in the cache
+_NAMES = {"<f8": "F64", "<f4": "F32", "<i8": "I64", "<i4": "I32", "|u1": "U8"}
+_TYPES = {name: np.dtype(kind) for kind, name in _NAMES.items()}
+_HEAD = 1 << 16  # bytes: a header that is longer takes a second request
+_HEADER_LIMIT = 100 << 20  # bytes; safetensors' own
+
+
+class TensorFile:
+    """These arrays as a file.   size: bytes.   header: all that is before the first array."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.arrays = dict(sorted(arrays.items(), key=lambda named: -named[1].itemsize))
+        self.header = _header(self.arrays)
+        self.size = len(self.header) + sum(a.nbytes for a in self.arrays.values())
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """The bytes in order.  The arrays must stay as they are until all are used."""
+        yield self.header
+        for array in self.arrays.values():
+            view = payload(array)
+            yield from (view[at : at + PIECE] for at in range(0, len(view), PIECE))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self)
+
+
+def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
+    entries, at = dict[str, Any](), 0
+    for name, array in arrays.items():
+        end = at + array.nbytes
+        entries[name] = {"dtype": _NAMES[array.dtype.str], "shape": list(array.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read(store: Store, key: str, size: int) -> TensorFile | None:
+    """The file of `size` bytes under `key`, in memory of its arrays' own; None if it is missing or shorter.
+
+    Raises Corrupt if its header is none.  Whether the bytes are right only a digest can say.
+    """
+    head = _read_header(store, key, size)
+    if head is None:
+        return None
+    arrays, at = _empty(key, head, size), len(head)
+    for array in arrays.values():
+        if array.nbytes and not store.get_into(key, payload(array), at):
+            return None
+        at += array.nbytes
+    found = TensorFile(arrays)
+    found.header, found.size = head, size
+    return found
+
+
+def _read_header(store: Store, key: str, size: int) -> bytes | None:
+    start = bytearray(min(size, _HEAD))
+    if len(start) < 8 or not store.get_into(key, memoryview(start)):
+        return None
+    end = 8 + int.from_bytes(start[:8], "little")
+    if end > min(size, _HEADER_LIMIT):
+        raise Corrupt(f"{key} says that its header has {end - 8} bytes; it has {size} in all")
+    rest = bytearray(max(0, end - len(start)))
+    if rest and not store.get_into(key, memoryview(rest), len(start)):
+        return None
+    return bytes((start + rest)[:end])
+
+
+def _empty(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
+    """Memory for what the header names, in its order; raises Corrupt unless the arrays are all of the file."""
+    try:
+        entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
+        ordered, at = sorted(entries.items(), key=lambda named: named[1]["data_offsets"]), len(head)
+        for _, entry in ordered:
+            begin, end = entry["data_offsets"]
+            kind, shape = _TYPES[entry["dtype"]], entry["shape"]
+            if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) * kind.itemsize != end - begin:
+                raise ValueError(f"{shape} of {kind} in {end - begin} bytes")
+            if len(head) + begin != at:
+                raise ValueError(f"a gap at {begin}")
+            at = len(head) + end
+        if at != size:
+            raise ValueError(f"arrays of {at} bytes in a file of {size}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"the header of {key} is none of a safetensors file ({error})") from error
+    return {name: np.empty(entry["shape"], _TYPES[entry["dtype"]]) for name, entry in ordered}
