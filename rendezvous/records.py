@@ -5,8 +5,7 @@ writer, so that equal bytes mean "mine".  A record's digest is the SHA-256 of it
 
     Claim ─▶ Offer ─▶ Commit ─▶ Mean        Snapshot   Leave   Control        Beat (overwritten, advisory)
 
-Weights are written as the shortest decimal of an fp32 number: a reader that parses it and rounds to fp32 has it
-back exactly.
+Weights are fp32 numbers, written as the shortest decimal that gives the same fp64.  Byte by byte: docs/formats.md.
 
 Anybody may have written what a reader finds.  `decode` gives a record whose fields are of their annotated types and in
 their ranges (rendezvous/fields.py), or WireError, and nothing else; it looks at the bytes alone.

@@ -7,7 +7,6 @@ and compare the digest of (θ, momentum, what "auto" remembers) with what the ne
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import xxhash
 from safetensors.numpy import load_file
+
+from tests.independent_reader import decode as decoded
 
 
 @dataclass
@@ -141,51 +142,6 @@ def _check_weights(commit: dict[str, Any], outer: dict[str, Any], found: Audit) 
         for _ in range((commit["t"] - o["step"]) // outer["fragments"]):
             share *= outer["age_discount"]
         assert o["factor"] == factor and o["weight"] == float(np.float32(share * factor)), (commit["t"], o)
-
-
-def decoded(name: str, body: bytes, elements: int) -> np.ndarray:
-    """A body as fp32, written down again from the drawings in rendezvous/codecs."""
-    if name == "fp32":
-        return np.frombuffer(body, np.float32)
-    if name == "bf16":
-        return (np.frombuffer(body, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if name in ("int8", "int4"):
-        width = 4 + (1024 if name == "int8" else 256)
-        rows = np.frombuffer(body, np.uint8).reshape(-1, width)
-        scale = np.ascontiguousarray(rows[:, :4]).view(np.float32)
-        codes = rows[:, 4:].view(np.int8).astype(np.int16)
-        if name == "int4":
-            low = ((codes + 8) & 15) - 8
-            codes = np.concatenate([low, (codes - low) >> 4], axis=1)
-        return (codes.astype(np.float32) * scale).reshape(-1)[:elements]
-    if name == "bf16-gate":
-        return np.concatenate([*_gated(body, elements)])
-    from rendezvous.codecs import codec  # top-k's bit fields are checked by its own tests
-
-    out = np.empty(elements, np.float32)
-    codec(name).decode(body, out)
-    return out
-
-
-def _gated(body: bytes, elements: int) -> Iterator[np.ndarray]:
-    """bf16-gate, block by block: a loop over gaps, or the bits of a map."""
-    at = 0
-    for n in [min(1 << 18, elements - a) for a in range(0, elements, 1 << 18)]:
-        count, size = (int(k) for k in np.frombuffer(body, np.uint32, 2, at))
-        coded = body[at + 8 + 4 * count :][:size]
-        places, here = list[int](), 0
-        for i in range(n) if size == -(-n // 8) else ():
-            places += [i] * (coded[i // 8] >> i % 8 & 1)
-        for gap in () if size == -(-n // 8) else coded:
-            here += gap
-            if gap < 255:
-                places.append(here)
-                here += 1
-        out = np.zeros(n, np.float32)
-        out[places] = np.frombuffer(body, np.float32, count, at + 8)
-        at += 8 + 4 * count + -(-size // 4) * 4
-        yield out
-    assert at == len(body), "bytes after the last block"
 
 
 def _mean(root: Path, commit: dict[str, Any], name: str, elements: int) -> np.ndarray:
