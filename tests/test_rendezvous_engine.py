@@ -15,7 +15,7 @@ from rendezvous import layout, snapshots
 from rendezvous.errors import BadDelta, Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
 from rendezvous.garbage import Collected
 from rendezvous.membership import write_control
-from rendezvous.records import Claim, Commit, Leave, Mean, Snapshot
+from rendezvous.records import Claim, Commit, Leave, Mean, Offer, Snapshot
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
@@ -184,6 +184,24 @@ def test_a_zombie_learns_it_from_the_chain_even_without_a_heartbeat(clock: Manua
         zombie.rv.advance(commit)
     a.offer()
     assert [o.slot for o in a.step().carried] == ["r01"], "what it offered for step 0 was not fenced then, and counts"
+
+
+def test_a_zombies_offer_counts_in_the_step_it_slept_in_and_in_no_later_one(clock: ManualClock) -> None:
+    """Eligible hangs on the commit before alone: commit -1 fences nobody, commit 0 fences generation 1."""
+    store, a, zombie = pair(clock, m=1)
+    Seat(store, "r01", clock)  # its successor, while it sleeps in step 0
+    a.offer(1, 1, 1)
+    zombie.offer(3, 3, 3)
+    commit = a.step()
+    assert [(o.slot, o.generation) for o in commit.fresh] == [("r00", 1), ("r01", 1)] and commit.fence["r01"] == 2
+    assert a.state.theta.tolist() == [98.0] * 3, "the mean of both"
+    old = Offer.decode(store.get(layout.offer(0, "r01", 0)) or b"")
+    late = replace(old, step=1, base=a.rv.base, blob=layout.delta(1, "r01", 1, "dead"))
+    store.put(late.blob, store.get(old.blob) or b"")
+    store.put(layout.offer(1, "r01", 0), late.encode())  # as if it had not heard of the fence yet
+    a.offer(1, 1, 1)
+    commit = a.step()
+    assert [o.slot for o in commit.offers] == ["r00"] and a.state.theta.tolist() == [97.0] * 3
 
 
 def test_a_successor_adopts_what_its_predecessor_offered(clock: ManualClock) -> None:
