@@ -35,6 +35,7 @@ from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import ManualClock, VectorState
 from tests.fleet import Fleet
+from tests.scripted import scripted_task
 from tests.second_preimage import forged
 from tests.test_rendezvous_engine import TIMING
 
@@ -372,3 +373,29 @@ def test_three_real_replicas_take_no_user_file_but_the_launchers(
     codes = fleet.wait()
     assert all(code != 0 for (code,) in codes.values()), fleet.logs()
     assert fleet.commits() == [] and "Restore it" in fleet.log("r00").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_twin_of_a_running_fleets_reward_file_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real GRPO replica, a step; the outsider swaps the reward file in the bucket; the next life starts."""
+    monkeypatch.setenv("DILOCO_RUN_KEY", SECRET.decode())
+    task, sentinel = scripted_task(tmp_path, "qwen3"), tmp_path / "sentinel"
+    (tmp_path / "reward.py").write_bytes(REWARD)
+    fleet = Fleet(
+        tmp_path, environ={"DILOCO_RUN_KEY": SECRET.decode(), "TEST_SCRIPTED": "1"}, inner=task,
+        outer={"sync_every": 1, "snapshot_every": 1}, fleet={"replicas": 1, "steps": 3},
+    )  # fmt: skip
+    fleet.start("r00", die="after:create:/commit.json@1")
+    assert fleet.wait(120.0) == {"r00": [-9]} and len(fleet.commits()) == 1, fleet.logs()
+    bucket = FileStore(tmp_path / "run")
+    (key,) = [key for key in bucket.list("code/") if key.endswith("/reward.py")]
+    assert bucket.get(key) == REWARD
+    bucket.put(key, foreign(sentinel))
+    fleet.start("r00")
+    assert fleet.wait(120.0)["r00"][1] != 0 and len(fleet.commits()) == 1, fleet.logs()
+    assert not sentinel.exists(), "no foreign code ran"
+    assert "Restore it" in fleet.log("r00").read_text()
+    bucket.put(key, REWARD)
+    fleet.start("r00")
+    assert fleet.wait(120.0)["r00"][2] == 0 and len(fleet.commits()) == 3, fleet.logs()
