@@ -9,7 +9,7 @@ The first writer of run.json decides.  The same command again resumes; other mat
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,7 +21,7 @@ from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest
-from rendezvous.errors import BadKey, Corrupt, GaveUp, StoreError, StoreRefused, WrongRun
+from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.probe import unfit
@@ -174,6 +174,8 @@ def open_run(
     mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
+    if store.get(layout.RUN) is None:
+        _refuse_headless(store, (layout.control(0), layout.claim(layout.slot_name(0), 1), *_TRAINED))
     won, stands, mine = _founded(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
     refuse_another(url, stands, mine, untouched=store.get(layout.MODEL_MANIFEST) is None)
     wish(store, clock, fleet)
@@ -194,6 +196,23 @@ def _founded(
     won, value = put_once(store, clock, layout.RUN, mine.encode())
     stands = RunRecord.decode(value)
     return won, stands, mine.with_codec(stands.codec) if auto else mine
+
+
+_TRAINED = (layout.commit(0), layout.snapshot(0))
+
+
+def _refuse_headless(store: Store, later: Iterable[str]) -> None:
+    """run.json was not there; raises RecordsLost if what is only written after it is, and run.json still is not.
+
+    Somebody may be founding the run just now: run.json is always there before the others, so it is read last.
+    """
+    stands = next((key for key in later if store.get(key) is not None), None)
+    if stands is not None and store.get(layout.RUN) is None:
+        raise RecordsLost(
+            f"{store.url}/{layout.RUN} has vanished, though {stands} is there. A new run founded here would take the old "
+            "one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, a "
+            "backup) and take away whatever expires or deletes objects below this URL; or use another URL for a new run"
+        )
 
 
 def refuse_nested(url: str) -> None:
@@ -230,6 +249,8 @@ def agree(
     mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
     mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, nonce(), clock.wall())
     choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
+    if store.get(layout.RUN) is None:  # claims and wishes come before run.json here
+        _refuse_headless(store, _TRAINED)
     _, stands, mine = _founded(store, clock, mine, choose)
     refuse_another(store.url, stands, mine)
     return stands

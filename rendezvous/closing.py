@@ -20,7 +20,7 @@ from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.digests import is_digest, needed
 from rendezvous.errors import BadCommit
-from rendezvous.membership import Membership, Wanted, claims, read_claim
+from rendezvous.membership import Membership, Wanted, claims, read_claim, refuse_lower_quorum
 from rendezvous.records import Commit, Listed, Offer, WireError, nonce
 from rendezvous.rules import Rules, Timing
 from rendezvous.store import VOID, Store, put_once
@@ -110,10 +110,18 @@ class Closer:
         why_not = self._why_not(fresh, wishes, vigil.waited) or self._news(wishes)
         if not why_not:
             self._chain.refuse_gap(self.step)
+            self.refuse_lower_quorum()
             commit = self._proposal(fresh, wishes, snapshot)
             _, stands = put_once(self._store, self._clock, layout.commit(self.step), commit.encode())
             self._chain.accept(self.step, stands)
         return why_not
+
+    def refuse_lower_quorum(self) -> None:
+        """Raises RecordsLost if wishes that earlier closers went by are gone."""
+        members, commits = self._members, self._chain.recent(self.step, self._rules.window)
+        if any(commit.m > members.wanted.min_replicas for commit in commits):
+            members.listen(self._store)
+            refuse_lower_quorum(self._store, members.wanted, commits)
 
     # ------------------------------------------------------------------ offers
 

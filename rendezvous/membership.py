@@ -12,7 +12,7 @@ Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from rendezvous import layout
 from rendezvous.background import Parts, Tell, no_tell
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RecordsLost, StoreError
-from rendezvous.records import Beat, Claim, Control, Leave, Offer, Record, WireError, nonce
+from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, nonce
 from rendezvous.rules import CROWD, Peer, Timing
 from rendezvous.store import Store, put_once
 
@@ -34,7 +34,7 @@ FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours",
 class Wanted:
     """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist).
 
-    former: places that stood in earlier records.
+    former: places that stood in earlier records.   highest_quorum: the most that min_replicas ever was.
     places, max_usd, max_hours, allow_unknown_price, until: as in Control.
     """
 
@@ -51,6 +51,7 @@ class Wanted:
     allow_unknown_price: bool = False
     until: float = 0.0
     former: tuple[dict[str, Any], ...] = ()
+    highest_quorum: int = 1
 
     def after(self, control: Control) -> "Wanted":
         """These wishes changed by one more control record."""
@@ -60,6 +61,7 @@ class Wanted:
             **said,
             universe=max(self.universe, said.get("replicas", self.replicas)),
             former=self._former(control),
+            highest_quorum=max(self.highest_quorum, said.get("min_replicas", 1)),
             drains=self._drains(control),
             stop=(self.stop or control.stop) and not control.resume,
             records=control.n + 1,
@@ -86,13 +88,28 @@ class Wanted:
 
 
 def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
-    """All control records from `wanted.records` on, folded.  What is none takes its number, and is worth nothing."""
+    """All control records from `wanted.records` on, folded.  What is none takes its number, and is worth nothing.
+
+    The first one is not passed over: raises RecordsLost if something else stands there.
+    """
     wanted = wanted or Wanted()
     while (body := store.get(layout.control(wanted.records))) is not None:
         control = decoded(Control, body)
-        here = control is not None and control.n == wanted.records
-        wanted = wanted.after(control) if control and here else replace(wanted, records=wanted.records + 1)
+        if control is not None and control.n == wanted.records:
+            wanted = wanted.after(control)
+        else:
+            _refuse_first(store, wanted.records)
+            wanted = replace(wanted, records=wanted.records + 1)
     return wanted
+
+
+def _refuse_first(store: Store, n: int) -> None:
+    """Garbage stands under control/{n}: raises RecordsLost if that is the first."""
+    if n == 0:
+        raise RecordsLost(
+            f"{store.url}/{layout.control(0)} is no control record: it was overwritten, or somebody else wrote it before "
+            f"the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
+        )
 
 
 def decoded(kind: type[R], body: bytes) -> R | None:
@@ -101,6 +118,13 @@ def decoded(kind: type[R], body: bytes) -> R | None:
         return kind.decode(body)
     except WireError:
         return None
+
+
+_WITHOUT_IT = "Without it the run has another quorum and no budget, so nobody joins and no wish is written."
+_RESTORE = (
+    "Restore the object (a bucket's versions, a backup); take away whatever expires, deletes or overwrites objects below "
+    "this URL; then run the same command again"
+)
 
 
 def refuse_lost(store: Store, wanted: Wanted) -> None:
@@ -114,10 +138,23 @@ def refuse_lost(store: Store, wanted: Wanted) -> None:
     if (later or stepped) and store.get(layout.control(wanted.records)) is None:
         seen = f"{later[0]} is there" if later else "steps are committed"
         raise RecordsLost(
-            f"{store.url}/{layout.control(wanted.records)} has vanished, though {seen}. Without it the run has another "
-            "quorum and no budget, so nobody joins and no wish is written. Restore the object (a bucket's versions, a "
-            "backup); take away whatever expires or deletes objects below this URL; then run the same command again"
+            f"{store.url}/{layout.control(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {_RESTORE}"
         )
+
+
+def refuse_lower_quorum(store: Store, wanted: Wanted, commits: Iterable[Commit]) -> None:
+    """Raises RecordsLost if a commit has a higher quorum than any control record that stands ever asked for.
+
+    A commit goes by wishes that were durable before it, so such a wish was there, and is not any more.
+    """
+    known = max(wanted.highest_quorum, wanted.min_replicas)
+    for commit in commits:
+        if commit.m > known:
+            raise RecordsLost(
+                f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
+                f"{store.url}/{layout.CONTROLS} none asks for more than {known}: one was overwritten or has vanished. "
+                f"Without it the run has another quorum, so nobody joins or closes a step. {_RESTORE}"
+            )
 
 
 def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:

@@ -118,6 +118,7 @@ class Rendezvous:
         self._phase("heal")
         self._found()
         self._heal()
+        self._closer.refuse_lower_quorum()
         self._inherit()
         while not self.done and self.offered(self.slot):
             self.tell("adopted", step=self.step)

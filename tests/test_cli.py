@@ -14,6 +14,7 @@ from diloco.config import load_config
 from diloco.launch import Run, open_run
 from executors import cli, demo
 from executors.lease import Lease
+from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control
 from tests.test_report import killed_and_replaced
@@ -153,6 +154,30 @@ def test_another_mathematics_under_one_url(capsys, run, config):
     config.write_text(CONFIG.replace("sync_every = 6", "sync_every = 8"))
     err = complaint(capsys, "train", config, "--run", run.url)
     assert "outer.sync_every is 6 there, 8 here" in err and "another --run" in err
+
+
+@pytest.mark.parametrize("verb", ["train", "resume", "scale", "stop", "status"])
+def test_a_run_whose_first_control_record_is_garbage(capsys, run, config, verb):
+    run.store.put(layout.control(0), b"{}")
+    words = [config, "--run", run.url] if verb == "train" else [run.url, *["3"] * (verb == "scale")]
+    err = complaint(capsys, verb, *words)
+    assert "control/000000.json is no control record" in err and "Restore the object" in err
+
+
+def test_a_run_whose_run_json_is_gone(capsys, run, config):
+    run.store.delete([layout.RUN])
+    err = complaint(capsys, "train", config, "--run", run.url)
+    assert "run.json has vanished, though control/000000.json is there" in err and "use another URL" in err
+    assert run.store.get(layout.RUN) is None
+
+
+def test_a_replica_refuses_to_join_with_exit_code_2_when_the_quorum_is_lost(run):
+    """Before: it went on with quorum 1."""
+    run.store.put(layout.control(0), b"{}")
+    joins = [sys.executable, "-m", "diloco.replica", run.url, "--slot", "r01"]
+    done = subprocess.run(joins, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "control/000000.json is no control record" in done.stderr and "Restore the object" in done.stderr
 
 
 def test_a_folder_that_cannot_be_written(capsys, config):

@@ -11,20 +11,22 @@ Not promised: records that are well-formed and lie; a run key is for those.
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.launch import ModelRecord, RunRecord
+from diloco.config import RunConfig
+from diloco.launch import ModelRecord, RunRecord, agree, open_run
 from diloco.life import Life, make_room
 from diloco.report import read_report
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import ChainBroken, RecordsLost
 from rendezvous.membership import read_control, write_control
-from rendezvous.records import Beat, Record, WireError
+from rendezvous.records import Beat, Control, Record, WireError
 from rendezvous.rules import Timing
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
@@ -202,3 +204,98 @@ def test_a_commit_that_vanished_is_never_written_anew() -> None:
     with pytest.raises(ChainBroken, match="commit 0 is missing, though commit 1 is there"):
         Seat(store, "r01", clock).join()
     assert store.inner.get(layout.commit(0)) is None
+
+
+@pytest.mark.parametrize("odd", [*ODD, b'{"wire":2,"kind":"control","n":0}', Control(1, "n", 0.0).encode()])
+def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: bytes) -> None:
+    """Seen before: quorum 1 and no budget, without a word."""
+    clock = ManualClock()
+    store, a, b = pair(clock, steps=9)
+    together(a, b)
+    store.inner.put(layout.control(0), odd)
+    write_down = lambda: write_control(store, clock, stop=True)  # noqa: E731
+    for begin in (lambda: Life(store, "r02", Timing()), lambda: read_control(store), write_down):
+        with pytest.raises(RecordsLost, match=r"control/000000.json is no control record.*Restore the object"):
+            begin()
+    assert store.inner.get(layout.claim("r02", 1)) is None and store.inner.get(layout.control(1)) is None
+    a.rv.members.tick()
+    assert together(a, b).m == 2, "who has read it goes on by it"
+
+
+def test_garbage_that_stood_there_before_the_run_ends_its_founder() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    store.put(layout.control(0), b"{}")
+    with pytest.raises(RecordsLost, match="If the run never had one, delete the object"):
+        make_room(store, clock, "r00", replicas=2, min_replicas=2, steps=3)
+
+
+def raised_quorum(clock: ManualClock) -> tuple[FaultyStore, list[Seat]]:
+    """Three replicas; control/000001 raises m from 1 to 3 before they take two steps."""
+    store = bucket(clock, replicas=3, m=1, steps=9)
+    write_control(store, clock, min_replicas=3)
+    seats = [Seat(store, f"r0{i}", clock).join() for i in range(3)]
+    assert [together(*seats).m for _ in range(2)] == [3, 3]
+    return store, seats
+
+
+def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_record_asks_for() -> None:
+    """Seen before: the life that came next closed steps alone, with m = 1."""
+    clock = ManualClock()
+    store, _ = raised_quorum(clock)
+    store.inner.put(layout.control(1), b"garbage")
+    with pytest.raises(RecordsLost, match=r"commit 1 needed min_replicas = 3.*none asks for more than 1.*Restore"):
+        Seat(store, "r02", clock).join()
+
+
+def test_nobody_closes_a_step_under_a_lower_quorum_than_any_control_record_asked_for() -> None:
+    clock = ManualClock()
+    store, (a, *_) = raised_quorum(clock)
+    store.inner.put(layout.control(1), b"garbage")
+    a.rv.members.wanted = read_control(store)
+    a.offer()
+    with pytest.raises(RecordsLost, match="nobody joins or closes a step"):
+        a.rv.settle()
+    assert store.inner.get(layout.commit(2)) is None
+
+
+def test_a_quorum_that_the_operator_lowered_is_a_lower_quorum() -> None:
+    clock = ManualClock()
+    store, (a, b, _) = raised_quorum(clock)
+    store.inner.put(layout.control(2), b"garbage")
+    write_control(store, clock, min_replicas=2)
+    for seat in (a, b):
+        seat.rv.members.tick()
+    assert together(a, b).m == 2
+    again = Seat(store, "r02", clock).join()
+    assert again.state.theta.tobytes() == a.state.theta.tobytes() and together(a, b, again).m == 2
+
+
+CONFIG = {
+    "name": "x", "outer": {"sync_every": 2}, "fleet": {"replicas": 2, "steps": 3},
+    "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [layout.control(0), layout.claim("r00", 1), layout.commit(0), layout.snapshot(0)])
+def test_no_run_is_founded_over_the_registers_of_one_whose_run_json_is_gone(kept: str, tmp_path: Path) -> None:
+    """Seen before: a new run.json, and its replicas went on from the old one's steps."""
+    (tmp_path / "text.txt").write_text("1 2 3")
+    config, url = RunConfig.from_dict(CONFIG, tmp_path), str(tmp_path / "run")
+    store = open_run(config, url, SystemClock()).store
+    store.put(kept, store.get(layout.control(0)) or b"")
+    store.delete([key for key in store.list("") if key != kept])
+    with pytest.raises(RecordsLost, match=rf"run.json has vanished, though {kept} is there.*use another URL"):
+        open_run(config, url, SystemClock())
+    assert store.get(layout.RUN) is None
+
+
+def test_a_library_loop_founds_no_run_below_committed_steps() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    write_control(store, clock, replicas=2, min_replicas=2, steps=3)  # comes before run.json here
+    outer, parameters = {"sync_every": 2, "codec": "none"}, [["w", [3], "float32"]]
+    agree(store, clock, outer, parameters)
+    assert agree(store, clock, outer, parameters).codec == "none"
+    store.put(layout.commit(0), b"x")
+    store.delete([layout.RUN])
+    with pytest.raises(RecordsLost, match=r"run.json has vanished, though steps/\S+ is there"):
+        agree(store, clock, outer, parameters)
