@@ -107,8 +107,8 @@ def _refuse_first(store: Store, n: int) -> None:
     """Garbage stands under control/{n}: raises RecordsLost if that is the first."""
     if n == 0:
         raise RecordsLost(
-            f"{store.url}/{layout.control(0)} is no control record: it was overwritten, or somebody else wrote it before "
-            f"the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
+            f"{store.url}/{layout.control(0)} is no control record: it was overwritten, or somebody else wrote it "
+            f"before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
         )
 
 
@@ -122,8 +122,8 @@ def decoded(kind: type[R], body: bytes) -> R | None:
 
 _WITHOUT_IT = "Without it the run has another quorum and no budget, so nobody joins and no wish is written."
 _RESTORE = (
-    "Restore the object (a bucket's versions, a backup); take away whatever expires, deletes or overwrites objects below "
-    "this URL; then run the same command again"
+    "Restore the object (a bucket's versions, a backup); take away whatever expires, deletes or overwrites objects "
+    "below this URL; then run the same command again"
 )
 
 
