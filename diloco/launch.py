@@ -210,8 +210,9 @@ def _refuse_headless(store: Store, later: Iterable[str]) -> None:
     if stands is not None and store.get(layout.RUN) is None:
         raise RecordsLost(
             f"{store.url}/{layout.RUN} has vanished, though {stands} is there. A new run founded here would take the "
-            "old one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, a "
-            "backup) and take away whatever expires or deletes objects below this URL; or use another URL for a new run"
+            "old one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
+            "a backup) and take away whatever expires or deletes objects below this URL; or use another URL for a new "
+            "run"
         )
 
 

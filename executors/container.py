@@ -147,11 +147,12 @@ class Child:
             return None
 
     def _pass_on(self) -> None:
+        """To the end, whatever becomes of our own output: a child whose pipe is full stands still."""
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)
-            with suppress(OSError):  # nobody reads our output any more; the child shall not notice
+            with suppress(Exception):  # closed, broken, of an encoding that lacks a letter, a platform's own
                 print(text, flush=True)
 
 

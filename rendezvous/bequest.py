@@ -9,9 +9,11 @@ leave/r01-2.json, finds nothing, and starts from zero.
 Not promised: that it arrives.  A residual makes a run a little better; nothing that is agreed on depends on it.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
 from rendezvous import layout, snapshots
@@ -29,11 +31,25 @@ def put(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> t
     return key, digest_of(body, needed(store))
 
 
-def take(store: Store, left: Leave) -> dict[str, np.ndarray] | None:
-    """What `left` names, and remove it; None if it is missing or damaged."""
+def take(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
+    """What `left` names, and remove it; None if it is missing, damaged, or nothing that an encoder holds.
+
+    sizes: elements of each fragment.
+    """
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, needed(store)):
         return None
     with suppress(StoreError):  # a few bytes too many
         store.delete([left.residual])
-    return load_tensors(body)
+    try:
+        unsent = load_tensors(body)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return unsent if _fits(unsent, sizes) else None
+
+
+def _fits(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
+    """Could an encoder of these fragments hold it?"""
+    kinds = {"residual": np.float32, "age": np.uint8}
+    due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}
+    return all(due.get(n) == (a.dtype, a.shape) and np.isfinite(a).all() for n, a in unsent.items())

@@ -136,7 +136,8 @@ class Rendezvous:
         left = read_leave(self.store, self.slot, self.generation - 1)
         if left is None or not left.residual:
             return
-        if (unsent := bequest.take(self.store, left)) is None:
+        sizes = [self.state.size(f) for f in range(self.rules.fragments)]
+        if (unsent := bequest.take(self.store, left, sizes)) is None:
             self.tell("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
             return
         self._encoder.inherit(unsent)

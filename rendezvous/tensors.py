@@ -95,13 +95,14 @@ def _empty(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
         for _, entry in ordered:
             begin, end = entry["data_offsets"]
             kind, shape = _TYPES[entry["dtype"]], entry["shape"]
-            if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) * kind.itemsize != end - begin:
+            counts = type(shape) is list and all(type(n) is int and n >= 0 for n in shape)
+            if not counts or prod(shape) * kind.itemsize != end - begin:
                 raise ValueError(f"{shape} of {kind} in {end - begin} bytes")
             if len(head) + begin != at:
                 raise ValueError(f"a gap at {begin}")
             at = len(head) + end
         if at != size:
             raise ValueError(f"arrays of {at} bytes in a file of {size}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return {name: np.empty(entry["shape"], _TYPES[entry["dtype"]]) for name, entry in ordered}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Corrupt(f"the header of {key} is none of a safetensors file ({error})") from error
-    return {name: np.empty(entry["shape"], _TYPES[entry["dtype"]]) for name, entry in ordered}

@@ -1,5 +1,6 @@
 """executors/container.py with real processes: what a rented container does, without the platform around it."""
 
+import io
 import json
 import os
 import signal
@@ -129,6 +130,37 @@ def test_a_crash_is_an_exit_code_and_its_last_lines() -> None:
     end = run_replica(spec("crashes").to_dict(), "somewhere")
     assert (end["exit_code"], end["value"], len(end["tail"])) == (1, None, 12)
     assert end["tail"][-1] == "ValueError: this is how it ends" and "line 29" in end["tail"]
+
+
+class Mute(io.StringIO):
+    """An output of ours that takes nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str, /) -> int:
+        raise self._error
+
+
+def talks(length: int) -> int:
+    for i in range(length):
+        print(i, "é" * 100)
+    return length
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "error",
+    [UnicodeEncodeError("ascii", "é", 0, 1, "no"), ValueError("I/O operation on closed file"), RuntimeError("theirs")],
+)
+def test_a_child_that_talks_a_lot_ends_although_our_own_output_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Before: the pump ended with the first line, the pipe (64 KiB) filled, and the child stood still for ever."""
+    monkeypatch.setattr(sys, "stdout", Mute(error))
+    end = run_replica(spec("talks", length=5000).to_dict(), "somewhere")
+    assert (end["exit_code"], end["value"]) == (0, 5000)
 
 
 def test_an_interruption_while_the_child_starts_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:

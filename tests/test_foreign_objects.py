@@ -24,7 +24,7 @@ from diloco.life import Life, make_room
 from diloco.report import read_report
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.errors import ChainBroken, RecordsLost
+from rendezvous.errors import ChainBroken, Fenced, RecordsLost
 from rendezvous.membership import read_control, write_control
 from rendezvous.records import Beat, Control, Record, WireError
 from rendezvous.rules import Timing
@@ -299,3 +299,17 @@ def test_a_library_loop_founds_no_run_below_committed_steps() -> None:
     store.delete([layout.RUN])
     with pytest.raises(RecordsLost, match=r"run.json has vanished, though steps/\S+ is there"):
         agree(store, clock, outer, parameters)
+
+
+def test_who_takes_the_number_of_a_claim_that_is_gone_ends_by_the_chains_fence() -> None:
+    clock = ManualClock()
+    store, a, _ = pair(clock)
+    for _ in range(2):
+        b = Seat(store, "r01", clock).join()
+    assert b.rv.generation == 3 and together(a, b).fence["r01"] == 3
+    store.inner.delete([layout.claim("r01", 2)])
+    again = Seat(store, "r01", clock)
+    assert again.rv.generation == 2, "its number is taken again"
+    with pytest.raises(Fenced, match="r01 now belongs to generation 3"):
+        again.join().offer(1, 2, 3)
+    assert together(a, b).fence["r01"] == 3, "the holder goes on"

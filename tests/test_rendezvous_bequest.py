@@ -12,9 +12,11 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.codecs import codec
+from rendezvous.digests import digest
 from rendezvous.records import Commit, Leave
 from rendezvous.rules import Rules
 from rendezvous.store import Store
+from rendezvous.tensors import TensorFile
 from tests.fakes import Fault, FaultyStore, ManualClock
 from tests.test_rendezvous_engine import RULES, TIMING, Seat, bucket
 
@@ -113,6 +115,28 @@ def test_a_bad_blob_is_told_and_not_used(clock: ManualClock, harm: str) -> None:
     store.delete([key]) if harm == "missing" else store.put(key, b"x" * 100)
     after = life()
     assert after.events("bad_residual") and not held(after).any()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"x" * 100, bytes(TensorFile({"residual.x": np.zeros(3, np.float32)})),
+        bytes(TensorFile({"residual.0": np.zeros(4, np.float32)})),
+        bytes(TensorFile({"residual.0": np.full(3, np.nan, np.float32)})),
+        bytes(TensorFile({"residual.0": np.zeros(3, np.int64)})),
+    ],
+)  # fmt: skip
+def test_a_blob_with_the_right_digest_that_is_no_residual_is_told_and_not_used(clock: ManualClock, body: bytes) -> None:
+    store, life = solo(clock)
+    seat = life()
+    work(seat, DELTAS[0])
+    seat.rv.finish("asked to leave")
+    left = goodbye(store, 1)
+    store.put(left.residual, body)
+    store.put(layout.leave("r00", 1), replace(left, residual_digest=digest(body)).encode())
+    after = life()
+    assert after.events("bad_residual") and not held(after).any()
+    work(after, DELTAS[1])
     work(after, DELTAS[1])
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,29 @@ def test_a_damaged_snapshot_whose_header_lies_is_passed_over() -> None:
             tensors.read(store, good.blob, good.size)
         store.put(good.blob, bytes(TensorFile({"theta.0": np.ones(3, np.float32)})))
     assert told == ["bad_snapshot"] * 3
+
+
+HEADERS = [
+    b"", b"[]", b"null", b"{", b'{"a":1}', b"[" * 5000, b"\xff",
+    b'{"a":{"dtype":"F32","shape":[0,1e3],"data_offsets":[0,0]}}',
+    b'{"a":{"dtype":"F32","shape":{},"data_offsets":[0,4]}}', b'{"a":{"dtype":"F32","shape":"","data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":[' + b"1," * 64 + b'1],"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":[0,' + b"9" * 40 + b'],"data_offsets":[0,0]}}',
+    b'{"a":{"dtype":[],"shape":[1],"data_offsets":[0,4]}}', b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["",4]}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("rest", [b"", b"1234"])
+def test_a_blob_with_the_right_digest_that_is_no_safetensors_file_is_told_and_passed_over(
+    header: bytes, rest: bytes
+) -> None:
+    store, told = MemoryStore(), list[str]()
+    good = snapshots.write(store, ManualClock(), 0, {"theta.0": np.ones(3, np.float32)}, base="b", prev=None)
+    body = len(header).to_bytes(8, "little") + header + rest
+    store.put(good.blob, body)
+    forged = replace(good, size=len(body), digest=digest(body))
+    assert snapshots.load(store, forged, lambda event, **_: told.append(event)) is None and told == ["bad_snapshot"]
 
 
 def test_who_writes_a_snapshot() -> None:
