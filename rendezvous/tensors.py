@@ -95,7 +95,7 @@ def _empty(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
         for _, entry in ordered:
             begin, end = entry["data_offsets"]
             kind, shape = _TYPES[entry["dtype"]], entry["shape"]
-            counts = type(shape) is list and all(type(n) is int and n >= 0 for n in shape)
+            counts = isinstance(entry["shape"], list) and all(type(n) is int and n >= 0 for n in shape)
             if not counts or prod(shape) * kind.itemsize != end - begin:
                 raise ValueError(f"{shape} of {kind} in {end - begin} bytes")
             if len(head) + begin != at:
