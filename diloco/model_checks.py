@@ -1,7 +1,7 @@
 """Is everything that training changes in the flat vectors?  Nothing else is averaged: it would differ from replica to
 replica.
 
-    when the loop is made      complex parameters · batch statistics · an optimizer without some of the parameters
+    when the loop is made      complex or fp16 parameters · batch statistics · an optimizer that lacks parameters
     when it is entered         frozen_digest: weights and buffers that nothing averages are the same in all replicas
     at every sync              parameters frozen, unfrozen or replaced since · buffers that training has moved
 
@@ -29,6 +29,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise OuterError(
             f"{_some(complex_)} hold complex numbers, of which an fp32 vector keeps the real part only. Store them as "
             "two real parameters (torch.view_as_real), or freeze them"
+        )
+    if half := [n for n, p in parameters if p.dtype == torch.float16]:
+        raise OuterError(
+            f"{_some(half)} are trained in float16, in which AdamW's epsilon is 0: its first steps are 0 / 0 and all "
+            "weights become NaN. Train float32 weights (autocast may compute in less), or freeze them"
         )
     if statistics := [n for n, m in model.named_modules() if _moves_statistics(m)]:
         raise OuterError(

@@ -23,6 +23,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     ("model", "words"),
     [
         (nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}), "w hold complex numbers"),
+        (nn.Linear(2, 2).half(), "weight, bias are trained in float16"),
         (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "1 keep running statistics"),
         (nn.Sequential(nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1)), "1 keep running statistics"),
     ],
