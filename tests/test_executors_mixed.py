@@ -11,7 +11,7 @@ from executors.mixed import Mixed, Place, build, place_of, places_of
 from executors.stop import stop_run
 from executors.supervisor import Supervisor
 from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import Control
+from rendezvous.records import WIRE, Control
 from rendezvous.stores.memory import MemoryStore
 from tests.cloud import Cloud, CloudExecutor
 from tests.fakes import ManualClock
@@ -62,7 +62,7 @@ def test_places_go_through_the_bucket_and_old_records_still_read():
     wanted = read_control(store)
     assert places_of(wanted.places) == places
     assert (wanted.replicas, wanted.max_usd, wanted.max_hours, wanted.until) == (4, 20.0, 3.5, 0.0)
-    old = {"kind": "control", "wire": 1, "n": 2, "nonce": "n", "at": 0.0, "replicas": 3, "stop": True}
+    old = {"kind": "control", "wire": WIRE, "n": 2, "nonce": "n", "at": 0.0, "replicas": 3, "stop": True}
     wanted = wanted.after(Control.decode(json.dumps(old).encode()))
     assert wanted.stop and wanted.replicas == 3 and places_of(wanted.places) == places and wanted.max_usd == 20.0
 
