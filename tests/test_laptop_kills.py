@@ -75,7 +75,7 @@ def live(life: Life, state: Numbers) -> int:
         rv.mean(commit, mean)
         state.apply(0, mean)
         rv.advance(commit)
-        life.tell("step", step=commit.t, theta=state.digest())
+        life.tell("step", step=commit.t, theta=rv.base)
         life.flush()
     return end(life, "done", exitcodes.DONE)
 
