@@ -308,7 +308,7 @@ def one_part_stops_all(parts: Any, *acts: Callable[[], None]) -> None:
 def founds_again(rv: Any) -> None:
     if rv.store.get(layout.snapshot(0)) is None:
         base = base_of(rv.state, rv.rules.fragments)
-        snapshots.write(rv.store, rv.clock, 0, rv._arrays(), base=base, prev=None)
+        snapshots.write(rv.store, rv.clock, 0, rv._arrays(0), base=base, prev=None)
 
 
 def trusting(store: Any, clock: Any, key: str, pieces: Any, out: np.ndarray, start: int = 0) -> str | None:
