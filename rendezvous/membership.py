@@ -119,11 +119,12 @@ def decoded(kind: type[R], body: bytes) -> R | None:
 def refuse_lost(store: Store, wanted: Wanted) -> None:
     """Raises RecordsLost if control records have vanished: what is left would lower the quorum and drop the budget.
 
-    A later record shows a gap; a committed step shows that there was a first one.  LIST is a hint: it may lag.
+    A later record shows a gap; a committed step shows that there was a first one.  LIST is a hint: it may lag.  All of
+    them may have been written since the wishes were read: the missing one is there before they are, so it is read last.
     """
     later = [key for key in store.list(layout.CONTROLS) if key > layout.control(wanted.records)]
     stepped = wanted.records == 0 and store.get(layout.commit(0)) is not None
-    if later or stepped:
+    if (later or stepped) and store.get(layout.control(wanted.records)) is None:
         seen = f"{later[0]} is there" if later else "steps are committed"
         raise RecordsLost(
             f"{store.url}/{layout.control(wanted.records)} has vanished, though {seen}. Without it the run has another "

@@ -27,7 +27,7 @@ from rendezvous.membership import read_control, write_control
 from rendezvous.records import Beat, Record, WireError
 from rendezvous.rules import Timing
 from rendezvous.stores.memory import MemoryStore
-from tests.fakes import ManualClock
+from tests.fakes import Fault, FaultyStore, ManualClock
 from tests.test_rendezvous_engine import Seat, bucket, pair, together
 from tests.test_rendezvous_records import RECORDS
 
@@ -177,6 +177,20 @@ def test_a_gap_in_the_control_records_is_refused() -> None:
     store.delete([layout.control(1)])
     with pytest.raises(RecordsLost, match=r"control/000001.json has vanished, though control/000002.json is there"):
         write_control(store, clock, stop=True)
+
+
+def test_wishes_that_were_written_while_another_was_read_are_no_gap() -> None:
+    """Red in the simulator (7600269): two operators; RecordsLost: control/000001.json has vanished."""
+    clock = SystemClock()
+    store = FaultyStore(MemoryStore())
+
+    def two_wishes() -> None:
+        for usd in (5.0, 6.0):
+            write_control(store.inner, clock, max_usd=usd)
+
+    write_control(store, clock, replicas=2, min_replicas=2, steps=3)
+    store.faults = [Fault("list", layout.CONTROLS, error=None, before=two_wishes)]
+    assert write_control(store, clock, stop=True).records == 4
 
 
 def test_a_commit_that_vanished_is_never_written_anew() -> None:
