@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Blockwise codecs on CUDA: each element is read once and written once.
 
                  one program per row
