@@ -148,7 +148,7 @@ class FileStore:
             where = f"cannot {verb} {self.url}/{key}: {error.strerror}"
             if error.errno in _LINK:
                 why = "a part of it is a link, or a file where a folder belongs; a run's folder holds neither"
-                raise StoreRefused(f"cannot {verb} {self.url}/{key}: {why}. Move it away, or use another one") from error
+                raise StoreRefused(f"cannot {verb} {self.url}/{key}: {why}. Remove it, or use another one") from error
             if error.errno in _READ_ONLY:
                 raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
             if error.errno in _FULL:
