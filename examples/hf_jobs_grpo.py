@@ -1,6 +1,6 @@
 """GRPO by three replicas that are Hugging Face Jobs and meet in a bucket.
 
-pip install 'serverless-diloco[local,serverless]' && hf auth login
+pip install -c constraints.txt -e '.[local,serverless]' && hf auth login
 export AWS_ACCESS_KEY_ID=HFAK… AWS_SECRET_ACCESS_KEY=…        S3 keys of your namespace, from its token settings
 python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo                the plan and its price; then it asks
 python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo --detach       the supervisor is a job too

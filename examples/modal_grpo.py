@@ -1,6 +1,6 @@
 """GRPO by replicas on Modal's GPUs that meet in a bucket; nothing depends on this terminal.
 
-pip install 'serverless-diloco[local,serverless]' && modal token new
+pip install -c constraints.txt -e '.[local,serverless]' && modal token new
 modal secret create bucket-keys AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_REGION=…
 modal run -m examples.modal_grpo --run s3://BUCKET/grpo --secret bucket-keys           shows it; Ctrl-C leaves it
 modal run -m examples.modal_grpo --run … --secret … --gpu L4,A10 --replicas 4 --max-usd 10 --detach

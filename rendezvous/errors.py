@@ -13,9 +13,13 @@
     │   ├── Leaving               asked to go; its work is durable
     │   ├── Diverged              its θ is not the chain's; a new life heals from the bucket
     │   ├── GaveUp                nothing moved for too long; the same command resumes the run
-    │   └── HeartbeatLost         its heartbeat cannot go on, and it must not train without
+    │   ├── HeartbeatLost         its heartbeat cannot go on, and it must not train without
+    │   └── Collected             what it needs was collected as garbage; a new life heals (rendezvous/garbage.py)
     ├── ChainBroken               a commit does not follow the one before it
     ├── Forged                    a commit or manifest that was not written with the run's key
+    ├── BadCommit                 a commit that does not follow the run's rules
+    ├── WireError                 an object that is no record of this wire version (rendezvous/records.py)
+    ├── Abandoned                 a snapshot whose replica went on or ended meanwhile (rendezvous/snapshot_writer.py)
     ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
     ├── BadDelta                  a pseudogradient that must not be offered
     └── WrongRun                  the URL holds a run with another mathematics, layout or key

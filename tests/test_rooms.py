@@ -115,3 +115,25 @@ def test_no_machine_of_ours_is_named() -> None:
     texts = [p for f in files if (p := ROOT / f).suffix in (".py", ".md", ".toml", ".txt", ".yml") and p.exists()]
     ours = (str(ROOT), f"{Path.home()}/")
     assert not [p.name for p in texts if any(path in p.read_text() for path in ours)]
+
+
+def test_the_tree_of_errors_names_every_class_below_its_parent():
+    """Five classes were missing from it."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "rendezvous").rglob("*.py"))
+    classes = dict(re.findall(r"^class (\w+)\((\w+)\):", sources, re.M))
+    errors = {"RendezvousError"}
+    while more := {child for child, parent in classes.items() if parent in errors} - errors:
+        errors |= more
+    drawn = _parents(import_module("rendezvous.errors").__doc__ or "")
+    assert drawn == {(parent, child) for child, parent in classes.items() if child in errors - {"RendezvousError"}}
+
+
+def _parents(drawing: str) -> set[tuple[str, str]]:
+    """ "│   ├── KeyExists   definite …" below "├── StoreError"  ->  {("StoreError", "KeyExists"), …}"""
+    above, found = ["RendezvousError"], set()
+    for line in drawing.splitlines():
+        if (at := re.search(r"[├└]── (\w+)", line)) is not None:
+            depth = (at.start() - 4) // 4 + 1
+            above[depth:] = [at[1]]
+            found.add((above[depth - 1], at[1]))
+    return found
