@@ -200,6 +200,8 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"there is no file {path}. `diloco demo` shows a working one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    if not raw:
+        raise ConfigError(f"{path} is empty: it names no model and no data. `diloco demo` writes one that works")
     try:
         return RunConfig.from_dict(raw, path.parent)
     except ConfigError as error:

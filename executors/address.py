@@ -9,6 +9,8 @@ Not promised: that the bucket answers; the first read tells.  Light: stores are 
 
 from pathlib import Path
 
+_SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…, az://…, hf://buckets/…"
+
 
 class UsageError(ValueError):
     """The command cannot mean anything."""
@@ -25,6 +27,8 @@ def checked(url: str) -> str:
     """A run that this version can open."""
     from rendezvous.store import open_store
 
+    if url.startswith(("http://", "https://")):
+        raise UsageError(f"{url} is a web page's address, and a run must be written to: {_SCHEMES}")
     try:
         open_store(url)
     except (ValueError, ImportError) as error:

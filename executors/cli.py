@@ -370,8 +370,12 @@ def _demo(args: Namespace) -> int:
 
 
 def _completion(args: Namespace) -> int:
-    from executors.completion import script
+    from executors.completion import script, slots_of
 
+    if args.slots is not None:
+        found = slots_of(args.slots)
+        _tell(args, {"run": args.slots, "slots": found}, *found)
+        return 0
     text = script(make_parser(), args.shell)
     _tell(args, {"shell": args.shell, "script": text}, text)
     return 0

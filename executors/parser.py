@@ -10,8 +10,13 @@ Not promised: that a name exists (a slot, a GPU); the verb or the platform tells
 
 import argparse
 import json
+import math
 import re
+import sys
 from typing import Any
+
+from executors.completion import SLOTS
+from executors.mistyped import Parser
 
 EXIT_CODES = """\
 exit codes:
@@ -29,16 +34,18 @@ records: what others write into its bucket does not count (docs/protocol.md).
 A run is a folder (runs/demo, file:///an/absolute/path) or lies in a bucket (s3://bucket/prefix, gs://…, az://…,
 hf://buckets/namespace/bucket/prefix).  docs/operations.md says how to look after one."""
 SHELLS = ("bash", "zsh", "fish")
+PLACES = ("local", "modal", "hf-jobs", "slurm", "sky")  # executors.mixed has what is behind them
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="diloco",
         description="Train one model on replicas that meet only in a bucket.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True)
     _starting(verbs)
     _looking(verbs)
@@ -81,11 +88,15 @@ def _fleet(parser: argparse.ArgumentParser) -> None:
 
 def _where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where replicas run (default: this machine, or as the run had it)")
-    where.add_argument("--executor", metavar="NAME", help="local, modal, hf-jobs, slurm or sky: all replicas there")
-    where.add_argument(
+    executor = where.add_argument(
+        "--executor", metavar="NAME", help="local, modal, hf-jobs, slurm or sky: all replicas there"
+    )
+    places = where.add_argument(
         "--place", action="append", type=place, metavar="NAME[:N[:GPU]]", dest="places",
         help="N replicas there, e.g. --place modal:2:H100,A100 --place local; the last one takes the rest",
     )  # fmt: skip
+    for action in (executor, places):
+        _completed(action, *PLACES)
     where.add_argument("--gpu", action="append", metavar="KIND", help="again for a second choice; in NAME's words")
     where.add_argument("--secret", action="append", metavar="NAME", dest="secrets", help="a secret that replicas get")
     where.add_argument("--timeout", type=duration, metavar="TIME", help="of one replica's life: 6h, 90m (it restarts)")
@@ -103,6 +114,7 @@ def _looking(verbs: Any) -> None:
     run = ("RUN", "")
     _verb(verbs, "status", "what a run is doing", run)
     logs = _verb(verbs, "logs", "what a replica prints", run, ("SLOT", "r00, r01, … or supervisor"))
+    _completed(logs._actions[2], SLOTS)
     logs.add_argument("--follow", "-f", action="store_true", help="and what comes, until it ends")
     logs.add_argument("--tail", type=natural, metavar="N", help="the last N lines only")
     _verb(verbs, "costs", "what a run has cost so far, by replica and place", run)
@@ -114,11 +126,12 @@ def _changing(verbs: Any) -> None:
     scale.add_argument("replicas", type=positive, metavar="N")
     scale.add_argument("--min-replicas", type=positive, metavar="M", help="offers that every outer step needs")
     scale.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")
-    _verb(
+    drain = _verb(
         verbs, "drain", "let one replica finish its round and leave (`scale` and `resume` undo it)", run, ("SLOT", "")
     )
+    _completed(drain._actions[2], SLOTS)
     stop = _verb(verbs, "stop", "end every replica of a run, and prove it", run)
-    stop.add_argument("--grace", type=float, default=20.0, metavar="S", help="seconds before a kill (default 20)")
+    stop.add_argument("--grace", type=seconds, default=20.0, metavar="S", help="seconds before a kill (default 20)")
 
 
 def _writing(verbs: Any) -> None:
@@ -147,6 +160,26 @@ def _checking(verbs: Any) -> None:
     demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
     shell = _verb(verbs, "completion", 'tab completion for your shell: eval "$(diloco completion bash)"')
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    shell.add_argument("--slots", metavar="RUN", help="only name the slots of a run, one a line (the scripts ask this)")
+
+
+class Version(argparse.Action):
+    """`diloco --version`; the release is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        try:
+            release = metadata.version("serverless-diloco")
+        except metadata.PackageNotFoundError:
+            release = "(not installed as a package)"
+        print(f"diloco {release}, Python {sys.version.split()[0]}")
+        parser.exit()
+
+
+def _completed(action: argparse.Action, *words: str) -> None:
+    """What TAB offers for it."""
+    action.offered = words  # type: ignore[attr-defined]
 
 
 # -------------------------------------------------------------------- what a word must look like
@@ -180,6 +213,17 @@ def duration(text: str) -> float:
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write e.g. 90m, 6h or 1d")
     return float(found[1]) * UNITS_S[found[2]]
+
+
+def seconds(text: str) -> float:
+    """ "20", "0.5" -> a number of seconds that can be waited for"""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; write e.g. 20 (0: kill at once)")
+    return number
 
 
 def option(text: str) -> tuple[str, Any]:
