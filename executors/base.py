@@ -15,7 +15,7 @@ Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
@@ -33,6 +33,10 @@ class ExecutorError(ValueError):
 
 class Unavailable(ExecutorError):
     """A platform does not answer now; the same may work later."""
+
+
+class Refused(ExecutorError):
+    """A platform answers, and does not let us in (401, 403): somebody must give other credentials or rights."""
 
 
 class State(StrEnum):
@@ -117,7 +121,7 @@ class Handle(Plain):
 class Status(Plain):
     """What an executor knows of a handle now.  exit_code: negative for a signal, None if nobody saw it.
 
-    stale: the platform did not answer; this is what was known before.
+    stale: the platform gave no news; this is what was known before.   trouble: why.   refused: it did not let us in.
     """
 
     handle: Handle
@@ -125,6 +129,13 @@ class Status(Plain):
     reason: str = ""
     exit_code: int | None = None
     stale: bool = False
+    trouble: str = ""
+    refused: bool = False
+
+
+def unanswered(known: Status, why: Exception | str) -> Status:
+    """What was known before, and why there is no news."""
+    return replace(known, stale=True, trouble=str(why), refused=isinstance(why, Refused))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ Every launch that is not known to have ended is in a track or a stray, also afte
 Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diloco import exitcodes
 from diloco.launch import Run
 from diloco.report import SUPERVISOR, Report
 from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status
+from executors.outage import Outages
 from executors.plan import Seen
 from executors.track import BLAMELESS, Past, Track, counted, end_fields, here, owns, past
 from rendezvous.clock import Clock
@@ -33,6 +34,7 @@ class Fleet:
         self.tracks: dict[str, Track] = {}
         self.publisher = Track(PUBLISH)
         self.strays: dict[Handle, float] = {}  # and when we last told them to end
+        self.outages = Outages(clock)
         self._past: dict[str, Past] | None = None  # None: not looked yet
         self._found: dict[str, Status] = {}
 
@@ -50,19 +52,24 @@ class Fleet:
             if slot not in self.tracks:
                 self.tracks[slot] = self._tracked(slot)
         known = [(t, t.handle) for t in self.all() if t.handle is not None and t.running]
-        for (track, _), status in zip(known, self.executor.poll([h for _, h in known]), strict=True):
-            if not status.stale:
+        handles = [*(h for _, h in known), *self.strays]
+        statuses = dict(zip(handles, self._poll(handles), strict=True))
+        for track, handle in known:
+            if not (status := statuses[handle]).stale:
                 self._note(track, status, report)
         for slot, beat in report.beats.items():
             self.tracks[slot].heard(beat, self.clock.now(), self.fresh_s)
         for track, _ in known:
             self._meter(track)
-        self._look_at_strays()
+        self._look_at_strays(statuses)
         for slot, track in self.tracks.items():
             if slot in wanted_slots(report):
                 self._wanted_again(track, report)
             elif not track.running and not report.done:
                 track.forget()
+
+    def _poll(self, handles: Sequence[Handle]) -> list[Status]:
+        return self.outages.poll(self.executor, handles)
 
     def _wanted_again(self, track: Track, report: Report) -> None:
         """Perhaps it has not heard that it was to leave; if it has, another one follows."""
@@ -75,7 +82,7 @@ class Fleet:
         launches = {(h.slot, h.attempt): h for p in before.values() for h in p.open if here(h)}
         booked = set(launches)
         launches |= {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
-        statuses = self.executor.poll(list(launches.values()))
+        statuses = self._poll(list(launches.values()))
         best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
         self._past, self._found = before, best
         for s in statuses:
@@ -90,11 +97,11 @@ class Fleet:
         before = (self._past or {}).get(slot, Past())
         return Track.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
 
-    def _look_at_strays(self) -> None:
+    def _look_at_strays(self, statuses: Mapping[Handle, Status]) -> None:
         """Launches that have been replaced, but were not seen to end."""
-        asked = list(self.strays)
-        for handle, status in zip(asked, self.executor.poll(asked) if asked else [], strict=True):
-            if status.state.ended and not status.stale:
+        for handle in list(self.strays):
+            status = statuses.get(handle)
+            if status is not None and status.state.ended and not status.stale:
                 del self.strays[handle]
                 self.tell("ended", **end_fields(status))
             elif self.clock.now() - self.strays[handle] > AGAIN_S:

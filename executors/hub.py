@@ -3,6 +3,7 @@
     request ─▶ answered            that is it
             ├▶ 408 429 5xx, no connection, no answer ─▶ pause ─▶ again          reads, cancel
             │                                          └▶ look by label first, then again    start: it may have happened
+            ├▶ 401 403             Refused: the same once somebody has given other rights
             └▶ any other refusal   ExecutorError: what the Hub says, and what to do about it
 
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for)
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from executors.base import ExecutorError, Unavailable
+from executors.base import ExecutorError, Refused, Unavailable
 from executors.wheel import Shipment
 from rendezvous.clock import Clock
 
@@ -84,7 +85,7 @@ class Hub:
     @property
     def token(self) -> str:
         if not (token := self._sdk.get_token()):
-            raise ExecutorError(
+            raise Refused(
                 "no credentials for Hugging Face: neither HF_TOKEN nor a login was found. Next: `hf auth login`"
             )
         return token
@@ -250,6 +251,11 @@ def transient(error: BaseException) -> bool:
     return client or isinstance(error, ConnectionError | TimeoutError)
 
 
+def no_entry(error: BaseException) -> bool:
+    """Does the Hub not let us in?  That says nothing of what was asked for."""
+    return status_of(error) in (401, 403)
+
+
 def status_of(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
@@ -260,7 +266,7 @@ def refusal(what: str, error: Exception) -> ExecutorError:
         return error
     said = getattr(error, "server_message", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
     hint = HINTS.get(status_of(error) or 0)
-    kind = Unavailable if transient(error) else ExecutorError
+    kind = Unavailable if transient(error) else Refused if no_entry(error) else ExecutorError
     return kind(f"Hugging Face would not {what}: {said}" + (f". Next: {hint}" if hint else ""))
 
 

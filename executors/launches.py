@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from diloco.report import read_report
-from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status
+from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status, unanswered
 from executors.mixed import build
 from executors.track import here, past
 from rendezvous.membership import read_control
@@ -79,7 +79,7 @@ class Launches:
     def _ask(self, handles: Iterable[Handle]) -> None:
         handles = list(handles)
         if self._executor is None:  # all that we know is that they were launched
-            statuses = [Status(h, State.RUNNING, self.out_of_reach, stale=True) for h in handles]
+            statuses = [unanswered(Status(h, State.RUNNING, self.out_of_reach), self.out_of_reach) for h in handles]
         else:
             statuses = self._executor.poll(handles) if handles else []
         for handle, status in zip(handles, statuses, strict=True):

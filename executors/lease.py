@@ -54,10 +54,11 @@ class Lease:
         lease.beat("starting")
         return lease
 
-    def beat(self, phase: str) -> None:
+    def beat(self, phase: str, note: str = "") -> None:
+        """note: what it has trouble with, for people."""
         self.beats += 1
         body = Beat(
-            SUPERVISOR, self.generation, self.beats, phase, 0, 0, 0.0, self.clock.wall(), host(), os.getpid()
+            SUPERVISOR, self.generation, self.beats, phase, 0, 0, 0.0, self.clock.wall(), host(), os.getpid(), note
         )  # fmt: skip
         try:
             self.store.put(layout.beat(SUPERVISOR), body.encode())

@@ -40,6 +40,7 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    unanswered,
     wait_for_all,
 )
 from executors.forkserver import ForkServer
@@ -203,7 +204,8 @@ class LocalProcessExecutor:
         if handle in self._failed:
             return Status(handle, State.FAILED, self._failed[handle])
         if handle.executor != self.name or handle.host != socket.gethostname():
-            return Status(handle, State.RUNNING, f"it is not on this machine ({handle.host})", stale=True)
+            elsewhere = f"it is not on this machine ({handle.host})"
+            return unanswered(Status(handle, State.RUNNING, elsewhere), elsewhere)
         code, ended = self._end(handle)
         if not ended:
             return Status(handle, State.RUNNING)

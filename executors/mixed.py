@@ -34,6 +34,7 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    unanswered,
 )
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
@@ -211,7 +212,7 @@ class Mixed:
         found = {h: Status(h, State.FAILED, self._failed[h]) for h in handles if h in self._failed}
         for handle in handles:
             if handle not in found and (reason := self._out_of_reach(handle)):
-                found[handle] = Status(handle, State.RUNNING, reason, stale=True)
+                found[handle] = unanswered(Status(handle, State.RUNNING, reason), reason)
         for executor, part in self._shared_out([h for h in handles if h not in found], self._for_handle):
             found |= dict(zip(part, executor.poll(part), strict=True))
         return [found[h] for h in handles]

@@ -1,7 +1,9 @@
 """Modal's client, and its errors in our words.
 
-    AuthError        ─▶ `modal token new`            NotFoundError of a secret ─▶ `modal secret create NAME …`
-    ImageBuildError  ─▶ the build's last lines       no answer ─▶ Unavailable: the same may work later
+    AuthError, PermissionDenied ─▶ Refused: `modal token new`
+    NotFoundError of a secret   ─▶ `modal secret create NAME …`
+    ImageBuildError             ─▶ the build's last lines
+    no answer                   ─▶ Unavailable: the same may work later
 
 The client is imported here and nowhere else, and only when it is needed.
 
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from executors.base import ExecutorError, Unavailable
+from executors.base import ExecutorError, Refused, Unavailable
 
 TAIL = 12
 SECRET_KEYS = {
@@ -41,11 +43,8 @@ def told() -> Iterator[None]:
     e = sdk().exception
     try:
         yield
-    except e.AuthError as error:
-        raise ExecutorError(
-            f"Modal does not know who you are ({error}). Run `modal token new`, or set MODAL_TOKEN_ID and "
-            "MODAL_TOKEN_SECRET"
-        ) from None
+    except (e.AuthError, e.PermissionDeniedError) as error:
+        raise refusal(error) from None
     except e.ImageBuildError as error:
         raise ExecutorError("\n".join(_why_build_failed(error))) from None
     except Exception as error:
@@ -56,13 +55,27 @@ def told() -> Iterator[None]:
         raise
 
 
+def refuses(error: BaseException) -> bool:
+    """Does Modal not let us in?"""
+    return isinstance(error, (sdk().exception.AuthError, sdk().exception.PermissionDeniedError))
+
+
+def refusal(error: BaseException) -> Refused:
+    return Refused(
+        f"Modal does not know who you are ({error}). Run `modal token new`, or set MODAL_TOKEN_ID and "
+        "MODAL_TOKEN_SECRET"
+    )
+
+
 def no_answer(error: BaseException) -> bool:
     """Does it say nothing about what was asked for, but that Modal or the way there has trouble?"""
     e = sdk().exception
     service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
     if isinstance(error, OSError):
         return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # of the call, or of our files
-    return isinstance(error, (*service, e.ClientClosed)) or type(error).__module__.startswith("grpclib")
+    return isinstance(error, (*service, e.ClientClosed, e.PermissionDeniedError)) or type(error).__module__.startswith(
+        "grpclib"
+    )
 
 
 def check_secret(name: str, run: str) -> None:

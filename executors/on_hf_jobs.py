@@ -35,11 +35,12 @@ from executors.base import (
     Status,
     Unavailable,
     ranked_specs,
+    unanswered,
     wait_for_all,
 )
 from executors.container import ENDED, STARTED, TAIL, read_end, spoken
 from executors.hf_recipe import CPU, IMAGE, TIMEOUT_S, Recipe
-from executors.hub import Hub, Job, at_once, refusal, transient
+from executors.hub import Hub, Job, at_once, no_entry, refusal, transient
 from rendezvous.clock import Clock, SystemClock
 
 SUPERVISOR, WATCH_S = "supervisor", 12 * 3600.0
@@ -176,25 +177,27 @@ class HFJobsExecutor:
         runs = list(dict.fromkeys(h.run for h in handles if not self._is_over(h)))
         answers = at_once([lambda run=run: self._hub.jobs(run) for run in runs], ANSWER_S)
         jobs = [(run, j) for run, js in zip(runs, answers, strict=True) if isinstance(js, list) for j in js]
-        silent = {run for run, found in zip(runs, answers, strict=True) if isinstance(found, Exception)}
+        silent = {run: x for run, x in zip(runs, answers, strict=True) if isinstance(x, Exception)}
         asked = [h for h in handles if h.native and h.run not in silent and not self._is_over(h)]
         by_id = {job.id: job for _, job in jobs}
         seen = at_once([lambda h=h: self._seen(h, by_id.get(h.native)) for h in asked], ANSWER_S)
         self._last |= {h.native: s for h, s in zip(asked, seen, strict=True) if isinstance(s, Status)}
-        silent |= {h.native for h, s in zip(asked, seen, strict=True) if isinstance(s, Exception)}
+        silent |= {h.native: x for h, x in zip(asked, seen, strict=True) if isinstance(x, Exception)}
         self._tidy(jobs)
-        return [self._status(h, stale=bool(silent & {h.run, h.native})) for h in handles]
+        return [self._status(h, silent.get(h.run) or silent.get(h.native)) for h in handles]
 
     def _is_over(self, handle: Handle) -> bool:
         if not handle.native:
             return _key(handle) not in self._doubtful
         return handle.native in self._last and self._last[handle.native].state.ended
 
-    def _status(self, handle: Handle, stale: bool) -> Status:
+    def _status(self, handle: Handle, trouble: Exception | None) -> Status:
         if not handle.native:
             return Status(handle, State.FAILED, self._failed.get(handle, "it could not be started"))
-        known = self._last.get(handle.native) or Status(handle, State.STARTING)
-        return replace(known, handle=handle, stale=stale and not known.state.ended)
+        known = replace(self._last.get(handle.native) or Status(handle, State.STARTING), handle=handle)
+        if trouble is None or known.state.ended:
+            return known
+        return unanswered(known, refusal(f"say how {handle.slot} is", trouble))
 
     def _seen(self, handle: Handle, job: Job | None) -> Status:
         job = job or self._hub.job(handle.native)  # a list may lag behind
@@ -213,7 +216,7 @@ class HFJobsExecutor:
         try:
             return list(self._hub.lines(job_id, tail=END_LINES))
         except Exception as error:
-            if transient(error):
+            if transient(error) or no_entry(error):
                 raise
             return []
 

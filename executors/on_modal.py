@@ -31,12 +31,13 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    unanswered,
     wait_for_all,
 )
 from executors.modal_app import SUPERVISE, Note, Register, app_name
 from executors.modal_image import image_of, with_source
 from executors.modal_kinds import AS_OF, DAY_S, Kind
-from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, sdk, told
+from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, refusal, refuses, sdk, told
 from rendezvous.clock import Clock, SystemClock
 
 AT_ONCE = 32
@@ -257,7 +258,7 @@ class ModalExecutor:
         self._enforce_deadlines()
         handles = list(handles)
         found = self._at_once(self._status, handles)
-        return [_stale(h, self._last.get(h), "") if s is None else s for h, s in zip(handles, found, strict=True)]
+        return [_stale(h, self._last.get(h)) if s is None else s for h, s in zip(handles, found, strict=True)]
 
     def _status(self, handle: Handle) -> Status:
         if handle in self._ended:
@@ -269,7 +270,7 @@ class ModalExecutor:
         try:
             status, end = modal_calls.look(handle, self._register(handle.run), began)
         except Exception as error:  # what became of the call is data; this is about the way there
-            return _stale(handle, last, str(error))
+            return _stale(handle, last, error)
         self._last[handle] = status
         if status.state.ended:
             self._ended[handle] = (status, end)
@@ -370,9 +371,12 @@ def _handle(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Hand
     return Handle(run, slot, attempt, ModalExecutor.name, **known)
 
 
-def _stale(handle: Handle, last: Status | None, why: str) -> Status:
+def _stale(handle: Handle, last: Status | None, error: Exception | None = None) -> Status:
     known = last or Status(handle, State.PENDING)
-    return replace(known, reason=f"Modal did not answer: {why or f'nothing for {ANSWER_S:.0f} s'}", stale=True)
+    if error is not None and refuses(error):
+        return unanswered(known, refusal(error))
+    why = f"Modal did not answer: {error or f'nothing for {ANSWER_S:.0f} s'}"
+    return unanswered(replace(known, reason=why), why)
 
 
 def _advice(specs: Sequence[ReplicaSpec], kinds: Sequence[Kind]) -> list[str]:

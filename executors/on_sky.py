@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from executors.base import (
     State,
     Status,
     ranked_specs,
+    unanswered,
     wait_for_all,
 )
 from executors.container import TAIL, read_end, spoken
@@ -186,17 +187,17 @@ class SkyExecutor:
         asked = [int(h.native) for h in handles if h.native]
         try:
             jobs = {j.id: j for j in self._jobs(asked)} if asked else {}
-        except ExecutorError:
-            return [self._before(h) for h in handles]
+        except ExecutorError as error:
+            return [s if s.state.ended else unanswered(s, error) for s in map(self._before, handles)]
         for handle in handles:
             if handle.native and not self._over(handle):
                 self._last[handle] = self._seen(handle, jobs.get(int(handle.native)))
-        return [replace(self._before(h), stale=False) for h in handles]
+        return [self._before(h) for h in handles]
 
     def _before(self, handle: Handle) -> Status:
         if not handle.native:
             return Status(handle, State.FAILED, self._failed.get(handle, "it could not be started"))
-        return replace(self._last.get(handle, Status(handle, State.STARTING)), stale=not self._over(handle))
+        return self._last.get(handle, Status(handle, State.STARTING))
 
     def _over(self, handle: Handle) -> bool:
         return handle in self._last and self._last[handle].state.ended

@@ -38,11 +38,14 @@ from executors.base import (
     ExecutorError,
     Handle,
     LaunchPlan,
+    Refused,
     ReplicaSpec,
     Result,
     State,
     Status,
+    Unavailable,
     ranked_specs,
+    unanswered,
     wait_for_all,
 )
 from executors.child import write_json
@@ -225,12 +228,12 @@ class SlurmExecutor:
         handles = list(handles)
         self._enforce_deadlines()
         open_ones = [h for h in handles if h.native and self._written_end(h) is None]
-        told = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else {}
+        told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         for handle in handles:
-            self._known[handle] = self._status(handle, told)
+            self._known[handle] = self._status(handle, told, trouble)
         return [self._known[h] for h in handles]
 
-    def _status(self, handle: Handle, told: Mapping[str, str]) -> Status:
+    def _status(self, handle: Handle, told: Mapping[str, str], trouble: ExecutorError | None) -> Status:
         if not handle.native:
             return Status(handle, State.FAILED, self._failed.get(handle, "it could not be submitted"))
         before = self._known.get(handle)
@@ -242,7 +245,9 @@ class SlurmExecutor:
             return self._local_status(handle)
         word = told.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
         if word == "UNKNOWN":
-            return replace(before or Status(handle, State.PENDING), stale=True)
+            return unanswered(
+                before or Status(handle, State.PENDING), trouble or f"Slurm did not tell of {handle.native}"
+            )
         return self._translated(handle, word)
 
     def _translated(self, handle: Handle, word: str) -> Status:
@@ -266,13 +271,13 @@ class SlurmExecutor:
         state = State.CANCELLED if self._asked(handle) else State.LOST
         return Status(handle, state, "gone, and it left no result")
 
-    def _ask_slurm(self, handles: Sequence[Handle]) -> dict[str, str]:
-        """job id -> Slurm's word for its state; nothing of those about whom nobody answered."""
+    def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, str], ExecutorError | None]:
+        """(job id -> Slurm's word for its state, of those that it knows; why there is no answer)"""
         ids = [h.native for h in handles]
-        told, answered = _table(["squeue", "-h", "-t", "all", "-o", "%i|%T", "-j", ",".join(ids)])
+        told, trouble = _table(["squeue", "-h", "-t", "all", "-o", "%i|%T", "-j", ",".join(ids)])
         if left := [i for i in ids if i not in told]:  # it forgets them some minutes after their end
             told |= _table(["sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(left)])[0]
-        return {**(dict.fromkeys(ids, FORGOTTEN) if answered else {}), **told}
+        return {**(dict.fromkeys(ids, FORGOTTEN) if trouble is None else {}), **told}, trouble
 
     def _written_end(self, handle: Handle) -> Any:
         return read_json(Path(handle.files) / END)
@@ -373,14 +378,22 @@ def _kind(gpu: str) -> str:
     return gpu.partition(":")[0]
 
 
-def _table(command: Sequence[str]) -> tuple[dict[str, str], bool]:
-    """("id|word" lines as a dict, did it answer?)"""
+def _table(command: Sequence[str]) -> tuple[dict[str, str], ExecutorError | None]:
+    """("id|word" lines as a dict, why there was no answer)"""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return {}, False
+    except (OSError, subprocess.SubprocessError) as error:
+        return {}, Unavailable(f"`{command[0]}` gave no answer: {error}")
     rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
-    return {row[0]: row[1] for row in rows}, done.returncode == 0 or "Invalid job id" in done.stderr
+    known = done.returncode == 0 or "Invalid job id" in done.stderr
+    return {row[0]: row[1] for row in rows}, None if known else _no_answer(command[0], done.stderr)
+
+
+def _no_answer(command: str, said: str) -> ExecutorError:
+    last = (said.strip().splitlines() or ["nothing"])[-1]
+    if re.search(r"authentication|credential|permission|denied", said, re.I):
+        return Refused(f"Slurm refuses `{command}`: {last}. Next: is munge alive here, and is this your cluster?")
+    return Unavailable(f"Slurm gave `{command}` no answer: {last}")
 
 
 def _quietly(command: Sequence[str]) -> None:

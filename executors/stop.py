@@ -130,7 +130,7 @@ def ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
 def _launch_end(launches: Launches, handle: Handle) -> End:
     status = launches.statuses[handle.slot, handle.attempt]
     where = f"{handle.executor} ({handle.native or handle.pid})"
-    text = f"{where} could not be asked: {status.reason}" if status.stale else f"still {status.state} on {where}"
+    text = f"{where} could not be asked: {status.trouble}" if status.stale else f"still {status.state} on {where}"
     return End(f"{handle.slot}.{handle.attempt}", True, text)
 
 

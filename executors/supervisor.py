@@ -28,11 +28,12 @@ from diloco import exitcodes
 from diloco.journal import Journal
 from diloco.launch import Run, read_run, solo_warning
 from diloco.report import SUPERVISOR, Reader, Report
-from executors.base import REPLICA, ExecutorError, Handle, ReplicaSpec, ServerlessExecutor, Unavailable
+from executors.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, ServerlessExecutor, Unavailable
 from executors.fleet import PUBLISH, Fleet, wanted_slots
 from executors.lease import Lease, Supervised
 from executors.mixed import PRELOAD as PRELOAD  # for who supervises in a process of its own
 from executors.mixed import build, place_of, places_of
+from executors.outage import LAUNCH, TELL_S, words
 from executors.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
 from executors.purse import Purse
 from executors.track import LOST_LEASE, Track
@@ -115,6 +116,7 @@ class Supervisor:
         self._verdict: Outcome | None = None
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
+        self._said_at = float("-inf")  # when we last told of it
         self._purse = Purse(self.run.store, self.clock, self.executor, self.places)
         self._short_of = ""  # why the purse refused a launch
 
@@ -165,25 +167,36 @@ class Supervisor:
         return None
 
     def _wait_out(self, error: Exception, text: str, patience_s: float = PATIENCE_S) -> None:
+        now = self.clock.now()
         if self._trouble_since is None:
+            self._trouble_since, self._said_at = now, float("-inf")
+        if now - self._said_at >= TELL_S:
             print(text, file=sys.stderr, flush=True)
-            self._trouble_since = self.clock.now()
-        if self.clock.now() - self._trouble_since > patience_s:
+            self._said_at = now
+        if now - self._trouble_since > patience_s:
             raise error
 
     def tick(self) -> Outcome | None:
         """One look and what follows from it."""
         if self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
-        self.lease.beat("watching")
+        self.lease.beat("watching", self.fleet.outages.note)
         report = self._reader.refresh()
         self.fleet.look(report)
+        self._tell_outages()
         self._leaving = self._leaving or self._purse.must_end(report)
         actions = plan(self._desired(report), self.fleet.observed(report), self.clock.now(), self.limits)
         self._act(actions, report)
         self.each_tick(self, report)
         self.show(report)
         return self._ended(report)
+
+    def _tell_outages(self) -> None:
+        """In the log of the run and in our own, once a minute."""
+        for event in self.fleet.outages.news():
+            self.tell(**event)
+            if event["event"] == "platform_silent":
+                print(words(event), file=sys.stderr, flush=True)
 
     def _desired(self, report: Report) -> Desired:
         return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
@@ -235,8 +248,10 @@ class Supervisor:
             else:
                 self._act_on(track, action, report)
         starts += [(self.fleet.publisher, why) for why in self._publish()]
-        if starts and self._verdict is None and not self.lease.lost:
-            self._start(starts, report)
+        if not starts:
+            self.fleet.outages.answered(LAUNCH)  # nobody asks any more
+        elif self._verdict is None and not self.fleet.outages.waits(LAUNCH) and not self.lease.lost:
+            self._try_to_start(starts, report)
 
     def _act_on(self, track: Track, action: Action, report: Report) -> None:
         if isinstance(action, Replace):
@@ -270,6 +285,17 @@ class Supervisor:
             self.tell("fenced_off", slot=track.slot, attempt=track.handle.attempt, why=why)
             self.fleet.strays[track.handle] = self.clock.now()
             track.attempt, track.handle, track.status = number - 1, None, None
+
+    def _try_to_start(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
+        """A platform that refuses is asked again later, if the run has ever begun and this is no mistake in it."""
+        try:
+            self._start(starts, report)
+            self.fleet.outages.answered(LAUNCH)
+        except ExecutorError as error:
+            begun = isinstance(error, Refused | Unavailable) and bool(report.of_kind("launched"))
+            if not begun and not self.fleet.anybody:
+                raise
+            self.fleet.outages.failed(LAUNCH, [track.slot for track, _ in starts], error)
 
     def _start(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
         """All at once; nothing if the budget does not allow all of them."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TextIO
 
 from diloco.report import Life, Report, Step, first_and_last, outer_words, solo_words, sparkline
 from executors.money import Costs
+from executors.outage import open_outages
 from rendezvous.membership import Wanted
 from rendezvous.records import Beat
 
@@ -25,6 +26,7 @@ from rendezvous.records import Beat
 EVENTS = {
     "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
     "gave_up_on", "diverged", "crashed", "hung", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
+    "platform_silent", "platform_answers",
 }  # fmt: skip
 LOUD = {
     "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
@@ -176,6 +178,7 @@ def remarks(report: Report, now: float) -> list[str]:
     """What is being waited for, and the latest loud words."""
     lines = [f"! {e['who']}: {_words(e)}" for e in report.of_kind(*LOUD)[-2:]]
     lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _listening(b, report, now)]
+    lines += [f"! {text}" for text in open_outages(report.events, now)]
     if report.damage:
         lines.insert(0, f"! {report.damage}")
     if report.passed_over:

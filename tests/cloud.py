@@ -20,11 +20,13 @@ from executors.base import (
     ExecutorError,
     Handle,
     LaunchPlan,
+    Refused,
     ReplicaSpec,
     Result,
     State,
     Status,
     Unavailable,
+    unanswered,
 )
 from rendezvous import layout
 from rendezvous.errors import Fenced
@@ -54,6 +56,8 @@ class Cloud:
         self.store, self.clock, self.name, self.price = store, clock, name, price
         self.jobs: dict[tuple[str, int], Job] = {}
         self.down = ""  # why nobody can reach it
+        self.refused = ""  # why it lets nobody in
+        self.no_launch: ExecutorError | None = None  # what it says to a launch
         self.deaf = False  # cancels are answered, and do nothing
         self.calls: list[str] = []
 
@@ -130,6 +134,10 @@ class CloudExecutor:
         self.cloud.calls.append(what)
         if self.cloud.down:
             raise Unavailable(self.cloud.down)
+        if self.cloud.refused:
+            raise Refused(self.cloud.refused)
+        if what == "launch" and self.cloud.no_launch:
+            raise self.cloud.no_launch
 
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
         self._ask("plan")
@@ -164,8 +172,10 @@ class CloudExecutor:
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         self.cloud.calls.append("poll")
         found = [self.cloud.jobs[h.slot, h.attempt] for h in handles]
-        down = self.cloud.down
-        return [Status(j.handle, State.PENDING if down else j.state, down, j.code, stale=bool(down)) for j in found]
+        if down := self.cloud.down:
+            return [unanswered(Status(j.handle, State.PENDING, down, j.code), down) for j in found]
+        known = [Status(j.handle, j.state, "", j.code) for j in found]
+        return [unanswered(s, Refused(self.cloud.refused)) for s in known] if self.cloud.refused else known
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         self._ask("cancel")
