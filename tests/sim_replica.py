@@ -55,6 +55,7 @@ class Process:
     inherited: dict[int, Kept] = field(default_factory=dict)  # fragment -> what the codec of the life before kept
     sent: dict[int, Sent] = field(default_factory=dict)  # fragment -> its newest body
     scan: float = 0.0  # when it last began to look for offers
+    deciding: int = -1  # the step whose commit it writes next, for all it has seen
     rv: Rendezvous | None = None
     tasks: list[greenlet] = field(default_factory=list)
 
@@ -131,15 +132,26 @@ def of_text(*digests: str) -> str:
 
 
 def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
-    """The engine unchanged; the observer is told when a look for offers begins."""
+    """The engine unchanged; the observer is told when a look for offers begins, and the last one before a commit."""
     closer: Any = rv._closer
-    look = closer._fresh
+    chain: Any = rv.chain
+    look, attempt, refuse_gap = closer._fresh, closer.attempt, chain.refuse_gap
 
     def seen(wishes: Any) -> Any:
         process.scan = world.now
         return look(wishes)
 
-    closer._fresh = seen
+    def attempting(*args: Any) -> str:
+        try:
+            return attempt(*args)
+        finally:
+            process.deciding = -1
+
+    def last_look(step: int) -> None:
+        process.deciding = step
+        refuse_gap(step)
+
+    closer._fresh, closer.attempt, chain.refuse_gap = seen, attempting, last_look
     return rv
 
 

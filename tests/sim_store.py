@@ -199,7 +199,9 @@ class SimStore:
 
 
 def again(world: "World", process: Process, verb: str, key: str, body: bytes | None) -> None:
-    """A retry by some layer below us arrives late."""
+    """A retry by some layer below us arrives late.  It would win a commit that has vanished; see `may_lose`."""
+    if kind(key) == "commit" and world.vanished.get(key, body) != body:
+        return
     try:
         world.effect(process, verb, key, body)
     except KeyExists:
