@@ -280,13 +280,18 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
 
 def read_run(url: str) -> Run:
     """Open the run at `url`; ConfigError if there is none."""
+    store = store_of(url)
+    return Run(url, store, RunRecord.decode(store.get(layout.RUN) or b""))
+
+
+def store_of(url: str) -> Store:
+    """The store of the run at `url`, whatever its run.json says; ConfigError if there is none."""
     store = open_store(url)
     if store.get(layout.RUN) is None:
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
         )
-    store = under_key(store, SystemClock(), run_key())
-    return Run(url, store, RunRecord.decode(store.get(layout.RUN) or b""))
+    return under_key(store, SystemClock(), run_key())
 
 
 def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:

@@ -21,6 +21,7 @@ from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.membership import Wanted, claims, decoded, read_beat, read_claim, read_control, read_leave
 from rendezvous.records import Beat, Commit, Offer, WireError
+from rendezvous.salvage import readable
 from rendezvous.store import Store
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
@@ -159,7 +160,7 @@ class Reader:
     def refresh(self) -> Report:
         if not self._run:
             self._run = self._read_config()
-        self._wanted = read_control(self._store, self._wanted)
+        self._wanted = self._read_wishes()
         self._read_commits()
         self._read_claims()
         self._read_logs()
@@ -174,6 +175,14 @@ class Reader:
             name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice,
             passed_over=self._passed_over, damage=self._damage,
         )  # fmt: skip
+
+    def _read_wishes(self) -> Wanted:
+        """If records were lost: those that still stand.  Replicas refuse to join such a run; a report shows it."""
+        if self._wanted.records:
+            return read_control(self._store, self._wanted)
+        wanted, lost = readable(self._store)
+        self._damage = lost or self._damage
+        return wanted
 
     def _read_config(self) -> dict[str, Any]:
         body = self._store.get(layout.RUN)

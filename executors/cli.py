@@ -88,11 +88,13 @@ def _resume(args: Namespace) -> int:
     from diloco.launch import read_run
     from executors import intent
     from rendezvous.clock import SystemClock
-    from rendezvous.membership import read_control
+    from rendezvous.membership import read_control, refuse_lost
 
     url = address.shareable(args.run)
     run = read_run(url)
-    offer = _offer(args, url, read_control(run.store).replicas)
+    wanted = read_control(run.store)
+    refuse_lost(run.store, wanted)
+    offer = _offer(args, url, wanted.replicas)
     if not _agreed(args, offer):
         return 130
     wishes = {"replicas": _replicas(args), "steps": args.steps, "min_replicas": args.min_replicas}
@@ -271,17 +273,17 @@ def _drain(args: Namespace) -> int:
 
 
 def _stop(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from diloco.launch import store_of
     from executors.stop import stop_run
     from rendezvous.clock import SystemClock
 
-    run, words = read_run(address.checked(args.run)), sys.stderr if args.json else sys.stdout
-    found = stop_run(run.store, SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
+    url, words = address.checked(args.run), sys.stderr if args.json else sys.stdout
+    found = stop_run(store_of(url), SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
     live = [end.name for end in found if end.live]
     ends = [{"name": e.name, "live": e.live, "text": e.text} for e in found]
     over = "nobody runs any more; `diloco resume` goes on" if found else "nobody ever ran here"
     rows = [f"  {end.name:12s} {end.text}" for end in found]
-    _tell(args, {"run": run.url, "live": live, "ends": ends}, *rows, *([] if live else [over]))
+    _tell(args, {"run": url, "live": live, "ends": ends}, *rows, *([] if live else [over]))
     if live:
         print(f"diloco stop: {', '.join(live)} may still run; try again, or look there", file=sys.stderr)
     return 1 if live else 0

@@ -13,7 +13,7 @@ from diloco.report import read_report
 from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status, unanswered
 from executors.mixed import build
 from executors.track import here, past
-from rendezvous.membership import read_control
+from rendezvous.salvage import readable
 from rendezvous.store import Store
 
 
@@ -33,8 +33,9 @@ class Launches:
         self._booked |= set(booked)
         found: list[Handle] = []
         try:
-            wanted = read_control(self._store)
-            self._executor = self._executor or build(wanted.places, wanted.former)
+            wanted, lost = readable(self._store)
+            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # a lost record may name them
+            self._executor = self._executor or build(wanted.places, (*wanted.former, *logged))
             found, self.out_of_reach = self._executor.find(self._store.url), ""
         except (ExecutorError, ImportError) as error:
             self.out_of_reach = str(error)

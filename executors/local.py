@@ -47,8 +47,9 @@ from executors.forkserver import ForkServer
 from executors.logfile import LogFile
 from executors.pins import Pins
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.membership import newest_claim, read_control
+from rendezvous.membership import newest_claim
 from rendezvous.records import Claim
+from rendezvous.salvage import readable
 from rendezvous.seal import open_sealed
 
 THREADS = (
@@ -313,7 +314,7 @@ def process_folder(run: str) -> Path:
 def newest_claims(run: str) -> list[Claim]:
     """The present holder of each slot."""
     store = open_sealed(run)
-    newest = [newest_claim(store, slot) for slot in read_control(store).slots]
+    newest = [newest_claim(store, slot) for slot in readable(store)[0].slots]
     return [taken for taken in newest if taken is not None]
 
 

@@ -25,8 +25,9 @@ from executors.local import claimed_process, newest_claims
 from executors.track import end_fields
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced
-from rendezvous.membership import read_beat, write_control
+from rendezvous.membership import read_beat
 from rendezvous.records import Beat, Claim
+from rendezvous.salvage import write_stop
 from rendezvous.store import Store
 
 LOOK_S = 1.0  # how long a heartbeat must stand still to be called silent; they move every 0.2 s
@@ -55,7 +56,8 @@ def stop_run(
 
     executor: where replicas live (default: as the run's control records say).
     """
-    write_control(store, clock, stop=True)
+    if lost := write_stop(store, clock):
+        say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
     say("asked every replica to leave; they offer what they have first")
     launches = Launches(store, executor)
     try:

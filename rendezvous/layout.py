@@ -38,6 +38,7 @@ MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
 CONTROLS = "control/"
+CLAIMS = "replicas/"
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
 _WORD = re.compile("[A-Za-z0-9_]+")
@@ -136,6 +137,18 @@ def snapshot_step(key: str) -> int | None:
         return None
     step = int(parts[1])
     return step if key == snapshot(step) else None
+
+
+def control_number(key: str) -> int | None:
+    """control/000003.json -> 3; None for any other key below `control/`."""
+    number = key.removeprefix(CONTROLS).removesuffix(".json")
+    return int(number) if _is_number(number) and key == control(int(number)) else None
+
+
+def claimed_slot(key: str) -> str | None:
+    """replicas/r01/000002.json -> "r01"; None for any other key below `replicas/`."""
+    parts = key.split("/")
+    return parts[1] if len(parts) == 3 and is_slot(parts[1]) else None
 
 
 def leave(slot: str, generation: int) -> str:

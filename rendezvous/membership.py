@@ -130,16 +130,25 @@ _RESTORE = (
 def refuse_lost(store: Store, wanted: Wanted) -> None:
     """Raises RecordsLost if control records have vanished: what is left would lower the quorum and drop the budget.
 
-    A later record shows a gap; a committed step shows that there was a first one.  LIST is a hint: it may lag.  All of
-    them may have been written since the wishes were read: the missing one is there before they are, so it is read last.
+    A later record shows a gap; a committed step shows that there was a first one.  Anybody may have put something else
+    there, and that shows nothing.  LIST is a hint: it may lag.  All of them may have been written since the wishes were
+    read: the missing one is there before they are, so it is read last.
     """
-    later = [key for key in store.list(layout.CONTROLS) if key > layout.control(wanted.records)]
+    later = controls_above(store, wanted.records)
     stepped = wanted.records == 0 and store.get(layout.commit(0)) is not None
     if (later or stepped) and store.get(layout.control(wanted.records)) is None:
-        seen = f"{later[0]} is there" if later else "steps are committed"
+        seen = f"{layout.control(later[0].n)} is there" if later else "steps are committed"
         raise RecordsLost(
             f"{store.url}/{layout.control(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {_RESTORE}"
         )
+
+
+def controls_above(store: Store, n: int) -> list[Control]:
+    """The control records with a higher number than n, in order, as far as a LIST shows them."""
+    numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
+    bodies = [(m, store.get(layout.control(m))) for m in numbers if m > n]
+    found = [(m, decoded(Control, body)) for m, body in bodies if body is not None]
+    return [control for m, control in found if control is not None and control.n == m]
 
 
 def refuse_lower_quorum(store: Store, wanted: Wanted, commits: Iterable[Commit]) -> None:

@@ -11,6 +11,7 @@
 Not promised: that a part is computed once.  Its register says which copy is fetched.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -46,7 +47,8 @@ class Sharer:
     ) -> None:
         self._clock, self._reducer, self._members, self._timing = clock, reducer, members, timing
         self._rest, self._bad = rest, bad
-        self._needed = 0.0  # seconds for the last part that was ours
+        self._took = math.inf  # seconds for the last part that this replica made
+        self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is no measure
 
     def mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
         """The commit's mean into `out`; on the way, what this replica owes to the others.
@@ -83,7 +85,10 @@ class Sharer:
             if waited > (self._timing.give_up if self._bad(commit, error) else self._timing.dead_after):
                 raise
             return False
-        self._needed = self._clock.now() - began
+        if part:
+            took = self._clock.now() - began
+            self._needed = min(took, self._took)
+            self._took = took
         return True
 
     def _turn(self, commit: Commit, j: int, waited: float) -> bool:

@@ -373,11 +373,15 @@ class Observer:
                 self.broken("who has the bytes puts them back", f"{key} is damaged for 25 s, and {p.slot} has it")
 
     def _waits(self, p: Process, step: int) -> bool:
-        """Has its offer for the open step been durable, and its requests been answered, for a good while?"""
+        """Has its offer for the open step been durable, and its requests been answered, for a good while?
+
+        One whose inner step hangs beside its round in flight does not wait (seed 61009265); a watchdog ends it.
+        """
         mine = [d.at for d in self.offers.values() if (d.offer.step, d.offer.slot) == (step, p.slot)]
         start, seconds, _ = self.w.plan.outage
         served = start + seconds if start <= self.w.now else 0.0
-        return bool(mine) and self.w.now - max(mine[0], p.asleep_until, p.hangs_until, served) > 20
+        busy_until = max(p.asleep_until, p.hangs_until, served)
+        return bool(mine) and not p.trainer_hangs and self.w.now - max(mine[0], busy_until) > 20
 
     def look(self) -> None:
         """Once a second: is anything happening?"""

@@ -47,6 +47,7 @@ class Process:
     dead: bool = False  # no store call of it has any effect any more
     asleep_until: float = 0.0
     hangs_until: float = 0.0  # a request of its work, not of its heartbeat, is slow
+    trainer_hangs: bool = False  # its inner step never ends; its beat and what is in flight go on
     ended: str = ""  # why it ended by itself
     tainted: bool = False  # a bit of its θ or momentum was flipped
     work: bytes = b""  # its newest pseudogradient, and the θ that it started from
@@ -330,6 +331,7 @@ class Replica:
                 return
             while layout.slot_index(self.p.slot) in self.w.plan.hung and self.w.now > 15:
                 self.w.fired["hung trainer"] += 1
+                self.p.trainer_hangs = True
                 self.clock.sleep(5.0)
             self.clock.sleep(rate)
             self.state.maybe_flip()

@@ -156,12 +156,36 @@ def test_another_mathematics_under_one_url(capsys, run, config):
     assert "outer.sync_every is 6 there, 8 here" in err and "another --run" in err
 
 
-@pytest.mark.parametrize("verb", ["train", "resume", "scale", "stop", "status"])
+@pytest.mark.parametrize("verb", ["train", "resume", "scale"])
 def test_a_run_whose_first_control_record_is_garbage(capsys, run, config, verb):
     run.store.put(layout.control(0), b"{}")
     words = [config, "--run", run.url] if verb == "train" else [run.url, *["3"] * (verb == "scale")]
     err = complaint(capsys, verb, *words)
     assert "control/000000.json is no control record" in err and "Restore the object" in err
+
+
+@pytest.mark.parametrize("harm", ["garbage", "gone"])
+def test_a_run_without_its_first_control_record_can_be_looked_at_and_stopped(capsys, run, harm):
+    """Before: `stop` ended with exit code 2 and nobody was asked to leave; `status` too, or said nothing of it."""
+    living = read_control(run.store)
+    run.store.delete([layout.control(0)])
+    if harm == "garbage":
+        run.store.put(layout.control(0), b"{}")
+    code, out, _ = say(capsys, "status", run.url)
+    assert code == 0 and "! " in out and "control/000000.json" in out and "Restore the object" in out
+    code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
+    assert code == 0 and "control/000000.json" in out and "asked every replica to leave" in out
+    assert "r00-1" in out and "r01-2" in out, "slots are found by their claims"
+    assert read_control(run.store, living).stop, "a replica that began earlier hears it"
+    err = complaint(capsys, "resume", run.url)
+    assert "control/000000.json" in err and "Restore the object" in err
+
+
+def test_a_run_whose_run_json_is_garbage_can_be_stopped(capsys, run):
+    """Before: exit code 2, and nobody was asked to leave."""
+    run.store.put(layout.RUN, b"[[]]")
+    code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
+    assert code == 0 and "asked every replica to leave" in out and read_control(run.store).stop
 
 
 def test_a_run_whose_run_json_is_gone(capsys, run, config):

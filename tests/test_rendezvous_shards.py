@@ -17,6 +17,7 @@ from rendezvous.rules import Peer, Rules, Timing, reduces_sharded
 from rendezvous.sharded import Sharer, in_line
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.wire import Encoder, alignment, digests, grid, payload
+from tests.fakes import ManualClock
 
 RNG = np.random.default_rng(3)
 
@@ -206,3 +207,21 @@ def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step
         sharer._needed = 20.0  # a slow request, when our own part was made
         assert [sharer._turn(commit, j, 1.0) for j in (0, 1)] == [soon, soon]
         assert all(sharer._turn(commit, j, 121.0) for j in (0, 1)), "late is late"
+
+
+@pytest.mark.parametrize("seconds", [(0.2, 18.0), (18.0, 0.2)])
+def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[float, float]) -> None:
+    """Seed 61007531: a GET of 18 s, then 54 s of waiting for the part of an owner that had died before we began."""
+    commit, _, rules = commit_of(MemoryStore(), "fp32", 5000, 3, 3)
+    peers = {"r00": Peer(Beat("r00", 1, 1, "wait", commit.t, 0, 0.0, 0.0))}  # never seen to beat: not known to be dead
+    members = SimpleNamespace(slot="r01", peers=peers, wanted=SimpleNamespace(universe=3), look=lambda slots: None)
+    clock = ManualClock()
+    reducer = Reducer(MemoryStore(), clock, lambda *_, **__: None, rules)
+    sharer = Sharer(clock, reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
+    for taken in seconds:
+        reducer.make_part = lambda *_, taken=taken: clock.sleep(taken)  # type: ignore[method-assign,assignment]
+        reducer.announce_part = lambda *_: None  # type: ignore[method-assign]
+        sharer._make(commit, 1, cast(Any, [(0, (0, 1))]), np.zeros(1, np.float32), None, 0.0)
+    sharer._make(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
+    assert sharer._needed == pytest.approx(0.2)
+    assert sharer._turn(commit, 0, 10.0)
