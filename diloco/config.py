@@ -279,6 +279,13 @@ def check_lighthouse(outer: OuterConfig) -> None:
         raise OuterConfigError(
             'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
         )
+    for name in ("norm_gate", "max_carry", "age_discount"):
+        value, usual = getattr(outer, name), getattr(OuterConfig(), name)
+        if value not in (usual, 0):  # 0 is what a lighthouse does
+            raise OuterConfigError(
+                f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
+                "counts. Leave the line away, or use the bucket"
+            )
 
 
 def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:

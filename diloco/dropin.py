@@ -133,8 +133,8 @@ class DropIn:
         rv = self._life.rv.under(RULES, replace(timing, start_patience=patience))
         rv.resume_at(OpaqueState(), 0)
         for snapshot in snapshots.newest_first(rv.store):
-            arrays = snapshots.load(rv.store, snapshot, rv.tell)
-            if arrays is not None:
+            arrays = snapshots.load(rv.store, snapshot, rv.tell, {})
+            if arrays is not None and "states" in arrays:
                 self._load(arrays)
                 self._stand_at(snapshot.t)
                 return

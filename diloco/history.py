@@ -87,7 +87,7 @@ def put_into(model: nn.Module, state: OuterState) -> None:
 
 def _nearest_snapshot(store: Any, state: OuterState, step: int | None, tell: Callable[..., None]) -> int:
     for snapshot in snapshots.newest_first(store, at_most=step):
-        arrays = snapshots.load(store, snapshot, tell)
+        arrays = snapshots.load(store, snapshot, tell, state.all_arrays())
         if arrays is not None:
             state.load(arrays)
             return snapshot.t

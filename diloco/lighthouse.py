@@ -133,7 +133,7 @@ class LighthouseManager:
 
     def _resume(self, life: Life, loop: "OuterLoop") -> None:
         for snapshot in snapshots.newest_first(life.rv.store):
-            arrays = snapshots.load(life.rv.store, snapshot, life.tell)
+            arrays = snapshots.load(life.rv.store, snapshot, life.tell, loop.state.all_arrays())
             if arrays is not None:
                 loop.state.load(arrays)
                 self._manager.load_state_dict({"step": snapshot.t, "batches_committed": 0})

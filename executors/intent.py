@@ -18,7 +18,7 @@ from diloco.config import check_fleet
 from diloco.launch import Run
 from executors.address import UsageError, is_folder
 from executors.base import ExecutorError, LaunchPlan, ReplicaSpec
-from executors.mixed import EXECUTORS, Place, build, place_of, places_of
+from executors.mixed import EXECUTORS, Place, are_places, build, place_of, places_of
 from executors.money import Budget, Costs, refusal
 from rendezvous import layout
 from rendezvous.clock import Clock
@@ -183,7 +183,7 @@ def remember(store: Store, clock: Clock, found: Offer) -> None:
     """Places and budget stand in the run's control records, if they do not already."""
     wanted = read_control(store)
     budget = {k: v for k, v in asdict(found.budget).items() if getattr(wanted, k) != v}
-    places = {} if places_of(wanted.places) == found.places else {"places": [p.to_dict() for p in found.places]}
+    places = {} if are_places(wanted.places, found.places) else {"places": [p.to_dict() for p in found.places]}
     if budget or places:
         write_control(store, clock, **budget, **places)
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from executors.base import (
     RANK_ENV,
@@ -38,6 +38,7 @@ from executors.base import (
 )
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
+from rendezvous.fields import Within, checked
 
 EXECUTORS = {
     "local": "executors.local:LocalProcessExecutor",
@@ -61,9 +62,9 @@ class Place(Plain):
     """
 
     executor: str = "local"
-    count: int = 0
+    count: Annotated[int, Within(0, layout.MOST_SLOTS)] = 0
     gpu: tuple[str, ...] = ()
-    timeout_s: float = 0.0
+    timeout_s: Annotated[float, Within(0, 1e9)] = 0.0
     secrets: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -75,8 +76,30 @@ class Place(Plain):
 
 
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
-    """The places of a control record; a run that names none lives on this machine."""
-    return tuple(p if isinstance(p, Place) else Place.from_dict(p) for p in raw) or (Place(),)
+    """The places of a control record; a run that names none lives on this machine.
+
+    Raises ExecutorError for one that is none: anybody who can write into the bucket may have written it.
+    """
+    return tuple(_place(p) for p in raw) or (Place(),)
+
+
+def are_places(raw: Iterable[Mapping[str, Any]], places: Sequence[Place]) -> bool:
+    """Does a control record name exactly these?"""
+    with suppress(ExecutorError):
+        return places_of(raw) == tuple(places)
+    return False
+
+
+def _place(raw: Place | Mapping[str, Any]) -> Place:
+    if isinstance(raw, Place):
+        return raw
+    try:
+        return checked(Place, {name: list(v) if isinstance(v, tuple) else v for name, v in raw.items()})
+    except ValueError as error:
+        raise ExecutorError(
+            f"a control record of the run names a place that is none ({error}). Name the places again, with --executor "
+            "or --place"
+        ) from error
 
 
 def place_of(places: Sequence[Place], slot: str) -> Place:
@@ -105,9 +128,10 @@ def build(
         if place.maker not in made:
             made[place.maker] = make(place)
     executors = [made[p.maker] for p in present]
-    for place in (Place.from_dict(p) if isinstance(p, Mapping) else p for p in former):
-        if place.maker not in made:
-            with suppress(ExecutorError, ImportError):  # Mixed names what it cannot reach
+    for raw in former:
+        with suppress(ExecutorError, ImportError):  # Mixed names what it cannot reach
+            place = _place(raw)
+            if place.maker not in made:
                 made[place.maker] = make(place)
     if len(made) == 1:
         return executors[0]

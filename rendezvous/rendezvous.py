@@ -172,8 +172,8 @@ class Rendezvous:
         else:
             garbage.refuse_collected(self.store, max(damaged, default=upto or 0))
             raise RendezvousError(
-                "no snapshot of this run can be read, not even step 0's: the bucket lost objects. "
-                "Restore it from a backup, or start a new run from an exported model"
+                "no snapshot of this run can be read and fits this model, not even step 0's: the bucket lost objects, "
+                "or the run is of another model. Restore it from a backup, or start a new run from an exported model"
             )
         self._snapshot = max(snapshot.t, self._snapshot)
         self._replay(snapshot.t, upto, damaged)
@@ -181,7 +181,7 @@ class Rendezvous:
 
     def _load(self, snapshot: snapshots.Snapshot) -> bool:
         """Become this snapshot, if its bytes are what was announced and mean what the chain confirmed."""
-        arrays = snapshots.load(self.store, snapshot, self.tell)
+        arrays = snapshots.load(self.store, snapshot, self.tell, self._arrays(0))
         if arrays is None:
             return False
         self.state.load(arrays)

@@ -66,9 +66,10 @@ def _manifest(body: bytes, t: int) -> Snapshot | None:
     return found if found.t == t else None
 
 
-def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[str, np.ndarray] | None:
+def load(store: Store, snapshot: Snapshot, tell: Callable[..., None], like: Arrays) -> dict[str, np.ndarray] | None:
     """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
 
+    like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
     Each array is read into its own memory: nothing else of that size is made.
     """
     found = ""
@@ -79,10 +80,23 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None]) -> dict[st
             found = str(error)
             continue
         if file is not None and has_digest_of(file, snapshot.digest, needed(store)):
-            return file.arrays
+            if not (found := misfit(file.arrays, like)):
+                return file.arrays
+            break
         found = f"not {snapshot.size} bytes" if file is None else f"digest {digest_of(file, needed(store))}"
     tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
     return None
+
+
+def misfit(arrays: Arrays, like: Arrays) -> str:
+    """Why a state with the arrays `like` cannot become these; "" if it can."""
+    for name, array in like.items():
+        found = arrays.get(name)
+        if found is None:
+            return f"it has no {name}: it is of another model, or of other fragments"
+        if (found.dtype, found.shape) != (array.dtype, array.shape):
+            return f"its {name} is {found.dtype} {list(found.shape)}, this model's is {array.dtype} {list(array.shape)}"
+    return ""
 
 
 def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:

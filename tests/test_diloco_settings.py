@@ -178,7 +178,13 @@ class Torchft:
     def register_state_dict_fn(self, *_: object) -> None: ...
 
 
-@pytest.mark.parametrize("setting", [{"codec": "int8"}, {"codec": "auto"}, {"weighting": "samples"}])
+LIGHTHOUSE_HAS_NOT: list[dict[str, Any]] = [
+    {"codec": "int8"}, {"codec": "auto"}, {"weighting": "samples"}, {"norm_gate": 3.0}, {"max_carry": 1},
+    {"age_discount": 0.9},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", LIGHTHOUSE_HAS_NOT)
 def test_what_a_lighthouse_has_not_is_refused_in_the_configs_words(setting: dict[str, Any]) -> None:
     said = complaint(lambda: RunConfig.from_dict({"rendezvous": "lighthouse://h:1", "outer": setting}))
     model, manager = nn.Linear(2, 2), Torchft()

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from diloco import exitcodes
-from executors.base import ExecutorError, Handle, ReplicaSpec, State
+from executors.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, State
+from executors.intent import Offer, remember
 from executors.local import LocalProcessExecutor
 from executors.mixed import Mixed, Place, build, place_of, places_of
+from executors.money import Budget, Costs
 from executors.stop import stop_run
 from executors.supervisor import Supervisor
 from rendezvous.membership import Wanted, read_control, write_control
@@ -104,6 +106,32 @@ def test_a_former_place_that_cannot_be_built_does_not_stop_the_run():
     status = one.poll([gone])[0]
     assert status.stale and not status.state.ended
     one.close()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"executor": 7},
+        {"count": "2"},
+        {"count": -1},
+        {"gpu": "H100"},
+        {"timeout_s": []},
+        {"env": {"A": 1}},
+        {"options": 1},
+    ],
+)
+def test_a_place_in_the_bucket_that_is_none_is_named_and_can_be_replaced(raw):
+    """Before: TypeError or AttributeError wherever it was used, or a negative count that was believed."""
+    store, clock = MemoryStore(), ManualClock()
+    write_control(store, clock, replicas=2, min_replicas=1, steps=3, places=[raw])
+    with pytest.raises(
+        ExecutorError, match=rf"a place that is none \(its {next(iter(raw))} is .*Name the places again"
+    ):
+        places_of(read_control(store).places)
+    remember(store, clock, Offer((Place("local", 2),), LaunchPlan((), 0.0), Budget(), Costs()))
+    wanted = read_control(store)
+    assert places_of(wanted.places) == (Place("local", 2),) and wanted.former == (raw,)
+    build(wanted.places, wanted.former).close()
 
 
 # -------------------------------------------------------------------- routing

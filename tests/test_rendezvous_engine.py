@@ -4,6 +4,7 @@ a.offer   b.offer   a.settle ─▶ closes   b.settle ─▶ reads   both: mean,
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -572,6 +573,27 @@ def test_a_snapshot_whose_bytes_are_right_but_mean_something_else_is_passed_over
     snapshots.write(store, clock, 2, wrong, base=a.rv.base, prev=None)
     late = Seat(store, "r02", clock).join()
     assert np.array_equal(late.state.theta, a.state.theta) and late.events("bad_snapshot")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"theta.7": np.zeros(3, np.float32)}, "it has no theta.0"),
+        ({"theta.0": np.zeros(4, np.float32)}, r"its theta.0 is float32 \[4\], this model's is float32 \[3\]"),
+        ({"theta.0": np.zeros(3, np.float64)}, "its theta.0 is float64"),
+    ],
+)
+def test_a_forged_snapshot_with_other_arrays_is_passed_over_for_an_older_one(
+    clock: ManualClock, wrong: dict[str, np.ndarray], why: str
+) -> None:
+    """Before: whoever loaded it raised (in a real run OuterError: "this URL holds a run of another model")."""
+    store, a, b = pair(clock, replicas=3, steps=9)
+    together(a, b)
+    together(a, b)
+    snapshots.write(store, clock, 2, wrong, base=a.rv.base, prev=None)
+    late = Seat(store, "r02", clock).join()
+    assert np.array_equal(late.state.theta, a.state.theta) and late.events("healed")[0]["snapshot"] == 0
+    assert re.match(why, late.events("bad_snapshot")[0]["found"])
 
 
 def test_a_bucket_without_any_snapshot_says_so(clock: ManualClock) -> None:

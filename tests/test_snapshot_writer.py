@@ -144,7 +144,7 @@ def test_steps_go_on_while_a_slow_store_takes_a_snapshot_of_what_was(fragments: 
     rv._uploads.drain()
     rv._background.drain()
     snapshot = next(s for s in snapshots.newest_first(store) if s.t == 2)
-    arrays = snapshots.load(store, snapshot, lambda *a, **k: None)
+    arrays = snapshots.load(store, snapshot, lambda *a, **k: None, {})
     assert arrays is not None
     assert np.array_equal(np.concatenate([arrays[f"theta.{f}"] for f in range(fragments)]), expected)
     assert not np.array_equal(state.theta, expected)
@@ -198,7 +198,7 @@ def test_a_damaged_snapshot_whose_header_lies_is_passed_over() -> None:
     for bad in (b"\xff" * 8, b"\2" + bytes(7) + b"[]", (40).to_bytes(8, "little") + b"[" * 40):
         body = (store.get(good.blob) or b"")[len(bad) :]
         store.put(good.blob, bad + body)
-        assert snapshots.load(store, good, lambda event, **_: told.append(event)) is None
+        assert snapshots.load(store, good, lambda event, **_: told.append(event), {}) is None
         with pytest.raises(Corrupt, match="header"):
             tensors.read(store, good.blob, good.size)
         store.put(good.blob, bytes(TensorFile({"theta.0": np.ones(3, np.float32)})))
@@ -225,7 +225,7 @@ def test_a_blob_with_the_right_digest_that_is_no_safetensors_file_is_told_and_pa
     body = len(header).to_bytes(8, "little") + header + rest
     store.put(good.blob, body)
     forged = replace(good, size=len(body), digest=digest(body))
-    assert snapshots.load(store, forged, lambda event, **_: told.append(event)) is None and told == ["bad_snapshot"]
+    assert snapshots.load(store, forged, lambda event, **_: told.append(event), {}) is None and told == ["bad_snapshot"]
 
 
 def test_who_writes_a_snapshot() -> None:
