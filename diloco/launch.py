@@ -16,18 +16,17 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from diloco import sizing
 from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
+from diloco.runlog.ahead import Ahead
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.probe import unfit
 from rendezvous.records import Record, UnixTime, Word, nonce
 from rendezvous.rules import Timing
-from rendezvous.seal import run_key, under_key
+from rendezvous.seal import SealedStore, run_key, under_key
 from rendezvous.store import PatientStore, Store, open_store, plain_key, put_once, urls_above
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -170,6 +169,8 @@ def open_run(
         _refuse_unfit(raw, clock)
     raw = under_key(raw, clock, run_key(), ask=store)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
+    from diloco import sizing  # it needs numpy, which a look at a run does not
+
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
     for setting, body in files.items():
@@ -245,6 +246,8 @@ def agree(
     frozen: digest of the weights and buffers that are not trained, "" for none.
     -> what stands: with the codec, if that is "auto".   Raises WrongRun.
     """
+    from diloco import sizing
+
     count = sum(prod(shape) for _, shape, _ in parameters)
     seconds = sizing.compute_seconds(count, outer["sync_every"])
     mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
@@ -270,6 +273,8 @@ def solo_warning(wanted: Wanted) -> str:
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
     """Before anything is written: without create-if-absent, two replicas could commit the same step."""
+    from rendezvous.probe import unfit
+
     reason = unfit(store, clock)
     if reason is not None:
         raise StoreRefused(
@@ -280,18 +285,26 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
 
 def read_run(url: str) -> Run:
     """Open the run at `url`; ConfigError if there is none."""
-    store = store_of(url)
-    return Run(url, store, RunRecord.decode(store.get(layout.RUN) or b""))
+    answers, store = _opened(url)
+    return Run(url, store, RunRecord.decode(answers.get(layout.RUN) or b""))
 
 
 def store_of(url: str) -> Store:
     """The store of the run at `url`, whatever its run.json says; ConfigError if there is none."""
-    store = open_store(url)
-    if store.get(layout.RUN) is None:
+    return _opened(url)[1]
+
+
+def _opened(url: str) -> tuple[Store, Store]:
+    """-> what was read of run.json to open it, and the store."""
+    bare = open_store(url)
+    answers = Ahead(bare)
+    answers.ask([layout.RUN, layout.SEAL])
+    if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
         )
-    return under_key(store, SystemClock(), run_key())
+    store = under_key(bare, SystemClock(), run_key(), ask=answers)
+    return store.over(answers) if isinstance(store, SealedStore) else answers, store
 
 
 def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:

@@ -16,13 +16,13 @@ Not promised: an end at that very second; the inner step goes first, and this ma
 
 import faulthandler
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from diloco import exitcodes
+from diloco.host import host
 from diloco.journal import Journal
 from diloco.watchdog import Watchdog, where_it_stands
 from rendezvous import layout
@@ -34,7 +34,6 @@ from rendezvous.rules import Rules, Timing
 from rendezvous.seal import SealedStore
 from rendezvous.store import Store
 
-PLACE_ENV = "DILOCO_PLACE"
 ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
 LAST_WORDS_S = 10.0  # for telling the bucket that a life ends, if the store answers
 
@@ -186,11 +185,6 @@ class Life:
             self.ask_to_leave(why)
         elif now - self._alone_since > ORPHAN_GRACE_S:
             os._exit(exitcodes.LEFT)
-
-
-def host() -> str:
-    """Where this process is, for whoever looks for it: the launch that a rented container serves, or this machine."""
-    return os.environ.get(PLACE_ENV) or socket.gethostname()
 
 
 def make_room(

@@ -10,21 +10,24 @@ Not promised: times of different machines on one scale (they are the clocks of w
 replica said after its last outer step before a `kill -9`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from diloco.journal import Log, read_log
 from diloco.launch import RunRecord
+from diloco.runlog.ahead import Ahead
+from diloco.runlog.cache import Cache
+from diloco.runlog.look import SUPERVISOR, Found, Known, first_look, look
+from diloco.runlog.scope import EVERYTHING, Scope
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
-from rendezvous.membership import Wanted, claims, decoded, read_beat, read_claim, read_control, read_leave
-from rendezvous.records import Beat, Commit, Offer, WireError
-from rendezvous.salvage import readable
+from rendezvous.membership import Wanted, claims, decoded, read_beat, read_claim, read_leave
+from rendezvous.records import Beat, Claim, Commit, Offer, WireError
 from rendezvous.store import Store
 
-SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
+MANY = 4096  # objects that are in memory at once
 PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
 NUMBERS = {
@@ -105,10 +108,12 @@ class Report:
     twice: int  # pseudogradients that were listed more than once
     passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
     damage: str = ""  # what cannot be read, though it must be
+    taken: int = 0  # commits that are there, where the scope does not read them
 
     @property
     def head(self) -> int:
-        return len(self.steps) or 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # no commits: the logs
+        logged = 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # where there are no commits
+        return len(self.steps) or self.taken or logged
 
     @property
     def done(self) -> bool:
@@ -138,15 +143,19 @@ class Report:
 # -------------------------------------------------------------------- reading
 
 
-def read_report(store: Store) -> Report:
-    return Reader(store).refresh()
+def read_report(store: Store, scope: Scope = EVERYTHING, cache: Cache | None = None) -> Report:
+    return Reader(store, scope, cache).refresh()
 
 
 class Reader:
-    """Reads a bucket again and again; what is write-once is read once."""
+    """Reads a bucket again and again; what is write-once is read once.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    scope: what is needed of it.   cache: what was read of it before (runlog/cache.py).
+    """
+
+    def __init__(self, store: Store, scope: Scope = EVERYTHING, cache: Cache | None = None) -> None:
+        self._store, self._scope, self._cache = Ahead(store, cache), scope, cache
+        self._first, self._shown_from = True, 0
         self._run: dict[str, Any] = {}
         self._wanted = Wanted()
         self._steps: list[Step] = []
@@ -155,34 +164,53 @@ class Reader:
         self._twice = 0
         self._logs: dict[str, list[dict[str, Any]]] = {}
         self._lives: dict[tuple[str, int], Life] = {}
+        self._unclaimed: set[tuple[str, int]] = set()  # lives without a claim, at this look
+        self._extent = Known()
         self._passed_over, self._damage = 0, ""
 
+    @property
+    def ahead(self) -> Ahead:
+        """What the last look has asked for, and nobody has read yet: for who looks for the supervisor, say."""
+        return self._store
+
     def refresh(self) -> Report:
+        self._store.forget()
+        found = self._look()
         if not self._run:
             self._run = self._read_config()
-        self._wanted = self._read_wishes()
-        self._read_commits()
+        self._wanted, self._damage = found.wanted, found.lost or self._damage
+        self._unclaimed.clear()
         self._read_claims()
-        self._read_logs()
+        self._read_commits(found.commits)
+        self._read_logs(found)
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
-        found = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
-        beats = {slot: replace(beat, **_shown(vars(beat))) for slot, beat in found.items()}
+        found_beats = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
+        beats = {slot: replace(beat, **_shown(vars(beat))) for slot, beat in found_beats.items()}
         self._tell_steps(events)
         self._tell_lives(events, beats)
+        self._remember(found)
         lives = [self._lives[k] for k in sorted(self._lives)]
         name = _shown(self._run.get("name", "run"))
         return Report(
             name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice,
             passed_over=self._passed_over, damage=self._damage,
+            taken=0 if self._scope.commits else found.commits,
         )  # fmt: skip
 
-    def _read_wishes(self) -> Wanted:
-        """If records were lost: those that still stand.  Replicas refuse to join such a run; a report shows it."""
-        if self._wanted.records:
-            return read_control(self._store, self._wanted)
-        wanted, lost = readable(self._store)
-        self._damage = lost or self._damage
-        return wanted
+    def _look(self) -> Found:
+        if self._first:
+            return first_look(self._store, self._scope)
+        ended = frozenset(name for name, life in self._lives.items() if life.how != "running")
+        return look(self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended))
+
+    def _remember(self, found: Found) -> None:
+        """How far the run is known, for the next look; what the first one has read is kept on this machine."""
+        claims = {**self._extent.claims, **found.claims}
+        logs = {**self._extent.logs, **{owner: to for owner, (_, to) in found.logs.items()}}
+        self._extent = Known(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
+        if self._first and self._cache is not None:
+            self._cache.save()
+        self._first = False
 
     def _read_config(self) -> dict[str, Any]:
         body = self._store.get(layout.RUN)
@@ -209,25 +237,53 @@ class Reader:
             return None
         return commit, body
 
-    def _read_commits(self) -> None:
+    def _read_commits(self, count: int) -> None:
+        if not self._scope.commits:
+            self._keep_newest(count)
+            return
+        self._shown_from = count if self._first else self._shown_from
+        news: list[Commit] = []
         while (found := self._commit(len(self._steps))) is not None:
             c, body = found
+            self._store.keep(layout.commit(c.t))
             linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
             fresh, carried = tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried)
             gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
             self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated))
             self._last = body
+            news.append(c)
+        self._ask_lives(news)
+        for c in news:
             for o in c.offers:
                 self._twice += (o.step, o.slot) in self._listed
                 self._listed.add((o.step, o.slot))
-                self._read_offer(o.step, o.slot, o.nonce)
             self._credit(c)
+        self._read_offers(news)
+
+    def _keep_newest(self, count: int) -> None:
+        """It proves what is kept of this run."""
+        if count and self._commit(count - 1) is not None:
+            self._store.keep(layout.commit(count - 1))
+
+    def _ask_lives(self, commits: Sequence[Commit]) -> None:
+        """Claims of lives that commits list, and that were not seen by then."""
+        lives = {(o.slot, o.generation) for c in commits for o in c.offers}
+        self._store.ask(layout.claim(*life) for life in lives if life not in self._lives)
+
+    def _read_offers(self, commits: Sequence[Commit]) -> None:
+        offers = [o for c in commits for o in c.offers if self._scope.reads_offers(o.step, self._shown_from)]
+        for i in range(0, len(offers), MANY):
+            some = offers[i : i + MANY]
+            self._store.ask(layout.offer(o.step, o.slot, 0) for o in some)
+            for o in some:
+                self._read_offer(o.step, o.slot, o.nonce)
 
     def _read_offer(self, t: int, slot: str, nonce: str) -> None:
         attempt = 0
         while (body := self._store.get(layout.offer(t, slot, attempt))) is not None:
             offer = decoded(Offer, body)
             if offer is not None and offer.nonce == nonce:
+                self._store.keep(layout.offer(t, slot, attempt))
                 self._steps[t].h[slot] = offer.h
                 if "reward" in offer.stats:
                     self._steps[t].reward[slot] = offer.stats["reward"]
@@ -235,36 +291,51 @@ class Reader:
             attempt += 1
 
     def _credit(self, commit: Commit) -> None:
-        for slot, generation in sorted({(o.slot, o.generation) for o in commit.offers}):
-            life = self._life(slot, generation)
-            if life is not None:
-                life.commits.append((commit.t, commit.at))
+        for name in sorted({(o.slot, o.generation) for o in commit.offers}):
+            if name not in self._lives and name not in self._unclaimed:
+                self._find_claim(*name)
+            if name in self._lives:
+                self._lives[name].commits.append((commit.t, commit.at))
+
+    def _find_claim(self, slot: str, generation: int) -> None:
+        if (taken := read_claim(self._store, slot, generation)) is not None:
+            self._begin(taken)
+        else:
+            self._unclaimed.add((slot, generation))
 
     def _read_claims(self) -> None:
         for slot in self._wanted.slots:
             known = max((g for s, g in self._lives if s == slot), default=0)
             for taken in claims(self._store, slot, known):
-                self._life(slot, taken.generation)
+                self._store.keep(layout.claim(slot, taken.generation))
+                self._begin(taken)
 
-    def _life(self, slot: str, generation: int) -> Life | None:
-        if (slot, generation) not in self._lives:
-            c = read_claim(self._store, slot, generation)
-            if c is None:
-                return None
-            life = Life(slot, generation, c.pid, _shown(c.host), c.at)
-            if c.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
-                life.ended, life.how = c.at, "fence"
-            self._lives[slot, generation] = life
-        return self._lives[slot, generation]
+    def _begin(self, taken: Claim) -> None:
+        if (taken.slot, taken.generation) in self._lives:
+            return
+        life = Life(taken.slot, taken.generation, taken.pid, _shown(taken.host), taken.at)
+        if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
+            life.ended, life.how = taken.at, "fence"
+        self._lives[taken.slot, taken.generation] = life
 
-    def _read_logs(self) -> None:
-        for key in self._store.list(layout.LOGS):
-            if key not in self._logs and not layout.is_rollouts(key):
-                self._read_log(key)
+    def _read_logs(self, found: Found) -> None:
+        """Every object once.  One that its writer may still write again is read again in another process."""
+        keys = self._listed_logs() if self._scope.newest is None else _numbered(found.logs)
+        news = [key for key in keys if key not in self._logs]
+        newest = _newest_numbers(news)
+        for i in range(0, len(news), MANY):
+            self._store.ask(news[i : i + MANY])
+            for key in news[i : i + MANY]:
+                owner = layout.log_owner(key)
+                self._read_log(key, owner)
+                if owner is not None and layout.log_number(key) < newest[owner]:
+                    self._store.keep(key)
 
-    def _read_log(self, key: str) -> None:
-        """One object, once; a foreign one counts as one line that is none."""
-        owner = layout.log_owner(key)
+    def _listed_logs(self) -> list[str]:
+        return [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
+
+    def _read_log(self, key: str, owner: tuple[str, int] | None) -> None:
+        """A foreign one counts as one line that is none."""
         log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
         self._logs[key] = [_event(e, *owner) for e in log.events] if owner else []
         self._passed_over += log.passed_over
@@ -292,6 +363,7 @@ class Reader:
     def _end_by_records(self, life: Life, beat: Beat | None) -> None:
         leave = read_leave(self._store, life.slot, life.generation) if life.how == "running" else None
         if leave is not None:
+            self._store.keep(layout.leave(life.slot, life.generation))
             life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
         successor = self._lives.get((life.slot, life.generation + 1))
         if life.how == "running" and successor is not None:
@@ -314,6 +386,19 @@ class Reader:
         if e["generation"]:
             return self._lives.get((e["slot"], e["generation"]))
         return next((x for x in self._lives.values() if (x.slot, x.pid) == (e["slot"], e.get("pid"))), None)
+
+
+def _numbered(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
+    return [layout.log(*owner, n) for owner, (start, to) in sorted(logs.items()) for n in range(start, to)]
+
+
+def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
+    """Per life, the number of its newest log."""
+    newest: dict[tuple[str, int], int] = {}
+    for key in keys:
+        if (owner := layout.log_owner(key)) is not None:
+            newest[owner] = max(layout.log_number(key), newest.get(owner, 0))
+    return newest
 
 
 def _event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:

@@ -138,13 +138,16 @@ def _replicas(args: Namespace) -> int | None:
 def _spent(url: str) -> "Costs":
     from diloco.launch import read_run
     from diloco.report import read_report
+    from diloco.runlog.cache import cache_of
+    from diloco.runlog.scope import COSTS
     from executors.money import Costs, costs
     from rendezvous import layout
     from rendezvous.store import open_store
 
     if open_store(url).get(layout.RUN) is None:
         return Costs()
-    return costs(read_report(read_run(url).store), time.time())
+    run = read_run(url)
+    return costs(read_report(run.store, COSTS, cache_of(run)), time.time())
 
 
 def _agreed(args: Namespace, offer: "Offer") -> bool:
@@ -197,13 +200,16 @@ def _detached(run: "Run", args: Namespace) -> int:
 
 def _status(args: Namespace) -> int:
     from diloco.launch import read_run
-    from diloco.report import read_report
+    from diloco.report import Reader
+    from diloco.runlog.cache import cache_of
+    from diloco.runlog.scope import STATUS
     from executors import watch
     from executors.lease import supervisor_of
     from executors.money import costs
 
     run = read_run(address.checked(args.run))
-    report, supervisor, now = read_report(run.store), supervisor_of(run.store), time.time()
+    reader = Reader(run.store, STATUS, cache_of(run))
+    report, supervisor, now = reader.refresh(), supervisor_of(reader.ahead), time.time()
     holder = None if supervisor is None else {"pid": supervisor.pid, "host": supervisor.host}
     who = f"supervised by pid {supervisor.pid} on {supervisor.host}" if supervisor else "nobody supervises it"
     spent = costs(report, now)
@@ -233,11 +239,13 @@ def _logs(args: Namespace) -> int:
 def _costs(args: Namespace) -> int:
     from diloco.launch import read_run
     from diloco.report import read_report
+    from diloco.runlog.cache import cache_of
+    from diloco.runlog.scope import COSTS
     from executors import watch
     from executors.money import costs
 
     run = read_run(address.checked(args.run))
-    report = read_report(run.store)
+    report = read_report(run.store, COSTS, cache_of(run))
     spent = costs(report, time.time())
     data = {"name": report.name, "url": run.url, **spent.to_dict(), **watch.cost_status(spent, report.wanted)}
     _tell(args, data, *watch.cost_table(spent, report))
@@ -308,10 +316,12 @@ def _report(args: Namespace) -> int:
     from diloco.drawing import write_report
     from diloco.launch import read_run
     from diloco.report import read_report, summary
+    from diloco.runlog.cache import cache_of
+    from diloco.runlog.scope import EVERYTHING
     from executors import watch
 
     run = read_run(address.checked(args.run))
-    report = read_report(run.store)
+    report = read_report(run.store, EVERYTHING, cache_of(run))
     folder = Path(args.to) if args.to else Path(getattr(run.store, "root", "."))
     page, png = write_report(report, folder)
     data = {**watch.status(report, time.time()), "page": str(page), "picture": str(png)}

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from diloco import exitcodes
-from diloco.life import PLACE_ENV
+from diloco.host import PLACE_ENV
 from executors import child as entry
 from executors.base import REPLICA, ReplicaSpec
 from executors.processes import describe

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from diloco import exitcodes
 from diloco.launch import Run
 from diloco.report import Reader, Report
+from diloco.runlog.scope import STATUS
 from executors import processes
 from executors.lease import Supervised, supervisor_of
 from executors.local import process_folder
@@ -54,7 +55,7 @@ def supervise_here(run: Run, each_tick: Tick = nothing, view: View | None = None
 
 def look_on(run: Run, clock: Clock, view: View) -> Outcome:
     """Show a run that somebody else supervises, until that ends."""
-    reader = Reader(run.store)
+    reader = Reader(run.store, STATUS)
     while True:
         supervisor, report = supervisor_of(run.store), reader.refresh()
         view.show(report)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from diloco.report import read_report
+from diloco.runlog.scope import COSTS
 from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status, unanswered
 from executors.mixed import build
 from executors.track import here, past
@@ -29,7 +30,7 @@ class Launches:
 
     def refresh(self) -> None:
         """Look for more."""
-        booked = {(h.slot, h.attempt): h for p in past(read_report(self._store).events).values() for h in p.open}
+        booked = {(h.slot, h.attempt): h for p in past(read_report(self._store, COSTS).events).values() for h in p.open}
         self._booked |= set(booked)
         found: list[Handle] = []
         try:

@@ -10,7 +10,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from diloco.life import host
+from diloco.host import host
 from diloco.report import SUPERVISOR
 from executors import processes
 from rendezvous import layout

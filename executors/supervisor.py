@@ -28,6 +28,7 @@ from diloco import exitcodes
 from diloco.journal import Journal
 from diloco.launch import Run, read_run, solo_warning
 from diloco.report import SUPERVISOR, Reader, Report
+from diloco.runlog.scope import STATUS
 from executors.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, ServerlessExecutor, Unavailable
 from executors.fleet import PUBLISH, Fleet, wanted_slots
 from executors.lease import Lease, Supervised
@@ -106,7 +107,7 @@ class Supervisor:
         if text := solo_warning(wanted):
             self.tell("warning", kind="solo", text=text)
         self.places = places_of(wanted.places)
-        self._reader = Reader(self.run.store)
+        self._reader = Reader(self.run.store, STATUS)
         timing = self.run.timing
         self._tick_s = max(TICK_S, timing.poll)
         self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell)

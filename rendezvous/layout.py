@@ -98,6 +98,12 @@ def claim(slot: str, generation: int) -> str:
     return f"replicas/{slot}/{generation:06d}.json"
 
 
+def claim_owner(key: str) -> tuple[str, int]:
+    """replicas/r01/000002.json -> ("r01", 2)."""
+    _, slot, name = key.split("/")
+    return slot, int(name.partition(".")[0])
+
+
 def beat(slot: str) -> str:
     return f"alive/{slot}.json"
 
@@ -112,6 +118,11 @@ def offer(t: int, slot: str, attempt: int) -> str:
 
 def commit(t: int) -> str:
     return f"steps/{t:010d}/commit.json"
+
+
+def commit_step(key: str) -> int:
+    """steps/0000000007/commit.json -> 7."""
+    return int(key.split("/")[1])
 
 
 def mean(t: int, shard: int) -> str:
@@ -181,6 +192,11 @@ def log_owner(key: str) -> tuple[str, int] | None:
     slot, _, generation = parts[1].rpartition("-") if len(parts) == 3 else ("", "", "")
     named = _is_number(parts[-1].partition(".")[0]) and parts[-1].endswith(".jsonl")
     return (slot, int(generation)) if named and is_word(slot) and _is_number(generation) else None
+
+
+def log_number(key: str) -> int:
+    """log/r01-2/000003.jsonl -> 3, where `log_owner` is not None."""
+    return int(key.rpartition("/")[2].partition(".")[0])
 
 
 def _is_number(text: str) -> bool:

@@ -12,11 +12,10 @@ worth waiting for.  Clocks only enter here, so they only decide when somebody *t
 """
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-
-import numpy as np
 
 from rendezvous.records import Beat, Commit, Listed, Offer
 
@@ -104,6 +103,11 @@ class Peer:
         return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
 
 
+def fp32(x: float) -> float:
+    """x, rounded to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
+    return array("f", [x])[0]
+
+
 def weighed(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
     """The offers of commit t with their weights, fp32 numbers that depend on the offers alone.
 
@@ -112,7 +116,7 @@ def weighed(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...
     """
     factors = gate(offers, rules.norm_gate)
     return tuple(
-        replace(o, factor=f, weight=float(np.float32(share * _discount(t - o.step, rules) * f)))
+        replace(o, factor=f, weight=fp32(share * _discount(t - o.step, rules) * f))
         for o, share, f in zip(offers, _shares(offers, rules), factors, strict=True)
     )
 
@@ -151,7 +155,7 @@ def gate(offers: Sequence[Listed], limit: float) -> list[float]:
     floor = UNSUSPICIOUS * median(o.scale for o in told)
     typical = [max(length, per_step * o.h) for o in offers]
     return [
-        float(np.float32(usual / o.norm)) if o.norm > limit * max(usual, floor) else 1.0
+        fp32(usual / o.norm) if o.norm > limit * max(usual, floor) else 1.0
         for o, usual in zip(offers, typical, strict=True)
     ]
 

@@ -64,6 +64,10 @@ class SealedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)  # what only some stores have: root, near
 
+    def over(self, store: Store) -> "SealedStore":
+        """The same run, read through `store`."""
+        return SealedStore(store, self._key, self._run, self.tell)
+
     def put(self, key: str, body: Body) -> None:
         self._store.put(key, self._sealed(key, body) if isinstance(body, Buffer) else body)  # a Stream is a blob
 

@@ -225,7 +225,7 @@ def test_debugging_shows_the_traceback(monkeypatch, tmp_path):
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch, run):
-    monkeypatch.setattr("diloco.report.read_report", lambda store: 1 / 0)
+    monkeypatch.setattr("diloco.report.Reader.refresh", lambda reader: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["status", run.url])
 

@@ -51,8 +51,10 @@ class Bucket:
         body = Claim(slot, generation, "n", T0 + at, "host", pid).encode()
         self.store.create(layout.claim(slot, generation), body)
 
-    def tell(self, who: str, generation: int, at: float, event: str, **fields: object) -> None:
+    def tell(self, who: str, generation: int, at: float, event: str, /, **fields: object) -> None:
         n = self._logs.get((who, generation), 0)
+        if who == "supervisor" and n == 0:
+            self.claim(who, generation, at)
         self._logs[who, generation] = n + 1
         line = json.dumps({"at": T0 + at, "event": event, **fields})
         self.store.put(layout.log(who, generation, n), line.encode() + b"\n")
@@ -103,6 +105,7 @@ def killed_and_replaced(store: Store | None = None) -> Bucket:
     leave = Leave("r00", 1, STEPS, "base", "done", "n", T0 + 17)
     b.store.create(layout.leave("r00", 1), leave.encode())
     b.store.put(layout.beat("r01"), Beat("r01", 2, 9, "train", 5, 3, 0.2, T0 + 16.0).encode())
+    b.store.put(layout.beat("supervisor"), Beat("supervisor", 1, 9, "left", 0, 0, 0.0, T0 + 17.0).encode())
     return b
 
 

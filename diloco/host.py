@@ -1,0 +1,14 @@
+"""Where this process is, in the words of claims and heartbeats.
+
+Not promised: that two machines have different names.
+"""
+
+import os
+import socket
+
+PLACE_ENV = "DILOCO_PLACE"
+
+
+def host() -> str:
+    """For whoever looks for this process: the launch that a rented container serves, or this machine."""
+    return os.environ.get(PLACE_ENV) or socket.gethostname()
