@@ -140,13 +140,18 @@ def open_store(url: str) -> Store:
         from rendezvous.stores.cloud import CloudStore
 
         return CloudStore(url)
+    if scheme == "modal":
+        from rendezvous.stores.modal_store import ModalStore
+
+        return ModalStore(url)
     from rendezvous.stores.adapter import AdapterStore, served
 
     if scheme.startswith("fsspec+") or served(scheme):
         return AdapterStore(url.removeprefix("fsspec+"))
     raise ValueError(
         f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
-        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, memory://name, and for files what fsspec can read"
+        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and for "
+        "files what fsspec can read"
     )
 
 

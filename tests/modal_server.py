@@ -39,6 +39,7 @@ from modal_proto.api_grpc import ModalClientBase
 
 from executors.base import Handle, ReplicaSpec
 from executors.on_modal import ModalExecutor
+from tests.modal_volumes import Volumes
 
 ROOT = Path(__file__).parent.parent
 WHO = "x-container"  # the header by which a container says which one it is
@@ -310,8 +311,12 @@ class Objects:
 
     blob_url = ""
 
+    serve_block: Callable[[web.Request], Coroutine[Any, Any, web.Response]]
+
     async def serve_blob(self, request: web.Request) -> web.Response:
         id = request.match_info["id"]
+        if id.startswith("block-"):
+            return await self.serve_block(request)
         if request.method == "PUT":
             self.blobs[id] = await request.read()
             return web.Response()
@@ -425,7 +430,7 @@ class Logs(Objects):
             await asyncio.sleep(0.05)
 
 
-class ModalServer(Logs):
+class ModalServer(Volumes, Logs):
     """In a thread with a loop of its own."""
 
     def __init__(self) -> None:

@@ -22,20 +22,21 @@ from diloco.config import FleetConfig
 from diloco.watchdog import Watchdog
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
+from rendezvous.store import open_store
 from rendezvous.stores.files import FileStore
 
 
-def arm(spec: str) -> None:
-    """Make this process kill itself at the call that `spec` names."""
+def arm(spec: str, store: type[Any] = FileStore) -> None:
+    """Make this process kill itself at the call of `store` that `spec` names."""
     if spec.startswith("hang:"):
         return _hang(int(spec.removeprefix("hang:")))
     when, verb, rest = spec.split(":")
     if when == "fail":
         return _fail(getattr(errno, verb), *rest.split("@"))
     pattern, _, nth = rest.partition("@")
-    original, seen = getattr(FileStore, verb), [0]
+    original, seen = getattr(store, verb), [0]
 
-    def call(self: FileStore, key: str, body: Any) -> None:
+    def call(self: Any, key: str, body: Any) -> None:
         hit = pattern in key
         seen[0] += hit
         if hit and seen[0] == int(nth) and when == "before":
@@ -44,7 +45,7 @@ def arm(spec: str) -> None:
         if hit and seen[0] == int(nth) and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(FileStore, verb, call)
+    setattr(store, verb, call)
 
 
 def _hang(nth: int) -> None:
@@ -136,7 +137,7 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     if die:
-        arm(die)
+        arm(die, type(open_store(url)))
     if patience := os.environ.get("TEST_STORE_PATIENCE"):
         FleetConfig.timing = property(lambda self: Timing(store_patience=float(patience)))  # type: ignore[assignment]
     if os.environ.get("TEST_SHARDED"):

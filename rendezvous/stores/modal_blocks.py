@@ -1,0 +1,105 @@
+"""Files of a Modal volume are blocks of 8 MiB, named by their SHA-256, that travel over HTTP.
+
+    bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
+    PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
+
+Not promised: a second try.  What did not arrive whole is StoreUnclear, without the address: it holds a signature.
+"""
+
+import hashlib
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rendezvous.errors import StoreError, StoreUnclear
+
+BLOCK = 8 << 20
+BLOCK_S = 120.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a file.   sha256: of its bytes without the zeros at its end.   size: with them."""
+
+    sha256: bytes
+    size: int
+
+
+def cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in blocks of 8 MiB; from the caller's own memory wherever a piece holds a whole block."""
+    rest = bytearray()
+    for piece in pieces:
+        while piece:
+            if not rest and len(piece) >= BLOCK:
+                yield piece[:BLOCK]
+                piece = piece[BLOCK:]
+                continue
+            took = piece[: BLOCK - len(rest)]
+            rest += took
+            piece = piece[len(took) :]
+            if len(rest) == BLOCK:
+                yield memoryview(rest)
+                rest = bytearray()
+    if rest:
+        yield memoryview(rest)
+
+
+def blocks_of(pieces: Iterable[memoryview]) -> list[Block]:
+    """A file's blocks, in order; they name its bytes."""
+    return [Block(hashlib.sha256(_trimmed(data)).digest(), len(data)) for data in cut(pieces)]
+
+
+def _trimmed(data: memoryview) -> memoryview:
+    """Without the zeros at its end."""
+    if not data or data[-1]:
+        return data
+    return data[: len(bytes(data).rstrip(b"\0"))]
+
+
+def slices(out: memoryview, start: int) -> list[memoryview]:
+    """`out`, which begins at byte `start` of a file, cut where the file's blocks end."""
+    cuts = [0, *range(BLOCK - start % BLOCK, len(out), BLOCK), len(out)]
+    return [out[a:b] for a, b in pairwise(cuts)]
+
+
+def put_block(url: str, data: memoryview) -> bytes:
+    """-> what the volume wants to hear back."""
+    body = bytes(_trimmed(data))
+    request = urllib.request.Request(url, data=body, method="PUT", headers={"Content-Type": "application/octet-stream"})
+    return _http(request, "write a block to", _read)
+
+
+def _read(answer: Any) -> bytes:
+    return answer.read()
+
+
+def get_block(url: str, out: memoryview) -> None:
+    """Fill `out`; a body that is shorter stands for zeros at its end."""
+
+    def fill(answer: Any) -> None:
+        got = 0
+        while got < len(out) and (count := answer.readinto(out[got:])):
+            got += count
+        length = answer.headers.get("Content-Length")
+        if answer.read(1) or (length is not None and got != int(length)):
+            raise StoreUnclear(f"a block of a Modal volume has {length} bytes, {got} came and {len(out)} were expected")
+        out[got:] = bytes(len(out) - got)
+
+    _http(urllib.request.Request(url), "read a block from", fill)
+
+
+def _http(request: urllib.request.Request, verb: str, use: Any) -> Any:
+    try:
+        with urllib.request.urlopen(request, timeout=BLOCK_S) as answer:
+            return use(answer)
+    except urllib.error.HTTPError as error:
+        raise StoreUnclear(f"cannot {verb} Modal's volume: HTTP {error.code}") from None
+    except OSError as error:  # no address in the words: it holds a signature
+        raise StoreUnclear(f"cannot {verb} Modal's volume: {type(error).__name__}") from None
+    except Exception as error:  # half an answer
+        if isinstance(error, StoreError):
+            raise
+        raise StoreUnclear(f"cannot {verb} Modal's volume: {type(error).__name__}") from None

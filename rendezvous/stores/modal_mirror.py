@@ -1,0 +1,155 @@
+"""Why no register of a modal:// run can be won twice, and no blob is lost, though a Dict forgets what nobody touches.
+
+An entry that was neither read nor written for seven days is gone.  What a run needs lies in the volume as well, where
+nothing expires: a large body as its file, and every other entry as a copy.
+
+    create, put, get ── an entry that has no file ──▶ noted ── before this process writes anything else ──▶ mirror/{key}
+    first request, and after an hour of silence:
+        the mark is younger than 6 days ──▶ nothing can have expired
+        else: every entry that is gone is made again from the volume, if there is none by now; every other one is read,
+              which keeps it alive; and then the mark is set to when this began
+    once a day, beside the run: the same
+
+A register that is lost for good was therefore not mirrored, so that nobody who knew it wrote anything afterwards:
+deciding it anew contradicts nothing that is left.  A process that slept for a week asks for the mark before its next
+request, and meets what was decided.  Of what is written over, like beats, the first version of each process is
+mirrored: an old beat is silence.
+
+Not promised: that nobody changes a volume or a dict by hand; clocks that are wrong by more than a day.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+from rendezvous.errors import StoreError, StoreRefused
+
+KEPT = ".kept"  # the mark's key
+MIRROR, OBJ = "mirror/", "obj/"
+DAY = 86_400.0
+EXPIRES_S, LOOK_S = 6 * DAY, 3600.0  # one day less than Modal's seven; how often the mark is looked at
+AT_ONCE, BATCH = 16, 256
+
+
+def pointer_to(path: str, size: int) -> bytes:
+    """The entry of a body that is a file of the volume."""
+    return b"@" + json.dumps({"path": path, "size": size}, sort_keys=True).encode()
+
+
+class Entries(Protocol):
+    """What of modal_wire.Wire this needs; times and faults are a test's."""
+
+    def entry(self, key: str) -> bytes | None: ...
+    def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool: ...
+    def all_keys(self) -> list[str]: ...
+    def read(self, path: str) -> bytes | None: ...
+    def write_files(self, bodies: dict[str, bytes]) -> None: ...
+    def remove(self, path: str) -> None: ...
+    def files(self, folder: str) -> dict[str, int]: ...
+
+
+class Mirror:
+    """One process's part in it.   wall: seconds since 1970; a suspended machine must see it jump.   Thread-safe."""
+
+    def __init__(self, wire: Entries, prefix: str, wall: Callable[[], float] = time.time) -> None:
+        self._wire, self._prefix, self._wall = wire, prefix, wall
+        self._noted, self._safe = dict[str, bytes](), set[str]()
+        self._lock, self._looking = threading.RLock(), threading.Lock()
+        self._looked = float("-inf")  # when this process last saw a young mark
+
+    # ------------------------------------------------------------------ what this process knows
+
+    def note(self, key: str, value: bytes) -> None:
+        """This entry stands."""
+        with self._lock:
+            if key not in self._safe:
+                self._noted[key] = value
+
+    def flush(self) -> None:
+        """Mirror what was noted.   Raises StoreUnclear: then nothing may be written that rests on it."""
+        with self._lock:
+            while self._noted:
+                some = dict(list(self._noted.items())[:BATCH])
+                self._wire.write_files({self._path(key): value for key, value in some.items()})
+                self._safe |= set(some)
+                for key in some:
+                    del self._noted[key]
+
+    def forget(self, key: str) -> None:
+        """It is to be deleted."""
+        with self._lock:
+            self._noted.pop(key, None)
+            self._safe.discard(key)
+            self._wire.remove(self._path(key))
+
+    # ------------------------------------------------------------------ what time does
+
+    def refresh(self) -> None:
+        """Before every request: bring back what has expired, if anything can have."""
+        if self._silence() < LOOK_S:
+            return
+        with self._looking:
+            silence = self._silence()
+            if silence < LOOK_S:
+                return
+            age = self._age()
+            if age >= EXPIRES_S:
+                self.sweep()
+            elif age >= DAY:
+                threading.Thread(target=self._sweep_quietly, name="modal-mirror", daemon=True).start()
+            self._looked = self._wall()
+
+    def sweep(self) -> None:
+        """Restore, and touch every entry of the run."""
+        began, here = self._wall(), len(self._prefix)
+        there = [key for key in self._wire.all_keys() if key.startswith(self._prefix)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(self._restore, self._lost(set(there))))
+            for key, value in zip(there, pool.map(self._wire.entry, there), strict=True):
+                if value is not None and value[:1] == b"!":
+                    self.note(key[here:], value)
+        self.flush()
+        self._wire.put_entry(self._prefix + KEPT, b"=" + str(began).encode())
+
+    def _lost(self, there: set[str]) -> list[tuple[str, bytes]]:
+        """What the volume has and the dict has not: (key, entry); registers last, since they point to blobs."""
+        blobs = {
+            path[len(OBJ) :].rpartition("~")[0]: pointer_to(path, size)
+            for path, size in self._wire.files(OBJ + self._prefix).items()
+        }
+        copies = {path[len(MIRROR) :]: b"" for path in self._wire.files(MIRROR + self._prefix)}
+        return [(key, entry) for key, entry in {**blobs, **copies}.items() if key not in there]
+
+    def _restore(self, lost: tuple[str, bytes]) -> None:
+        key, entry = lost
+        value = entry or self._wire.read(MIRROR + key)
+        if value is None or self._wire.put_entry(key, value, if_absent=True):
+            return
+        stands = self._wire.entry(key)
+        if value[:1] == b"!" and stands is not None and stands != value:
+            raise StoreRefused(
+                f"the register {key} was decided twice: Modal's dict and its mirror differ. Nothing was changed. "
+                "Export the model from the last snapshot, and begin a new run"
+            )
+
+    def _sweep_quietly(self) -> None:
+        with suppress(StoreError):  # the next look, in an hour, tries again
+            self.sweep()
+
+    def _age(self) -> float:
+        """Seconds since the last sweep began; infinite if there was none, or the mark is of tomorrow."""
+        mark = self._wire.entry(self._prefix + KEPT)
+        with suppress(ValueError):
+            age = self._wall() - float((mark or b"")[1:])
+            return age if age > -DAY else float("inf")
+        return float("inf")
+
+    def _silence(self) -> float:
+        return abs(self._wall() - self._looked)
+
+    def _path(self, key: str) -> str:
+        return f"{MIRROR}{self._prefix}{key}"
