@@ -349,6 +349,26 @@ def _doctor(args: Namespace) -> int:
     return 0 if good else 2
 
 
+def _setup(args: Namespace) -> int:
+    from executors import setup
+    from executors.intent import yes
+    from rendezvous.clock import SystemClock
+
+    clock = SystemClock()
+    url = address.checked(args.run or setup.default_url(args.place, clock))
+    steps = list[setup.Step]()
+    for step in setup.setup(args.place, url, args.secret, clock, lambda text: yes(text, args.yes), os.environ):
+        steps.append(step)
+        if not args.json:
+            _tell(args, {}, step.line, *([f"  next: {step.todo}"] if step.todo else []))
+    good = not any(step.todo for step in steps)
+    typed = setup.command(args.place, url, args.secret)
+    told = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
+    lines = ["all there. A first run, of a few minutes and cents (with `plan` for `train` it says its price):", typed]
+    _tell(args, told, *(lines if good else []))
+    return 0 if good else 2
+
+
 def _objectives(args: Namespace) -> int:
     from dataclasses import asdict
 
@@ -396,7 +416,7 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "report": _report, "traces": _traces,
-    "doctor": _doctor, "objectives": _objectives, "demo": _demo, "completion": _completion,
+    "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip
 
 

@@ -91,7 +91,8 @@ class Hub:
         return token
 
     @property
-    def _api(self) -> Any:
+    def api(self) -> Any:
+        """The client, with this process's token as it is now."""
         return self._sdk.HfApi(endpoint=self._endpoint, token=self.token)
 
     @property
@@ -99,7 +100,7 @@ class Hub:
         """Asked for once: the client would ask before every call."""
         with self._lock:
             if not self._namespace:
-                self._namespace = self.patient("whoami", lambda: self._api.whoami()["name"])
+                self._namespace = self.patient("whoami", lambda: self.api.whoami()["name"])
             return self._namespace
 
     # ------------------------------------------------------------------ patience
@@ -120,7 +121,7 @@ class Hub:
     def prices(self) -> dict[str, float | None]:
         """Dollars per hour of each flavor; None where the unit is not one that we know."""
         if not self._prices:
-            rows = self.patient("list the hardware", lambda: self._api.list_jobs_hardware())
+            rows = self.patient("list the hardware", lambda: self.api.list_jobs_hardware())
             units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
             self._prices = {r.name: None if (n := units[r.name]) is None else r.unit_cost_usd * n for r in rows}
         return self._prices
@@ -136,7 +137,7 @@ class Hub:
         """Page by page.  Not `list_jobs`: that one hides what the Hub says of the time-out, and retries for long."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
-        api = self._api
+        api = self.api
         url: str | None = f"{api.endpoint}/api/jobs/{self.namespace}"
         params: Any = [("label", f"{key}={value}") for key, value in labels.items()]
         while url:
@@ -149,7 +150,7 @@ class Hub:
     def job(self, job_id: str) -> Job | None:
         """One job, or None if the Hub knows none of that name.  One try."""
         try:
-            info = self._api.inspect_job(job_id=job_id, namespace=self.namespace)
+            info = self.api.inspect_job(job_id=job_id, namespace=self.namespace)
         except Exception as error:
             if status_of(error) == 404:
                 return None
@@ -165,7 +166,7 @@ class Hub:
             try:
                 known = known or [
                     self._told(
-                        self._api.run_job(
+                        self.api.run_job(
                             **wanted, timeout=limit_s, attempts=1, labels=labels, name=name, namespace=self.namespace
                         )
                     )
@@ -184,14 +185,14 @@ class Hub:
 
     def _cancel(self, job_id: str) -> None:
         try:
-            self._api.cancel_job(job_id=job_id, namespace=self.namespace)
+            self.api.cancel_job(job_id=job_id, namespace=self.namespace)
         except Exception as error:
             if status_of(error) != 404:
                 raise
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Its output.  A running job's is followed, or read until it pauses for a few seconds."""
-        yield from self._api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
+        yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
 
     def _told(self, info: Any) -> Job:
         return self._job({"labels": info.labels, "id": info.id}, info)
@@ -221,9 +222,9 @@ class Hub:
         bucket_id = f"{self.namespace}/{bucket}"
         files = [(body, f"{shipment.digest}/{name}") for name, body in shipment.files.items()]
         what = f"upload the code to the bucket {bucket_id}"
-        self.patient(what, lambda: self._api.create_bucket(bucket_id, private=True, exist_ok=True))
+        self.patient(what, lambda: self.api.create_bucket(bucket_id, private=True, exist_ok=True))
         there = self.patient(
-            what, lambda: {f.path for f in self._api.get_bucket_paths_info(bucket_id, [name for _, name in files])}
+            what, lambda: {f.path for f in self.api.get_bucket_paths_info(bucket_id, [name for _, name in files])}
         )
         missing = [(body, name) for body, name in files if name not in there]
         if missing:
@@ -237,7 +238,7 @@ class Hub:
         quiet = are_progress_bars_disabled()
         disable_progress_bars()
         try:
-            self._api.batch_bucket_files(bucket_id, add=files)
+            self.api.batch_bucket_files(bucket_id, add=files)
         finally:
             if not quiet:
                 enable_progress_bars()

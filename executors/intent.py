@@ -167,12 +167,24 @@ def agree(found: Offer, yes: bool, person: TextIO | None = None) -> bool:
     """Is the price right?  What costs nothing is not asked for."""
     if found.free or yes:
         return True
-    person = person or sys.stdin
-    if person is None or not person.isatty():
+    if not _is_terminal(person := person or sys.stdin):
         raise UsageError(
             "this costs money, and there is nobody to ask (stdin is no terminal); add --yes if it is right"
         )
-    print("start it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return _asked("start it?", person)
+
+
+def yes(question: str, agreed: bool, person: TextIO | None = None) -> bool:
+    """May it be done?   agreed: said beforehand.  Nobody there to ask is a no."""
+    return agreed or (_is_terminal(person := person or sys.stdin) and _asked(question, person))
+
+
+def _is_terminal(person: TextIO | None) -> bool:
+    return person is not None and person.isatty()
+
+
+def _asked(question: str, person: TextIO) -> bool:
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return person.readline().strip().lower() in ("y", "yes")
 
 

@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export report traces doctor objectives demo completion
+    export report traces setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -31,8 +31,9 @@ exit codes:
 
 DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's
 records: what others write into its bucket does not count (docs/protocol.md).
-A run is a folder (runs/demo, file:///an/absolute/path) or lies in a bucket (s3://bucket/prefix, gs://…, az://…,
-hf://buckets/namespace/bucket/prefix).  docs/operations.md says how to look after one."""
+A run is a folder (runs/demo, file:///an/absolute/path), lies in a bucket (s3://bucket/prefix, gs://…, az://…,
+hf://buckets/namespace/bucket/prefix), or on Modal itself (modal://name/prefix).  docs/operations.md says how to look
+after one."""
 SHELLS = ("bash", "zsh", "fish")
 PLACES = ("local", "modal", "hf-jobs", "slurm", "sky")  # executors.mixed has what is behind them
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -154,6 +155,14 @@ def _checking(verbs: Any) -> None:
     size.add_argument("--parameters", type=count, metavar="N", help="of the model, e.g. 600M or 1.7B")
     size.add_argument("--config", metavar="CONFIG", help="a run.toml: its model, codec and replicas")
     doctor.add_argument("--replicas", type=positive, metavar="N", help="default: as in CONFIG, else 4")
+    text = "from an account to the command that starts a run: login, store, secret; makes what it may"
+    setup = _verb(verbs, "setup", text)
+    setup.add_argument("place", metavar="PLACE", choices=("modal", "hf"), help="modal or hf")
+    setup.add_argument("--run", metavar="URL", help="default: modal://diloco/first, or a bucket of your namespace")
+    setup.add_argument(
+        "--secret", default="diloco-storage", metavar="NAME", help="Modal's secret with the store's keys"
+    )
+    setup.add_argument("--yes", "-y", action="store_true", help="make what is missing without asking")
     objectives = _verb(verbs, "objectives", "inner.objective's menu: formulas, knobs, when to use which")
     objectives.add_argument("config", nargs="?", metavar="CONFIG", help="a run.toml: what would be inert there")
     demo = _verb(verbs, "demo", "the whole thing on this machine, with a kill -9 on the way")

@@ -33,6 +33,9 @@ class _Refused(Exception):
     pass
 
 
+NEW = {"createdAt": "2026-11-01T00:00:00.000Z", "size": 0, "totalFiles": 0}  # what a bucket tells of itself
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
     server: Http  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -104,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._missing
         token = {"casUrl": self.hub.cas, "accessToken": "x", "exp": int(time.time()) + 3600}
         return {
-            "GET": lambda: {"id": self.bucket, "private": True},
+            "GET": lambda: {"id": self.bucket, "private": True, **NEW},
             "POST": self._create_bucket,
             "POST/paths-info": self._paths,
             "GET/xet-write-token": lambda: token,

@@ -347,7 +347,7 @@ class HFPlatform:
     def __exit__(self, *error: object) -> None:
         self.hub.__exit__(*error)
         for name, value in self._before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
     def executor(self) -> HFJobsExecutor:
         return HFJobsExecutor(packages=("tests",))
