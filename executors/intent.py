@@ -179,7 +179,7 @@ def yes(question: str, agreed: bool, person: TextIO | None = None) -> bool:
     return agreed or (_is_terminal(person := person or sys.stdin) and _asked(question, person))
 
 
-def _is_terminal(person: TextIO | None) -> bool:
+def _is_terminal(person: TextIO | None) -> TypeGuard[TextIO]:
     return person is not None and person.isatty()
 
 
