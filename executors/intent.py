@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from diloco.config import check_fleet
 from diloco.launch import Run
