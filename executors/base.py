@@ -14,7 +14,7 @@ Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol, Self
@@ -218,6 +218,39 @@ class ServerlessExecutor(Protocol):
     def close(self) -> None:
         """Let go.  Never stops a replica."""
         ...
+
+
+class Labelled(Protocol):
+    """What a platform has besides that keeps a run's label on every process, so that it can start one launch twice.
+
+    Its answer to a launch may be lost, and its list may lag behind, so two processes of one (slot, attempt) may live.
+    There a handle means its launch: a poll tells of the process that runs it, in Status.handle, and ends the others.
+    """
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        """Live processes of the run that none of `known` names, as the last poll or find saw them."""
+        ...
+
+    def sweep(self, run: str) -> list[str]:
+        """End all that lives of the run, whoever started it; -> what that was, in words.  Raises ExecutorError."""
+        ...
+
+
+def is_labelled(executor: object) -> bool:
+    """Some executors are several others (executors/mixed.py)."""
+    return getattr(executor, "labelled", hasattr(executor, "sweep"))
+
+
+def orphans(executor: object, run: str, known: Collection[Handle]) -> list[Handle]:
+    """Of an executor that is no Labelled: none."""
+    ask = getattr(executor, "orphans", None)
+    return [] if ask is None else ask(run, known)
+
+
+def sweep(executor: object, run: str) -> list[str]:
+    """The same."""
+    ask = getattr(executor, "sweep", None)
+    return [] if ask is None else ask(run)
 
 
 def ranked_specs(

@@ -2,9 +2,12 @@
 
     platforms ──find, poll──┐                                     ┌─▶ seen      for the plan
     log: launched, ended ───┴──▶ tracks: one per slot ────────────┤
-                                 strays: replaced, not yet ended  └─▶ log: found, pending, running, lost, ended
+                                 strays: replaced, not yet ended  ├─▶ log: found, pending, running, lost, ended
+                                 twins: no launch of ours names them, or a second process of one
 
-Every launch that is not known to have ended is in a track or a stray, also after a restart of the supervisor.
+Every launch that is not known to have ended is in a track or a stray, also after a restart of the supervisor.  What a
+platform lists and nobody wrote down (the answer to its launch was lost) is written down, so that it is billed, and
+ends: of two processes of one launch the platform's executor keeps the oldest.
 
 Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
 """
@@ -14,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco import exitcodes
 from diloco.launch import Run
 from diloco.report import SUPERVISOR, Report
-from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status
-from executors.outage import Outages
+from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status, orphans
+from executors.outage import Outages, launch_name
 from executors.plan import Seen
-from executors.track import BLAMELESS, Past, Track, counted, end_fields, here, owns, past
+from executors.track import BLAMELESS, Past, Track, begin_fields, counted, end_fields, here, owns, past
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
@@ -34,6 +37,7 @@ class Fleet:
         self.tracks: dict[str, Track] = {}
         self.publisher = Track(PUBLISH)
         self.strays: dict[Handle, float] = {}  # and when we last told them to end
+        self.twins: dict[Handle, float] = {}  # the same
         self.outages = Outages(clock)
         self._past: dict[str, Past] | None = None  # None: not looked yet
         self._found: dict[str, Status] = {}
@@ -43,7 +47,7 @@ class Fleet:
 
     @property
     def anybody(self) -> bool:
-        return bool(self.strays) or any(t.running for t in self.all())
+        return bool(self.strays or self.twins) or any(t.running for t in self.all())
 
     def look(self, report: Report) -> None:
         if self._past is None:
@@ -56,12 +60,14 @@ class Fleet:
         statuses = dict(zip(handles, self._poll(handles), strict=True))
         for track, handle in known:
             if not (status := statuses[handle]).stale:
+                self._follow(track, status.handle)
                 self._note(track, status, report)
         for slot, beat in report.beats.items():
             self.tracks[slot].heard(beat, self.clock.now(), self.fresh_s)
         for track, _ in known:
             self._meter(track)
         self._look_at_strays(statuses)
+        self._look_at_twins(report)
         for slot, track in self.tracks.items():
             if slot in wanted_slots(report):
                 self._wanted_again(track, report)
@@ -71,6 +77,41 @@ class Fleet:
     def _poll(self, handles: Sequence[Handle]) -> list[Status]:
         return self.outages.poll(self.executor, handles)
 
+    def _follow(self, track: Track, runs: Handle) -> None:
+        """Another process than we thought runs this launch: an older one, whose answer was lost."""
+        if track.handle is None or track.handle.native == runs.native:
+            return
+        self.book("found", runs, "it runs this launch; the answer that named it was lost")
+        self.twins.setdefault(track.handle, self.clock.now())
+        self.twins.pop(runs, None)
+        track.handle = runs
+
+    def _look_at_twins(self, report: Report) -> None:
+        """Processes that nobody wrote down: they are billed from their launch, and end."""
+        own = [*(t.handle for t in self.all() if t.handle is not None), *self.strays]
+        newest = {t.slot: t.attempt for t in self.all()}
+        alive = [h for h in orphans(self.executor, self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
+        for handle in alive:
+            if handle not in self.twins:
+                self.book("found", handle, "nobody wrote it down: a second process of one launch, or one given up")
+                self.twins[handle] = float("-inf")
+        for handle in [h for h in self.twins if not any(h.native == a.native for a in alive)]:
+            del self.twins[handle]
+            self.tell("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
+        self._end_twins()
+
+    def _end_twins(self) -> None:
+        """Now, and again from time to time."""
+        now = self.clock.now()
+        due = [h for h, asked in self.twins.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
+        self.twins |= dict.fromkeys(due, now)
+        if due:
+            self.executor.cancel(due, 0.0)
+
+    def _is_run_by_us(self, handle: Handle) -> bool:
+        """A cancel means the launch; its executor ends second processes of one that goes on."""
+        return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
+
     def _wanted_again(self, track: Track, report: Report) -> None:
         """Perhaps it has not heard that it was to leave; if it has, another one follows."""
         if track.cancelled is None and not self._lease_over(report):
@@ -79,15 +120,18 @@ class Fleet:
     def _look_back(self, report: Report) -> None:
         """What was launched before us, by what the platforms and the log say."""
         before = past(report.events)
-        launches = {(h.slot, h.attempt): h for p in before.values() for h in p.open if here(h)}
-        booked = set(launches)
-        launches |= {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
+        opened = sorted((h for p in before.values() for h in p.open if here(h)), key=lambda h: -h.launched_at)
+        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the oldest
+        booked, written = set(launches), {(h.slot, h.attempt, h.native) for h in opened}
+        found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
+        launches |= found
+        self.twins = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
         statuses = self._poll(list(launches.values()))
         best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
         self._past, self._found = before, best
         for s in statuses:
             h = s.handle
-            if not s.state.ended and (h.slot, h.attempt) not in booked:
+            if not s.state.ended and (h.slot, h.attempt, h.native) not in written:
                 self.book("found", h, "it runs, and nobody wrote that down")
             if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
                 self.strays[h] = float("-inf")
@@ -144,7 +188,7 @@ class Fleet:
         if track.handle is None or not track.handle.native or track.status is None:
             return
         waits = track.status.state is State.PENDING
-        about = {"slot": track.slot, "attempt": track.handle.attempt}
+        about = {"slot": track.slot, "attempt": track.handle.attempt, "native": track.handle.native}
         if waits and not track.pending:
             self.tell("pending", **about, first=not track.ran)
         elif track.pending and not waits and not track.status.state.ended:
@@ -173,10 +217,8 @@ class Fleet:
             self.executor.cancel([t.handle for t in due if t.handle], grace_s)
 
     def book(self, event: str, handle: Handle, why: str) -> None:
-        """Write down who was launched, for the bill and for the next supervisor."""
-        about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
-        price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
-        self.tell(event, **about, **price, handle=handle.to_dict(), why=why)
+        """Write down who was launched."""
+        self.tell(event, **begin_fields(handle), why=why)
 
 
 def wanted_slots(report: Report) -> list[str]:

@@ -2,20 +2,37 @@
 
     control: places ──▶ executors ──find──┐
     log: launched, lost, ended ──open─────┴──▶ launches ──poll──▶ who has not ended
+    platform: the run's label ──sweep──▶ what lives, though nobody knows of it
 
-Not promised: launches of a platform that cannot be asked; `out_of_reach` says so.
+Not promised: launches of a platform that cannot be asked; `out_of_reach` says so.  Nor a job that its platform lists
+later than `LAG_S` after the launch.
 """
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 
-from diloco.report import read_report
+from diloco.report import SUPERVISOR, read_report
 from diloco.runlog.scope import COSTS
-from executors.base import ExecutorError, Handle, ServerlessExecutor, State, Status, unanswered
+from executors.base import (
+    ExecutorError,
+    Handle,
+    ServerlessExecutor,
+    State,
+    Status,
+    is_labelled,
+    orphans,
+    sweep,
+    unanswered,
+)
 from executors.mixed import build
+from executors.outage import launch_name
 from executors.track import here, past
 from rendezvous.salvage import readable
 from rendezvous.store import Store
+
+BEGUN = ("launching", "launched", "found")
+LAG_S = 30.0  # a platform lists a new job by then
 
 
 class Launches:
@@ -24,14 +41,20 @@ class Launches:
     def __init__(self, store: Store, executor: ServerlessExecutor | None = None) -> None:
         self._store, self._own, self._executor = store, executor is None, executor
         self.statuses: dict[tuple[str, int], Status] = {}
-        self._booked: set[tuple[str, int]] = set()
+        self._opened: set[Handle] = set()  # of whom nobody wrote down the end
+        self.strangers: set[Handle] = set()  # of whom nobody wrote down that they ran
         self.out_of_reach = ""
+        self.begun_at = float("-inf")  # Unix time of the newest launch that anybody wrote down, also before its answer
+        self.begun = 0
         self.refresh()
 
     def refresh(self) -> None:
         """Look for more."""
-        booked = {(h.slot, h.attempt): h for p in past(read_report(self._store, COSTS).events).values() for h in p.open}
-        self._booked |= set(booked)
+        report = read_report(self._store, COSTS)
+        begun = [e["at"] for e in report.of_kind(*BEGUN) if e["who"].startswith(SUPERVISOR)]
+        self.begun, self.begun_at = len(begun), max(begun, default=float("-inf"))
+        self._opened |= {h for p in past(report.events).values() for h in p.open}
+        booked = {(h.slot, h.attempt): h for h in self._opened}
         found: list[Handle] = []
         try:
             wanted, lost = readable(self._store)
@@ -42,6 +65,12 @@ class Launches:
             self.out_of_reach = str(error)
         known = booked | {(h.slot, h.attempt): h for h in found}
         self._ask(h for key, h in known.items() if key not in self.statuses and here(h))
+        self._note_strangers()
+
+    def _note_strangers(self) -> None:
+        own = [*self._opened, *(s.handle for s in self.statuses.values()), *self.strangers]
+        alive = [] if self._executor is None else orphans(self._executor, self._store.url, own)
+        self.strangers |= {h for h in alive if h.slot != SUPERVISOR}
 
     def look(self) -> list[Handle]:
         """-> those that have not ended."""
@@ -61,12 +90,34 @@ class Launches:
     @property
     def unbooked(self) -> list[Status]:
         """Ends that no supervisor has written down."""
-        return [s for key, s in self.statuses.items() if key in self._booked and _over(s)]
+        ends = [(h, self.statuses.get((h.slot, h.attempt))) for h in sorted(self._opened, key=launch_name)]
+        return [replace(s, handle=h) for h, s in ends if s is not None and _over(s)]
+
+    @property
+    def labelled(self) -> bool:
+        """Does a platform keep a list of its own?"""
+        return self._executor is not None and is_labelled(self._executor)
 
     @property
     def ended_places(self) -> set[str]:
         """What the claims of launches that have ended on a platform give as their host."""
         return {s.handle.place for s in self.statuses.values() if s.handle.place and _over(s)}
+
+    def lag_s(self, now: float) -> float:
+        """Seconds from `now` (Unix time) during which a list may still lag behind the newest launch."""
+        return min(LAG_S, max(0.0, self.begun_at + LAG_S - now))
+
+    def sweep(self) -> list[str]:
+        """End what lives under the run's label, whoever started it; -> what that was, in words."""
+        if self._executor is None:
+            return []
+        try:
+            found = sweep(self._executor, self._store.url)
+        except ExecutorError as error:
+            self.out_of_reach = str(error)
+            return []
+        self._note_strangers()
+        return found
 
     def cancel(self, handles: Iterable[Handle], grace_s: float) -> None:
         handles = list(handles)

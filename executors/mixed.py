@@ -14,7 +14,7 @@ Not promised: that a slot moves when the places change; whoever runs it there ru
 import importlib
 import inspect
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +33,10 @@ from executors.base import (
     ServerlessExecutor,
     State,
     Status,
+    is_labelled,
+    orphans,
     ranked_specs,
+    sweep,
     unanswered,
 )
 from rendezvous import layout
@@ -284,6 +287,16 @@ class Mixed:
             if known is None or (handle not in ended) >= (known not in ended):
                 best[handle.slot] = handle
         return list(best.values())
+
+    @property
+    def labelled(self) -> bool:
+        return any(is_labelled(e) for e in self._all)
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        return [h for e in self._all for h in orphans(e, run, known)]
+
+    def sweep(self, run: str) -> list[str]:
+        return [words for e in self._all for words in sweep(e, run)]
 
     def close(self) -> None:
         for executor in self._all:

@@ -6,6 +6,7 @@
 
     dict of the same name          launch/r00.1  the one call that may run it: put once, by whoever spawned it or
                                                  by its container, whoever is first; every other call goes at once
+                                   twin/r00.1/… a call that was one too many, and when its container began
                                    newest/r00    the highest attempt
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
                                    asked/r00.1   somebody cancelled it
@@ -82,6 +83,17 @@ class Register:
             elif kind == "newest":
                 newest[name] = entry
         return launched, newest
+
+    def note_twin(self, spec: ReplicaSpec, call: str, note: Note) -> None:
+        """A container of a call that is one too many was started, and is billed."""
+        entry = {"call": call, "launched_at": time.time(), "usd_per_hour": note.usd_per_hour}
+        self._entries[f"twin/{spec.slot}.{spec.attempt}/{call}"] = entry
+
+    def twins(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """(slot, attempt, entry) of every such call."""
+        found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
+        launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
+        return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]
 
     def announce(self, attempts: Mapping[str, int]) -> None:
         """Before a launch: an older attempt that only starts now is not wanted any more."""
@@ -171,6 +183,7 @@ def _follow(spec: ReplicaSpec) -> None:
 def _unwanted(register: Register, spec: ReplicaSpec, note: Note, call: str) -> dict[str, Any] | None:
     winner = register.claim(spec, call, note)["call"]
     if winner != call:
+        register.note_twin(spec, call, note)
         return ended(exitcodes.FENCED, f"{spec.slot}.{spec.attempt} is run by {winner}; this call was one too many")
     newest = register.newest(spec.slot)
     if newest > spec.attempt:

@@ -20,6 +20,7 @@ from typing import Any
 
 from diloco.report import SUPERVISOR, Life, Report
 from executors.base import Plain
+from executors.track import native_of
 from rendezvous.membership import Wanted
 from rendezvous.records import Beat
 
@@ -127,19 +128,26 @@ def costs(report: Report, now: float | None = None) -> Costs:
     return Costs(tuple(sorted(bills, key=lambda b: (b.slot, b.attempt))), _covered(sorted(spans)) / 3600)
 
 
-def _per_launch(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """(slot, attempt) -> its launch and what came after, in the order of time."""
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+def _per_launch(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
+    """(slot, attempt, id on its platform) -> its launch and what came after, in the order of time.
+
+    A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
+    of the newest.
+    """
+    found: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
     newest: dict[str, int] = {}
+    process: dict[tuple[str, int], str] = {}
     for e in events:
         if not e["who"].startswith(SUPERVISOR):
             continue
-        slot = e["slot"]
+        slot, native = e["slot"], native_of(e)
         if e["event"] in BEGINS:
             newest[slot] = e.get("attempt", 1)
-            found.setdefault((slot, newest[slot]), [e])
+            process[slot, newest[slot]] = native or ""
+            found.setdefault((slot, newest[slot], native or ""), [e])
         elif e["event"] in ("pending", "running", *ENDS):
-            key = (slot, e.get("attempt", newest.get(slot, 0)))
+            launch = (slot, e.get("attempt", newest.get(slot, 0)))
+            key = (*launch, process.get(launch, "") if native is None else native)
             if key in found:
                 found[key].append(e)
     return found

@@ -1,7 +1,7 @@
 """Replicas as Hugging Face Jobs: one job per launch, found again by its labels alone.
 
     spec ──recipe──▶ run_job(uv run … python -m executors.container SPEC hf-jobs)   labels run, slot, attempt, limit
-                 └─ listed again ─▶ two of one launch: the oldest stays, the others are cancelled
+                 └─ listed again, at every poll ─▶ two of one launch: the oldest stays, the others are cancelled
                                  ─▶ a shorter time-out than asked for: cancelled, and told
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
@@ -82,7 +82,8 @@ class HFJobsExecutor:
         self._recipe = Recipe(self._hub, **{k: v for k, v in self._options.items() if k != "namespace"})
         self._handles: dict[tuple[str, str, int], Handle] = {}
         self._failed: dict[Handle, str] = {}
-        self._last: dict[str, Status] = {}  # by job
+        self._last: dict[tuple[str, str, int], Status] = {}  # by launch
+        self._lists: dict[str, list[Job]] = {}  # the newest list of each run
         self._doubtful: set[tuple[str, str, int]] = set()  # launches that we gave up, and that may come to be
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
@@ -136,7 +137,11 @@ class HFJobsExecutor:
             self._keep(spec, found[spec.slot, spec.attempt])
 
     def _listed(self, run: str) -> list[Job]:
-        return self._hub.patient("list jobs", lambda: self._hub.jobs(run))
+        return self._hub.patient("list jobs", lambda: self._list(run))
+
+    def _list(self, run: str) -> list[Job]:
+        self._lists[run] = found = self._hub.jobs(run)
+        return found
 
     def _start(self, spec: ReplicaSpec, flavor: str) -> Callable[[], Job]:
         module = ("executors.on_hf_jobs", json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
@@ -172,37 +177,48 @@ class HFJobsExecutor:
     # ------------------------------------------------------------------ watching
 
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
-        """One list of jobs per run; and once for each job that did not end well, its last lines."""
+        """One list of jobs per run; and once for each job that did not end well, its last lines.
+
+        A handle means its launch: of several live jobs of one launch the oldest counts, and the others are cancelled.
+        """
         handles = list(handles)
         runs = list(dict.fromkeys(h.run for h in handles if not self._is_over(h)))
-        answers = at_once([lambda run=run: self._hub.jobs(run) for run in runs], ANSWER_S)
+        answers = at_once([lambda run=run: self._list(run) for run in runs], ANSWER_S)
         jobs = [(run, j) for run, js in zip(runs, answers, strict=True) if isinstance(js, list) for j in js]
-        silent = {run: x for run, x in zip(runs, answers, strict=True) if isinstance(x, Exception)}
+        silent: dict[object, Exception] = {
+            run: x for run, x in zip(runs, answers, strict=True) if isinstance(x, Exception)
+        }
         asked = [h for h in handles if h.native and h.run not in silent and not self._is_over(h)]
-        by_id = {job.id: job for _, job in jobs}
-        seen = at_once([lambda h=h: self._seen(h, by_id.get(h.native)) for h in asked], ANSWER_S)
-        self._last |= {h.native: s for h, s in zip(asked, seen, strict=True) if isinstance(s, Status)}
-        silent |= {h.native: x for h, x in zip(asked, seen, strict=True) if isinstance(x, Exception)}
+        launches = {_key(h): [j for run, j in jobs if (run, j.slot, j.attempt) == _key(h)] for h in asked}
+        seen = at_once([lambda h=h: self._seen(h, launches[_key(h)]) for h in asked], ANSWER_S)
+        self._last |= {_key(h): s for h, s in zip(asked, seen, strict=True) if isinstance(s, Status)}
+        silent |= {_key(h): x for h, x in zip(asked, seen, strict=True) if isinstance(x, Exception)}
         self._tidy(jobs)
-        return [self._status(h, silent.get(h.run) or silent.get(h.native)) for h in handles]
+        return [self._status(h, silent.get(h.run) or silent.get(_key(h))) for h in handles]
 
     def _is_over(self, handle: Handle) -> bool:
         if not handle.native:
             return _key(handle) not in self._doubtful
-        return handle.native in self._last and self._last[handle.native].state.ended
+        return _key(handle) in self._last and self._last[_key(handle)].state.ended
 
     def _status(self, handle: Handle, trouble: Exception | None) -> Status:
         if not handle.native:
             return Status(handle, State.FAILED, self._failed.get(handle, "it could not be started"))
-        known = replace(self._last.get(handle.native) or Status(handle, State.STARTING), handle=handle)
+        known = self._last.get(_key(handle)) or Status(handle, State.STARTING)
+        if known.handle.native == handle.native:
+            known = replace(known, handle=handle)
         if trouble is None or known.state.ended:
             return known
         return unanswered(known, refusal(f"say how {handle.slot} is", trouble))
 
-    def _seen(self, handle: Handle, job: Job | None) -> Status:
-        job = job or self._hub.job(handle.native)  # a list may lag behind
+    def _seen(self, handle: Handle, listed: Sequence[Job]) -> Status:
+        """listed: the jobs of its launch."""
+        own = [] if any(j.id == handle.native for j in listed) else [self._hub.job(handle.native)]  # a list may lag
+        job = counts([*listed, *(j for j in own if j is not None)])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")
+        if job.id != handle.native:
+            handle = self._handle(handle.run, job)
         if job.stage == "SCHEDULING":
             return Status(handle, State.PENDING, job.message)
         if job.stage == "COMPLETED":
@@ -278,8 +294,12 @@ class HFJobsExecutor:
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         """The platform asks, and kills when it likes: it takes no grace."""
-        wanted = dict.fromkeys(h.native for h in handles if h.native and not self._is_over(h))
-        at_once([lambda job=job: self._end(job) for job in wanted])
+        handles = [h for h in handles if h.native]
+        going = [h.native for h in handles if not (self._is_over(h) and self._last[_key(h)].handle.native == h.native)]
+        launches = {_key(h) for h in handles}
+        listed = [(run, job) for run, jobs in self._lists.items() for job in jobs]
+        others = [j.id for run, j in listed if (run, j.slot, j.attempt) in launches and not j.ended]
+        at_once([lambda job=job: self._end(job) for job in dict.fromkeys([*going, *others])])
 
     def _end(self, job_id: str) -> None:
         """Now, or if the Hub does not listen with the next poll."""
@@ -291,10 +311,23 @@ class HFJobsExecutor:
             print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
 
     def _tidy(self, jobs: Iterable[tuple[str, Job]]) -> None:
-        """End those that we wanted to end, and what came of launches that we gave up."""
-        alive = [(run, job) for run, job in jobs if not job.ended and (self._unwanted or self._doubtful)]
+        """End those that we wanted to end, what came of launches that we gave up, and second jobs of one launch."""
+        alive = [(run, job) for run, job in jobs if not job.ended]
         ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self._doubtful]
-        at_once([lambda job=job: self._end(job) for job in ids], ANSWER_S)
+        ids += [j.id for _, j in twins(alive)]
+        at_once([lambda job=job: self._end(job) for job in dict.fromkeys(ids)], ANSWER_S)
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        """Live jobs of the run, in its newest list, that none of `known` names."""
+        natives = {h.native for h in known}
+        alive = [j for j in self._lists.get(run, ()) if not j.ended and j.id not in natives]
+        return [self._handle(run, job) for job in alive]
+
+    def sweep(self, run: str) -> list[str]:
+        """Cancel every job of the run that lives, whoever started it; -> those that did."""
+        alive = [job for job in self._listed(run) if not job.ended]
+        at_once([lambda job=job: self._end(job.id) for job in alive])
+        return [f"{job.slot}.{job.attempt}: {job.id} on {self.name}" for job in alive]
 
     def find(self, run: str) -> list[Handle]:
         """Per slot the job that runs, else the one that was launched last."""
@@ -367,6 +400,23 @@ def _timed_out(job: Job) -> str:
         return ""
     cut = f", and not the {job.limit_s} s that were asked for" if job.ran_s < 0.9 * job.limit_s else ""
     return f"{job.message}: ended by Hugging Face after {job.ran_s:.0f} s{cut}"
+
+
+def counts(jobs: Iterable[Job]) -> Job | None:
+    """Of the jobs of one launch the one that runs it: the oldest that lives, else the oldest that nobody cancelled."""
+    rank = lambda job: (job.ended, job.stage == "CANCELED", *job.age)  # noqa: E731
+    return min(jobs, key=rank, default=None)
+
+
+def twins(alive: Iterable[tuple[str, Job]]) -> list[tuple[str, Job]]:
+    """Of the live jobs of each launch all but the oldest."""
+    found: list[tuple[str, Job]] = []
+    there = set[tuple[str, str, int]]()
+    for run, job in sorted(alive, key=lambda pair: pair[1].age):
+        launch = (run, job.slot, job.attempt)
+        found += [(run, job)] if launch in there else []
+        there.add(launch)
+    return found
 
 
 def refused(outcome: object) -> bool:

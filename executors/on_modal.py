@@ -12,7 +12,7 @@ Not promised: that RUNNING means a container right now; between a preemption and
 """
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +37,8 @@ from executors.base import (
 from executors.modal_app import SUPERVISE, Note, Register, app_name
 from executors.modal_image import image_of, with_source
 from executors.modal_kinds import AS_OF, DAY_S, Kind
-from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, refusal, refuses, sdk, told
+from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, no_answer, refusal, refuses, sdk, told
+from executors.modal_twins import Twins, inputs
 from rendezvous.clock import Clock, SystemClock
 
 AT_ONCE = 32
@@ -83,6 +84,7 @@ class ModalExecutor:
         self._ended: dict[Handle, tuple[Status, Mapping[str, Any]]] = {}
         self._last: dict[Handle, Status] = {}
         self._deadlines: dict[Handle, float] = {}
+        self._twins = Twins(self._clock)
 
     # ------------------------------------------------------------------ what a launch would do
 
@@ -340,6 +342,33 @@ class ModalExecutor:
             if slot not in newest or attempt > newest[slot].attempt:
                 newest[slot] = _handle(run, slot, attempt, entry)
         return [newest[slot] for slot in sorted(newest)]
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        """Second calls of one launch whose containers were started."""
+        try:
+            new = self._twins.new(run, self._register(run))
+        except Exception as error:  # as a poll that got no answer
+            if no_answer(error):
+                return []
+            raise
+        return [h for h in new if h.native not in {k.native for k in known}]
+
+    def sweep(self, run: str) -> list[str]:
+        """Noted calls are cancelled; if there are calls that nobody noted, the app is stopped, and they end with it."""
+        with told():
+            try:
+                register = Register.open(app_name(run), create=False)
+                launched, _ = register.look()
+            except sdk().exception.NotFoundError:
+                return []
+            handles = [_handle(run, slot, n, entry) for (slot, n), entry in launched.items()]
+            alive = [s.handle for s in self.poll(handles) if not s.state.ended]
+            nameless = inputs(run, register) - len(alive)
+            self._at_once(lambda h: self._ask(h, terminate=True), alive)
+            if nameless > 0:
+                self.shutdown(run)
+        found = [f"{h.slot}.{h.attempt}: {h.native} on {self.name}" for h in alive]
+        return [*found, *([f"{nameless} calls of {app_name(run)} that no launch names"] if nameless > 0 else [])]
 
     def shutdown(self, run: str) -> None:
         """End everything of a run, also calls that nobody noted: its app is stopped."""

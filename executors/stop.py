@@ -3,6 +3,8 @@
     control: stop ─▶ replicas offer what they have and leave ─▶ after `grace_s`: no supervisor may launch any more
                                                              ─▶ cancelled on every platform, kill -9 on this machine
                                                              ─▶ polled until each launch has ended
+                                                             ─▶ each platform's list looked through for the run's label,
+                                                                until nothing lives and no list can lag any more
                                                              ─▶ every heartbeat looked at once more: none moves
 
 Not promised: an end for processes on machines that we cannot signal; their heartbeat tells, and so do we.
@@ -18,11 +20,12 @@ from diloco import exitcodes
 from diloco.journal import Journal
 from diloco.report import SUPERVISOR
 from executors import processes
-from executors.base import Handle, ServerlessExecutor
-from executors.launches import Launches
+from executors.base import Handle, ServerlessExecutor, State, Status
+from executors.launches import LAG_S, Launches
 from executors.lease import Lease, supervisor_of
 from executors.local import claimed_process, newest_claims
-from executors.track import end_fields
+from executors.outage import launch_name
+from executors.track import begin_fields, end_fields
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced
 from rendezvous.membership import read_beat
@@ -66,15 +69,18 @@ def stop_run(
         launches.refresh()  # a supervisor may have launched something meanwhile
         lease = _seized(store, clock, launches)
         _end(store, clock, grace_s, say, launches)
+        left = _swept(clock, say, launches)
+        if launches.strangers and lease is None:
+            lease = _seized(store, clock, launches)
         _write_down(store, clock, lease, launches)
-        return ends(store, clock, launches)
+        return [*ends(store, clock, launches), *(End("platform", True, text) for text in left)]
     finally:
         launches.close()
 
 
 def _seized(store: Store, clock: Clock, launches: Launches) -> Lease | None:
     """The supervisor's lease, so that nobody launches any more, if there is anything left to do."""
-    if not launches.look() and not launches.unbooked and supervisor_of(store) is None:
+    if not (launches.look() or launches.unbooked or launches.strangers) and supervisor_of(store) is None:
         return None
     with suppress(Fenced):
         return Lease.seize(store, clock)
@@ -97,11 +103,31 @@ def _end(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None],
     _wait(store, clock, KILLED_S, launches)
 
 
+def _swept(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
+    """What still lives under the run's label after all: cancelled again and again, also what a list shows only late."""
+    if not launches.labelled:
+        return []
+    began, told = clock.now(), set[str]()
+    lag_s = launches.lag_s(clock.wall())
+    while True:
+        there = launches.sweep()
+        for text in [text for text in there if text not in told]:
+            told.add(text)
+            say(f"{text}: nobody was looking after it; cancelled")
+        waited = clock.now() - began
+        if (not there and waited >= lag_s) or waited >= CANCELLED_S or launches.out_of_reach:
+            return there
+        clock.sleep(ASK_S)
+
+
 def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launches) -> None:
     """Ends that no supervisor has seen: their bills are closed."""
     if lease is None:
         return
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
+    for handle in launches.strangers:
+        journal.tell("found", **begin_fields(handle), why="found by `diloco stop`; nobody wrote it down")
+        journal.tell("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
     for status in launches.unbooked:
         journal.tell("ended", **end_fields(status))
     journal.tell("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
@@ -121,11 +147,30 @@ def ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
         clock.sleep(LOOK_S)
     found = [_proof(store, c, before[c.slot], over) for c in claims]
     found += [_launch_end(launches, h) for h in launches.there]
+    found += _never_began(launches, {c.slot for c in claims})
     supervisor = _other_supervisor(store)
     if supervisor is not None:
         found.append(End("supervisor", True, f"pid {supervisor.pid} on {supervisor.host} has not ended yet"))
     if launches.out_of_reach:
         found.append(End("platforms", True, f"not all of them could be asked: {launches.out_of_reach}"))
+    return found
+
+
+def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
+    """Launches of slots that nobody ever claimed: there is no heartbeat of them."""
+    over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
+    found = [
+        End(
+            launch_name(s.handle),
+            False,
+            f"{s.handle.executor} ({s.handle.native or 'no process'}): {s.state}, {s.reason}",
+        )
+        for s in over
+        if s.handle.slot not in (*claimed, SUPERVISOR)
+    ]
+    if not found and not claimed and launches.begun:
+        text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"
+        found.append(End("launches", False, text))
     return found
 
 

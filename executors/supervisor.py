@@ -211,7 +211,7 @@ class Supervisor:
         self._ending_since = since = self._ending_since if self._ending_since is not None else now
         late = [t for t in self.fleet.all() if t.running and (self._killing or now - since > self._grace(t, report))]
         self.fleet.cancel(late, 0.0)
-        if not self.fleet.strays and not any(t.running for t in self.fleet.all()):
+        if not self.fleet.anybody:
             return outcome
         return self._given_up(outcome) if now - since > PROOF_S else None
 
@@ -224,7 +224,8 @@ class Supervisor:
         return usual if beat is None or not (finishing and beats) else goodbye_s(beat, report.wanted.steps, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
-        there = [t.handle for t in self.fleet.all() if t.running and t.handle] + list(self.fleet.strays)
+        there = [t.handle for t in self.fleet.all() if t.running and t.handle]
+        there += [*self.fleet.strays, *self.fleet.twins]
         names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
         text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {self.run.url}` tries again"
         return Outcome(outcome.code or FAILED, text)
@@ -304,6 +305,7 @@ class Supervisor:
         refused = self._beating(lambda: self._purse.refuses(report, specs))
         if refused:
             return self._do_without(refused, report)
+        self.tell("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
         handles = self._beating(lambda: self.executor.launch_replicas(specs))
         for (track, why), handle in zip(starts, handles, strict=True):
             track.launched(handle, self.clock.now())

@@ -38,11 +38,18 @@ def here(handle: Handle) -> bool:
     return bool(handle.native) or handle.executor != LOCAL or handle.host == socket.gethostname()
 
 
+def begin_fields(handle: Handle) -> dict[str, Any]:
+    """How the log tells a launch, for the bill and for the next supervisor."""
+    about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
+    price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
+    return {**about, **price, "handle": handle.to_dict()}
+
+
 def end_fields(status: Status) -> dict[str, Any]:
     """How the log tells an end."""
     h = status.handle
     about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
-    return {**about, "exit_code": status.exit_code, "reason": status.reason}
+    return {**about, "native": h.native, "exit_code": status.exit_code, "reason": status.reason}
 
 
 @dataclass(frozen=True)
@@ -85,16 +92,28 @@ def past(events: Iterable[Mapping[str, Any]]) -> dict[str, Past]:
 
 def _after(p: Past, e: Mapping[str, Any]) -> Past:
     attempt = e.get("attempt", p.attempt)
-    others = tuple(h for h in p.open if h.attempt != attempt)
+    others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
     if e["event"] in ("launched", "found"):
         still = (*others, *_handle(e))
         return Past(max(p.attempt, attempt), p.losses, p.failures, p.ended_at, p.state, p.exit_code, p.reason, still)
     if e["event"] == "ended":
-        return replace(p, open=others) if attempt < p.attempt else Past(p.attempt, open=others)
+        return replace(p, open=others) if attempt < p.attempt or e.get("twin") else Past(p.attempt, open=others)
     losses, failures = counted(p.losses, p.failures, e.get("useful", True), e.get("own_fault", False))
     state = State(e["state"]) if e.get("state") in list(State) else State.LOST
     code = e.get("exit_code")
     return Past(p.attempt, losses, failures, e["at"], state, code, e.get("reason", ""), others)
+
+
+def native_of(e: Mapping[str, Any]) -> str | None:
+    """The id, on its platform, of the process that an event speaks of; None where it does not say."""
+    handle = e.get("handle") or {}
+    found = e.get("native", handle.get("native"))
+    return found if isinstance(found, str) else None
+
+
+def same_process(native: str | None, other: str) -> bool:
+    """An event that names no process speaks of whichever its launch had."""
+    return native is None or native == other
 
 
 def _handle(e: Mapping[str, Any]) -> list[Handle]:

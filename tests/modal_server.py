@@ -616,6 +616,11 @@ class ModalServer(Volumes, Logs):
             call.container.cancel.set()
         return Empty()
 
+    def FunctionGetCurrentStats(self, r: Any, who: str) -> Any:
+        open_calls = [c for c in self.calls.values() if c.function.id == r.function_id and c.result is None]
+        running = sum(c.container is not None and c.container.delivered for c in open_calls)
+        return api_pb2.FunctionStats(backlog=len(open_calls) - running, num_running_inputs=running)
+
     def _terminate(self, call: Call) -> None:
         call.cancelled = True
         if call.container is not None:
