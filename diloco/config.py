@@ -29,6 +29,7 @@ CODECS = ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate")
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"
 USER_FILES = ("reward", "environment", "prompts", "pairs", "text")  # settings of [inner] that name a file
+NOT_LEARNED = ("reward_retries", "reward_timeout_s")  # settings of [inner] that change nothing of what is learned
 
 
 class ConfigError(ValueError):
@@ -152,7 +153,7 @@ class RunConfig:
 
     def mathematics(self) -> dict[str, Any]:
         """What may never change under one URL.  Names of the user's files are not in it: their digests are."""
-        inner = {k: v for k, v in self.inner.to_dict().items() if k not in USER_FILES}
+        inner = {k: v for k, v in self.inner.to_dict().items() if k not in (*USER_FILES, *NOT_LEARNED)}
         entry_points = {k: _entry_point(getattr(self.inner, k)) for k in USER_FILES if getattr(self.inner, k)}
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is

@@ -1,6 +1,6 @@
 """A report, drawn: report.png, and report.html in one self-contained file.
 
-    reward by outer step, per replica and mean, with every kill and return
+    reward (or loss, where there is none) by outer step, per replica and mean, with every kill and return
     one lane per life: starting, training, its counted steps, its end
     where an outer step's time goes · bytes per sync
 
@@ -9,11 +9,13 @@ matplotlib is imported when something is drawn.  Not promised: a picture of a ru
 
 import html
 import io
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from diloco.learning import NAMES, Curve, over_replicas
 from diloco.report import (
     BAD_ENDS,
     NUMBERS,
@@ -22,7 +24,7 @@ from diloco.report import (
     Life,
     Report,
     checks,
-    first_and_last,
+    curve_of,
     headline,
     nice_bytes,
 )
@@ -77,47 +79,48 @@ def draw(report: Report) -> "Figure":
     figure = Figure(figsize=(9.6, 6.6 + 0.26 * lanes), layout="constrained")
     figure.suptitle(headline(report), fontsize=12, fontweight="bold", color=INK)
     grid = figure.add_gridspec(3, 2, height_ratios=[3.0, 0.7 + 0.3 * lanes, 2.3])
-    _draw_reward(figure.add_subplot(grid[0, :]), report)
+    _draw_curve(figure.add_subplot(grid[0, :]), report)
     _draw_lives(figure.add_subplot(grid[1, :]), report)
     _draw_seconds(figure.add_subplot(grid[2, 0]), report)
     _draw_bytes(figure.add_subplot(grid[2, 1]), report)
     return figure
 
 
-def _draw_reward(ax: "Axes", report: Report) -> None:
-    for i, slot in enumerate(report.slots):
-        rewards = [s.reward.get(slot, nan) for s in report.steps]  # nan: a gap where it was away
-        if any(slot in s.reward for s in report.steps):
-            ax.plot(
-                range(len(rewards)),
-                rewards,
-                label=slot,
-                lw=1,
-                ms=4,
-                alpha=0.85,
-                color=COLOURS[i % 6],
-                marker=MARKERS[i % 6],
-            )
-    means = [nan if s.mean_reward is None else s.mean_reward for s in report.steps]
-    if first_and_last(report):
-        ax.plot(range(len(means)), means, label="mean", color=INK, lw=2.4)
-        _unit_scale(ax, report)
+def _draw_curve(ax: "Axes", report: Report) -> None:
+    line = curve_of(report)
+    for slot, values in line.by_slot.items():
+        i = report.slots.index(slot)
+        ax.plot(
+            range(len(values)), _with_gaps(values), label=slot, lw=1, ms=4, alpha=0.85, color=COLOURS[i % 6],
+            marker=MARKERS[i % 6],
+        )  # fmt: skip
+    if line.known:
+        ax.plot(range(len(line.mean)), _with_gaps(line.mean), label="mean", color=INK, lw=2.4)
+        _unit_scale(ax, line)
+    else:
+        ax.text(0.5, 0.5, "no reward and no loss was measured", transform=ax.transAxes, ha="center", color=INK)
     for place, text, side in _interruptions(report):
         ax.axvline(place, color=ALARM, lw=1, ls=(0, (4, 3)), zorder=0)
         ax.annotate(
             text, (place, 1), xycoords=("data", "axes fraction"), xytext=(2 if side == "left" else -2, 3),
             textcoords="offset points", color=ALARM, ha=side, va="bottom", fontsize=8,
         )  # fmt: skip
-    _style(ax, "reward by outer step", "outer step", "reward, mean of its samples")
+    _style(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean over a replica's inner steps")
     ax.set_xlim(-0.5, max(report.wanted.steps, report.head, 1) - 0.5)
     ax.locator_params(axis="x", integer=True)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK)
 
 
-def _unit_scale(ax: "Axes", report: Report) -> None:
+def _with_gaps(values: Sequence[float | None]) -> list[float]:
+    """nan: a gap where nobody measured."""
+    return [nan if value is None else value for value in values]
+
+
+def _unit_scale(ax: "Axes", line: Curve) -> None:
     """Rewards that lie in [0, 1] are shown on all of it, so that two runs can be compared by eye."""
-    if all(0 <= r <= 1 for s in report.steps for r in s.reward.values()):
+    every = [value for values in line.by_slot.values() for value in values if value is not None]
+    if line.name == "reward" and all(0 <= value <= 1 for value in every):
         ax.set_ylim(-0.03, 1.05)
 
 
@@ -254,10 +257,13 @@ def _page(report: Report, svg: str) -> str:
 
 
 def _step_table(report: Report) -> str:
-    head = ["step", "mean reward", *report.slots, "inner steps", "closed by", "later work", "gated"]
+    measured = [over_replicas(s) for s in report.steps]
+    shown = [name for name in NAMES if any(name in numbers for numbers in measured)]
+    head = ["step", "mean reward", *report.slots, *(name.replace("_", " ") for name in shown)]
+    head += ["inner steps", "closed by", "later work", "gated"]
     head += ["ρ", "η_eff", "cos of replicas", "‖ḡ‖", "s", "up", "down"]
     rows, before = [], report.began
-    for s in report.steps:
+    for s, numbers_of_step in zip(report.steps, measured, strict=True):
         rewards = [_number(s.reward.get(slot)) + ("" if slot in s.fresh else " ·") for slot in report.slots]
         late = ", ".join(f"{slot}@{t}" for slot, t in s.carried)
         inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
@@ -265,7 +271,8 @@ def _step_table(report: Report) -> str:
         numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in NUMBERS]
         if s.empty:
             numbers[-1] = "0, θ stays"
-        about = [inner, s.by, late, ", ".join(s.gated), *numbers]
+        learning = [f"{numbers_of_step[name]:.3g}" if name in numbers_of_step else "–" for name in shown]
+        about = [*learning, inner, s.by, late, ", ".join(s.gated), *numbers]
         rows.append([str(s.t), _number(s.mean_reward), *rewards, *about, f"{s.at - before:.2f}", up, down])
         before = s.at
     return _table(head, rows) + "<p>· means: not in this step's own commit.</p>"

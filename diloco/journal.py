@@ -28,7 +28,7 @@ from rendezvous.store import Store
 
 LOUD = {
     "nothing_learned", "store_trouble", "forged", "bad_offer", "poisoned", "bad_blob", "bad_snapshot", "base_differs",
-    "replay_differs", "warning",
+    "replay_differs", "warning", "reward_failed", "hint_failed", "disk_full",
 }  # fmt: skip
 
 

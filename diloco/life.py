@@ -62,6 +62,7 @@ class Life:
         if isinstance(store, SealedStore):
             store.tell = self.tell
         self._ended, self.why = threading.Event(), "asked to leave"
+        self.heard: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # of everything that is told
         self.watchdog = Watchdog(self.clock, hung_after_s)
         self._flush_due = False
         self.rv = Rendezvous(
@@ -93,6 +94,7 @@ class Life:
             self._early.append((event, fields))
         else:
             self._journal.tell(event, **fields)
+        self.heard(event, fields)
 
     def watch(self, sample: dict[str, Any]) -> None:
         """A few rollouts of the outer step that this replica is in."""

@@ -16,6 +16,7 @@ never, one outer optimizer each (a shared one would apply stale inner gradients)
 Not promised: anything about inner steps after the last sync when the `with` ends; they stay in the model only.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from diloco.config import OuterConfig, OuterConfigError, OuterError, check_boundary
 from diloco.flat import FlatFragment, cut, trainable
+from diloco.learning import TAKEN
 from diloco.lighthouse import seated
 from diloco.model_checks import ModelGuard, check_model
 from diloco.safety import AutoLR, is_zero
@@ -135,9 +137,11 @@ class OuterManager(Protocol):
     leaving, fenced: this life should end soon; why: in words.   behind: the next sync is due at once.
     h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
     watchdog: hears when the inner loop has the training thread, and when not.
+    stats: what the inner loop has measured since it was asked last.
     """
 
     done_with_delta: bool
+    stats: Callable[[], dict[str, float]]
     watchdog: Watchdog
 
     @property
@@ -208,6 +212,8 @@ class OuterLoop:
         self.state = OuterState(self.thetas, outers)
         self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
         self._mark = time.monotonic()
+        self._numbers: dict[str, list[float | Tensor]] = {}  # logged since the last sync
+        self._add_numbers_to(manager)
         self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
         self._hooks: list[Any] = []
         self._guard: ModelGuard | None = None
@@ -247,6 +253,25 @@ class OuterLoop:
     def committed(self) -> int:
         """Outer steps taken."""
         return self.manager.current_step()
+
+    def log(self, **numbers: "float | Tensor") -> None:
+        """Numbers of this inner step, e.g. loss=loss: shown by `diloco status` and the report, as means between two
+        syncs ("samples": the sum).  A tensor is read at the sync, so nothing waits for a device.   Raises OuterError.
+        """
+        if taken := sorted(TAKEN & set(numbers)):
+            raise OuterError(f"log() got {', '.join(taken)}, which the outer loop itself logs; use another name")
+        for name, number in numbers.items():
+            self._numbers.setdefault(name, []).append(number.detach() if isinstance(number, Tensor) else number)
+
+    def _add_numbers_to(self, manager: OuterManager) -> None:
+        others = manager.stats
+        manager.stats = lambda: {**others(), **self._take_numbers()}
+
+    def _take_numbers(self) -> dict[str, float]:
+        taken, self._numbers = self._numbers, {}
+        sums = {name: (sum(map(float, values)), len(values)) for name, values in taken.items()}
+        means = {name: total if name == "samples" else total / n for name, (total, n) in sums.items()}
+        return {name: value for name, value in means.items() if math.isfinite(value)}
 
     def theta(self) -> Iterator[tuple[str, Tensor]]:
         """θ as committed, by the names and in the shapes of the model's parameters.  To be read, not to be kept."""
@@ -341,8 +366,8 @@ def make_diloco(
 ) -> OuterLoop:
     """Make any PyTorch loop elastic:
 
-        with make_diloco(model, optimizer, manager, sync_every=50):
-            for batch in loader: ...        # unchanged
+        with make_diloco(model, optimizer, manager, sync_every=50) as run:
+            for batch in loader: ...        # unchanged; run.log(loss=loss) shows it in `diloco status`
 
     optimizer: the inner one; its `step` drives everything.   manager: a StoreManager, or a torchft.Manager
     (use_async_quorum=False) where replicas can reach each other.

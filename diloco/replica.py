@@ -19,12 +19,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco import exitcodes
 from diloco.config import BUCKET, ConfigError, RunConfig
 from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run, refuse_layout
+from diloco.learning import line
 from diloco.life import Life, process_alive
+from diloco.output import survive_full_disk
+from diloco.room import in_room
 from inner import InnerError, Seeds
 from rendezvous import layout
 from rendezvous.chain import head
@@ -42,6 +45,7 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a life that starts with an em
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
+    survive_full_disk()
     try:
         return _life_of(args.url, args.slot, _watcher(args.parent))
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
@@ -59,6 +63,7 @@ def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
         )  # fmt: skip
     except Fenced as error:
         return _say(slot, error, exitcodes.FENCED)
+    life.heard = lambda event, fields: _print_step(life, event, fields)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: life.ask_to_leave("got a signal to end"))
     try:
@@ -68,16 +73,29 @@ def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     except Exception as error:
         life.tell("crashed", error=f"{type(error).__name__}: {error}")
         life.flush()
+        if isinstance(error, InnerError) and not _is_preflight(life):
+            return _say(slot, error, exitcodes.CRASHED)
         raise
 
 
+def _is_preflight(life: Life) -> bool:
+    """May the user's files be wrong for everybody?  Not once a step was taken with them, nor where training began:
+    what fails then is a moment's trouble, or one of this place, and costs this life alone (decision 025)."""
+    return life.rv.members.status.phase == "boot" and head(life.rv.store) == 0
+
+
 def _live(run: Run, life: Life) -> int:
-    record = _wait_for_model(run, life)
+    record, stay = _wait_for_model(run, life), lambda: _leave_now(life)
     with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
-        model_dir = fetch_model(run.store, record, Path(scratch) / "model")
-        files = fetch_files(run, Path(scratch) / "code")
-        _leave_now(life)
+        model_dir, files = in_room(life, "the start model", lambda: _fetch(run, record, Path(scratch)), stay)
+        life.rv.members.status.note = ""
+        stay()
         return _train(run.config, life, record, model_dir, files)
+
+
+def _fetch(run: Run, record: ModelRecord, scratch: Path) -> tuple[Path, dict[str, Path]]:
+    """θ₀'s folder, and the user's own files."""
+    return fetch_model(run.store, record, scratch / "model"), fetch_files(run, scratch / "code")
 
 
 def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, files: dict[str, Path]) -> int:
@@ -85,6 +103,7 @@ def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, 
 
     from diloco import lighthouse
     from diloco.flat import layout_of
+    from diloco.life_host import LifeHost
     from diloco.manager import StoreManager
     from diloco.outer import make_diloco
     from inner import build_inner
@@ -102,6 +121,7 @@ def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, 
     refuse_layout(record.layout, layout_of(loop.model))
     manager = StoreManager(life) if config.rendezvous == BUCKET else lighthouse.connect(config.rendezvous, life)
     manager.stats = lambda: _told(loop, life, config.fleet.log_rollouts)
+    loop.report_to(LifeHost(life))
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as run:
         loop.follow(run.committed, run.theta)
         _run_inner(loop, manager)
@@ -167,6 +187,12 @@ def _ended(life: Life, error: RendezvousError) -> int:
 def _say(slot: str, error: Exception, code: int) -> int:
     print(f"{slot}: {error}", file=sys.stderr, flush=True)
     return code
+
+
+def _print_step(life: Life, event: str, fields: dict[str, Any]) -> None:
+    """One line per outer step, so that whoever reads this replica's output sees that it is well."""
+    if event == "step":
+        print(line(life.rv.name, fields, life.rv.wanted.steps), flush=True)
 
 
 def _told(loop: "InnerLoop", life: Life, rollouts: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from diloco.journal import Log, read_log
 from diloco.launch import RunRecord
+from diloco.learning import Curve, curve, learned, newest, words
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.cache import Cache
 from diloco.runlog.look import SUPERVISOR, Found, Known, first_look, look
@@ -61,6 +62,7 @@ class Step:
     gated: tuple[str, ...] = ()
     empty: bool = False
     numbers: dict[str, float] = field(default_factory=dict)
+    learned: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> loss, … (diloco/learning.py)
 
     @property
     def mean_reward(self) -> float | None:
@@ -285,6 +287,7 @@ class Reader:
             if offer is not None and offer.nonce == nonce:
                 self._store.keep(layout.offer(t, slot, attempt))
                 self._steps[t].h[slot] = offer.h
+                self._steps[t].learned[slot] = learned(offer.stats)
                 if "reward" in offer.stats:
                     self._steps[t].reward[slot] = offer.stats["reward"]
                 return
@@ -351,6 +354,7 @@ class Reader:
                 step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
                 if "theta" in e:
                     step.thetas[e["who"]] = e["theta"]
+                step.learned[slot] = {**step.learned.get(slot, {}), **learned(e)}
                 if e.get("reward") is not None:
                     step.reward.setdefault(slot, e["reward"])
 
@@ -446,6 +450,11 @@ def checks(report: Report) -> list[Check]:
     ]
 
 
+def curve_of(report: Report) -> Curve:
+    """The run's headline: rewards, or losses where it has none."""
+    return curve(report.steps, report.slots)
+
+
 def first_and_last(report: Report) -> tuple[float, float] | None:
     """Mean reward of the first and of the last outer step that has one."""
     rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
@@ -455,7 +464,7 @@ def first_and_last(report: Report) -> tuple[float, float] | None:
 def summary(report: Report) -> str:
     """One screen: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
-    lines += _reward_lines(report)
+    lines += _curve_lines(report)
     lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)
     lines += ["", *_life_lines(report, room=21 - len(lines) - 5), ""]
@@ -472,12 +481,13 @@ def headline(report: Report) -> str:
     )
 
 
-def _reward_lines(report: Report) -> list[str]:
-    means = [s.mean_reward for s in report.steps]
-    known = [m for m in means if m is not None]
-    if not known:
-        return ["  no rewards yet"]
-    lines = [f"  mean reward  {known[0]:.3f} {sparkline(known[-48:])} {known[-1]:.3f}"]
+def _curve_lines(report: Report) -> list[str]:
+    line = curve_of(report)
+    if not (known := line.known):
+        return ["  no reward and no loss yet"]
+    lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(known[-48:])} {known[-1]:.3f}"]
+    if numbers := words(newest(report.steps), without=line.name):
+        lines.append(f"  newest step  {numbers}")
     if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
         lines.append(f"  counted later than their step: {', '.join(late)}")
     return lines

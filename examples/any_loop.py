@@ -32,6 +32,7 @@ def train(url: str, slot: str) -> None:
             loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
             optimizer.zero_grad()
             loss.backward()
+            loop.log(loss=loss, samples=len(x))  # for `diloco status` and the report
             optimizer.step()
         print(f"{slot}: {manager.current_step()} outer steps, loss {loss.item():.3f}, θ {loop.state.digest()[:12]}")
 

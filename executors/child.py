@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ def run(request: Mapping[str, Any]) -> int:
         traceback.print_exc()
         return 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for output in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a full disk: what was said is lost, how it ended is not
+                output.flush()
 
 
 def _call(request: Mapping[str, Any]) -> int:

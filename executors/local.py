@@ -44,6 +44,7 @@ from executors.base import (
     wait_for_all,
 )
 from executors.forkserver import ForkServer
+from executors.full_disk import room_for
 from executors.logfile import LogFile
 from executors.pins import Pins
 from rendezvous.clock import Clock, SystemClock
@@ -131,6 +132,7 @@ class LocalProcessExecutor:
         requests: dict[int, dict[str, Any]] = {}
         for i, request in enumerate([self._request(s) for s in specs]):  # an unknown GPU is told before any starts
             try:
+                room_for(Path(request["files"]).parent)
                 Path(request["files"]).parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 found[i] = error

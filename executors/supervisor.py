@@ -40,7 +40,7 @@ from executors.purse import Purse
 from executors.track import LOST_LEASE, Track
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import Fenced, RendezvousError, StoreError
+from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
 from rendezvous.membership import claim, newest_claim, read_control
 from rendezvous.records import Beat
 
@@ -157,7 +157,8 @@ class Supervisor:
             outcome, self._trouble_since = self.tick(), None
             return outcome
         except StoreError as error:  # the replicas wait for it too; nothing is lost meanwhile
-            self._wait_out(error, f"waiting for the store, as the replicas do: {error}")
+            patience_s = max(PATIENCE_S, self.run.timing.give_up) if isinstance(error, StoreFull) else PATIENCE_S
+            self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
             if self.fleet.anybody:
                 self._wait_out(error, f"trying again; those that run, run on: {error}", patience_s=float("inf"))

@@ -16,7 +16,9 @@ Not promised: that a line is the newest truth; the bucket is, and it is read a f
 import shutil
 from typing import Any, Protocol, TextIO
 
-from diloco.report import Life, Report, Step, first_and_last, outer_words, solo_words, sparkline
+from diloco.learning import newest, over_replicas, words
+from diloco.report import Life, Report, Step, curve_of, first_and_last, outer_words, solo_words, sparkline
+from executors.full_disk import full_words
 from executors.money import Costs
 from executors.outage import open_outages
 from rendezvous.membership import Wanted
@@ -30,7 +32,7 @@ EVENTS = {
 }  # fmt: skip
 LOUD = {
     "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
-    "replay_differs",
+    "replay_differs", "reward_failed", "hint_failed", "disk_full",
 }  # fmt: skip
 SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault")
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
@@ -83,7 +85,9 @@ def step_line(step: Step, report: Report) -> str:
     rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
     fresh = ",".join(step.fresh)
     gated = {"gated": ",".join(step.gated)} if step.gated else {}
+    numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items()}
     fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
+    fields |= numbers
     return key_values({**fields, "fresh": fresh, **late, **gated, "by": step.by})
 
 
@@ -125,13 +129,15 @@ class Screen:
 def table(report: Report, now: float | None = None) -> list[str]:
     """The whole picture, for people.   now: wall time, for ages (default: the newest beat's)."""
     now = now or max((b.at for b in report.beats.values()), default=report.ended)
-    lines = [_title(report, now), "  slot      phase   step  inner  reward  counted  beat"]
+    lines = [_title(report, now), f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat"]
     shown = _lives_to_show(report)
     for slot in report.wanted.slots:
         lives = [_life_line(x, report, now) for x in shown if x.slot == slot]
         lines += lives or [f"  {slot:9s} starting"]
-    words = outer_words(report)
-    numbers = [f"  outer step {words[0]}: {words[1]}"] if words else []
+    learning = words(newest(report.steps), without=curve_of(report).name)
+    numbers = [f"  {learning}"] if learning else []
+    outer = outer_words(report)
+    numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
     return [*lines, *numbers, *remarks(report, now)]
 
 
@@ -143,9 +149,9 @@ def _lives_to_show(report: Report) -> list[Life]:
 
 
 def _title(report: Report, now: float) -> str:
-    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
-    ends = first_and_last(report)
-    curve = f"  reward {ends[0]:.2f} {sparkline(rewards[-24:])} {ends[1]:.2f}" if ends else ""
+    line = curve_of(report)
+    known = line.known
+    curve = f"  {line.name} {known[0]:.2f} {sparkline(known[-24:])} {known[-1]:.2f}" if known else ""
     where = f"outer step {report.head} of {report.wanted.steps}"
     seconds = (report.ended if report.done else max(now, report.began)) - report.began
     return f"{report.name}  {where}{curve}  {seconds:.0f} s"
@@ -156,8 +162,8 @@ def _life_line(life: Life, report: Report, now: float) -> str:
     if beat is None or beat.generation != life.generation or life.how != "running":
         when = "" if life.ended is None else f" at {life.ended - report.began:.1f} s"
         return f"  {life.name:9s} {life.how}{when}, counted in {len(life.commits)} steps"
-    reward = next((s.reward[life.slot] for s in reversed(report.steps) if life.slot in s.reward), None)
-    shown = "" if reward is None else f"{reward:.3f}"
+    mine = curve_of(report).by_slot.get(life.slot, [])
+    shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
     phase = "silent" if now - beat.at > silent_s(report.url) and beat.phase != "left" else beat.phase
     inner = f"{beat.inner}/{_round(report)}" if phase == "train" else ""
     age = f"{max(0.0, now - beat.at):.1f} s"
@@ -179,6 +185,8 @@ def remarks(report: Report, now: float) -> list[str]:
     lines = [f"! {e['who']}: {_words(e)}" for e in report.of_kind(*LOUD)[-2:]]
     lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _listening(b, report, now)]
     lines += [f"! {text}" for text in open_outages(report.events, now)]
+    if full := full_words(report.url):
+        lines.insert(0, f"! {full}")
     if report.damage:
         lines.insert(0, f"! {report.damage}")
     if report.passed_over:
@@ -212,6 +220,7 @@ def status(report: Report, now: float) -> dict[str, Any]:
         "replicas": report.wanted.replicas,
         "min_replicas": report.wanted.min_replicas,
         "mean_reward": None if ends is None else ends[1],
+        "learning": newest(report.steps),
         "solo": bool(solo_words(report)),
         "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
         "lives": [_life_status(x, report, now) for x in report.lives],

@@ -1,8 +1,8 @@
-"""What the inner loop is to whoever drives it: a config, seeds, and six members.
+"""What the inner loop is to whoever drives it: a config, seeds, and seven members.
 
     InnerConfig   plain data, JSON in and out; the defaults are the ones we would run
     Seeds         data (the order), start (where in it), noise (sampling)
-    InnerLoop     model · optimizer · train(stop) · harvest() · sample(n) · follow(step, θ)
+    InnerLoop     model · optimizer · train(stop) · harvest() · sample(n) · follow(step, θ) · report_to(host)
                   one inner step = one optimizer step
 
         build_inner ──▶ loop.train(stop) ──▶ optimizer.step() · stop()? · optimizer.step() · stop()! ──▶ returns
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from inner.host import Host
+
 LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
 DTYPES = ("float32", "bfloat16")
@@ -40,7 +42,7 @@ POLICY_ONLY = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
 ROLLOUTS_ONLY = (
     "gradient_checkpointing", "reward", "environment", "prompts", "num_generations", "max_completion_length",
     "max_tool_calling_iterations", "temperature", "vllm", "objective", "steps_per_generation", "num_iterations",
-    "dynamic_sampling", "soft_overlong_tokens", *POLICY_ONLY,
+    "dynamic_sampling", "soft_overlong_tokens", "reward_retries", "reward_timeout_s", *POLICY_ONLY,
 )  # fmt: skip
 OBJECTIVE_KNOBS = (
     "loss_type",
@@ -97,6 +99,8 @@ class InnerConfig(ChannelSettings):
     context_length: int = 64
 
     reward: str | None = None  # "file.py:function", signature f(completions, **columns) -> list[float]
+    reward_retries: int = 3  # further tries of a call that failed, before its completions count as None
+    reward_timeout_s: float = 300.0  # of one call, for a whole batch; 0 for none
     environment: str | None = None  # "file.py:Class", TRL's environment: reset(**row), public methods are tools
     prompts: str | None = None  # .jsonl with a `prompt` column
     pairs: str | None = None  # .jsonl of preference pairs (DPOPair) for beta_replay
@@ -219,6 +223,8 @@ class InnerConfig(ChannelSettings):
             "max_grad_norm",
             "lr_warmup_steps",
             "max_tool_calling_iterations",
+            "reward_retries",
+            "reward_timeout_s",
         ):
             if not (isfinite(value := getattr(self, name)) and value >= 0):
                 raise InnerError(f"{name} = {value} must be 0 (off) or more. Set inner.{name}.")
@@ -328,6 +334,10 @@ class InnerLoop(Protocol):
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
         """Where the run stands: the committed outer step, and θ of that step by parameter name. Asked when needed."""
+        ...
+
+    def report_to(self, host: Host) -> None:
+        """Who hears of the bad moments of the user's own code (inner/host.py)."""
         ...
 
     def train(self, stop: Callable[[], bool]) -> None:

@@ -18,15 +18,20 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 from inner.dynamic import refill
 from inner.objectives import check_settings
 from inner.order import prompt_order
+from inner.reward_calls import RewardCalls
 from inner.sampler import GenerationSampler, guarded
 from inner.spans import Turn, read_turns
-from inner.toolloop import LeanToolLoop
+from inner.toolloop import LeanToolLoop, total_rewards
 
 REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
 
 
 class GenerationTrainer(LeanToolLoop):
-    """GRPOTrainer plus `objective`, `data_seed` and `start` (see ComposerReplicationTrainer), and for subclasses:
+    """GRPOTrainer plus `objective`, `data_seed` and `start` (see ComposerReplicationTrainer),
+
+    reward_calls   how rewards are called (inner/reward_calls.py); None: once, and a wrong answer is an InnerError
+
+    and for subclasses:
 
     _turns     of the last generation: the turns of each rollout and what its failed calls came back with
     _rewards   of the last generation, one per rollout
@@ -35,10 +40,18 @@ class GenerationTrainer(LeanToolLoop):
     reads_turns = True  # whether anybody wants them
 
     def __init__(
-        self, *args: Any, objective: str | None = None, data_seed: int | None = None, start: int = 0, **kwargs: Any
+        self,
+        *args: Any,
+        objective: str | None = None,
+        data_seed: int | None = None,
+        start: int = 0,
+        reward_calls: RewardCalls | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.reward_funcs = [guarded(function) for function in self.reward_funcs]
+        self._reward_calls = reward_calls
+        call = guarded if reward_calls is None else reward_calls.around
+        self.reward_funcs = [call(function) for function in self.reward_funcs]
         self._apply_objective(objective)
         self._turns: list[list[Turn]] | None = None
         self._rewards: list[float] = []
@@ -102,8 +115,11 @@ class GenerationTrainer(LeanToolLoop):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         by_function = super()._calculate_rewards(*args, **kwargs)
         if self.reads_turns:
-            self._rewards = (by_function * self.reward_weights.to(by_function)).nansum(1).tolist()
+            self._rewards = total_rewards(by_function, self.reward_weights)
         return by_function
+
+    def _unscored(self) -> list[int]:
+        return self._reward_calls.take_failed() if self._reward_calls is not None else []
 
     # 2. attach the lessons to the batch
 

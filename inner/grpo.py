@@ -13,6 +13,7 @@ Not promised: a second life with the same bits; sampling is seeded by `seeds.noi
 
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,9 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from transformers.utils import logging as transformers_logging
 
 from inner.base import InnerConfig, Seeds, Theta
+from inner.host import Host
 from inner.objectives import make_po_config
 from inner.optim import make_optimizer, warm_up
 from inner.poconfig import POConfig
+from inner.reward_calls import RewardCalls
 from inner.settings import channels_of
 from inner.tally import Tally
 from inner.task import Task
@@ -43,6 +46,8 @@ HARVESTED = {
     "loss/alpha_sdpo": "loss/alpha_sdpo",
     "loss/beta_replay": "loss/beta_replay",
     "reward": "reward",
+    "reward_std": "reward_std",
+    "kl": "kl",
     "dynamic/informative": "informative_groups",
     "dynamic/generations": "further_generations",
     "grad_norm": "grad_norm",
@@ -88,10 +93,13 @@ class GrpoLoop:
         self.model: nn.Module = model
         self.optimizer: Optimizer = make_optimizer(config, model)
         self._tally = Tally()
+        self._reward_calls = RewardCalls(
+            config.reward_retries, config.reward_timeout_s, config.num_generations, time.monotonic
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="inner-")
         self.trainer = self._trainer(model, tokenizer, task, seeds, warmup_steps)
         self.trainer.remove_callback(PrinterCallback)
-        self._watch = _Watch(self.trainer, self.optimizer, self._tally, config)
+        self._watch = _Watch(self.trainer, self.optimizer, self._tally, config, self._reward_calls)
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
         self.trainer.on_rollouts = self._rollouts.see
@@ -120,7 +128,12 @@ class GrpoLoop:
             hint=task.hint,
             data_seed=seeds.data,
             start=seeds.start,
+            reward_calls=self._reward_calls,
         )
+
+    def report_to(self, host: Host) -> None:
+        self._reward_calls.host = host
+        self.trainer.report_to(host)
 
     def train(self, stop: Callable[[], bool]) -> None:
         """Inner steps until `stop()`."""
@@ -149,8 +162,9 @@ class _Watch(TrainerCallback):
         optimizer: Optimizer,
         tally: Tally,
         config: InnerConfig,
+        reward_calls: RewardCalls,
     ) -> None:
-        self.trainer, self.optimizer, self.tally = trainer, optimizer, tally
+        self.trainer, self.optimizer, self.tally, self.reward_calls = trainer, optimizer, tally, reward_calls
         self.rollouts = config.batch_size * config.gradient_accumulation_steps
         self.stop: Callable[[], bool] = lambda: True
 
@@ -162,6 +176,8 @@ class _Watch(TrainerCallback):
         metrics.clear()  # nobody else reads them: TRL's own log is off
         self.tally.note("lr", self.optimizer.param_groups[0]["lr"])
         self.tally.count("samples", self.rollouts)
+        if missing := self.reward_calls.take_missing():
+            self.tally.count("reward_missing", missing)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.stop():

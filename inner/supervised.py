@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from inner.base import InnerConfig, InnerError, Seeds, Theta
+from inner.host import Host
 from inner.optim import make_optimizer, warm_up
 from inner.order import window_starts
 from inner.precision import check_precision
@@ -64,6 +65,9 @@ class SupervisedLoop:
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
         """Nothing here depends on where the run stands."""
+
+    def report_to(self, host: Host) -> None:
+        """No code of the user's runs here."""
 
     def sample(self, n: int) -> dict[str, Any]:
         return {}

@@ -12,14 +12,14 @@ from typing import Any
 from inner.base import Files, InnerConfig
 from inner.check import load_environment
 from inner.hints import Hint
-from inner.userfiles import load_module, load_prompts, load_reward, local_file
+from inner.userfiles import load_module, load_object, load_prompts, local_file
 from inner.worlds.toolworld import ToolWorld
 
 
 @dataclass(frozen=True)
 class Task:
     rows: list[dict[str, Any]]
-    reward: Callable[..., Sequence[float | None]] | None  # None: the environment has get_reward
+    reward: Callable[..., Sequence[float | None]] | None  # as written; None: the environment has get_reward
     environment: type | None
     hint: Hint | None  # None: the templates of inner.hints
     pairs: Path | None = None  # for the replay channel
@@ -27,7 +27,7 @@ class Task:
 
 def load_task(config: InnerConfig, files: Files) -> Task:
     """Raises InnerError where a file cannot be used."""
-    reward = load_reward(config.reward, files) if config.reward is not None else None
+    reward = load_object("reward", config.reward, files) if config.reward is not None else None
     environment = load_environment(config, files)
     rows = load_prompts(config.prompts, files) if config.prompts is not None else []
     hint = None

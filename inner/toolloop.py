@@ -15,6 +15,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.utils.chat_template_utils import get_json_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -90,10 +92,22 @@ class LeanToolLoop(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        for row in self._unscored():  # a sum without one of its parts would be a reward that nobody gave
+            rewards[row] = torch.nan
         if self.on_rollouts is not None:
             model: Any = self.model
             if model.training and self.accelerator.num_processes == 1:  # else the rows are those of all processes
-                totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1).tolist()
+                totals = total_rewards(rewards, self.reward_weights)
                 names = self._batch_environments if getattr(self, "_multi_environment", False) else None
                 self.on_rollouts(prompts, completions, totals, names)
         return rewards
+
+    def _unscored(self) -> list[int]:
+        """Completions of which a reward failed."""
+        return []
+
+
+def total_rewards(rewards_B_F: Tensor, weights_F: Tensor) -> list[float]:
+    """Σ over the functions of weight · reward, without those that are NaN; NaN where all are."""
+    totals = (rewards_B_F * weights_F.to(rewards_B_F)).nansum(dim=1)
+    return totals.masked_fill(rewards_B_F.isnan().all(dim=1), torch.nan).tolist()

@@ -17,6 +17,7 @@ say in a batch is 0 on the graph and runs no forward.
 Not promised: more than one process per model, vision models, or that α carries over to another `sdpo_jsd_beta`.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,9 @@ from inner.channels import (
     tapped,
 )
 from inner.generation import GenerationTrainer
+from inner.hint_calls import ForgivingHint
 from inner.hints import Hint, templates
+from inner.host import Host
 from inner.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.losses.divergence import zero_on_graph
 from inner.order import step_in_generation
@@ -102,6 +105,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
         check_precision(self.accelerator.unwrap_model(self.model))
         self.alpha_sdpo, self.beta_replay, self.hint = alpha_sdpo, beta_replay, hint or templates
+        self._forgiving: Hint | None = None
         self._step_of_run: Callable[[], int] | None = None
         self._theta: Theta | None = None
         self._take_over_truncation()
@@ -159,6 +163,10 @@ class ComposerReplicationTrainer(GenerationTrainer):
         Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
         self._step_of_run, self._theta = step, theta
 
+    def report_to(self, host: Host) -> None:
+        """An error in a hint costs that hint from now on, and is told to `host`."""
+        self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
+
     def _committed(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()
 
@@ -197,7 +205,8 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
         assert self._splice is not None
         if self.channels.sdpo_context == "hint":
-            return hint_lessons(rollouts, self.hint, self._told, self._splice)
+            hint = self.hint if self._forgiving is None else self._forgiving
+            return hint_lessons(rollouts, hint, self._told, self._splice)
         tokenizer: Any = self.processing_class
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)

@@ -6,7 +6,9 @@
 Everything that is wrong with a user's file is an InnerError that shows the user's own line.
 """
 
+import asyncio
 import importlib.util
+import inspect
 import json
 import sys
 import traceback
@@ -125,6 +127,7 @@ def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         try:
             values = function(completions=completions, **columns)
+            values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except Exception as error:
             shown = user_lines(error, path) if path is not None else f"  {error!r}"
             raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
@@ -140,8 +143,7 @@ def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | N
         values = values.tolist()
     if not isinstance(values, list | tuple):
         raise InnerError(
-            f"reward {spelling} returned a {type(values).__name__}. Return a list with one number "
-            f"per completion" + (" (and write `def`, not `async def`)." if hasattr(values, "__await__") else ".")
+            f"reward {spelling} returned a {type(values).__name__}. Return a list with one number per completion."
         )
     if len(values) != expected:
         raise InnerError(

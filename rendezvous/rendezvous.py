@@ -62,8 +62,9 @@ class Rendezvous:
     ) -> None:
         self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
         self.store = PatientStore(
-            store, clock, timing.store_patience, self._alert, lambda text: tell("store_trouble", trouble=text)
-        )
+            store, clock, timing.store_patience, self._alert, self._store_trouble, full_s=timing.give_up,
+            over=lambda: self._note(""),
+        )  # fmt: skip
         self._bucket, self._window = store, retention == "window"
         self._background, self._together = background or Inline(), together
         self._uploads = uploads or self._background
@@ -621,6 +622,13 @@ class Rendezvous:
             if (left := read_leave(self.store, slot, generation)) is not None:
                 yield left
             generation += 1
+
+    def _store_trouble(self, text: str) -> None:
+        self.tell("store_trouble", trouble=text)
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        self.members.status.note = text
 
     def _phase(self, phase: str) -> None:
         status = self.members.status

@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.errors import BadKey, GaveUp, KeyExists, StoreRefused, StoreUnclear
+from rendezvous.errors import BadKey, GaveUp, KeyExists, StoreFull, StoreRefused, StoreUnclear
 
 Buffer = bytes | bytearray | memoryview
 
@@ -173,8 +173,9 @@ class PatientStore:
     """A store that retries what may be retried, so that its caller sees only answers.
 
     StoreUnclear is retried with back-off, StoreRefused every few seconds and with a loud word, since a person
-    can mend it (free some space, renew a token) and the run goes on.  After `patience_s` without an answer:
-    GaveUp.  `create` still says StoreUnclear, until then: only `put_once` knows how to read that.
+    can mend it (free some space, renew a token) and the run goes on; `over` is called when it does.  After
+    `patience_s` without an answer (a full store: `full_s`): GaveUp.  `create` still says StoreUnclear, until then:
+    only `put_once` knows how to read that.
     `alert` is called before every pause and may raise (a replica that is asked to leave must not wait here).
     """
 
@@ -185,8 +186,12 @@ class PatientStore:
         patience_s: float,
         alert: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda text: None,
+        *,
+        full_s: float = 0.0,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
         self.url, self._store, self._clock = store.url, store, clock
+        self._full_s, self._over = max(patience_s, full_s), over
         self.digests: str | None = getattr(store, "digests", None)  # the kind that blobs need, if it says
         self._patience_s, self.alert, self._tell = patience_s, alert, tell
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
@@ -224,7 +229,10 @@ class PatientStore:
         said = began - SAY_AGAIN_S
         for pause in _backoff():
             try:
-                return request()
+                answer = request()
+                if said >= began:
+                    self._over()
+                return answer
             except StoreUnclear as error:
                 if not unclear:
                     raise
@@ -232,7 +240,7 @@ class PatientStore:
             except StoreRefused as error:
                 if self._clock.now() - said >= SAY_AGAIN_S:
                     said = self._clock.now()
-                    self._tell(f"{error}; trying again until {self._patience_s:.0f} s have passed")
+                    self._tell(f"{error}; trying again until {self._patience(error):.0f} s have passed")
                 self._wait(error, began, max(pause, 1.0))
         raise AssertionError("the back-off never ends")
 
@@ -240,11 +248,15 @@ class PatientStore:
         self._check(error, began)
         self._clock.sleep(pause)
 
+    def _patience(self, error: Exception) -> float:
+        """Somebody has to come and make room, which takes longer than a server's bad moment."""
+        return self._full_s if isinstance(error, StoreFull) else self._patience_s
+
     def _check(self, error: Exception, began: float) -> None:
         self.alert()
-        if self._clock.now() - began > self._patience_s:
+        if self._clock.now() - began > self._patience(error):
             raise GaveUp(
-                f"the store gave no usable answer for {self._patience_s:.0f} s. Last: {error}. "
+                f"the store gave no usable answer for {self._patience(error):.0f} s. Last: {error}. "
                 "Nothing that was committed is lost: mend the store and run the same command again."
             ) from error
 

@@ -115,11 +115,10 @@ def reward_file(folder: Path, body: str) -> dict[str, Path]:
         ("def f(completions, **c):\n    return [1.0, float('nan')]\n", r"returned nan for completion 1"),
         ("def f(completions, **c):\n    return ['1', '2']\n", r"returned '1' for completion 0"),
         ("def f(completions, **c):\n    return 1.0\n", "returned a float"),
-        ("async def f(completions, **c):\n    return [1.0, 1.0]\n", "not `async def`"),
+        ("async def f(completions, **c):\n    return [1.0]\n", r"r\.py:f returned 1 values for 2"),
         ("def f(completions, **c):\n    return [c['truth'] for _ in completions]\n", r"line 2: return.*\n.*KeyError"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_check_shows_what_is_wrong_with_a_reward(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(InnerError, match=words):
         check_inner(InnerConfig(**OWN), reward_file(tmp_path, body))
@@ -130,6 +129,7 @@ def test_check_accepts_a_good_reward(tmp_path: Path) -> None:
         "def f(completions, answer, log_metric, **c):\n    return [float(x == y) for x, y in zip(completions, answer)]"
     )
     check_inner(InnerConfig(**OWN), reward_file(tmp_path, body))
+    check_inner(InnerConfig(**OWN), reward_file(tmp_path, "async def f(completions, **c):\n    return [1.0, 1.0]\n"))
     none = "def f(completions, **c):\n    return [None, 1]\n"  # None: "cannot say", as in TRL
     check_inner(InnerConfig(**OWN), reward_file(tmp_path, none))
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from inner.base import InnerConfig, InnerError, Seeds
+from inner.base import InnerConfig, Seeds
 from inner.build import build_inner
+from inner.reward_calls import RewardFailed
 from tests.test_inner_toolworld import SMALL, small_folder
 
 torch.set_num_threads(1)
@@ -215,8 +216,8 @@ def test_the_users_reward_environment_hint_and_prompts(tmp_path: Path) -> None:
 
 def test_a_reward_that_goes_wrong_in_the_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [1.0] * (len(completions) - 1)\n")
-    loop = build(files={"reward": tmp_path / "r.py"}, reward="r.py:f")
-    with pytest.raises(InnerError, match=r"r\.py:f returned 7 values for 8 completions"):
+    loop = build(files={"reward": tmp_path / "r.py"}, reward="r.py:f", reward_retries=0)
+    with pytest.raises(RewardFailed, match=r"the reward f [\s\S]*returned 7 values for 8 completions"):
         loop.train(after(1))
 
 

@@ -1,0 +1,75 @@
+"""A call in the main thread that is interrupted where it stands once its time is over.
+
+    within(300, act)      main thread:   act() ───────────────────▶ its result
+                          watcher:       ── 30 s: remind ── 300 s: SIGURG ──▶ TimedOut, raised where it hangs
+
+The user's reward stays in the main thread, because much of what people call there works nowhere else: signal.alarm
+(math_verify's own time-out), connections of sqlite3, torch's thread count. SIGALRM is theirs, so the signal is SIGURG,
+which nobody minds by default (Go's runtime interrupts with it for that reason). It is sent again each second, for code
+that catches everything or waits for its threads on the way out.
+
+Not promised: an end of code that never comes back to the interpreter (the watchdog ends such a life), nor any outside
+of the main thread; what the interrupted code had begun elsewhere, a request or a thread of its own, goes on.
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+REMIND_S = 30.0  # at most, without an answer; then somebody who looks wants to know what is being waited for
+AGAIN_S = 1.0  # between two interruptions
+
+
+class TimedOut(Exception):
+    """The call was not over in time."""
+
+
+class _Interrupted(BaseException):
+    """Raised inside the call. No Exception, since `except Exception` around a slow request would swallow it."""
+
+
+def remind_after(seconds: float) -> float:
+    """When to say that a call with this limit (0: none) is being waited for."""
+    return min(REMIND_S, seconds / 3) if seconds else REMIND_S
+
+
+def within(seconds: float, act: Callable[[], T], remind: Callable[[float], None] = lambda waited: None) -> T:
+    """What `act` returns.   remind: called once by another thread, with the seconds waited so far.
+
+    Raises TimedOut; with seconds = 0 never.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return act()
+    armed = seconds > 0
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise _Interrupted
+
+    before = signal.signal(signal.SIGURG, interrupt)
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(seconds, over, remind), name="deadline", daemon=True).start()
+    try:
+        try:
+            return act()
+        finally:
+            armed = False
+    except _Interrupted:
+        raise TimedOut(f"no answer within {seconds:g} s") from None
+    finally:
+        over.set()
+        signal.signal(signal.SIGURG, signal.SIG_DFL if before is None else before)
+
+
+def _watch(seconds: float, over: threading.Event, remind: Callable[[float], None]) -> None:
+    first = remind_after(seconds)
+    if over.wait(first):
+        return
+    remind(first)
+    if over.wait(seconds - first if seconds else threading.TIMEOUT_MAX):
+        return
+    while not over.is_set():
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        over.wait(AGAIN_S)

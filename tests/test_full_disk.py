@@ -1,0 +1,214 @@
+"""A disk that fills and is enlarged: nobody ends, `status` says it, and the run goes on by itself.
+
+The real thing: a small tmpfs that is filled, and enlarged by a remount.  Where mounting is not allowed these skip.
+"""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.report import read_report
+from diloco.room import in_room
+from executors.base import ReplicaSpec, Unavailable
+from executors.full_disk import full_words, room_for
+from executors.local import LocalProcessExecutor
+from executors.watch import table
+from rendezvous.clock import Clock
+from rendezvous.errors import GaveUp, StoreFull
+from rendezvous.rules import Timing
+from rendezvous.store import PatientStore, open_store
+from rendezvous.stores.memory import MemoryStore
+from tests.audit import check_run
+from tests.fakes import ManualClock
+from tests.fleet import Fleet
+
+
+class Disk:
+    """A file system of its own.   enlarge: by a remount, as an administrator would."""
+
+    def __init__(self, folder: Path, kilobytes: int) -> None:
+        self.folder = folder
+        folder.mkdir()
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)])
+        if made.returncode:
+            pytest.skip("mounting a file system is not allowed here")
+
+    def fill(self) -> None:
+        with open(self.folder / "filler", "wb", buffering=0) as filler:
+            for size in (1 << 16, 1 << 12):
+                try:
+                    while filler.write(b"x" * size) == size:
+                        pass
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+
+    def enlarge(self, kilobytes: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Disk]]:
+    mounted: list[Disk] = []
+
+    def mount(kilobytes: int) -> Disk:
+        if os.geteuid() != 0 or not Path("/proc/mounts").exists():
+            pytest.skip("mounting a file system is not allowed here")
+        mounted.append(Disk(tmp_path / f"disk{len(mounted)}", kilobytes))
+        return mounted[-1]
+
+    yield mount
+    for each in mounted:
+        subprocess.run(["umount", "-l", str(each.folder)], check=True)
+
+
+def status_of(url: str) -> str:
+    return "\n".join(table(read_report(open_store(url)), time.time()))
+
+
+@pytest.mark.timeout(300)
+def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
+    tmp_path: Path, disk: Callable[[int], Disk]
+) -> None:
+    small = disk(16 << 10)
+    fleet = Fleet(tmp_path, str(small.folder / "run"), outer={"sync_every": 20}, fleet={"steps": 6})
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.commit(1) is not None)
+    small.fill()
+    stood = len(fleet.commits())
+    assert "the run's disk is full (0 bytes left of 17 MB): all wait; free some, they go on" in status_of(fleet.url)
+    fleet.wait_for(lambda: all("store_trouble" in fleet.log(slot).read_text() for slot in fleet.lives))
+    assert all(lives[-1].is_alive() for lives in fleet.lives.values()), fleet.logs()
+    assert len(fleet.commits()) <= stood + 1, "nothing is committed that is not written"
+    small.enlarge(64 << 10)
+    assert fleet.wait(120.0) == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    assert "disk is full" not in status_of(fleet.url)
+    check_run(small.folder / "run", 6)
+    told = [e["trouble"] for e in read_report(open_store(fleet.url)).of_kind("store_trouble")]
+    assert told and all("Free some space on that disk; trying again until 120 s" in text for text in told)
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_whose_own_disk_is_full_waits_for_room_and_says_so_in_its_heartbeat(
+    tmp_path: Path, disk: Callable[[int], Disk]
+) -> None:
+    scratch = disk(256)
+    fleet = Fleet(tmp_path, fleet={"steps": 3, "replicas": 2})
+    fleet.start("r00")
+    scratch.fill()
+    fleet.start("r01", TMPDIR=str(scratch.folder))
+    fleet.wait_for(lambda: "no space left on this machine's disk for the start model" in status_of(fleet.url))
+    assert "disk full" in status_of(fleet.url), "and in the log"
+    scratch.enlarge(64 << 10)
+    assert fleet.wait(120.0) == {"r00": [0], "r01": [0]}, fleet.logs()
+    check_run(tmp_path / "run", 3)
+
+
+PRINTS = """
+import sys
+from diloco.output import survive_full_disk
+survive_full_disk()
+for i in range(2000):
+    print("word" * 40, i, flush=True)
+    print("err" * 40, i, file=sys.stderr, flush=True)
+open(sys.argv[1], "w").write("done")
+sys.exit(7)
+"""
+
+
+def test_a_process_does_not_end_of_what_it_prints_to_a_full_disk(tmp_path: Path, disk: Callable[[int], Disk]) -> None:
+    small = disk(64)
+    with open(small.folder / "log", "ab") as log:
+        command = [sys.executable, "-c", PRINTS, str(tmp_path / "end")]
+        ended = subprocess.run(command, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+    assert ended.returncode == 7 and (tmp_path / "end").read_text() == "done"
+    assert (small.folder / "log").read_text().startswith("wordword"), "what fits is there"
+
+
+def test_nothing_is_launched_where_its_files_find_no_room(tmp_path: Path, disk: Callable[[int], Disk]) -> None:
+    small = disk(64)
+    small.fill()
+    executor = LocalProcessExecutor(folder=small.folder / "processes")
+    with pytest.raises(Unavailable, match="no space left on this machine's disk for the processes' files"):
+        executor.launch_replicas([ReplicaSpec("memory://x", "r00", entrypoint="tests.entrypoints:main")])
+    with pytest.raises(Unavailable):
+        room_for(small.folder)
+    executor.close()
+
+
+def test_a_run_that_is_no_folder_and_a_disk_with_room_need_no_word(tmp_path: Path) -> None:
+    assert full_words("s3://bucket/run") == full_words("memory://x") == full_words(str(tmp_path)) == ""
+    assert full_words(str(tmp_path / "gone")) == "" and full_words(f"file://{tmp_path}") == ""
+
+
+# -------------------------------------------------------------------- how long, and what then
+
+
+class Full(MemoryStore):
+    def __init__(self, clock: ManualClock, until: float) -> None:
+        super().__init__()
+        self.clock, self.until = clock, until
+
+    def put(self, key: str, body: Any) -> None:
+        if self.clock.now() < self.until:
+            raise StoreFull("no space left")
+        super().put(key, body)
+
+
+def patient(until: float) -> tuple[PatientStore, list[str]]:
+    clock, said = ManualClock(), list[str]()
+    full = Full(clock, until)
+    return PatientStore(full, clock, 10.0, tell=said.append, full_s=100.0, over=lambda: said.append("over")), said
+
+
+def test_a_full_store_is_waited_for_longer_than_a_bad_moment_and_its_end_is_said() -> None:
+    store, said = patient(until=60.0)
+    store.put("k", b"v")
+    assert store.get("k") == b"v" and said[-1] == "over" and "trying again until 100 s" in said[0]
+    store.put("k", b"w")
+    assert said.count("over") == 1, "what works at once needs no word"
+
+
+def test_but_not_for_ever() -> None:
+    store, _ = patient(until=1e9)
+    with pytest.raises(GaveUp, match="no usable answer for 100 s"):
+        store.put("k", b"v")
+
+
+class FakeLife:
+    """What in_room asks of a Life."""
+
+    def __init__(self) -> None:
+        self.clock: Clock = ManualClock()
+        self.timing = Timing(give_up=30.0)
+        self.told: list[str] = []
+        self.rv: Any = type("Rv", (), {})()
+        self.rv.members = type("Members", (), {})()
+        self.rv.members.status = type("Status", (), {"note": ""})()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        self.told.append(event)
+
+    def flush_soon(self) -> None: ...
+
+
+def test_room_is_waited_for_and_other_errors_are_not() -> None:
+    life: Any = FakeLife()
+
+    def full(until: float) -> str:
+        if life.clock.now() < until:
+            raise OSError(errno.ENOSPC, "No space left on device", "/disk/model/w")
+        return "there"
+
+    assert in_room(life, "the start model", lambda: full(9.0)) == "there"
+    assert life.told == ["disk_full"] and "(/disk/model)" in life.rv.members.status.note
+    with pytest.raises(GaveUp, match="no space left on this machine's disk"):
+        in_room(life, "the start model", lambda: full(1e9))
+    with pytest.raises(PermissionError):
+        in_room(life, "it", lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
