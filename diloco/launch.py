@@ -377,7 +377,10 @@ def publish(url: str) -> int:
     except GaveUp as error:
         print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP
-    except (InnerError, ConfigError, StoreError, OSError) as error:
+    except (InnerError, ConfigError) as error:  # of the user's files and settings; the model is not to blame
+        print(error, file=sys.stderr, flush=True)
+        return exitcodes.USER_ERROR
+    except (StoreError, OSError) as error:
         print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     return exitcodes.DONE

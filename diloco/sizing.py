@@ -65,6 +65,11 @@ def parameters_of(config: RunConfig) -> int:
     return _parameters_on_the_hub(model, config.inner.revision)
 
 
+def parameters_in(folder: Path) -> int:
+    """As the headers of its .safetensors files say; 0 if there are none."""
+    return sum(_parameters_in(path) for path in sorted(folder.glob("*.safetensors")))
+
+
 def _weights(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     if not found:

@@ -21,9 +21,12 @@ from executors import address
 from executors.parser import make_parser
 
 if TYPE_CHECKING:
+    from diloco.config import RunConfig
     from diloco.launch import Run
     from executors.intent import Offer
     from executors.money import Costs
+    from executors.preflight import Checked
+    from rendezvous.membership import Wanted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,8 +73,11 @@ def _train(args: Namespace) -> int:
     from executors.foreground import say
     from rendezvous.clock import SystemClock
     from rendezvous.membership import read_control
+    from rendezvous.store import open_store
 
     config, url = load_config(args.config), address.shareable(args.run)
+    for note in _checked(args, config, url, read_control(open_store(url))).notes:
+        say(note)
     offer = _offer(args, url, config.fleet.replicas)
     if not _agreed(args, offer):
         return 130
@@ -105,24 +111,46 @@ def _resume(args: Namespace) -> int:
 
 def _plan(args: Namespace) -> int:
     from diloco.config import load_config
+    from executors import intent, outlook
+    from executors.money import Costs
 
-    config, url = load_config(args.config), address.shareable(args.run)
-    offer = _offer(args, url, config.fleet.replicas)
-    _tell(args, {"run": url, **offer.to_dict()}, *offer.lines(), "nothing was started")
+    config, url = load_config(args.config), address.shareable(args.run) if args.run else ""
+    bucket = outlook.look(url)
+    checked = _checked(args, config, url, bucket.wanted)
+    named = outlook.somewhere(url, intent.wanted_places(args, bucket.wanted.places), intent.FAR)
+    offer = _offer(args, named, config.fleet.replicas, bucket.wanted, None if url and not bucket.note else Costs())
+    sizes = outlook.sizes(
+        config, checked.model, _replicas(args) or config.fleet.replicas, args.steps or config.fleet.steps
+    )
+    notes = [note for note in (*checked.notes, bucket.note) if note]
+    data = {"run": url, **offer.to_dict(), "sizes": sizes, "notes": notes}
+    _tell(args, data, *offer.lines(), *sizes, *notes, "nothing was started")
     return 0
 
 
-def _offer(args: Namespace, url: str, replicas: int) -> "Offer":
-    """What starting it would do and cost; `replicas` if nothing else is said."""
+def _checked(args: Namespace, config: "RunConfig", url: str, wanted: "Wanted") -> "Checked":
+    """What can be seen to be wrong before anything is founded.  Raises UsageError."""
+    from executors import intent
+    from executors.preflight import Checked, preflight
+
+    places = intent.wanted_places(args, wanted.places)
+    intent.check_reach(url or "s3://", places)
+    return Checked() if args.no_preflight else preflight(config, args.config, url, places)
+
+
+def _offer(
+    args: Namespace, url: str, replicas: int, wanted: "Wanted | None" = None, spent: "Costs | None" = None
+) -> "Offer":
+    """What starting it would do and cost.   replicas, wanted, spent: where nothing else is said or read."""
     from executors import intent
     from rendezvous.membership import read_control
     from rendezvous.store import open_store
 
-    wanted = read_control(open_store(url))
+    wanted = read_control(open_store(url)) if wanted is None else wanted
     places = intent.wanted_places(args, wanted.places)
     intent.check_reach(url, places)
     slots = intent.slots_of(_replicas(args) or replicas)
-    return intent.make_offer(url, places, slots, intent.limits(args, wanted), _spent(url))
+    return intent.make_offer(url, places, slots, intent.limits(args, wanted), _spent(url) if spent is None else spent)
 
 
 def _replicas(args: Namespace) -> int | None:

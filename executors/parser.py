@@ -70,7 +70,9 @@ def _starting(verbs: Any) -> None:
     train = _verb(verbs, "train", "start a run, or resume it: the same command does both", config)
     plan = _verb(verbs, "plan", "say what `train` would start and what it costs; nothing is started", config)
     for parser in (train, plan):
-        parser.add_argument("--run", required=True, metavar="URL", help="where the run lives: runs/mine, s3://…")
+        needed = parser is train
+        parser.add_argument("--run", required=needed, metavar="URL", help="where the run lives: runs/mine, s3://…")
+        parser.add_argument("--no-preflight", action="store_true", help="do not look for mistakes first")
     resume = _verb(verbs, "resume", "go on with a run; all it needs is in the bucket", ("RUN", ""))
     for parser in (train, plan, resume):
         _fleet(parser)

@@ -365,7 +365,9 @@ class Supervisor:
                 self.tell("published", seconds=self.clock.now() - p.launched_at)
         elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.losses >= self.limits.failures):
             tail = self.fleet.tail(p.status.handle, 12)
-            self._stop_for("the start model", p.status.exit_code, "it cannot be published", tail)
+            wrong = p.status.exit_code == exitcodes.USER_ERROR
+            why = "your files, settings or model cannot be used" if wrong else "the start model cannot be published"
+            self._stop_for("before the first step", p.status.exit_code, why, tail)
         else:
             return ["the run has no model yet"]
         return []

@@ -3,19 +3,24 @@
     reward        imports · is callable · (without an environment) answers one call on two empty completions
     environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
     prompts       every line parses · the same columns
-    pairs         every line is a preference pair
+    pairs         every line is a preference pair · is written by the model's own chat template (`check_pairs`)
     text          is there · is not empty
+
+    check_data    what can be said of files without running anybody's code      no torch: for the laptop
+    check_inner   everything but the templates                                  runs the user's code
 
 Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
 """
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
+from inner.pair_ids import fitting
 from inner.replay.pairs import training_pairs
-from inner.userfiles import load_object, load_prompts, load_reward, local_file, user_lines
+from inner.userfiles import check_syntax, load_object, load_prompts, load_reward, local_file, user_lines
 
 
 def check_inner(config: InnerConfig, files: Files) -> None:
@@ -32,6 +37,39 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         reward = load_reward(config.reward, files)
         if rows and environment is None:  # an environment's state cannot be faked
             reward(**_empty_call(rows))
+
+
+def check_data(config: InnerConfig, files: Files) -> None:
+    """Raise InnerError on the first line of the user's files that cannot be read: nothing of them is run."""
+    for kind in ("reward", "environment"):
+        if (spelling := getattr(config, kind)) is not None:
+            check_syntax(kind, spelling, files)
+    if config.loop == "supervised":
+        _check_text(config, files)
+    if config.prompts is not None:
+        load_prompts(config.prompts, files)
+    if config.pairs is not None:
+        training_pairs(local_file("pairs", config.pairs, files))
+
+
+def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:
+    """Raise InnerError for the first pair that the chat template of the model in `folder` cannot write."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened
+        )
+
+    pairs = training_pairs(local_file("pairs", str(config.pairs), files))
+    fitting(pairs, render, tokenizer, limit=_positions(Path(folder)), skip_unfit=config.replay_skip_unfit)
+
+
+def _positions(folder: Path) -> int | None:
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return raw.get("text_config", raw).get("max_position_embeddings")
 
 
 def load_environment(config: InnerConfig, files: Files) -> type | None:

@@ -1,7 +1,6 @@
 """The pairs of the replay channel as token ids, what θ₀ thought of them, and whose turn it is.
 
-    pair   state_messages (+ tools) │ chosen      ──chat template──▶   prompt ids │ chosen ids
-                                    │ rejected                         prompt ids │ rejected ids
+    pairs ──pair_ids.py──▶ ids
 
     reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass without gradient over all pairs, when the trainer
                 is built, in every life; the model is the run's θ₀ then, on every replica. With a fresh adapter (LoRA)
@@ -9,15 +8,10 @@
     order       pairs P·m … P·m + P - 1 of an endless permutation, for micro-batch number m: a function of the data
                 seed (which is of the run and the slot) and m
 
-`chosen` is somebody else's text. The tokens with which this model's template begins and ends turns must not stand in
-it: the tokenizer would read them as such, and the student would learn to write the user's turn as well.
-
 Not promised: pairs that fit into memory however long they are; the batch is as wide as its longest pair.
 """
 
-import json
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +21,25 @@ from torch import Tensor, nn
 from inner.channels import backbone_states, evaluating, padded, response_logprobs
 from inner.errors import InnerError
 from inner.order import prompt_order
-from inner.replay.actions import action_message
+from inner.pair_ids import PairIds, fitting
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
-from inner.spans import context_and_action
 
 PAIRS = 2**65  # keeps the order of the pairs apart from that of the prompts
 
 
-@dataclass(frozen=True)
-class PairIds:
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
-    weight: float
-
-    @property
-    def rows(self) -> tuple[list[int], list[int]]:
-        return self.prompt + self.chosen, self.prompt + self.rejected
-
-
 class ReplayPairs:
-    """What the replay channel learns from. reference: measure θ₀ on all of them now."""
+    """What the replay channel learns from.   skip_unfit: leave out pairs that this model cannot take."""
 
     def __init__(
-        self, pairs: Sequence[DPOPair] | str | Path, render: Callable[..., list[int]], tokenizer: Any, limit: int | None
+        self,
+        pairs: Sequence[DPOPair] | str | Path,
+        render: Callable[..., list[int]],
+        tokenizer: Any,
+        limit: int | None,
+        skip_unfit: bool = False,
     ) -> None:
         found = training_pairs(pairs) if isinstance(pairs, str | Path) else _checked(pairs)
-        marks = turn_marks(render, tokenizer)
-        self.pairs = [encoded(pair, render, tokenizer, limit, marks) for pair in found]
+        self.pairs = fitting(found, render, tokenizer, limit=limit, skip_unfit=skip_unfit)
         self.reference_N_2: Tensor | None = None
 
     def order(self, seed: int) -> Callable[[int], int]:
@@ -82,56 +67,6 @@ def pair_logprobs(
     sums = response_logprobs(model, states if tap is None else tap(states), prompts, rows)
     lengths = [len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)]
     return sums, torch.tensor(lengths, dtype=sums.dtype, device=sums.device)
-
-
-def encoded(
-    pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None, marks: Set[str] = frozenset()
-) -> PairIds:
-    """limit: how many positions the model has. marks: what `chosen` must not contain."""
-    if found := _marks_in(pair["chosen"], marks):
-        raise InnerError(
-            f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
-            "The student would learn to end its turn there and to write another's. Take the pair out."
-        )
-    (prompt, chosen), (_, rejected) = (
-        context_and_action(pair, pair[side], render, tokenizer) for side in ("chosen", "rejected")
-    )
-    for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
-        if not ids:
-            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template.")
-    longest = len(prompt) + max(len(chosen), len(rejected))
-    if limit is not None and longest > limit:
-        raise InnerError(
-            f"pair {pair['state_id']} has {longest} tokens, and the model {limit} positions. Take long states out of "
-            "the pairs."
-        )
-    if chosen == rejected:
-        raise InnerError(
-            f"pair {pair['state_id']}: chosen and rejected are the same tokens to this model's tokenizer, so there is "
-            "nothing to prefer. Take the pair out, or use a tokenizer that tells them apart."
-        )
-    return PairIds(prompt, chosen, rejected, _weight(pair))
-
-
-def _marks_in(action: str, marks: Set[str]) -> str | None:
-    """The first of them in the text, or in a call's arguments once they are read ("\\u003c" is "<")."""
-    written = action + json.dumps(action_message(action), ensure_ascii=False)
-    return next((mark for mark in sorted(marks) if mark in written), None)
-
-
-def turn_marks(render: Callable[..., list[int]], tokenizer: Any) -> set[str]:
-    """The special tokens that the template writes around plain turns, and those that begin and end a text."""
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = (tokenizer.bos_token, tokenizer.eos_token)
-    return {special[i] for i in render(talk, False) if i in special} | {end for end in ends if end}
-
-
-def _weight(pair: DPOPair) -> float:
-    weight = pair.get("weight", 1.0)
-    if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
-        raise InnerError(f"pair {pair['state_id']} has weight {weight!r}: it must be a number of 0 or more.")
-    return float(weight)
 
 
 def _checked(pairs: Sequence[DPOPair]) -> list[DPOPair]:

@@ -64,6 +64,7 @@ class ChannelSettings:
     beta_replay_end: float | None = None
     dpo_variant: str = "dpo"
     replay_batch_size: int = 8  # pairs per forward and backward pass
+    replay_skip_unfit: bool = False  # leave out pairs that the model's chat template cannot write, or that are too long
     replay_dpo_beta: float = 0.1
     replay_label_smoothing: float = 0.0
     replay_nll_weight: float = 0.0
@@ -194,8 +195,8 @@ READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, 
     (
         "beta_replay or beta_replay_end is above 0",
         lambda s: s.replays,
-        ("dpo_variant", "replay_batch_size", "replay_dpo_beta", "replay_label_smoothing", "replay_nll_weight",
-         "replay_dpop_lambda", "simpo_beta", "simpo_gamma"),
+        ("dpo_variant", "replay_batch_size", "replay_skip_unfit", "replay_dpo_beta", "replay_label_smoothing",
+         "replay_nll_weight", "replay_dpop_lambda", "simpo_beta", "simpo_gamma"),
     ),
     (
         'dpo_variant = "dpo"',

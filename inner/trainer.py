@@ -141,7 +141,8 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
         student: Any = self.accelerator.unwrap_model(self.model)
         limit = getattr(causal_lm(student).config.get_text_config(), "max_position_embeddings", None)
-        replay = ReplayPairs(pairs, self._render, self.processing_class, limit)
+        skip = self.channels.replay_skip_unfit
+        replay = ReplayPairs(pairs, self._render, self.processing_class, limit, skip)
         if self.channels.dpo_variant == "dpo":
             with self.accelerator.autocast():
                 replay.measure(student, self.channels.replay_batch_size, self.accelerator.device)

@@ -47,6 +47,22 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
     return found
 
 
+def check_syntax(kind: str, spelling: str, files: Files) -> None:
+    """Raise InnerError for a file that Python cannot compile.  Nothing of it is run."""
+    if not spelling.rpartition(":")[0]:
+        raise InnerError(f'{kind} = {spelling!r} names no object. Write inner.{kind} = "file.py:name".')
+    path = local_file(kind, spelling, files)
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise InnerError(
+            f"{kind} = {spelling!r} is no Python that can be run.\n  {path.name}{line}\n"
+            f"  {type(error).__name__}: {what}\n  next: mend the line."
+        ) from error
+
+
 def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     """Run the user's file once per process."""
     if not spelling.rpartition(":")[0]:

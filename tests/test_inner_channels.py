@@ -23,7 +23,7 @@ from inner.losses.divergence import generalized_jsd_loss
 from inner.losses.opd import entropy_aware_opd_loss
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
-from inner.reference import encoded, turn_marks
+from inner.pair_ids import encoded, turn_marks
 from inner.replay.pairs import DPOPair, save_pairs
 from inner.settings import ChannelSettings, ramp
 from inner.spans import Turn

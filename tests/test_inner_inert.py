@@ -14,6 +14,7 @@ CHANGED: dict[str, Any] = {
     "sdpo_context": "rollout", "sdpo_teacher": "frozen", "sdpo_ema_rate": 0.05, "sdpo_jsd_beta": 0.1,
     "sdpo_temperature": 2.0, "sdpo_token_clip": 0.05, "sdpo_top_k": 20, "sdpo_success": 0.5, "taid_t_start": 0.5,
     "taid_t_end": 0.9, "entropy_opd_h_max": 1.0, "dpo_variant": "simpo", "replay_batch_size": 4,
+    "replay_skip_unfit": True,
     "replay_dpo_beta": 0.2, "replay_label_smoothing": 0.1, "replay_nll_weight": 0.1, "replay_dpop_lambda": 5.0,
     "simpo_beta": 1.0, "simpo_gamma": 0.5, "sdpo_wrapper": "entropy_opd",
 }  # fmt: skip

@@ -1,0 +1,124 @@
+"""What one replica holds, what one outer step leaves in the bucket, how long a sync takes: from sizes alone.
+
+    P parameters, N replicas, F fragments (a step moves P/F of them), S = bytes of one pseudogradient in the codec
+
+    bucket, each step      N·S  pseudogradients  +  the mean:   S     reduced in shards (long bodies, 3 replicas)
+                                                                4·P/F announced in fp32, if that is half of N·S or less
+                                                                0     else
+            each snapshot  8·P  θ and momentum, fp32
+            once           the start model, in its own dtype
+    device  weights + gradients + Adam's two moments, each in the model's dtype       activations and engine beside it
+    host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the closer's peak: 16.9 to 18.5
+                                                                          (docs/benchmarks.md, bench_snapshot)
+Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
+No torch here.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from diloco.config import AUTO, RunConfig
+from diloco.sizing import compute_seconds_of
+from rendezvous import codecs
+from rendezvous.codecs.choose import sync_seconds
+from rendezvous.rules import Rules, reduces_sharded
+
+LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines get to a bucket of their region
+HOST = 20
+STATES = 4  # weights, gradients, two moments
+DTYPE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
+
+    compute_s: a guess of the time between two syncs.
+    """
+
+    parameters: int
+    codec: str
+    device: int
+    host: int
+    each_step: int
+    each_snapshot: int
+    once: int
+    in_all: int
+    sync_s: float
+    compute_s: float
+
+
+def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> Footprint:
+    """Of a run with its codec; for codec = "auto" of what would be chosen at LINK."""
+    compute_s = compute_seconds_of(config, parameters)
+    codec, fragments = config.outer.codec, config.outer.fragments
+    if codec == AUTO:
+        codec, _ = codecs.auto(parameters, replicas, LINK, LINK, compute_s)
+    width, each_step = DTYPE[config.inner.dtype], step_bytes(parameters, replicas, codec, fragments)
+    once, each_snapshot = width * parameters, snapshot_bytes(parameters)
+    snapshots = 1 + steps // config.outer.snapshot_every + bool(steps % config.outer.snapshot_every)
+    return Footprint(
+        parameters=parameters,
+        codec=codec,
+        device=STATES * width * parameters,
+        host=HOST * parameters,
+        each_step=each_step,
+        each_snapshot=each_snapshot,
+        once=once,
+        in_all=once + steps * each_step + snapshots * each_snapshot,
+        sync_s=sync_seconds(codec, ceil(parameters / fragments), replicas, LINK, LINK) if replicas > 1 else 0.0,
+        compute_s=compute_s / fragments,
+    )
+
+
+def delta_bytes(parameters: int, codec: str) -> int:
+    """One pseudogradient; exact for codecs of fixed size but for a block's padding."""
+    return ceil(4 * parameters / codecs.nominal_ratio(codec))
+
+
+def step_bytes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> int:
+    """What one outer step leaves in the bucket, if all replicas take part: their pseudogradients and the mean."""
+    part = ceil(parameters / fragments)
+    return replicas * delta_bytes(part, codec) + mean_bytes(part, replicas, codec)
+
+
+def mean_bytes(part: int, replicas: int, codec: str) -> int:
+    """Of one step's mean of `part` elements, as rendezvous/reduce.py writes it down."""
+    body = delta_bytes(part, codec)
+    if reduces_sharded([body] * replicas, codec, Rules().shard_from):
+        return body
+    return 4 * part if 2 * 4 * part <= replicas * body else 0
+
+
+def snapshot_bytes(parameters: int) -> int:
+    """θ and outer momentum, in fp32."""
+    return 8 * parameters
+
+
+def lines(found: Footprint, steps: int, keeps_all: bool = True) -> list[str]:
+    """The same for people."""
+    f, link = found, f"{LINK * 8 / 1e9:g} Gbit/s"
+    kept = (
+        f"{in_bytes(f.in_all)} after {steps} steps"
+        if keeps_all
+        else 'old ones are deleted (fleet.retention = "window")'
+    )
+    return [
+        f"memory per replica: {in_bytes(f.device)} on the device (weights, gradients, Adam; activations and generation "
+        f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
+        f"bucket: {in_bytes(f.each_step)} per outer step ({f.codec}), {in_bytes(f.each_snapshot)} per snapshot; {kept}",
+        f"a sync takes about {in_seconds(f.sync_s)} at an assumed {link} up and down, every {in_seconds(f.compute_s)} "
+        "(a guess); `diloco doctor URL` measures the link",
+    ]
+
+
+def in_bytes(n: float) -> str:
+    """ "3.95 GB" """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n / 1e3:.3g} kB"
+
+
+def in_seconds(s: float) -> str:
+    return f"{s / 60:.0f} min" if s >= 600 else f"{s:.0f} s" if s >= 10 else f"{s:.2g} s"

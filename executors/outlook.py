@@ -1,0 +1,81 @@
+"""What `diloco plan` can say of a run that is not there: price, memory, bytes, seconds; with a bucket or without.
+
+    --run URL     wishes and costs as they stand there; a bucket that does not answer is a note, not an error
+    no --run      places and budget as typed; the price is the same
+
+Not promised: what only the bucket knows (whether another config stands there, what was spent).
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.config import ConfigError, RunConfig
+from diloco.footprint import footprint, lines
+from executors.mixed import Place
+from inner.known import ASK_S
+from rendezvous.errors import RendezvousError
+from rendezvous.membership import Wanted, read_control
+from rendezvous.store import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOOK_S = 4.0
+SOMEWHERE = "s3://BUCKET/RUN"  # stands for a run that was not named
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What stands there.   note: why that is not known."""
+
+    wanted: Wanted = field(default_factory=Wanted)
+    note: str = ""
+
+
+def look(url: str) -> Bucket:
+    """`url` "" for none.  LOOK_S at most: a cloud without keys or network makes one wait much longer."""
+    if not url:
+        return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
+    pool = ThreadPoolExecutor(1)
+    try:
+        return Bucket(pool.submit(lambda: read_control(open_store(url))).result(LOOK_S))
+    except Late:
+        return Bucket(note=f"not checked: {url} did not answer within {LOOK_S:.0f} s")
+    except RendezvousError as error:
+        return Bucket(note=f"not checked: {str(error).splitlines()[0]}")
+    finally:
+        pool.shutdown(wait=False)
+
+
+def sizes(config: RunConfig, model: "Path | None", replicas: int, steps: int) -> list[str]:
+    """Memory, bytes and seconds in words.   model: its folder on this machine, if there is one."""
+    parameters = parameters_within(config, model)
+    if parameters is None:
+        return [
+            f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
+        ]
+    found = footprint(config, parameters, replicas, steps)
+    return lines(found, steps, keeps_all=config.fleet.retention == "all")
+
+
+def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
+    """From the headers of its files, here or on the Hub; None if nobody can tell within `seconds`."""
+    from diloco.sizing import parameters_in, parameters_of
+
+    if model is not None:
+        return parameters_in(model) or None
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(parameters_of, config).result(seconds)
+    except (Late, ConfigError):
+        return None
+    finally:
+        pool.shutdown(wait=False)
+
+
+def somewhere(url: str, places: Sequence[Place], far: Sequence[str]) -> str:
+    """The run's URL, or one that stands for it."""
+    return url or (SOMEWHERE if any(p.executor in far for p in places) else "runs/RUN")

@@ -1,0 +1,198 @@
+"""Is the start model there?  Looked at without loading it: file names, sizes, headers, and one request to the Hub.
+
+    inner.model   toolworld, tiny ─▶ built in code
+                  a folder        ─▶ config.json · weights, each as long as its header says · tokenizer · chat template
+                  a Hub id        ─▶ in the cache: the same look      not there: one request, `timeout_s` at most
+                                       └─ no such model, no such revision, gated: refused      no answer: "not checked"
+
+Not promised: that the weights load; that a model which is there now is there when a replica asks.  No torch here.
+"""
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inner.base import BUILT_IN_MODELS, InnerConfig, InnerError
+
+ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+LFS = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class Known:
+    """folder: where its files are on this machine (None: nowhere).   note: what was not checked, and why."""
+
+    folder: Path | None = None
+    note: str = ""
+
+
+def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> Known:
+    """Raises InnerError if the model cannot be loaded for certain.   ask(model, revision): the Hub (default: online)"""
+    model = config.model
+    if model in BUILT_IN_MODELS:
+        return Known()
+    if Path(model).is_dir():
+        _check_folder(Path(model), f"model = {model!r}")
+        return Known(Path(model))
+    if HUB_ID.fullmatch(model) is None or model.startswith("."):
+        raise InnerError(
+            f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is no name on the "
+            "Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model."
+        )
+    if (folder := cached(model, config.revision)) is not None:
+        _check_folder(folder, f"model = {model!r}, as cached in {folder}", whole=False)
+        return Known(folder)
+    return Known(note=_asked(model, config.revision, ask or ask_hub))
+
+
+def cached(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
+    """The snapshot of a Hub model in the cache of this machine; None if it is not there."""
+    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
+    name = cache / "refs" / (revision or "main")
+    commit = name.read_text().strip() if name.is_file() else revision or ""
+    folder = cache / "snapshots" / commit
+    return folder if commit and (folder / "config.json").is_file() else None
+
+
+# -------------------------------------------------------------------- a folder
+
+
+def _check_folder(folder: Path, what: str, whole: bool = True) -> None:
+    """whole: weights and tokenizer must be there, too; a cache may be half full, and is filled when it is needed."""
+    if not (folder / "config.json").is_file():
+        raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
+    read_json(folder / "config.json", what)
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    for path in weights:
+        _check_weights(path, what)
+    if index := next(folder.glob("*.safetensors.index.json"), None):
+        _check_index(index, {p.name for p in weights}, what)
+    if whole and not weights:
+        raise InnerError(f"{what} has no weights (*.safetensors). Save the model there, or give another inner.model.")
+    if whole and not any((folder / name).is_file() for name in TOKENIZERS):
+        raise InnerError(
+            f"{what} has no tokenizer ({TOKENIZERS[0]}, …). Next: tokenizer.save_pretrained({str(folder)!r})"
+        )
+
+
+def read_json(path: Path, what: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InnerError(f"{what}: {path.name} cannot be read: {error}. Download or save it again.") from error
+
+
+def _check_weights(path: Path, what: str) -> None:
+    """Of .safetensors: 8 bytes of length, a header in JSON, then as many bytes as the header says."""
+    with path.open("rb") as file:
+        start = file.read(len(LFS))
+        if start == LFS:
+            raise InnerError(f"{what}: {path.name} is a Git LFS pointer, not the weights. Next: `git lfs pull` there.")
+        if path.suffix != ".safetensors":
+            return
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
+        try:
+            header = json.loads(file.read(min(length, size)))
+            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InnerError(
+                f"{what}: {path.name} is no safetensors file ({error}). Save or download it again."
+            ) from None
+    if size < 8 + length + end:
+        raise InnerError(
+            f"{what}: {path.name} is cut off: {size:,} bytes of {8 + length + end:,}. Save or download it again."
+        )
+
+
+def _check_index(index: Path, there: Iterable[str], what: str) -> None:
+    shards = set(read_json(index, what).get("weight_map", {}).values())
+    if missing := sorted(shards.difference(there)):
+        raise InnerError(f"{what}: {index.name} names {missing[0]}, which is not there. Download or copy it as well.")
+
+
+def chat_template(folder: Path) -> bool | None:
+    """Does its tokenizer have one?  None: nobody can tell from here."""
+    if any(folder.glob("chat_template*")):
+        return True
+    path = folder / "tokenizer_config.json"
+    return bool(read_json(path, str(folder)).get("chat_template")) if path.is_file() else None
+
+
+# -------------------------------------------------------------------- the Hub
+
+
+def _asked(model: str, revision: str | None, ask: Callable[[str, str | None], None], timeout_s: float = ASK_S) -> str:
+    """ "" if the Hub knows it; else why that was not checked.  Raises InnerError if the Hub says no."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return f"not checked: offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
+    outcome: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            ask(model, revision)
+            outcome.append(None)
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # a look-up of a name cannot be cut short
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        return f"not checked: the Hub did not answer within {timeout_s:.0f} s, so whether {model} is there"
+    if isinstance(outcome[0], InnerError):
+        raise outcome[0]
+    if outcome[0] is not None:
+        first = (str(outcome[0]).strip() or type(outcome[0]).__name__).splitlines()[0]
+        return f"not checked: offline ({first:.80}), so whether {model} is on the Hub"
+    return ""
+
+
+def ask_hub(model: str, revision: str | None) -> None:
+    """One request.  Raises InnerError for a clear no, whatever else the client raises otherwise."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    try:
+        info = HfApi(endpoint=endpoint).model_info(model, revision=revision, timeout=ASK_S)
+    except GatedRepoError:
+        raise InnerError(_GATED.format(model)) from None
+    except RevisionNotFoundError:
+        raise InnerError(
+            f"model = {model!r} has no revision {revision!r} on the Hub. Correct inner.revision."
+        ) from None
+    except RepositoryNotFoundError:
+        raise InnerError(
+            f"model = {model!r}: the Hub knows no such model (or it is private, and no token here may read it). "
+            "Correct inner.model, or `hf auth login`."
+        ) from None
+    if getattr(info, "gated", False) and not _may_read(model, revision, endpoint):
+        raise InnerError(_GATED.format(model))
+
+
+def _may_read(model: str, revision: str | None, endpoint: str | None) -> bool:
+    """May this machine's token read its files?"""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision, endpoint=endpoint), timeout=ASK_S)
+    except GatedRepoError:
+        return False
+    return True
+
+
+_GATED = (
+    "model = {0!r} is gated: the token of this machine may not read it. Accept its licence at "
+    "https://huggingface.co/{0}, `hf auth login`, and give replicas elsewhere the token: --secret HF_TOKEN."
+)

@@ -1,0 +1,107 @@
+"""The user's own code, tried in a process of its own: it may hang, print, exit, or take the process along.
+
+    parent ── {"inner": …, "files": …, "tokenizer": folder} ──▶ python -m inner.rehearse ──▶ {"refused", "missing"}
+
+    reward        imports · runs on two prompts with empty completions        the same checks as before the first step
+    environment   imports · can be built · every tool has a schema            (inner/check.py), so a typo is found here
+    pairs         each is written by the model's own chat template
+
+A package that is missing here is no mistake by itself: `missing` names it, and the caller knows what replicas have.
+
+Not promised: that code which passes will pass for other prompts and completions.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from inner.base import Files, InnerConfig, InnerError
+
+TIME_S = 8.0
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """refused: what cannot work.   missing: a package that the code imports and this machine lacks.
+
+    late: it was not done after TIME_S, so nothing is known.
+    """
+
+    refused: str = ""
+    missing: str = ""
+    late: bool = False
+
+
+def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: float = TIME_S) -> Rehearsal:
+    """Try the user's code in another process, `time_s` seconds at most."""
+    if not (config.reward or config.environment or (config.pairs and tokenizer)):
+        return Rehearsal()
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+        answer = Path(scratch) / "answer.json"
+        asked = {"inner": config.to_dict(), "files": {k: str(Path(v).absolute()) for k, v in files.items()}}
+        asked |= {"tokenizer": str(tokenizer.absolute()) if tokenizer else "", "answer": str(answer)}
+        command = [sys.executable, "-m", "inner.rehearse", json.dumps(asked)]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=time_s)
+        except subprocess.TimeoutExpired:
+            return Rehearsal(late=True)
+        if answer.is_file():
+            return Rehearsal(**json.loads(answer.read_text(encoding="utf-8")))
+    return Rehearsal(_gone(config, done.returncode, done.stderr))
+
+
+def _gone(config: InnerConfig, code: int, said: str) -> str:
+    """It ended the whole process: sys.exit, os._exit, a crash in C."""
+    last = "\n".join(f"  {line}" for line in said.strip().splitlines()[-4:])
+    return (
+        f"{config.reward or config.environment}: the code ended its process with exit code {code} when it was tried on "
+        f"two prompts.\n{last}\n  next: take the exit out, or see what crashes: `python {Path(_file(config)).name}`."
+    )
+
+
+def _file(config: InnerConfig) -> str:
+    return str(config.reward or config.environment).rpartition(":")[0]
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def tried(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
+    from inner.check import check_inner, check_pairs
+
+    try:
+        check_inner(config, files)
+        if tokenizer and config.pairs is not None:
+            check_pairs(config, files, tokenizer)
+    except InnerError as error:
+        return Rehearsal(str(error), missing_package(error))
+    except BaseException as error:  # of the user's code: SystemExit and the like
+        return Rehearsal(f"{config.reward or config.environment} raised {type(error).__name__}: {error}")
+    return Rehearsal()
+
+
+def missing_package(error: BaseException) -> str:
+    """The top-level package whose absence is the root of this error; "" if it has another cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            top = cause.name.partition(".")[0]
+            return top if importlib.util.find_spec(top) is None else ""
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    files = {k: Path(v) for k, v in asked["files"].items()}
+    found = tried(InnerConfig.from_dict(asked["inner"]), files, asked["tokenizer"])
+    Path(asked["answer"]).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,527 @@
+"""Every mistake that can be seen on the laptop is refused by `diloco plan`, as a user types it, on all five platforms.
+
+    one table: a mistake, what the message must name        ×        local · modal · hf-jobs · slurm · sky
+
+Everything runs in a process of its own: exit code 2, nothing on stdout, one message, no traceback, within 10 seconds.
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from diloco.config import RunConfig
+from executors import place_faults, platform_options
+from executors.mixed import Place
+from inner import InnerConfig, InnerError
+from inner.known import cached, known_model
+from inner.rehearse import missing_package, rehearse
+from tests.test_cli import ROOT
+
+WITHIN_S = 10.0
+FAR = ("modal", "hf-jobs", "sky")
+ALL = ("local", "modal", "hf-jobs", "slurm", "sky")
+NOTHING = "nothing was started"
+CONFIG = """
+name = "mine"
+[fleet]
+replicas = 2
+steps = 4
+[outer]
+sync_every = 6
+[inner]
+model = "toolworld"
+reward = "reward.py:score"
+prompts = "prompts.jsonl"
+"""
+REWARD = """
+def score(completions, answer, **columns):
+    return [float(len(str(c)) == len(a)) for c, a in zip(completions, answer)]
+"""
+PROMPT = {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+PAIR = {
+    "state_id": "s1",
+    "state_messages": [{"role": "user", "content": "look"}],
+    "chosen": "ls",
+    "rejected": "rm -r /",
+    "n_teachers_agreeing": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A config that is right, and its files."""
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
+    return tmp_path
+
+
+def where(executor: str, folder: Path) -> list[str]:
+    """What a careful user types to run there."""
+    secrets = ["--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY"]
+    return {
+        "local": ["--run", str(folder / "run"), "--executor", "local"],
+        "slurm": ["--run", str(folder / "run"), "--executor", "slurm", "--option", "cluster=local"],
+        "modal": ["--run", "s3://bucket/run", "--executor", "modal", "--gpu", "H100", "--secret", "aws"],
+        "hf-jobs": ["--run", "s3://bucket/run", "--executor", "hf-jobs", "--gpu", "a10g-small", *secrets],
+        "sky": ["--run", "s3://bucket/run", "--executor", "sky", "--gpu", "H100:1", *secrets],
+    }[executor]
+
+
+DRIVER = """
+import io, json, sys, time
+from contextlib import redirect_stderr, redirect_stdout
+from executors.cli import main
+told = []
+for argv in json.loads(sys.argv[1]):
+    began, out, err = time.monotonic(), io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(argv)
+        except SystemExit as left:
+            code = left.code
+    told.append([code, out.getvalue(), err.getvalue(), time.monotonic() - began])
+heavy = sorted({"torch", "trl", "transformers", "datasets", "modal"} & set(sys.modules))
+print(json.dumps({"told": told, "heavy": heavy}))
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    code: int
+    out: str
+    err: str
+    took: float
+
+
+def plans(folder: Path, *argvs: list[str], **environ: str) -> tuple[list[Told], list[str]]:
+    """`diloco plan run.toml …`, one after the other in one process, as a user has it: no keys, no network beyond
+    loopback.  -> what each said, and the heavy modules that were imported for it.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "HF_", "DILOCO_"))}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    env = {**kept, **offline, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'data' / 'stubs'}", **environ}
+    asked = json.dumps([["plan", str(folder / "run.toml"), *argv] for argv in argvs])
+    done = subprocess.run([sys.executable, "-c", DRIVER, asked], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    return [Told(*row) for row in answer["told"]], answer["heavy"]
+
+
+def plan(folder: Path, *argv: str, **environ: str) -> Told:
+    (told,), heavy = plans(folder, list(argv), **environ)
+    assert heavy == []
+    return told
+
+
+def refused(told: Told, folder: Path) -> str:
+    """The one message of a command that was refused."""
+    assert told.code == 2 and told.out == "" and "Traceback" not in told.err, told
+    assert told.err.startswith("diloco plan: ") and told.took < WITHIN_S, told
+    assert not (folder / "run").exists()
+    return told.err
+
+
+# -------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """files: name -> content.   inner: lines of [inner] (a key that stands there is replaced).   argv: typed behind.
+
+    says: what the message must have in it: the file or option, the line or key, what was seen, what to do.
+    """
+
+    name: str
+    says: tuple[str, ...]
+    files: tuple[tuple[str, str], ...] = ()
+    inner: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+    environ: tuple[tuple[str, str], ...] = ()
+    on: tuple[str, ...] = ALL
+
+
+def lines(*rows: object) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+REPLAY = ("beta_replay = 0.1", 'pairs = "pairs.jsonl"')
+MISTAKES = (
+    Mistake("a config that is empty", ("run.toml is empty", "diloco demo"), (("run.toml", ""),)),
+    Mistake("a setting that is none", ("run.toml", "inner.modle", "did you mean inner.model?"), inner=('modle = "x"',)),
+    Mistake("no TOML", ("run.toml cannot be read as TOML", "line 2"), (("run.toml", '\nname = "x\n'),)),
+    Mistake(
+        "a reward that Python cannot compile",
+        ("run.toml: inner.reward = 'reward.py:score'", "reward.py, line 2: def score(:", "SyntaxError", "mend"),
+        (("reward.py", "import os\ndef score(:\n"),),
+    ),
+    Mistake(
+        "a typo that shows when the file is read",
+        ("run.toml", "reward = 'reward.py:score' could not be imported", "reward.py, line 2: LIMIT = lenn([1])",
+         "NameError: name 'lenn' is not defined", "mend the line"),
+        (("reward.py", "import os\nLIMIT = lenn([1])\n" + REWARD),),
+    ),
+    Mistake(
+        "a typo that shows when the reward is called",
+        ("run.toml", "reward reward.py:score failed on 2 completions", "reward.py, line 2: return [flaot(1)",
+         "NameError: name 'flaot' is not defined", "mend the line"),
+        (("reward.py", "def score(completions, **columns):\n    return [flaot(1) for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that is not in the file", ("'reward.py:score'", "defines no 'score'", "grade", "inner.reward"),
+        (("reward.py", "def grade(completions, **columns):\n    return [0.0 for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that returns one number for two", ("reward.py:score returned 1 values for 2 completions",),
+        (("reward.py", "def score(completions, **columns):\n    return [0.0]\n"),),
+    ),
+    Mistake(
+        "a reward that returns NaN", ("reward.py:score returned nan for completion 0", "Return a finite number"),
+        (("reward.py", "def score(completions, **columns):\n    return [float('nan') for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that wants a column that no prompt has", ("run.toml", "reward.py:score", "solution", "line"),
+        (("reward.py", "def score(completions, solution, **columns):\n    return [0.0 for c in completions]\n"),),
+    ),
+    Mistake(
+        "a reward that ends the process", ("reward.py:score", "SystemExit"),
+        (("reward.py", "import sys\nsys.exit(3)\n" + REWARD),),
+    ),
+    Mistake(
+        "a reward that imports what is not here",
+        ("reward.py, line 1: import no_such_package_xyz", "no_such_package_xyz is not installed", "pip install"),
+        (("reward.py", "import no_such_package_xyz\n" + REWARD),),
+    ),
+    Mistake(
+        "a prompt that is no JSON", ("run.toml", "prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
+        (("prompts.jsonl", lines(PROMPT, '{"prompt": ')),),
+    ),
+    Mistake(
+        "a line without a prompt", ("prompts = 'prompts.jsonl', line 3 has no `prompt`", 'Write {"prompt"'),
+        (("prompts.jsonl", lines(PROMPT, PROMPT, {"promt": "x"})),),
+    ),
+    Mistake(
+        "a column that one line lacks", ("prompts = 'prompts.jsonl', line 2: column answer", "Write it everywhere"),
+        (("prompts.jsonl", lines(PROMPT, {"prompt": "x"})),),
+    ),
+    Mistake("prompts that are empty", ("prompts = 'prompts.jsonl' is empty",), (("prompts.jsonl", ""),)),
+    Mistake(
+        "a file that is not there", ("run.toml: inner.prompts: there is no file",), inner=('prompts = "p.jsonl"',)
+    ),
+    Mistake(
+        "a pair that is none", ("pairs.jsonl, line 2", "rejected", "Mend the line, or take it out"),
+        (("pairs.jsonl", lines(PAIR, {**PAIR, "rejected": ""})),), REPLAY,
+    ),
+    Mistake(
+        "a model that is no folder and no name", ("run.toml: inner.model = './models/mine'", "no such folder here"),
+        inner=('model = "./models/mine"',),
+    ),
+    Mistake(
+        "a model without config.json", ("has no config.json", "save_pretrained"),
+        (("models/mine/readme", "x"),), ('model = "{folder}/models/mine"',), on=("local", "slurm"),
+    ),
+    Mistake(
+        "a model on this machine and replicas elsewhere", ("inner.model", "is a folder of this machine", "hf upload"),
+        (("models/mine/config.json", "{}"),), ('model = "{folder}/models/mine"',), on=FAR,
+    ),
+    Mistake(
+        "eight GPUs for a replica that uses one",
+        ("--gpu H100:8 rents 8 GPUs", "7 would be billed", "--gpu H100 and more"),
+        argv=("--gpu=H100:8",), on=("modal", "slurm", "sky"),
+    ),
+    Mistake(
+        "a flavor with four", ("--gpu a10g-largex4 rents 4 GPUs", "--replicas"), argv=("--gpu=a10g-largex4",),
+        on=("hf-jobs",),
+    ),
+    Mistake(
+        "vLLM where it is not", ("inner.vllm = true", "vllm==0.31.0", "transformers==5.17"), inner=("vllm = true",)
+    ),
+    Mistake(
+        "a run key that replicas do not get", ("DILOCO_RUN_KEY", "--secret DILOCO_RUN_KEY"),
+        environ=(("DILOCO_RUN_KEY", "0123456789abcdef"),), on=("hf-jobs", "sky"),
+    ),
+    Mistake(
+        "temporary keys without their token", ("AWS_SESSION_TOKEN", "--secret AWS_SESSION_TOKEN"),
+        environ=(("AWS_SESSION_TOKEN", "x"),), on=("hf-jobs", "sky"),
+    ),
+    Mistake(
+        "an image that is none", ("--option image=my image", "registry"), argv=("--option=image=my image",),
+        on=("modal", "hf-jobs"),
+    ),
+    Mistake(
+        "an option that Slurm has not", ("--option partitoin", "did you mean partition?"),
+        argv=("--option=partitoin=gpu",), on=("slurm",),
+    ),
+    Mistake(
+        "an option that SkyPilot has not", ("--option use_spott", "did you mean use_spot?"),
+        argv=("--option=use_spott=true",), on=("sky",),
+    ),
+    Mistake(
+        "a cloud that SkyPilot has not", ("SkyPilot does not take", "infra=moon", "sky show-gpus"),
+        argv=("--option=infra=moon",), on=("sky",),
+    ),
+    Mistake(
+        "an option that the place has not", ("takes no option regoin",), argv=("--option=regoin=us",),
+        on=("local", "modal", "hf-jobs"),
+    ),
+)  # fmt: skip
+
+
+def made(mistake: Mistake, folder: Path) -> None:
+    for name, content in mistake.files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    if mistake.inner:
+        keys = {line.partition(" = ")[0] for line in mistake.inner}
+        kept = [row for row in CONFIG.splitlines() if row.partition(" = ")[0] not in keys - {"name"}]
+        added = [line.replace("{folder}", str(folder)) for line in mistake.inner]
+        (folder / "run.toml").write_text("\n".join([*kept, *added, ""]))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.name)
+def test_a_mistake_is_refused_on_every_platform_without_torch(folder: Path, mistake: Mistake) -> None:
+    made(mistake, folder)
+    argvs = [[*where(executor, folder), *mistake.argv] for executor in mistake.on]
+    told, heavy = plans(folder, *argvs, **dict(mistake.environ))
+    for answer in told:
+        err = refused(answer, folder)
+        assert not [word for word in mistake.says if word not in err], err
+    assert heavy == []
+
+
+def test_keys_that_nobody_named(folder: Path) -> None:
+    argvs = [["--run", "s3://bucket/run", "--executor", executor] for executor in FAR]
+    for told in plans(folder, *argvs)[0]:
+        err = refused(told, folder)
+        assert "AWS_ACCESS_KEY_ID" in err and "AWS_SECRET_ACCESS_KEY" in err and "--secret" in err
+
+
+def test_what_is_right_is_planned(folder: Path) -> None:
+    for told in plans(folder, where("local", folder), where("slurm", folder), where("modal", folder))[0]:
+        assert told.code == 0, told
+        assert told.out.strip().endswith(NOTHING) and "memory per replica" in told.out
+    assert not (folder / "run").exists()
+
+
+def test_a_price_needs_no_bucket(folder: Path) -> None:
+    """Before: --run was required, and a bucket without keys was the answer."""
+    told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder))[0]
+    for answer in (told, without):
+        assert answer.code == 0 and "per hour in all" in answer.out, answer
+    assert "no --run was given" in told.out and "not checked: cannot read s3://bucket/run" in without.out
+
+
+def test_a_wrong_verdict_can_be_overruled(folder: Path) -> None:
+    (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
+    assert plan(folder, *where("local", folder), "--no-preflight").code == 0
+
+
+def test_a_package_that_the_image_brings_is_no_mistake(folder: Path) -> None:
+    (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
+    told = plan(folder, *where("modal", folder), "--option", "image=docker.io/me/mine:1")
+    assert (
+        told.code == 0 and "not checked: reward.py:score, since no_such_package_xyz is not installed here" in told.out
+    )
+    assert "not checked: the image docker.io/me/mine:1" in told.out
+
+
+def test_a_reward_that_takes_long_is_not_waited_for(folder: Path) -> None:
+    (folder / "reward.py").write_text("import time\ntime.sleep(600)\n" + REWARD)
+    config = InnerConfig(reward="reward.py:score", prompts="prompts.jsonl")
+    files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
+    assert rehearse(config, files, None, time_s=2.0).late
+
+
+def test_a_crash_in_c_is_told_as_the_rewards(folder: Path) -> None:
+    (folder / "reward.py").write_text("import os\ndef score(completions, **columns):\n    os._exit(7)\n")
+    files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
+    found = rehearse(InnerConfig(reward="reward.py:score", prompts="prompts.jsonl"), files, None, time_s=60.0)
+    assert "reward.py:score: the code ended its process with exit code 7" in found.refused
+
+
+def test_a_missing_package_is_told_from_a_missing_file_of_a_package_that_is_here() -> None:
+    try:
+        import json.no_such_part  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        assert missing_package(error) == ""
+    try:
+        import no_such_package_xyz  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        outer = InnerError("could not be imported")
+        outer.__cause__ = error
+        assert missing_package(outer) == "no_such_package_xyz"
+
+
+# -------------------------------------------------------------------- the model
+
+
+def safetensors(path: Path, cut: int = 0) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    body = struct.pack("<Q", len(header)) + header + b"\0" * 16
+    path.write_bytes(body[: len(body) - cut])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "tokenizer_config.json").write_text("{}")
+    safetensors(made / "model.safetensors")
+    return made
+
+
+def known(model: object, ask=None, **settings: object) -> str:
+    """What is said of it; "" if all is well."""
+    files = {"reward": "reward.py:score", "prompts": "prompts.jsonl"}
+    try:
+        return known_model(InnerConfig(model=str(model), **files, **settings), ask).note  # type: ignore[arg-type]
+    except InnerError as error:
+        return f"refused: {error}"
+
+
+def test_a_model_that_is_whole(model: Path) -> None:
+    assert known(model) == ""
+
+
+def test_a_model_that_is_cut_off(model: Path) -> None:
+    safetensors(model / "model.safetensors", cut=5)
+    assert "model.safetensors is cut off: 75 bytes of 80" in known(model) or "is cut off" in known(model)
+
+
+def test_a_model_that_is_a_pointer(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    assert "Git LFS pointer" in known(model) and "git lfs pull" in known(model)
+
+
+def test_a_model_without_one_of_its_shards(model: Path) -> None:
+    index = {"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names model-2.safetensors, which is not there" in known(model)
+
+
+def test_a_model_without_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer_config.json").unlink()
+    assert "has no tokenizer" in known(model) and "save_pretrained" in known(model)
+
+
+def test_a_cached_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub" / "models--me--mine"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc\n")
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert cached("me/mine", None) == cache / "snapshots" / "abc" == cached("me/mine", "abc")
+    assert cached("me/other", None) is None
+    assert known("me/mine", ask=lambda *_: pytest.fail("the Hub was asked")) == ""
+
+
+def test_a_model_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert known("me/mine-xyz").startswith("not checked: offline (HF_HUB_OFFLINE)")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+    def unreachable(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    assert "not checked: offline (Name or service not known)" in known("me/mine-xyz", unreachable)
+
+
+def test_a_network_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    never = threading.Event()
+    began = time.monotonic()
+    assert "did not answer within 4 s" in known("me/mine-xyz", lambda *_: never.wait(60) and None)
+    assert time.monotonic() - began < 10
+    never.set()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The Hub's answers for a model that it does not know, one without that revision, and one that is gated."""
+
+    def do_GET(self) -> None:
+        kinds = {"unknown": "RepoNotFound", "old": "RevisionNotFound", "gated": "GatedRepo"}
+        code = next((kind for name, kind in kinds.items() if f"/{name}" in self.path), "")
+        self.send_response(403 if code == "GatedRepo" else 404 if code else 200)
+        if code:
+            self.send_header("X-Error-Code", code)
+        body = b"{}" if code else json.dumps({"id": "me/good", "_id": "1"}).encode()
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("me/unknown", "refused: model = 'me/unknown': the Hub knows no such model"),
+        ("me/old", "refused: model = 'me/old' has no revision 'v9' on the Hub"),
+        ("me/gated", "refused: model = 'me/gated' is gated"),
+        ("me/good", ""),
+    ],
+)
+def test_what_the_hub_says_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    try:
+        found = known(name, revision="v9")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert found.startswith(said) and bool(found) == bool(said), found
+
+
+# -------------------------------------------------------------------- places
+
+
+def test_devices_in_every_platforms_words() -> None:
+    told = {("modal", "H100:8"): 8, ("modal", "H100"): 1, ("modal", "A100-80GB"): 1, ("sky", "L4:1"): 1}
+    told |= {
+        ("hf-jobs", "a10g-largex4"): 4,
+        ("hf-jobs", "a100-large"): 1,
+        ("hf-jobs", "l4x1"): 1,
+        ("slurm", "h100:2"): 2,
+    }
+    assert {key: place_faults.devices(*key) for key in told} == told
+
+
+def test_a_partition_that_the_cluster_has_not() -> None:
+    there = lambda: frozenset({"gpu", "cpu"})  # noqa: E731
+    assert platform_options.slurm_fault({"partition": "gpu,cpu"}, there) == ""
+    assert "no partition 'gpus'; did you mean gpu?" in platform_options.slurm_fault({"partition": "gpus"}, there)
+    assert platform_options.slurm_fault({"partition": "gpus"}, lambda: None) == ""  # nobody can tell
+    assert platform_options.slurm_fault({"partition": "x", "cluster": "local"}, there) == ""
+
+
+def test_an_option_that_only_we_set() -> None:
+    assert "use --timeout" in platform_options.slurm_fault({"time": 5}, lambda: None)
+
+
+def test_modal_secrets_are_named_as_not_looked_into() -> None:
+    config = RunConfig()
+    place = Place("modal", secrets=("aws",))
+    notes = list(place_faults.notes_about(config, "s3://b/r", [place], {"DILOCO_RUN_KEY": "x"}))
+    assert any("Modal secret aws holds AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, DILOCO_RUN_KEY" in n for n in notes)
+    assert place_faults.keys_missing("s3://b/r", place, {}) == ""
+    assert place_faults.keys_missing("gs://b/r", Place("hf-jobs"), {}) == ""
+    assert place_faults.keys_missing("runs/x", Place("slurm"), {"DILOCO_RUN_KEY": "x"}) == ""  # inherits it
