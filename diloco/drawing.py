@@ -283,7 +283,7 @@ def _life_table(report: Report) -> str:
     rows = []
     for x in report.lives:
         joined = ["–", "–"] if x.joined is None else [f"{x.joined - report.began:.1f}", str(x.joined_step)]
-        end = x.how + ("" if x.ended is None else f", {x.ended - report.began:.1f} s")
+        end = x.how + ("" if x.ended is None else f", {x.ended - report.began:.1f} s") + (f": {x.why}" if x.why else "")
         rows.append([x.name, f"{x.claimed - report.began:.1f}", *joined, f"{len(x.commits)} steps", end])
     return _table(head, rows)
 

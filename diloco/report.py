@@ -20,14 +20,16 @@ from diloco.launch import RunRecord
 from diloco.learning import Curve, curve, learned, newest, words
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.cache import Cache
+from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS, joined_words, own_words, seen_words
 from diloco.runlog.look import SUPERVISOR, Found, Known, first_look, look
 from diloco.runlog.scope import EVERYTHING, Scope
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
-from rendezvous.membership import Wanted, claims, decoded, read_beat, read_claim, read_leave
+from rendezvous.membership import Wanted, claims, decoded, launch_of, read_beat, read_claim, read_leave
 from rendezvous.records import Beat, Claim, Commit, Offer, WireError
 from rendezvous.store import Store
 
+NAME = 24  # characters of a run's name in a line that has more to say
 MANY = 4096  # objects that are in memory at once
 PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
@@ -35,7 +37,6 @@ NUMBERS = {
     "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
     "mean_norm": "‖ḡ‖ {:.2g}",
 }  # fmt: skip
-LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")  # events after which a life is over
 BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 
 
@@ -77,7 +78,10 @@ class Step:
 
 @dataclass
 class Life:
-    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …"""
+    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
+
+    seen, said: why it ended, by its supervisor and by itself.
+    """
 
     slot: str
     generation: int
@@ -89,10 +93,17 @@ class Life:
     commits: list[tuple[int, float]] = field(default_factory=list)
     ended: float | None = None
     how: str = "running"
+    seen: str = ""
+    said: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.slot}-{self.generation}"
+
+    @property
+    def why(self) -> str:
+        """Why it ended, in a line; "" while it runs, if it went as it should, or if nobody knows."""
+        return "" if self.how in ("running", "done", "fence") else joined_words(self.seen, self.said)
 
 
 @dataclass
@@ -130,6 +141,22 @@ class Report:
     def ended(self) -> float:
         times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.lives]
         return max(times, default=self.began)
+
+    @property
+    def seconds(self) -> float:
+        """From its first sign of life to its last step or end."""
+        return self.ended - self.began
+
+    @property
+    def last_sign(self) -> float:
+        """When anybody last said or did something (Unix time)."""
+        return max([self.ended, *(b.at for b in self.beats.values()), *(e["at"] for e in self.events[-1:])])
+
+    @property
+    def stopped(self) -> bool:
+        """Was it told to stop, or did its supervisor end?  (Another one may have begun since.)"""
+        words = [e for e in self.of_kind("started", "stopped") if e["who"].startswith(SUPERVISOR)][-1:]
+        return self.wanted.stop or bool(words and words[0]["event"] == "stopped")
 
     @property
     def slots(self) -> list[str]:
@@ -187,12 +214,12 @@ class Reader:
         self._read_logs(found)
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
         found_beats = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
-        beats = {slot: replace(beat, **_shown(vars(beat))) for slot, beat in found_beats.items()}
+        beats = {slot: replace(beat, **shown(vars(beat))) for slot, beat in found_beats.items()}
         self._tell_steps(events)
         self._tell_lives(events, beats)
         self._remember(found)
         lives = [self._lives[k] for k in sorted(self._lives)]
-        name = _shown(self._run.get("name", "run"))
+        name = shown(self._run.get("name", "run"))
         return Report(
             name, self._store.url, self._run, self._wanted, self._steps, lives, events, beats, self._twice,
             passed_over=self._passed_over, damage=self._damage,
@@ -316,7 +343,7 @@ class Reader:
     def _begin(self, taken: Claim) -> None:
         if (taken.slot, taken.generation) in self._lives:
             return
-        life = Life(taken.slot, taken.generation, taken.pid, _shown(taken.host), taken.at)
+        life = Life(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
         if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
             life.ended, life.how = taken.at, "fence"
         self._lives[taken.slot, taken.generation] = life
@@ -374,22 +401,30 @@ class Reader:
             life.ended, life.how = successor.claimed, "replaced"
 
     def _tell_life(self, e: dict[str, Any]) -> None:
-        if e["event"] in ("killed", "lost"):
+        if e["event"] in ENDS:
             life = self._told_of(e)
-            if life is not None and (e["event"] == "killed" or life.how in ("running", "replaced")):
+            if life is not None and (e["event"] == "killed" or life.how == "running"):
                 life.ended, life.how = e["at"], e["event"]
+            elif life is not None and e["event"] == "lost" and life.how == "replaced":
+                life.ended, life.how = e["at"], "lost"
+            if life is not None:
+                life.seen = seen_words(e) or life.seen
             return
         life = self._lives.get((e["slot"], e["generation"]))
+        if life is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
+            life.said = own_words(e)
         if life is not None and e["event"] == "joined":
             life.joined, life.joined_step = e["at"], e.get("step", 0)
         if life is not None and e["event"] in LAST_WORDS and life.how in ("running", "replaced", "lost"):
             life.ended, life.how = e["at"], e["event"].replace("_", " ")
 
     def _told_of(self, e: Mapping[str, Any]) -> Life | None:
-        """Whose end it is: by its generation, or by its pid, which a rented machine may give to many."""
+        """Whose end it is: by its generation, by its launch, or by its pid, which a rented machine may give to many."""
         if e["generation"]:
             return self._lives.get((e["slot"], e["generation"]))
-        return next((x for x in self._lives.values() if (x.slot, x.pid) == (e["slot"], e.get("pid"))), None)
+        lives = [x for x in self._lives.values() if x.slot == e["slot"]]
+        launched = [x for x in lives if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
+        return launched[-1] if launched else next((x for x in lives if x.pid and x.pid == e.get("pid")), None)
 
 
 def _numbered(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
@@ -408,16 +443,16 @@ def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
 def _event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
     """One event; a supervisor speaks of other slots, a replica of its own."""
     about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
-    return {"slot": "", "generation": 0, **_shown(raw), **about, "who": f"{owner}-{generation}"}
+    return {"slot": "", "generation": 0, **shown(raw), **about, "who": f"{owner}-{generation}"}
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """The same without what steers a terminal: escapes, line breaks, reversed text.  Anybody may have written it."""
     if isinstance(value, str):
         return value if value.isprintable() else "".join(c if c.isprintable() else " " for c in value)
     if isinstance(value, dict):
-        return {str(_shown(k)): _shown(v) for k, v in value.items()}
-    return [_shown(v) for v in value] if isinstance(value, list) else value
+        return {str(shown(k)): shown(v) for k, v in value.items()}
+    return [shown(v) for v in value] if isinstance(value, list) else value
 
 
 # -------------------------------------------------------------------- telling
@@ -473,12 +508,30 @@ def summary(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    seconds = report.ended - report.began
     h = report.setting("outer", "sync_every", "?")
     return (
-        f"{report.name}: {report.head} of {report.wanted.steps} outer steps in {seconds:.1f} s, "
-        f"{report.wanted.replicas} replicas, H = {h}"
+        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {nice_time(report.seconds)}, "
+        f"{_counted_replicas(report)}, H = {h}"
     )
+
+
+def _counted_replicas(report: Report) -> str:
+    """How many slots have been counted in a step, whatever is wanted by now."""
+    counted = {slot for s in report.steps for slot in (*s.fresh, *(late for late, _ in s.carried))}
+    return f"{len(counted)} replica{'' if len(counted) == 1 else 's'}" if counted else "no replica counted yet"
+
+
+def brief_name(report: Report) -> str:
+    """At most NAME characters: the numbers behind it must stay on a line."""
+    return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
+
+
+def nice_time(seconds: float) -> str:
+    """45.0 s, 12 min 30 s, 3 h 05 min."""
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if minutes < 10:
+        return f"{seconds:.1f} s"
+    return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {int(seconds) % 60:02d} s"
 
 
 def _curve_lines(report: Report) -> list[str]:
@@ -548,6 +601,8 @@ def solo_words(report: Report) -> str:
 
 def _life_lines(report: Report, room: int) -> list[str]:
     lines = [f"  {x.name:8s} {_life_words(x, report.began)}" for x in report.lives]
+    whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.lives if x.why]
+    lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest, as far as there is room
     if len(lines) > room:
         lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more lives"]
     return lines
@@ -558,7 +613,7 @@ def _life_words(life: Life, began: float) -> str:
     if life.joined is not None:
         joined = f"joined at {life.joined - began:.1f} s (step {life.joined_step})"
     end = "" if life.ended is None else f" at {life.ended - began:.1f} s"
-    return f"{joined}, counted in {len(life.commits)} steps, {life.how}{end}"
+    return f"{life.how}{end}, counted in {len(life.commits)} steps, {joined}"
 
 
 def sparkline(values: list[float]) -> str:

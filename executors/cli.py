@@ -433,7 +433,7 @@ def _completion(args: Namespace) -> int:
     from executors.completion import script, slots_of
 
     if args.slots is not None:
-        found = slots_of(args.slots)
+        found = slots_of(args.slots, lives=args.verb == "logs")
         _tell(args, {"run": args.slots, "slots": found}, *found)
         return 0
     text = script(make_parser(), args.shell)

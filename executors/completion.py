@@ -4,7 +4,8 @@
     eval "$(diloco completion zsh)"                                in ~/.zshrc
     diloco completion fish > ~/.config/fish/completions/diloco.fish
 
-    diloco drain runs/mine <TAB>  ──▶  diloco completion bash --slots runs/mine  ──▶  r00 r01 r02
+    diloco drain runs/mine <TAB>  ──▶  diloco completion bash --slots runs/mine --verb drain  ──▶  r00 r01 r02
+    diloco logs runs/mine <TAB>                                              … --verb logs   ──▶  r00 … r00-1 r00-2 …
 
 Not promised: names of runs; slots where the bucket cannot be read now (nothing is offered then).
 """
@@ -46,15 +47,23 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     return {"bash": bash, "zsh": zsh, "fish": fish}[shell](list(verbs_of(parser)))
 
 
-def slots_of(url: str) -> list[str]:
-    """Slots of the run at `url`, for a shell that waits for a key: none rather than an error."""
-    from rendezvous.membership import read_control
+def slots_of(url: str, lives: bool = False) -> list[str]:
+    """Slots of the run at `url`, for a shell that waits for a key: none rather than an error.
+
+    lives: those of each slot as well, and the supervisor.
+    """
+    from diloco.runlog.ahead import Ahead
+    from diloco.runlog.look import SUPERVISOR, Known, look
+    from diloco.runlog.scope import COSTS
     from rendezvous.seal import open_sealed
 
     try:
-        return read_control(open_sealed(url)).slots
+        found = look(Ahead(open_sealed(url)), COSTS, Known())
     except Exception:  # a half-typed URL, no keys, no network: a shell has nowhere to say so
         return []
+    slots = found.wanted.slots
+    ended = [f"{slot}-{g}" for slot in slots for g in range(1, found.claims.get(slot, 0) + 1)]
+    return [*slots, *ended, SUPERVISOR] if lives else slots
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Iterator[Verb]:
@@ -92,7 +101,7 @@ def bash(verbs: list[Verb]) -> str:
         f"        {shlex.quote(f'{v.name} {flag}')}) words={shlex.quote(' '.join(o.words))} ;;"
         for v in verbs for o in v.options if o.words for flag in o.flags
     )  # fmt: skip
-    slots = "|".join(v.name for v in verbs if v.slots)
+    slots, ask = "|".join(v.name for v in verbs if v.slots), 'diloco completion bash --verb "${COMP_WORDS[1]}" --slots'
     return f"""\
 _diloco() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" flags=""
@@ -105,7 +114,7 @@ _diloco() {{
     esac
     case "${{COMP_WORDS[1]}} $COMP_CWORD $current" in
         *" -"*) words="$flags" ;;
-        {_slot_cases(slots, "3")}) words="$(diloco completion bash --slots "${{COMP_WORDS[2]}}" 2>/dev/null)" ;;
+        {_slot_cases(slots, "3")}) words="$({ask} "${{COMP_WORDS[2]}}" 2>/dev/null)" ;;
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
@@ -133,7 +142,7 @@ _diloco() {{
 {values}
     esac
     case "$words[2] $CURRENT $words[CURRENT]" in
-        {slots}) compadd -- ${{(f)"$(diloco completion zsh --slots $words[3] 2>/dev/null)"}} ;;
+        {slots}) compadd -- ${{(f)"$(diloco completion zsh --verb $words[2] --slots $words[3] 2>/dev/null)"}} ;;
     esac
     case "$words[2]" in
 {rows}
@@ -150,7 +159,8 @@ def fish(verbs: list[Verb]) -> str:
         lines.append(f"complete -c diloco -f -n __fish_use_subcommand -a {verb.name} -d {shlex.quote(verb.text)}")
         lines += [f"{inside} -f -a {word}" for word in verb.words]
         if verb.slots:
-            lines.append(f"{inside} -f -a '(diloco completion fish --slots (commandline -opc)[3] 2>/dev/null)'")
+            ask = f"diloco completion fish --verb {verb.name} --slots (commandline -opc)[3]"
+            lines.append(f"{inside} -f -a '({ask} 2>/dev/null)'")
         for option in verb.options:
             named = " ".join(f"-l {f[2:]}" if f.startswith("--") else f"-s {f[1:]}" for f in option.flags)
             value = f" -x -a {shlex.quote(' '.join(option.words))}" if option.words else " -r" * option.takes_value

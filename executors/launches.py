@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from diloco.report import SUPERVISOR, read_report
+from diloco.report import SUPERVISOR, Report, read_report
 from diloco.runlog.scope import COSTS
 from executors.base import (
     ExecutorError,
@@ -41,7 +41,8 @@ class Launches:
     def __init__(self, store: Store, executor: ServerlessExecutor | None = None) -> None:
         self._store, self._own, self._executor = store, executor is None, executor
         self.statuses: dict[tuple[str, int], Status] = {}
-        self._opened: set[Handle] = set()  # of whom nobody wrote down the end
+        self._opened: set[Handle] = set()  # of whom nobody had written down the end when we began, or since
+        self._unended: set[Handle] = set()  # of whom nobody has, by now
         self.strangers: set[Handle] = set()  # of whom nobody wrote down that they ran
         self.out_of_reach = ""
         self.begun_at = float("-inf")  # Unix time of the newest launch that anybody wrote down, also before its answer
@@ -50,10 +51,9 @@ class Launches:
 
     def refresh(self) -> None:
         """Look for more."""
-        report = read_report(self._store, COSTS)
+        report = self.read_log()
         begun = [e["at"] for e in report.of_kind(*BEGUN) if e["who"].startswith(SUPERVISOR)]
         self.begun, self.begun_at = len(begun), max(begun, default=float("-inf"))
-        self._opened |= {h for p in past(report.events).values() for h in p.open}
         booked = {(h.slot, h.attempt): h for h in self._opened}
         found: list[Handle] = []
         try:
@@ -71,6 +71,13 @@ class Launches:
         own = [*self._opened, *(s.handle for s in self.statuses.values()), *self.strangers]
         alive = [] if self._executor is None else orphans(self._executor, self._store.url, own)
         self.strangers |= {h for h in alive if h.slot != SUPERVISOR}
+
+    def read_log(self) -> Report:
+        """Whose end has been written down by now?"""
+        report = read_report(self._store, COSTS)
+        self._unended = {h for p in past(report.events).values() for h in p.open}
+        self._opened |= self._unended
+        return report
 
     def look(self) -> list[Handle]:
         """-> those that have not ended."""
@@ -90,7 +97,7 @@ class Launches:
     @property
     def unbooked(self) -> list[Status]:
         """Ends that no supervisor has written down."""
-        ends = [(h, self.statuses.get((h.slot, h.attempt))) for h in sorted(self._opened, key=launch_name)]
+        ends = [(h, self.statuses.get((h.slot, h.attempt))) for h in sorted(self._unended, key=launch_name)]
         return [replace(s, handle=h) for h, s in ends if s is not None and _over(s)]
 
     @property

@@ -116,7 +116,8 @@ def _money(parser: argparse.ArgumentParser) -> None:
 def _looking(verbs: Any) -> None:
     run = ("RUN", "")
     _verb(verbs, "status", "what a run is doing", run)
-    logs = _verb(verbs, "logs", "what a replica prints", run, ("SLOT", "r00, r01, … or supervisor"))
+    which = ("SLOT", "r00 (its newest launch), r00-1 (one life, dead or alive), or supervisor")
+    logs = _verb(verbs, "logs", "what a replica prints", run, which)
     _completed(logs._actions[2], SLOTS)
     logs.add_argument("--follow", "-f", action="store_true", help="and what comes, until it ends")
     logs.add_argument("--tail", type=natural, metavar="N", help="the last N lines only")
@@ -171,6 +172,7 @@ def _checking(verbs: Any) -> None:
     demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
     shell = _verb(verbs, "completion", 'tab completion for your shell: eval "$(diloco completion bash)"')
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    shell.add_argument("--verb", default="", help="for whose sake (`logs` knows lives, such as r01-2, too)")
     shell.add_argument("--slots", metavar="RUN", help="only name the slots of a run, one a line (the scripts ask this)")
 
 

@@ -125,6 +125,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
     if lease is None:
         return
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
+    launches.read_log()  # the supervisor that ended just now may have written some of them down
     for handle in launches.strangers:
         journal.tell("found", **begin_fields(handle), why="found by `diloco stop`; nobody wrote it down")
         journal.tell("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)

@@ -94,7 +94,8 @@ def _after(p: Past, e: Mapping[str, Any]) -> Past:
     attempt = e.get("attempt", p.attempt)
     others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
     if e["event"] in ("launched", "found"):
-        still = (*others, *_handle(e))
+        launched = handle_in(e)
+        still = (*others, *([launched] if launched else []))
         return Past(max(p.attempt, attempt), p.losses, p.failures, p.ended_at, p.state, p.exit_code, p.reason, still)
     if e["event"] == "ended":
         return replace(p, open=others) if attempt < p.attempt or e.get("twin") else Past(p.attempt, open=others)
@@ -116,12 +117,12 @@ def same_process(native: str | None, other: str) -> bool:
     return native is None or native == other
 
 
-def _handle(e: Mapping[str, Any]) -> list[Handle]:
+def handle_in(e: Mapping[str, Any]) -> Handle | None:
     """Who was launched, if the event says it in a handle's words."""
     try:
-        return [checked(Handle, e["handle"])]
+        return checked(Handle, e["handle"])
     except (KeyError, ValueError):
-        return []
+        return None
 
 
 def counted(losses: int, failures: int, useful: bool, own_fault: bool) -> tuple[int, int]:

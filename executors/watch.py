@@ -14,10 +14,23 @@ Not promised: that a line is the newest truth; the bucket is, and it is read a f
 """
 
 import shutil
+from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from diloco.learning import newest, over_replicas, words
-from diloco.report import Life, Report, Step, curve_of, first_and_last, outer_words, solo_words, sparkline
+from diloco.report import (
+    Life,
+    Report,
+    Step,
+    brief_name,
+    curve_of,
+    first_and_last,
+    nice_time,
+    outer_words,
+    solo_words,
+    sparkline,
+)  # fmt: skip
+from diloco.runlog.ends import never_lived, seen_words
 from executors.full_disk import full_words
 from executors.money import Costs
 from executors.outage import open_outages
@@ -37,6 +50,7 @@ LOUD = {
 SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault")
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
 OLD_LIVES = 4
+INDENT = " " * 12
 
 
 class View(Protocol):
@@ -119,26 +133,46 @@ class Screen:
     def show(self, report: Report) -> None:
         size = shutil.get_terminal_size()
         words = [f"! {self._said}"] if self._said else []
-        lines = [line[: size.columns - 1] for line in [*table(report)[: size.lines - 2], *words]]
+        lines = [line[: size.columns - 1] for line in [*table(report, width=size.columns)[: size.lines - 2], *words]]
         up = f"\x1b[{self._drawn}F" if self._drawn else ""
         self._out.write(up + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
         self._out.flush()
         self._drawn = len(lines)
 
 
-def table(report: Report, now: float | None = None) -> list[str]:
-    """The whole picture, for people.   now: wall time, for ages (default: the newest beat's)."""
+def table(report: Report, now: float | None = None, width: int = 80) -> list[str]:
+    """The whole picture, for people.   now: wall time, for ages (default: the newest beat's).   width: in columns."""
     now = now or max((b.at for b in report.beats.values()), default=report.ended)
-    lines = [_title(report, now), f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat"]
-    shown = _lives_to_show(report)
+    lines = [_title(report, now, width), f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat"]
+    shown, failed = _lives_to_show(report), _failed_starts(report)
     for slot in report.wanted.slots:
-        lives = [_life_line(x, report, now) for x in shown if x.slot == slot]
-        lines += lives or [f"  {slot:9s} starting"]
+        lives = [line for x in shown if x.slot == slot for line in [_life_line(x, report, now), *_why(x.why, width)]]
+        lines += [*lives, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} starting"]
     learning = words(newest(report.steps), without=curve_of(report).name)
     numbers = [f"  {learning}"] if learning else []
     outer = outer_words(report)
     numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
     return [*lines, *numbers, *remarks(report, now)]
+
+
+def _why(words: str, width: int) -> list[str]:
+    """Below the life that ended; on one line, of which the end may go."""
+    room = max(40, width - 1) - len(INDENT)
+    return [INDENT + (words if len(words) <= room else words[: room - 1] + "…")] if words else []
+
+
+def _failed_starts(report: Report) -> dict[str, Mapping[str, Any]]:
+    """Per slot, the newest launch that ended before it could claim it."""
+    newest = {x.slot: x.claimed for x in report.lives}
+    return never_lived(report.events, {(x.slot, x.host) for x in report.lives}, newest)
+
+
+def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> list[str]:
+    if end is None:
+        return []
+    when = f"at {end['at'] - report.began:.1f} s"
+    head = f"  {end['slot']:9s} launch {end.get('attempt', 1)} ended before it joined, {when}"
+    return [head, *_why(seen_words(end), width)]
 
 
 def _lives_to_show(report: Report) -> list[Life]:
@@ -148,13 +182,29 @@ def _lives_to_show(report: Report) -> list[Life]:
     return [x for x in report.lives if x is newest[x.slot] or x in before]
 
 
-def _title(report: Report, now: float) -> str:
-    line = curve_of(report)
+def _title(report: Report, now: float, width: int) -> str:
+    """The curve takes the room that the words leave."""
+    line, curve = curve_of(report), ""
     known = line.known
-    curve = f"  {line.name} {known[0]:.2f} {sparkline(known[-24:])} {known[-1]:.2f}" if known else ""
-    where = f"outer step {report.head} of {report.wanted.steps}"
-    seconds = (report.ended if report.done else max(now, report.began)) - report.began
-    return f"{report.name}  {where}{curve}  {seconds:.0f} s"
+    head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
+    time = f"  {_clock(_seconds(report, now))}"
+    if known:
+        first, last = f"  {line.name} {known[0]:.2f} ", f" {known[-1]:.2f}"
+        room = min(24, width - 1 - len(head + first + last + time))
+        curve = f"{first}{sparkline(known[-room:])}{last}" if room > 0 else f"  {line.name}{last}"
+    return f"{head}{curve}{time}"
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else nice_time(seconds)
+
+
+def _seconds(report: Report, now: float) -> float:
+    """Of the run's clock, which stands once nobody runs any more."""
+    if report.done:
+        return report.seconds
+    beating = any(_listening(b, report, now) for b in report.beats.values())
+    return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)
 
 
 def _life_line(life: Life, report: Report, now: float) -> str:
@@ -236,7 +286,7 @@ def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
         told = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
         told["beat_age_s"] = round(now - mine.at, 2)
     fixed = {"slot": life.slot, "generation": life.generation, "pid": life.pid, "host": life.host, "how": life.how}
-    return {**fixed, "counted_in": len(life.commits), **told}
+    return {**fixed, "counted_in": len(life.commits), "why": life.why, **told}
 
 
 # -------------------------------------------------------------------- money
@@ -244,7 +294,7 @@ def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
     limit = "".join(f" of {text}" for text in [_limit(wanted)] if text)
-    unknown = f", and {len(spent.unknown)} launches whose price nobody knows" if spent.unknown else ""
+    unknown = f", {len(spent.unknown)} launches at a price that nobody knows" if spent.unknown else ""
     return f"${spent.usd:.2f}{limit} so far, ${spent.rate:.2f} per hour now{unknown}"
 
 

@@ -178,6 +178,11 @@ def log(slot: str, generation: int, n: int) -> str:
     return f"{LOGS}{slot}-{generation}/{n:06d}.jsonl"
 
 
+def logs_of(slot: str, generation: int) -> str:
+    """The prefix of one life's logs."""
+    return f"{LOGS}{slot}-{generation}/"
+
+
 def rollouts(slot: str, generation: int, n: int) -> str:
     return f"{LOGS}{slot}-{generation}/{n:06d}.rollouts.jsonl"
 

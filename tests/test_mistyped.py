@@ -107,7 +107,7 @@ def test_bash_completes_the_slots_of_a_run(capsys, run, tmp_path, monkeypatch): 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_are_told_executors_and_slots(capsys, shell):
     script = say(capsys, "completion", shell)[1]
-    assert "local modal hf-jobs slurm sky" in script and f"completion {shell} --slots" in script
+    assert "local modal hf-jobs slurm sky" in script and f"completion {shell} --verb" in script
 
 
 def test_the_bash_script_is_read_without_an_error(capsys):
