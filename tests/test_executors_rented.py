@@ -492,6 +492,15 @@ def test_stop_reaches_launches_that_only_the_log_knows(world):
     assert all(j.state.ended for j in world.cloud.jobs.values()) and len(world.cloud.jobs) == 3
 
 
+def test_stop_of_a_run_that_is_supervised_writes_each_end_once(world):
+    """Before: its supervisor wrote the ends and "stopped", and then `diloco stop` wrote all of them again."""
+    world.started()
+    ends = stop_run(world.run.store, Supervising(world), 60.0, lambda text: None, CloudExecutor(world.cloud))
+    assert not [e.name for e in ends if e.live] and world.outcome.code == exitcodes.LEFT
+    assert sorted(e["slot"] for e in world.told("ended", "lost")) == ["r00", "r01"]
+    assert len(world.told("stopped")) == 1
+
+
 class Beating:
     """A clock whose sleep lets the cloud's replicas live."""
 
@@ -525,3 +534,15 @@ def test_a_later_launch_bars_an_earlier_one_but_a_restart_may_claim_again(world)
     assert claim(store, clock, "r00", host="laptop", pid=5) == 3
     assert claim(store, clock, "r01", host="cloud/r01.1") == 1
     assert [launch_of(h, "r00") for h in ("a/r00.3", "a/r01.3", "laptop", "host.12", "")] == [3, 0, 0, 0, 0]
+
+
+class Supervising(Beating):
+    """The supervisor lives as well, and says goodbye as `supervise` does."""
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.world.outcome is None:
+            self.world.tick()
+            if (outcome := self.world.outcome) is not None:
+                self.world.supervisor.tell("stopped", code=outcome.code, text=outcome.text)
+                self.world.supervisor.lease.beat("left")

@@ -99,7 +99,7 @@ def test_bash_completes_the_slots_of_a_run(capsys, run, tmp_path, monkeypatch): 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     script = say(capsys, "completion", "bash")[1]
     assert completed(script, "diloco", "drain", run.url, "") == ["r00", "r01"]
-    assert completed(script, "diloco", "logs", run.url, "r01") == ["r01"]
+    assert completed(script, "diloco", "logs", run.url, "r01") == ["r01", "r01-1", "r01-2"]
     assert completed(script, "diloco", "drain", run.url, "--j") == ["--json"]
     assert completed(script, "diloco", "drain", tmp_path / "nothing", "") == []
 
