@@ -141,7 +141,7 @@ def test_who_does_not_end_is_fenced_and_cannot_come_back(world):
     world.cloud.preempt("r00")
     world.cloud.deaf = True
     world.pass_time(60 + 30 + 5)
-    fence = newest_claim(world.run.store, "r00")
+    assert (fence := newest_claim(world.run.store, "r00")) is not None
     assert fence.host.startswith("supervisor/r00.")
     (second,) = [a for s, a in world.cloud.jobs if s == "r00" and a != 1]
     assert second == launch_of(fence.host, "r00")
