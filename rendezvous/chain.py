@@ -8,7 +8,7 @@ A reader only ever goes from t to t+1, so a gap cannot be skipped; LIST is never
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.errors import ChainBroken
-from rendezvous.records import Commit
+from rendezvous.records import Commit, WireError
 from rendezvous.store import Store
 
 
@@ -48,7 +48,7 @@ class Chain:
 
     def accept(self, t: int, body: bytes) -> Commit:
         """Take `body` as commit t after checking that it follows what is known."""
-        commit = Commit.decode(body)
+        commit = self._decoded(t, body)
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
             raise ChainBroken(
@@ -63,6 +63,15 @@ class Chain:
         for old in [u for u in self._commits if u < t - self._window]:
             del self._commits[old], self._digests[old]
         return commit
+
+    def _decoded(self, t: int, body: bytes) -> Commit:
+        try:
+            return Commit.decode(body)
+        except WireError as error:
+            raise WireError(
+                f"{self._store.url}/{layout.commit(t)}: {error}. Nothing is decided in its place. Restore the object "
+                f"from a backup, or delete it if step {t} was never taken, and run the same command again"
+            ) from error
 
     def known(self, t: int) -> Commit | None:
         return self._commits.get(t)
@@ -83,13 +92,21 @@ class Chain:
 def refuse_gap(store: Store, t: int) -> None:
     """Commit t was not there; raises ChainBroken if the one after it is, and t still is not.
 
-    Both may have been written since the caller looked: t is always there before t + 1, so it is read last.
+    Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  What is no
+    commit shows nothing: anybody may have put it there, and step t + 1 will end at it.
     """
-    if store.get(layout.commit(t + 1)) is not None and store.get(layout.commit(t)) is None:
+    if _is_commit(store.get(layout.commit(t + 1)), t + 1) and store.get(layout.commit(t)) is None:
         raise ChainBroken(
             f"commit {t} is missing, though commit {t + 1} is there. Registers are never deleted: the bucket was "
             "edited, or lost objects; restore it from a backup. Nothing was written"
         )
+
+
+def _is_commit(body: bytes | None, t: int) -> bool:
+    try:
+        return body is not None and Commit.decode(body).t == t
+    except WireError:
+        return False
 
 
 def head(store: Store, known: int = 0) -> int:

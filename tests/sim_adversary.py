@@ -86,7 +86,7 @@ def free_key(world: "World", what: str) -> str:
         return layout.mean(head, r.randrange(3))
     if what == "manifest":
         return layout.snapshot(head + 1)
-    return layout.commit(head) if what == "commit" else layout.beat(slot)
+    return layout.commit(head + r.randrange(2)) if what == "commit" else layout.beat(slot)
 
 
 def malformed(world: "World", what: str) -> bytes:
@@ -184,7 +184,7 @@ def may_lose(world: "World", t: int) -> bool:
     if any(p.deciding == t for p in world.processes if not p.gone):
         world.fired["a sleeper would win a vanished commit"] += 1
         return False
-    return layout.commit(t + 1) in world.objects
+    return layout.commit(t + 1) in world.objects and layout.commit(t + 1) not in world.planted
 
 
 def vanish(world: "World", key: str) -> None:

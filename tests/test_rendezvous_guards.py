@@ -20,7 +20,7 @@ from rendezvous.closing import Vigil
 from rendezvous.codecs import codec
 from rendezvous.digests import digest
 from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RendezvousError
-from rendezvous.records import Commit, Mean, Offer, Snapshot
+from rendezvous.records import Commit, Mean, Offer, Snapshot, WireError
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous, no_tell
 from rendezvous.rules import flaw
@@ -640,3 +640,15 @@ def test_commits_that_were_made_while_a_replica_looked_are_no_gap(clock: ManualC
     store.faults = [Fault("get", layout.commit(1), error=None, before=two_steps)]
     b.rv.chain.refuse_gap(0)
     assert b.rv.catch_up() == 2
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{}", b"[[]]", b'{"kind":"commit","wire":2,"t":1}'])
+def test_garbage_in_the_place_of_the_commit_after_next_is_no_gap(clock: ManualClock, garbage: bytes) -> None:
+    """Before: "commit 0 is missing, though commit 1 is there", a step too early, and with the exit code of a crash."""
+    store, a, b = pair(clock)
+    store.inner.put(layout.commit(1), garbage)
+    together(a, b)
+    a.offer()
+    with pytest.raises(WireError, match=r"steps/0000000001/commit.json: expected a commit.*Restore the object"):
+        a.rv.settle()
+    assert store.inner.get(layout.commit(1)) == garbage
