@@ -8,14 +8,15 @@ import multiprocessing
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rendezvous.errors import GaveUp, KeyExists, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import PatientStore, Store, open_store, put_once
+from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.seal import SealedStore
+from rendezvous.store import Buffer, PatientStore, Store, open_store, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
@@ -25,8 +26,29 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda tmp: MemoryStore(),
     "faulty, without faults": lambda tmp: FaultyStore(MemoryStore()),
     "patient": lambda tmp: PatientStore(MemoryStore(), ManualClock(), 10.0),
+    "sealed": lambda tmp: SealedStore(FileStore(tmp / "bucket"), b"k" * 16, "run"),
 }
 BIG = bytes(range(256)) * 40_000  # 10 MB: more than one chunk
+
+
+class Broken(RendezvousError):
+    """What a stream raises when its owner gives it up (rendezvous/snapshot_writer.py: Abandoned)."""
+
+
+class Pieces:
+    """A body in pieces of 1 MiB.   breaks_at: bytes after which it raises Broken, 0 for never."""
+
+    def __init__(self, body: bytes, breaks_at: int = 0) -> None:
+        self.body, self.size, self._breaks_at = body, len(body), breaks_at
+
+    def __iter__(self) -> Iterator[Buffer]:
+        for at in range(0, self.size, 1 << 20):
+            if 0 < self._breaks_at <= at:
+                raise Broken("the owner gave it up")
+            yield memoryview(self.body)[at : at + (1 << 20)]
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self)
 
 
 @pytest.fixture(params=STORES)
@@ -55,6 +77,24 @@ def test_bodies_of_every_size(store: Store) -> None:
     for body in (b"", b"x", BIG):
         store.put("k", body)
         assert store.get("k") == body
+
+
+def test_a_stream_is_written_as_its_pieces_come(store: Store) -> None:
+    for body in (b"", b"x", BIG):
+        store.put("k", Pieces(body))
+        assert store.get("k") == body
+
+
+@pytest.mark.parametrize("mib", [1, 9])  # 9: a store that uploads parts of 8 MiB has sent one
+@pytest.mark.parametrize("before", [None, b"what stood there"])
+def test_a_stream_that_breaks_off_passes_its_error_on_and_changes_nothing(
+    store: Store, before: bytes | None, mib: int
+) -> None:
+    if before is not None:
+        store.put("k", before)
+    with pytest.raises(Broken):
+        store.put("k", Pieces(BIG, breaks_at=mib << 20))
+    assert store.get("k") == before and store.list("") == ([] if before is None else ["k"])
 
 
 def test_get_into_fills_the_buffer_or_says_no(store: Store) -> None:

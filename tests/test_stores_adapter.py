@@ -12,6 +12,8 @@ from rendezvous.stores.adapter import AdapterStore
 from tests import test_rendezvous_store as contract
 from tests.s3_server import S3Server
 from tests.test_rendezvous_store import (  # noqa: F401  the part of the contract that needs no register
+    test_a_stream_is_written_as_its_pieces_come,
+    test_a_stream_that_breaks_off_passes_its_error_on_and_changes_nothing,
     test_bodies_of_every_size,
     test_delete_forgets_and_does_not_mind_what_is_missing,
     test_get_into_fills_the_buffer_or_says_no,

@@ -20,6 +20,8 @@ from rendezvous.stores.cloud import CloudStore
 from tests.fakes import ManualClock
 from tests.s3_server import S3Server
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`
+    test_a_stream_is_written_as_its_pieces_come,
+    test_a_stream_that_breaks_off_passes_its_error_on_and_changes_nothing,
     test_bodies_of_every_size,
     test_create_writes_once,
     test_delete_forgets_and_does_not_mind_what_is_missing,

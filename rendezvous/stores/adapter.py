@@ -39,7 +39,7 @@ class AdapterStore:
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 
     def put(self, key: str, body: Body) -> None:
-        if isinstance(body, Buffer):
+        if isinstance(body, Buffer) or "memory" in self._fs.protocol:  # that one shows a file when it is opened
             self._ask("write", key, lambda: self._write(key, bytes(body)))
         else:
             self._ask("write", key, lambda: self._stream(key, body))
@@ -48,15 +48,17 @@ class AdapterStore:
         path = self._path(key)
         with suppress(FileExistsError):  # where folders are real
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        file = self._fs.open(path, "wb")
+        file = self._fs.open(path, "wb", autocommit=False)  # what stands there stays until `commit`
         try:
             for piece in body:
                 file.write(piece)
         except BaseException:
-            with suppress(Exception):  # closing it would finish half an object
+            with suppress(Exception):  # closing it, as its destructor does, would finish half an object
                 file.discard()
+                file.closed = True
             raise
         file.close()
+        file.commit()
 
     def create(self, key: str, body: Buffer) -> None:
         plain_key(key)
