@@ -196,7 +196,7 @@ def test_a_run_whose_run_json_is_gone(capsys, run, config):
 
 
 def test_a_replica_refuses_to_join_with_exit_code_2_when_the_quorum_is_lost(run):
-    """Before: it went on with quorum 1."""
+    """Seen at decbfac: exit code 2 and "expected a control, found b'{}'", without which object or what to do."""
     run.store.put(layout.control(0), b"{}")
     joins = [sys.executable, "-m", "diloco.replica", run.url, "--slot", "r01"]
     done = subprocess.run(joins, capture_output=True, text=True, timeout=60)

@@ -132,7 +132,7 @@ LINES = [
 
 
 def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> None:
-    """Seen before: `status`, `costs`, `stop` and `resume` raised for each of them."""
+    """Seen at decbfac: `read_report`, with which every command begins, raised for 8 of these 14."""
     from executors.money import costs
     from executors.track import past
 
@@ -154,7 +154,7 @@ def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> N
 
 
 def test_without_its_first_control_record_nobody_joins_a_run() -> None:
-    """Seen before: quorum 1 and no budget, without a word."""
+    """Seen at decbfac: quorum 1 and no budget, without a word."""
     clock = ManualClock()
     store, a, b = pair(clock)
     together(a, b)
@@ -208,7 +208,8 @@ def test_a_commit_that_vanished_is_never_written_anew() -> None:
 
 @pytest.mark.parametrize("odd", [*ODD, b'{"wire":2,"kind":"control","n":0}', Control(1, "n", 0.0).encode()])
 def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: bytes) -> None:
-    """Seen before: quorum 1 and no budget, without a word."""
+    """Seen at decbfac: WireError, or RecursionError, without what to do.  Passed over like other garbage it would be
+    quorum 1 and no budget."""
     clock = ManualClock()
     store, a, b = pair(clock, steps=9)
     together(a, b)
@@ -239,7 +240,8 @@ def raised_quorum(clock: ManualClock) -> tuple[FaultyStore, list[Seat]]:
 
 
 def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_record_asks_for() -> None:
-    """Seen before: the life that came next closed steps alone, with m = 1."""
+    """Seen at decbfac: garbage in any control record was a WireError in every replica.  Now that it is passed over, the
+    next life would close steps alone, with m = 1."""
     clock = ManualClock()
     store, _ = raised_quorum(clock)
     store.inner.put(layout.control(1), b"garbage")
@@ -278,7 +280,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("kept", [layout.control(0), layout.claim("r00", 1), layout.commit(0), layout.snapshot(0)])
 def test_no_run_is_founded_over_the_registers_of_one_whose_run_json_is_gone(kept: str, tmp_path: Path) -> None:
-    """Seen before: a new run.json, and its replicas went on from the old one's steps."""
+    """Seen at decbfac: a new run.json was written over all four."""
     (tmp_path / "text.txt").write_text("1 2 3")
     config, url = RunConfig.from_dict(CONFIG, tmp_path), str(tmp_path / "run")
     store = open_run(config, url, SystemClock()).store
