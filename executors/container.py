@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from diloco import exitcodes
 from diloco.host import PLACE_ENV
 from executors import child as entry
+from executors import oom
 from executors.base import REPLICA, ReplicaSpec
 from executors.processes import describe
 
@@ -73,14 +74,17 @@ def _run(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[st
         print(reason, file=sys.stderr, flush=True)
         return _end(code, reason=reason, tail=(reason,)), None
     with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
-        child, interruption = Child(spec, executor, Path(scratch) / "end"), None
+        child, interruption, kills = Child(spec, executor, Path(scratch) / "end"), None, oom.Kills()
         try:
             child.start()
             code = child.wait(_time_left(spec, began), grace_s)
         except BaseException as error:
             code, interruption = child.leave(grace_s), error
         tail = child.tail  # also waits for the last line to be passed on
-        return _end(code, value=child.value() if code == 0 else None, tail=tail if code else ()), interruption
+        starved = oom.TEXT if interruption is None and kills.explain(code) else ""
+        return _end(
+            code, reason=starved, value=child.value() if code == 0 else None, tail=tail if code else ()
+        ), interruption
 
 
 class Child:
@@ -218,7 +222,9 @@ def end_lines(end: Mapping[str, Any]) -> list[str]:
 
 
 def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
-    """The end that a container's log tells, or None if it was cut off."""
+    """The end that a container's log tells, or None if it was cut off.  A job that was started again tells more."""
+    starts = [i for i, line in enumerate(lines) if line.startswith(STARTED)]
+    lines = lines[starts[-1] if starts else 0 :]
     told = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
     try:
         return json.loads(told)

@@ -157,8 +157,11 @@ class Hub:
             raise
         return self._told(info)
 
-    def start(self, run: str, slot: str, attempt: int, limit_s: int, **wanted: Any) -> Job:
-        """One job.  After every doubtful answer a look whether it is there: the Hub would start a second one."""
+    def start(self, run: str, slot: str, attempt: int, limit_s: int, attempts: int = 1, **wanted: Any) -> Job:
+        """One job, which the Hub starts at most `attempts` times.
+
+        After every doubtful answer a look whether it is there: the Hub would start a second one.
+        """
         labels = {"run": run_label(run), "slot": slot, "attempt": str(attempt), "limit": str(limit_s)}
         name = f"{labels['run']}-{slot}-{attempt}"[:100]
         known: list[Job] = []
@@ -167,7 +170,12 @@ class Hub:
                 known = known or [
                     self._told(
                         self.api.run_job(
-                            **wanted, timeout=limit_s, attempts=1, labels=labels, name=name, namespace=self.namespace
+                            **wanted,
+                            timeout=limit_s,
+                            attempts=attempts,
+                            labels=labels,
+                            name=name,
+                            namespace=self.namespace,
                         )
                     )
                 ]

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executors import child, processes
+from executors import child, oom, processes
 from executors.base import (
     RANK_ENV,
     REPLICA,
@@ -101,6 +101,7 @@ class LocalProcessExecutor:
         self._handles: dict[tuple[str, str, int], Handle] = {}
         self._failed: dict[Handle, str] = {}
         self._deadlines: dict[Handle, float] = {}
+        self._kills, self._starved = oom.Kills(), dict[Handle, bool]()
         self._dead: dict[Handle, float] = {}  # since when; its exit code is not written yet
 
     # ------------------------------------------------------------------ starting
@@ -217,8 +218,16 @@ class LocalProcessExecutor:
             return Status(handle, State.SUCCEEDED, reason, code)
         if handle in self._deadlines:
             return Status(handle, State.CANCELLED, reason, code)
+        if self._starved_by(handle, code):
+            return Status(handle, State.FAILED, oom.TEXT, code)
         outside = code is None or -code in (signal.SIGKILL, signal.SIGTERM)
         return Status(handle, State.LOST if outside else State.FAILED, reason, code)
+
+    def _starved_by(self, handle: Handle, code: int | None) -> bool:
+        """Did the kernel kill it for memory?  Asked again, the same answer."""
+        if handle not in self._starved:
+            self._starved[handle] = self._kills.explain(code)
+        return self._starved[handle]
 
     def _end(self, handle: Handle) -> tuple[int | None, bool]:
         """(exit code, has it ended?)"""

@@ -5,6 +5,7 @@
                     ├─ FunctionTimeoutError               ─▶ FAILED          NotFound, OutputExpired ─▶ LOST
                     ├─ InternalFailure                    ─▶ LOST
                     └─ RemoteError                        ─▶ CANCELLED if somebody asked, else LOST
+                       (where it says that memory ran out: FAILED, its own fault)
     logs.fetch(since) ─▶ lines, each once
 
 Not promised: a log line that Modal takes more than half a minute to show.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+from executors import oom
 from executors.base import Handle, State, Status, Unavailable
 from executors.modal_app import Register
 from executors.modal_sdk import no_answer, sdk
@@ -42,8 +44,11 @@ def look(handle: Handle, register: Register, began: bool) -> tuple[Status, Mappi
     except e.FunctionTimeoutError as error:
         return Status(handle, State.FAILED, f"ended by Modal at its time limit: {error}"), {}
     except (e.InternalFailure, e.OutputExpiredError, e.NotFoundError) as error:
-        return Status(handle, State.LOST, f"{type(error).__name__}: {error}"), {}
+        state = State.FAILED if oom.said(str(error)) else State.LOST
+        return Status(handle, state, f"{type(error).__name__}: {error}"), {}
     except e.RemoteError as error:
+        if oom.said(str(error)):
+            return Status(handle, State.FAILED, f"ended by Modal: {error}"), {}
         asked = not str(error) or register.asked(handle.slot, handle.attempt)
         text = f"cancelled {error}".strip() if asked else f"ended by Modal: {error}"
         return Status(handle, State.CANCELLED if asked else State.LOST, text), {}
@@ -56,7 +61,7 @@ def look(handle: Handle, register: Register, began: bool) -> tuple[Status, Mappi
 def _of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
     """What executors.container returned.  A signal from outside is a loss, as on any machine."""
     code = end["exit_code"]
-    lost = code is None or -code in (9, 15)
+    lost = code is None or oom.from_outside(code, end["reason"])
     state = State.SUCCEEDED if code == 0 else State.LOST if lost else State.FAILED
     return Status(handle, state, end["reason"], code)
 

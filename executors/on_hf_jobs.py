@@ -7,13 +7,14 @@
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
     ERROR ▶ FAILED with the exit code that its last log line tells; LOST if it was cut off before that line
 
-A job is attempted once: whoever replaces it (the supervisor) must know.  Nothing is kept on this machine.
+A replica's job is attempted once: whoever replaces it (the supervisor) must know.  The supervisor's own job is started
+again by the Hub when its host dies; it takes over by its lease, so two at once launch nobody twice.  Nothing is kept on
+this machine.
 
 Not promised: what the platform does before it kills a job; a replica survives a SIGKILL at any moment.
 """
 
 import json
-import re
 import sys
 import uuid
 from collections import deque
@@ -22,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco import exitcodes
-from executors import container, processes
+from executors import container, oom, processes
 from executors.base import (
     RANK_ENV,
     REPLICA,
@@ -41,9 +42,13 @@ from executors.base import (
 from executors.container import ENDED, STARTED, TAIL, read_end, spoken
 from executors.hf_recipe import CPU, IMAGE, TIMEOUT_S, Recipe
 from executors.hub import Hub, Job, at_once, no_entry, refusal, transient
+from executors.lease import supervisor_of
+from executors.track import LOST_LEASE
 from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import RendezvousError
 
 SUPERVISOR, WATCH_S = "supervisor", 12 * 3600.0
+WATCHES = 10  # times that the Hub may start one supervisor's job: it ends well, and not again, once it has said goodbye
 END_LINES = 64  # of a log: enough to see how it ended
 ANSWER_S = 10.0  # a poll takes no longer; what is not known by then is stale
 COLLECT_S, FOLLOW_S = 0.5, 0.5
@@ -146,7 +151,8 @@ class HFJobsExecutor:
     def _start(self, spec: ReplicaSpec, flavor: str) -> Callable[[], Job]:
         module = ("executors.on_hf_jobs", json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
         wanted, limit = self._recipe.job(spec, flavor, *module), self._recipe.limit(spec)
-        return lambda: self._hub.start(spec.run, spec.slot, spec.attempt, limit, **wanted)
+        attempts = WATCHES if spec.slot == SUPERVISOR else 1
+        return lambda: self._hub.start(spec.run, spec.slot, spec.attempt, limit, attempts, **wanted)
 
     def _settled(self, run: str, started: Collection[tuple[str, int]]) -> dict[tuple[str, int], Job | str]:
         """Of several jobs of one launch the oldest; of one whose time-out was cut short, the reason to end it."""
@@ -221,7 +227,7 @@ class HFJobsExecutor:
             handle = self._handle(handle.run, job)
         if job.stage == "SCHEDULING":
             return Status(handle, State.PENDING, job.message)
-        if job.stage == "COMPLETED":
+        if job.stage == "COMPLETED" and handle.slot != SUPERVISOR:  # a supervisor's job ends well however it ended
             return Status(handle, State.SUCCEEDED, processes.describe(0), 0)
         if not job.ended:
             return Status(handle, State.RUNNING, job.message)
@@ -364,29 +370,46 @@ class HFJobsExecutor:
 
 
 def main(argv: list[str]) -> int:
-    """A supervisor's job: as any other, and at its time limit it starts the next one."""
-    code = container.main(argv[:2])
+    """A supervisor's job: as any other, and at its time limit it starts the next one.
+
+    The Hub starts it again after any exit code but 0, so only an end without a word to the run has another.
+    """
+    code, spec = container.main(argv[:2]), ReplicaSpec.from_dict(json.loads(argv[0]))
     if code == exitcodes.RESUME:
-        spec = ReplicaSpec.from_dict(json.loads(argv[0]))
         HFJobsExecutor(**json.loads(argv[2])).start_supervisor(spec.run, spec.attempt + 1)
-    return code
+        return 0
+    return code if _cut_off(spec.run, code) else 0
+
+
+def _cut_off(run: str, code: int) -> bool:
+    """Did a supervisor end without a goodbye, and is nobody else there?"""
+    from rendezvous.seal import open_sealed
+
+    if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
+        return False
+    try:
+        return supervisor_of(open_sealed(run)) is not None
+    except RendezvousError:
+        return True
 
 
 def ended(handle: Handle, job: Job, lines: list[str]) -> Status:
     """What a job's last words say about its end."""
     told = read_end(lines)
     code, late = told["exit_code"] if told else None, _timed_out(job)
-    if code == 0:  # it was done before it could be cancelled
+    if code == 0 or (code is None and job.stage == "COMPLETED"):  # it was done before it could be cancelled
         return Status(handle, State.SUCCEEDED, processes.describe(0), 0)
     if job.stage == "CANCELED":
         return Status(handle, State.CANCELLED, "cancelled", code)
     if told:
-        outside = code in (-9, -15)
-        words = f"{told['reason']}; {late}" if late else told["reason"]
+        outside = oom.from_outside(code, told["reason"], job.message)
+        words = "; ".join(
+            dict.fromkeys(x for x in (told["reason"], late, job.message if oom.said(job.message) else "") if x)
+        )
         return Status(handle, State.LOST if outside else State.FAILED, words, code)
     if late:
         return Status(handle, State.LOST, late)
-    if re.search(r"\boom\b|out of memory", job.message, re.I):
+    if oom.said(job.message):
         return Status(handle, State.FAILED, job.message)
     if 0 < len(lines) < END_LINES and not any(line.startswith(STARTED) for line in lines):
         last = "\n".join([job.message or "no message", *deque(lines, TAIL)])

@@ -17,23 +17,26 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from executors import processes
+from executors import oom, processes
 from executors.base import (
     RANK_ENV,
     REPLICA,
     ExecutorError,
     Handle,
     LaunchPlan,
+    Refused,
     ReplicaSpec,
     Result,
     State,
     Status,
+    Unavailable,
     ranked_specs,
     unanswered,
     wait_for_all,
@@ -46,6 +49,23 @@ NAME = "sky"
 MOUNT = "/tmp/diloco-code"
 PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # of a job's lines in the log
 END_LINES, COLLECT_S = 64, 5.0
+FIELDS = (
+    "job_id",
+    "job_name",
+    "status",
+    "failure_reason",
+    "details",
+    "recovery_count",
+)  # the first answer lacks reasons
+REFUSALS = (
+    "ApiServerAuthenticationError", "PermissionDeniedError", "NoWorkspaceAccessError", "NoCloudAccessError",
+    "InvalidCloudCredentials", "ClusterOwnerIdentityMismatchError",
+)  # fmt: skip
+LOST = (
+    "ApiServerConnectionError", "ServerTemporarilyUnavailableError", "ConcurrentWorkerExhaustedError", "NetworkError",
+    "ExecutionRetryableError", "ExecutionPoolFullError", "RequestInterruptedError", "RequestCancelled", "Timeout",
+    "ClusterStatusFetchingError", "SkyletUnavailableError", "FetchClusterInfoError", "KubeAPIUnreachableError",
+)  # fmt: skip
 STATES = {
     "PENDING": State.PENDING,
     "SUBMITTED": State.PENDING,
@@ -93,6 +113,7 @@ class SkyExecutor:
         self._clock = clock or SystemClock()
         self._failed: dict[Handle, str] = {}
         self._last: dict[Handle, Status] = {}
+        self._listed: list[Job] = []  # all jobs, as of the newest launch or find
 
     # ------------------------------------------------------------------ starting
 
@@ -127,12 +148,14 @@ class SkyExecutor:
         if known is not None:
             return self._handle(spec.run, spec.slot, spec.attempt, known)
         try:
-            ids, _ = sky().get(sky().jobs.launch(self.task(spec), name=job_name(spec)))
+            ids, _ = answer(lambda: sky().jobs.launch(self.task(spec), name=job_name(spec)))
             return self._handle(spec.run, spec.slot, spec.attempt, Job(ids[0], job_name(spec), "PENDING", ""))
         except Exception as error:  # its answer may be lost, and the job there
             if (job := self._newest_by_name().get(job_name(spec))) is not None:
                 return self._handle(spec.run, spec.slot, spec.attempt, job)
-            return self._failure(spec, f"{type(error).__name__}: {error}")
+            return self._failure(
+                spec, str(error) if isinstance(error, ExecutorError) else f"{type(error).__name__}: {error}"
+            )
 
     def task(self, spec: ReplicaSpec) -> Any:
         """What SkyPilot is told."""
@@ -207,32 +230,34 @@ class SkyExecutor:
             return Status(handle, State.LOST, "SkyPilot knows no such job any more")
         if job.state is not State.FAILED:
             return Status(handle, job.state, job.why, 0 if job.state is State.SUCCEEDED else None)
-        end = read_end(self._lines(handle, END_LINES))
+        return self._failed_as(handle, job, read_end(self._lines(handle, END_LINES)))
+
+    def _failed_as(self, handle: Handle, job: Job, end: Mapping[str, Any] | None) -> Status:
         if end is None:
-            return Status(handle, State.LOST, job.why or "it failed without a last word")
-        outside = end["exit_code"] in (-9, -15)
-        return Status(handle, State.LOST if outside else State.FAILED, end["reason"], end["exit_code"])
+            why = job.why or "it failed without a last word"
+            return Status(handle, State.FAILED if oom.said(why) else State.LOST, why)
+        words = end["reason"] + (f"; {job.why}" if oom.said(job.why) else "")
+        outside = oom.from_outside(end["exit_code"], words)
+        return Status(handle, State.LOST if outside else State.FAILED, words, end["exit_code"])
 
     def _jobs(self, ids: list[int] | None = None) -> list[Job]:
         try:
-            rows = sky().get(sky().jobs.queue_v2(refresh=False, job_ids=ids))[0]
-        except ExecutorError:
-            raise
-        except Exception as error:
-            if type(error).__name__ == "ClusterNotUpError":  # no job was ever launched
-                return []
-            raise ExecutorError(
-                f"SkyPilot does not answer: {error}. Next: `sky api status`, `sky check` and `sky jobs queue`"
-            ) from error
+            rows = answer(lambda: sky().jobs.queue_v2(refresh=False, job_ids=ids, fields=FIELDS))[0]
+        except NoController:  # no job was ever launched
+            return []
         return [Job(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
 
     def _newest_by_name(self) -> dict[str, Job]:
         """Of two of one name (a lost answer) the older counts."""
-        return {j.name: j for j in sorted(self._jobs(), key=lambda j: -j.id)}
+        self._listed = self._jobs()
+        return {j.name: j for j in sorted(self._listed, key=lambda j: -j.id)}
 
     def _lines(self, handle: Handle, tail: int | None = None) -> list[str]:
-        told = sky().jobs.tail_logs(job_id=int(handle.native), follow=False, tail=tail, preload_content=False)
-        return _whole_lines(told)
+        ask = lambda: sky().jobs.tail_logs(  # noqa: E731
+            job_id=int(handle.native), follow=False, tail=tail, preload_content=False
+        )
+        with translated():
+            return _whole_lines(ask())
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         if not handle.native:
@@ -268,21 +293,68 @@ class SkyExecutor:
     # ------------------------------------------------------------------ ending
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """SkyPilot has its own grace."""
+        """SkyPilot has its own grace.  Its answer is awaited: a request that fails later was no cancellation."""
         ids = [int(h.native) for h in handles if h.native and not self._over(h)]
         if ids:
-            sky().jobs.cancel(job_ids=ids)
+            with suppress(NoController):  # it is gone, and its jobs with it
+                answer(lambda: sky().jobs.cancel(job_ids=ids))
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        """Live jobs of the run, in the newest list of all jobs, that none of `known` names."""
+        natives = {h.native for h in known}
+        alive = [j for j in self._listed if not j.state.ended and str(j.id) not in natives]
+        return [h for j in alive if (h := self._named(run, j)) is not None]
+
+    def sweep(self, run: str) -> list[str]:
+        """Cancel every job of the run that lives, whoever started it."""
+        self._newest_by_name()
+        alive = self.orphans(run, ())
+        self.cancel(alive)
+        return [f"{h.slot}.{h.attempt}: job {h.native} on {NAME}" for h in alive]
+
+    def _named(self, run: str, job: Job) -> Handle | None:
+        """The handle that a job's name tells, if it is one of the run's."""
+        found = re.fullmatch(rf"diloco-{_digest(run)}-(\w+)-(\d+)", job.name)
+        return self._handle(run, found[1], int(found[2]), job) if found else None
 
     def find(self, run: str) -> list[Handle]:
         newest: dict[str, Handle] = {}
-        for name, job in self._newest_by_name().items():
-            found = re.fullmatch(rf"diloco-{_digest(run)}-(\w+)-(\d+)", name)
-            if found and int(found[2]) > newest.get(found[1], Handle(run, "", 0, NAME)).attempt:
-                newest[found[1]] = self._handle(run, found[1], int(found[2]), job)
+        for job in self._newest_by_name().values():
+            found = self._named(run, job)
+            if found is not None and found.attempt > newest.get(found.slot, replace(found, attempt=0)).attempt:
+                newest[found.slot] = found
         return [newest[slot] for slot in sorted(newest)]
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class NoController(ExecutorError):
+    """SkyPilot's jobs controller is not up: no job was ever launched, or all are gone."""
+
+
+def answer(request: Callable[[], Any]) -> Any:
+    """What SkyPilot's server makes of a request, in our errors: a call gives only a request's id."""
+    with translated():
+        return sky().get(request())
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """SkyPilot's errors as ours."""
+    try:
+        yield
+    except ExecutorError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        if name == "ClusterNotUpError":
+            raise NoController(f"SkyPilot's jobs controller is not up: {error}. Next: `sky status`") from error
+        if name in REFUSALS:
+            raise Refused(f"SkyPilot refuses ({name}): {error}. Next: `sky api login`, `sky check`") from error
+        if name in LOST or isinstance(error, OSError):
+            raise Unavailable(f"SkyPilot does not answer ({name}): {error}. Next: `sky api status`") from error
+        raise ExecutorError(f"SkyPilot refused ({name}): {error}. Next: `sky check` and `sky jobs queue`") from error
 
 
 def sky() -> Any:

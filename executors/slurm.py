@@ -55,6 +55,8 @@ from rendezvous.clock import Clock, SystemClock
 
 PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
 DAY_S = 24 * 3600.0
+SIGNAL_S = 0  # Slurm's USR2 so long before its limit: the same moment.  A replica leaves by its own clock before; with
+# submitit's 90 s every life would be as much shorter, and one of a minute would be told to leave as it begins
 TAIL, AT_ONCE = 12, 16
 OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -156,7 +158,7 @@ class SlurmExecutor:
         no_restart = {"no_requeue": True, **options.pop("slurm_additional_parameters", {})}
         executor.update_parameters(
             name=_job_name(spec), timeout_min=minutes, stderr_to_stdout=True,
-            **options, slurm_additional_parameters=no_restart,
+            **{"slurm_signal_delay_s": SIGNAL_S, **options}, slurm_additional_parameters=no_restart,
         )  # fmt: skip
         job = executor.submit(run_job, {**spec.to_dict(), "timeout_s": 60.0 * minutes}, str(folder))
         pid = int(job.job_id) if self._cluster == "local" else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from diloco import exitcodes
-from executors import processes
+from executors import oom, processes
 from executors.base import Handle, State, Status
 from executors.child import write_json
 
@@ -53,7 +53,7 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
 def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
     """What its own end says of it.   asked: we wanted it to go."""
     code = end["exit_code"]
-    outside = State.LOST if code in (-signal.SIGKILL, -signal.SIGTERM) else State.FAILED
+    outside = State.LOST if oom.from_outside(code, end["reason"]) else State.FAILED
     state = State.SUCCEEDED if code == 0 else State.CANCELLED if asked else outside
     return Status(handle, state, end["reason"], code)
 

@@ -187,12 +187,12 @@ class HFServer:
         return sum(m == method and bool(re.search(path, p)) for m, p in list(self.requests))
 
     def kill(self, job_id: str) -> None:
-        """A lost host."""
+        """A lost host; a job with attempts left is started again, on another one."""
         self.jobs[job_id].why = "gone"
         self.jobs[job_id].signal(signal.SIGKILL, group=True)
 
     def preempt(self, job_id: str) -> None:
-        """SIGTERM, grace, SIGKILL; no second start."""
+        """SIGTERM, grace, SIGKILL; a second start only for a job with attempts left."""
         self._ask(self.jobs[job_id], "gone")
 
     def time_out(self, job_id: str) -> None:
@@ -229,14 +229,18 @@ class HFServer:
             time.sleep(0.02)
         if job.stage == "SCHEDULING" and not self.closed:
             try:
-                self._serve(job)
+                for left in reversed(range(job.asked.get("attempts", 1))):
+                    self._serve(job, left)
+                    if job.stage != "SCHEDULING":
+                        break
             except (OSError, RuntimeError):  # its folder goes with the server
                 if not self.closed:
                     raise
 
-    def _serve(self, job: Job) -> None:
+    def _serve(self, job: Job, left: int) -> None:
+        """left: how often it may still be started again."""
         folder = self.root / job.id
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         command, env = self._command(job, folder), self._environ(job, folder)
         with self._lock:
             if job.stage != "SCHEDULING" or self.closed:
@@ -252,10 +256,14 @@ class HFServer:
         timer.start()
         for line in job.process.stdout or ():
             job.say(line.decode(errors="replace").rstrip("\n"))
-        self._ended(job, job.process.wait())
+        self._ended(job, job.process.wait(), left)
         timer.cancel()
 
-    def _ended(self, job: Job, code: int) -> None:
+    def _ended(self, job: Job, code: int, left: int = 0) -> None:
+        if left and code != 0 and job.why in ("", "gone"):
+            with job.news:
+                job.why, job.stage, job.process = "", "SCHEDULING", None
+            return
         told = {
             "cancelled": ("CANCELED", None),
             "timeout": ("ERROR", "Job timeout"),
