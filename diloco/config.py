@@ -110,8 +110,8 @@ class FleetConfig:
 
     replicas: how many to keep running.   steps: outer steps in all.
     min_replicas: fresh pseudogradients without which no outer step is taken (default min(2, replicas)).
-    retention: "all" keeps every snapshot and mean, so that any step can be exported; "window" keeps what the last two
-    snapshots need.
+    keep: bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or
+    "window" for no more than what the last two snapshots need, which always stays (rendezvous/keeping.py).
     give_up_s: seconds without progress after which a replica exits, resumable.
     hung_after_s: seconds without an inner step after which a replica may count as hung and is started again; ten times
     its median step and three times its longest, if that is more (diloco/watchdog.py); 0 for never.
@@ -121,7 +121,7 @@ class FleetConfig:
     replicas: int = 3
     steps: int = 10
     min_replicas: int | None = None
-    retention: str = "all"
+    keep: int | str = "20 GB"
     give_up_s: float = 600.0
     start_patience_s: float = 30.0
     hung_after_s: float = 600.0
@@ -171,7 +171,7 @@ class RunConfig:
             table = raw.get(name, {})
             if not isinstance(table, Mapping):
                 raise ConfigError(f"[{name}] must be a table, found {table!r}")
-            values[name] = _built(section, table, name)
+            values[name] = _built(section, _with_keep(table) if section is FleetConfig else table, name)
         config = cls(**values, folder=folder)
         config.check()
         return config
@@ -299,17 +299,32 @@ def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:
     check_lighthouse(outer)
 
 
-def check_retention(retention: str) -> None:
-    """Raises ConfigError."""
-    if retention not in ("all", "window"):
-        raise ConfigError(f'fleet.retention = {retention!r} is not known. Use "all" or "window"')
+def keep_bytes(keep: int | str) -> int | None:
+    """ "20 GB" -> 20_000_000_000; "all" -> None; "window" -> 0.   Raises ConfigError."""
+    text = str(keep).strip()
+    if text in ("all", "window"):
+        return None if text == "all" else 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|[kMGT]i?B|)", text)
+    if found is None or isinstance(keep, bool):
+        raise ConfigError(
+            f'fleet.keep = {keep!r} is not known. Use a size such as "20 GB" or "500 MB", "all" or "window"'
+        )
+    unit = found[2]
+    power = " kMGT".index(unit[0]) if unit not in ("", "B") else 0
+    return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
+
+
+def _with_keep(fleet: Mapping[str, Any]) -> dict[str, Any]:
+    """`fleet.retention`, in a run.toml or run.json of an earlier release, said the same of "all" and "window"."""
+    rest = {k: v for k, v in fleet.items() if k != "retention"}
+    return {"keep": fleet["retention"], **rest} if "retention" in fleet else rest
 
 
 def check_fleet(fleet: FleetConfig) -> None:
     """Raises ConfigError for wishes that no run could fulfil."""
     if fleet.replicas < 1 or fleet.steps < 1:
         raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
-    check_retention(fleet.retention)
+    keep_bytes(fleet.keep)
     if not 0 <= fleet.log_rollouts <= 64:
         raise ConfigError(
             f"fleet.log_rollouts = {fleet.log_rollouts} must be 0 to 64: it is a sample, per replica and outer step"

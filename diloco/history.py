@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.config import ConfigError, OuterConfig
+from diloco.config import ConfigError, OuterConfig, keep_bytes
 from diloco.flat import cut, trainable
 from diloco.launch import ModelRecord, Run, fetch_model, read_run, save_below
 from diloco.outer import Nesterov, OuterState
@@ -24,9 +24,9 @@ from rendezvous.background import no_tell, together_on
 from rendezvous.chain import Chain, head
 from rendezvous.clock import SystemClock
 from rendezvous.closing import refuse_misweighed
-from rendezvous.garbage import kept_from
+from rendezvous.reach import reach
 from rendezvous.reduce import Reducer
-from rendezvous.store import PatientStore
+from rendezvous.store import PatientStore, Store
 
 
 def export(url: str, step: int | None, to: Path) -> int:
@@ -52,6 +52,8 @@ def state_at(
 ) -> tuple[int, OuterState]:
     """θ and outer momentum before commit `step` (default: after the last one), replayed."""
     store, clock = PatientStore(run.store, SystemClock(), 10.0), SystemClock()
+    if step is not None:
+        refuse_gone(store, step, run.config.fleet.keep)
     state, rules = empty_state(record, run.config.outer), run.config.outer.rules
     chain, reducer = Chain(store, 2), Reducer(store, clock, tell, rules, together=together_on(run.store))
     at = _nearest_snapshot(store, state, step, tell)
@@ -65,6 +67,16 @@ def state_at(
         reducer.mean(commit, mean)
         state.apply(t % rules.fragments, mean)
     return goal, state
+
+
+def refuse_gone(store: Store, step: int, keep: int | str) -> None:
+    """ConfigError if what is left in the bucket does not tell θ_step any more.   keep: fleet.keep."""
+    if keep_bytes(keep) is None or (left := reach(store)).covers(step):
+        return
+    raise ConfigError(
+        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep}) {left.words()}. Use one of "
+        "those with --step, or none for the newest"
+    )
 
 
 def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
@@ -91,11 +103,6 @@ def _nearest_snapshot(store: Any, state: OuterState, step: int | None, tell: Cal
         if arrays is not None:
             state.load(arrays)
             return snapshot.t
-    first = kept_from(store)
-    if first and step is not None and step < first:
-        raise ConfigError(
-            f"step {step} was collected (fleet.retention = window); --step {first} and later ones can be exported"
-        )
     raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
 
 

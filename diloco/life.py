@@ -42,6 +42,7 @@ class Life:
     """A claimed, beating slot.   rv: its side of the agreement.
 
     hung_after_s: seconds without an inner step after which the life may end itself (diloco/watchdog.py), 0 for never.
+    keep: bytes of blobs that stay in the bucket (rendezvous/keeping.py), None for all.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Life:
         timing: Timing,
         *,
         clock: Clock | None = None,
-        retention: str = "all",
+        keep: int | None = None,
         parent_alive: Callable[[], bool] = lambda: True,
         hung_after_s: float = 0.0,
     ) -> None:
@@ -74,7 +75,7 @@ class Life:
             tell=self.tell,
             host=host(),
             pid=os.getpid(),
-            retention=retention,
+            keep=keep,
             background=Worker(self.tell),
             uploads=Worker(self.tell),
             together=together_on(store),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from diloco import dropin
-from diloco.config import AUTO, OuterConfigError, check_retention
+from diloco.config import AUTO, FleetConfig, OuterConfigError, keep_bytes
 from diloco.flat import layout_of
 from diloco.launch import agree, solo_warning
 from diloco.life import Life, make_room
@@ -97,6 +97,7 @@ class StoreManager:
 
     run: its URL, an open Store, or a Life that has claimed the slot already.   slot: r00, r01, ….
     replicas, min_replicas, steps: first wishes for a run that has none yet (min_replicas: min(2, replicas)).
+    keep: what stays in the bucket, as fleet.keep of a run.toml (diloco/config.py).
     load_state_dict, state_dict: only for a bare manager.
     """
 
@@ -111,18 +112,18 @@ class StoreManager:
         replicas: int | None = None,
         min_replicas: int | None = None,
         steps: int | None = None,
-        retention: str = "all",
+        keep: int | str = FleetConfig.keep,
         timing: Timing | None = None,
         clock: Clock | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
         state_dict: Callable[[], Any] | None = None,
     ) -> None:
-        check_retention(retention)
+        most = keep_bytes(keep)
         if not isinstance(run, Life):
             clock = clock or SystemClock()
             store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
             make_room(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
-            run, self._founds = Life(store, slot, timing or Timing(), clock=clock, retention=retention), True
+            run, self._founds = Life(store, slot, timing or Timing(), clock=clock, keep=most), True
         else:
             self._founds = False  # `diloco train` has written run.json
         self.life = run

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco import exitcodes
-from diloco.config import BUCKET, ConfigError, RunConfig
+from diloco.config import BUCKET, ConfigError, RunConfig, keep_bytes
 from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run, refuse_layout
 from diloco.learning import line
 from diloco.life import Life, process_alive
@@ -58,7 +58,7 @@ def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = read_run(url)
     try:
         life = Life(
-            run.store, slot, run.timing, retention=run.config.fleet.retention, parent_alive=parent_alive,
+            run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
             hung_after_s=run.config.fleet.hung_after_s,
         )  # fmt: skip
     except Fenced as error:

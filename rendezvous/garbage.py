@@ -1,11 +1,13 @@
-"""Retention "window": blobs that no reader needs any more, and never anything else.
+"""Blobs that are beyond what is kept, and that no reader needs; never anything else.
 
     complete snapshots   …      ●          ●          ●         manifest and blob are there, digest confirmed
                                            f          └ newest  if it is damaged, f still heals
     step                 …    d−1 │ d  …  f−1 │ f … head        d = f − F·max_carry
-      delta/*.bin            gone │    kept   │  kept           commit f may list a delta of step d, none before
-      mean/*.bin             gone │    gone   │  kept           a replay starts at f or later
-      *.safetensors          gone │    gone   │  kept           θ_0's too; all manifests stay
+      delta/*.bin          may go │    kept   │  kept           commit f may list a delta of step d, none before
+      mean/*.bin           may go │   may go  │  kept           a replay starts at f or later
+      *.safetensors        may go │   may go  │  kept           all manifests stay
+
+How much of what may go does go, the budget says (rendezvous/keeping.py); a budget of 0 keeps nothing that may go.
 
 Registers are never deleted: a deleted one could be won again by a replica that slept.  So only names that a
 register may point to are ever considered, and what nobody points to (the blob of a writer that was killed before
@@ -20,16 +22,19 @@ Any number of collectors may run, and die, at any moment: all of them delete the
 Not promised: that nothing old is left.  LIST is a hint, and a writer that slept may upload once more.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreError, Terminal
-from rendezvous.records import Commit, Snapshot
+from rendezvous.keeping import Kept, Sizes, Window, kept, sizes_of
+from rendezvous.records import Commit, Snapshot, WireError
 from rendezvous.rules import Rules
 from rendezvous.store import Store
 
 T = TypeVar("T")
+_BACK = 16  # earlier commits that are read at a time, each a request
 
 
 class Collected(Terminal):
@@ -43,11 +48,9 @@ class Collected(Terminal):
 # ---------------------------------------------------------------------- what goes
 
 
-def doomed(keys: Iterable[str], floor: int, rules: Rules) -> list[str]:
-    """Those of `keys` that nobody needs who starts at snapshot `floor` or later."""
-    carry = rules.fragments * rules.max_carry
-    ends = {"delta": floor - carry, "mean": floor, "snapshot": floor}
-    return [key for key in keys if (blob := _blob(key)) is not None and blob[1] < ends[blob[0]]]
+def doomed(keys: Iterable[str], kind: str, below: int) -> list[str]:
+    """Those of `keys` that are blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
+    return [key for key in keys if (blob := _blob(key)) is not None and blob[0] == kind and blob[1] < below]
 
 
 def _blob(key: str) -> tuple[str, int] | None:
@@ -68,9 +71,13 @@ def _blob(key: str) -> tuple[str, int] | None:
 
 
 def complete(store: Store, snapshot: Snapshot) -> bool:
-    """Can a replica heal from it, as far as one byte tells?  (The last one: a shorter blob is not complete.)"""
-    last = memoryview(bytearray(1))
-    return snapshot.confirmed and store.get_into(snapshot.blob, last, max(0, snapshot.size - 1))
+    """Can a replica heal from it, as far as one byte tells?"""
+    return snapshot.confirmed and stands(store, snapshot.blob, snapshot.size)
+
+
+def stands(store: Store, key: str, size: int) -> bool:
+    """Is the blob there, as far as its last byte tells?  (A shorter one is not.)"""
+    return store.get_into(key, memoryview(bytearray(1)), max(0, size - 1))
 
 
 def floor(store: Store, hint: int = 0, at_least: int = 0) -> int:
@@ -86,96 +93,161 @@ def floor(store: Store, hint: int = 0, at_least: int = 0) -> int:
     return at_least
 
 
-def kept_from(store: Store) -> int:
-    """The first step that can still be exported: that of the oldest complete snapshot."""
-    first = snapshots.read(store, 0)
-    if first is not None and complete(store, first):
-        return 0
-    oldest = 0
-    for snapshot in snapshots.newest_first(store):
-        if oldest and not complete(store, snapshot):
-            break
-        oldest = snapshot.t or oldest
-    return oldest
-
-
 # ---------------------------------------------------------------------- the loop
 
 
 class Collector:
     """One replica's broom.  Where it, or another one, stopped it finds by bisection.
 
+    budget: bytes of blobs that are kept.   elements(fragment): of a fragment's flat vector.
     store: asked without patience, since nothing depends on an answer; what fails is tried again at the next call.
     tell(event, **fields): where remarks for people go.
     """
 
-    def __init__(self, store: Store, rules: Rules, tell: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rules: Rules,
+        tell: Callable[..., None],
+        budget: int = 0,
+        elements: Callable[[int], int] = lambda fragment: 0,
+    ) -> None:
         self._store, self._rules, self._tell = store, rules, tell
-        self.floor = 0  # blobs of older snapshots are gone
-        self._next = 0  # every step before this one was seen without blobs
+        self._budget, self._elements = budget, elements
+        self.floor = 0
+        self._window = Window(0, 0, 0, 1)
+        self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
         self._heard = 0  # the newest snapshot that anybody told us of
+        self._news: deque[tuple[int, Sizes]] = deque()  # of commits, from another thread
+        self._known: dict[int, Sizes] = {}
+        self._head = 0  # the newest commit that was heard of, and one
+        self._next: dict[str, int] = {}  # kind -> every step before this one was seen without such blobs
+        self._thinned = (0, frozenset[int]())  # the floor, and the older snapshots that stayed, at the last look
+        self._warned = False
+
+    def saw(self, commit: Commit) -> None:
+        """A commit was read.  Costs nothing, and may be called by any thread."""
+        self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:
         """Collect, `at_most` steps in this call; -> how many blobs went.
 
-        snapshot: step of the newest known.  Nothing is asked of the store until that changes or work is left.
+        snapshot: step of the newest known.  Nothing is asked of the store while nothing may go.
         """
-        if snapshot <= self._heard and not self._left:
-            return 0
         try:
-            gone = self._snapshots(snapshot) + self._steps(at_most)
+            self._renew_floor(snapshot)
+            answer = self._answer(at_most)
+            gone = 0 if answer is None else self._collect(answer, at_most)
         except StoreError as error:
             self._tell("garbage_stays", trouble=str(error))
             return 0
-        self._heard = max(self._heard, snapshot)
         if gone:
             self._tell("collected", blobs=gone, below=self.floor)
         return gone
 
-    @property
-    def _left(self) -> bool:
-        return self._next < self._end
+    def _renew_floor(self, snapshot: int) -> None:
+        if snapshot <= self._heard:
+            return
+        found = floor(self._store, snapshot, self.floor)
+        if found > self.floor and (manifest := snapshots.read(self._store, found)) is not None:
+            self._snapshots = self._store.list(layout.SNAPSHOTS)
+            carry, every = self._rules.fragments * self._rules.max_carry, self._rules.snapshot_every
+            self.floor, self._window = found, Window(found, carry, manifest.size, every)
+        self._heard = snapshot
 
-    @property
-    def _end(self) -> int:
-        """Steps below this have no blob left after a full sweep."""
-        return max(0, self.floor - self._rules.fragments * self._rules.max_carry)
+    # ------------------------------------------------------------------ how much stays
 
-    def _snapshots(self, hint: int) -> int:
-        found = floor(self._store, hint, self.floor)
-        gone = self._delete(layout.SNAPSHOTS, found) if found > self.floor else 0
-        self.floor = found
+    def _answer(self, at_most: int) -> Kept | None:
+        """What stays; None as long as everything does, or not enough commits are known."""
+        self._learn()
+        if not self.floor:
+            return None
+        older = [t for t in snapshots.steps_of(self._snapshots) if t < self.floor]
+        ask = lambda: kept(self._budget, self._head, self._known, self._window, older)  # noqa: E731
+        answer, first = ask(), min(self._known, default=self._head)
+        for start in range(first, max(0, first - at_most), -_BACK):
+            if answer is not None:
+                break
+            self._read_back(range(max(0, start - _BACK), start))
+            answer = ask()
+        if answer is not None and answer.over and self._budget and not self._warned:
+            self._warned = True
+            self._tell("warning", kind="keep", step=self._head, text=_over(answer.over, self._budget))
+        return answer
+
+    def _learn(self) -> None:
+        while self._news:
+            t, sizes = self._news.popleft()
+            if t > self._head:
+                self._known.clear()  # a life that healed anew has skipped some
+            self._known[t], self._head = sizes, max(self._head, t + 1)
+
+    def _read_back(self, steps: range) -> None:
+        """Learn of earlier commits than those that this life has read."""
+        for t in reversed(steps):
+            try:
+                body = self._store.get(layout.commit(t))
+                self._known[t] = Sizes(0, 0) if body is None else self._sizes(Commit.decode(body))
+            except WireError:
+                self._known[t] = Sizes(0, 0)
+
+    def _sizes(self, commit: Commit) -> Sizes:
+        return sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)
+
+    # ------------------------------------------------------------------ deleting
+
+    def _collect(self, answer: Kept, at_most: int) -> int:
+        gone = self._thin(answer)
+        for kind, end in (("delta", answer.deltas_from), ("mean", answer.means_from)):
+            gone += self._steps(kind, end, at_most)
         return gone
 
-    def _steps(self, at_most: int) -> int:
-        if not self._left:
+    def _thin(self, answer: Kept) -> int:
+        """Older snapshots that have no room; and, beside those that have, what no manifest names."""
+        if (now := (self.floor, answer.snapshots)) == self._thinned:
             return 0
-        at, gone = self._first_dirty(), 0
-        for t in range(at, min(self.floor, at + at_most)):
-            gone += self._delete(_folder(t), self.floor)
-            self._next = min(t + 1, self._end)  # from there on deltas stay; the next floor comes back for them
+        stay = {found.blob for t in answer.snapshots if (found := snapshots.read(self._store, t)) is not None}
+        keys = [k for k in doomed(self._snapshots, "snapshot", self.floor) if k not in stay]
+        gone = self._delete(keys)
+        self._thinned = now
         return gone
 
-    def _first_dirty(self) -> int:
-        """The first step below `_end` that has blobs.  Each had one, and they go in ascending order."""
-        low, high = self._next, self._end
+    def _steps(self, kind: str, end: int, at_most: int) -> int:
+        if kind not in self._next and end:
+            self._next[kind] = self._first_dirty(kind, end)
+        at, gone = self._next.get(kind, 0), 0
+        for t in range(at, min(end, at + at_most)):
+            gone += self._delete(doomed(self._store.list(_folder(t, kind)), kind, end))
+            self._next[kind] = t + 1
+        return gone
+
+    def _first_dirty(self, kind: str, end: int) -> int:
+        """The first step below `end` that has such blobs.  They go in ascending order."""
+        low, high = 0, end
         while low < high:
             middle = (low + high) // 2
-            if doomed(self._store.list(_folder(middle)), self.floor, self._rules):
+            if doomed(self._store.list(_folder(middle, kind)), kind, end):
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def _delete(self, prefix: str, below: int) -> int:
-        keys = doomed(self._store.list(prefix), below, self._rules)
+    def _delete(self, keys: list[str]) -> int:
         if keys:
             self._store.delete(keys)
         return len(keys)
 
 
-def _folder(t: int) -> str:
-    return layout.commit(t).rpartition("/")[0] + "/"
+def _folder(t: int, kind: str) -> str:
+    return layout.commit(t).rpartition("/")[0] + f"/{kind}/"
+
+
+def _over(over: int, budget: int) -> str:
+    return (
+        f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB more: the "
+        "two newest snapshots and what was uploaded since. That stays; everything older goes. Snapshots more often "
+        '(outer.snapshot_every), or a smaller codec (outer.codec = "int8"), make it less'
+    )
 
 
 # ---------------------------------------------------------------------- the reader's side

@@ -436,7 +436,7 @@ def _ok(good: bool) -> str:
 
 
 def _deleting(works: bool) -> str:
-    return "and does not mind missing ones" if works else 'keep fleet.retention = "all": nothing can be collected here'
+    return "and does not mind missing ones" if works else 'set fleet.keep = "all": nothing can be collected here'
 
 
 def _lag(lag: float | None) -> str:

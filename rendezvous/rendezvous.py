@@ -42,6 +42,7 @@ class Rendezvous:
     store, clock: the world.   tell(event, **fields): where remarks for people go.
     background: runs what nobody waits for.   uploads: the same for what may take longer than a round.
     together: runs requests that go together (`background.together_on`).
+    keep: bytes of blobs that stay in the bucket beside what a reader may need (rendezvous/keeping.py); None for all.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Rendezvous:
         tell: Callable[..., None] = no_tell,
         host: str = "",
         pid: int = 0,
-        retention: str = "all",
+        keep: int | None = None,
         background: Background | None = None,
         uploads: Background | None = None,
         together: Together = in_turn,
@@ -65,7 +66,7 @@ class Rendezvous:
             store, clock, timing.store_patience, self._alert, self._store_trouble, full_s=timing.give_up,
             over=lambda: self._note(""),
         )  # fmt: skip
-        self._bucket, self._window = store, retention == "window"
+        self._bucket, self._keep = store, keep
         self._background, self._together = background or Inline(), together
         self._uploads = uploads or self._background
         self._writer = SnapshotWriter(
@@ -92,7 +93,9 @@ class Rendezvous:
 
     def under(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
         """The same life under the run's rules, for an owner who learns them after it had to claim."""
-        self._garbage = garbage.Collector(self._bucket, rules_, self.tell)
+        self._garbage = garbage.Collector(
+            self._bucket, rules_, self.tell, self._keep or 0, lambda f: self.state.size(f)
+        )
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self.chain = Chain(self.store, rules_.window)
         self._reducer = Reducer(self.store, self.clock, self.tell, rules_, together=self._together)
@@ -485,6 +488,8 @@ class Rendezvous:
 
     def _move_on(self, commit: Commit) -> None:
         self._digests.renew(commit.t % self.rules.fragments)
+        if self._keep is not None:
+            self._garbage.saw(commit)
         self._open(commit.t + 1)
         self._snapshot = max(self._snapshot, commit.snapshot)
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh) else 0
@@ -532,7 +537,7 @@ class Rendezvous:
     def _confirm_snapshot(self, commit: Commit) -> None:
         """Commit t says from which state it started: what is written of θ_t may become visible, or not."""
         self._writer.confirm(commit.t, commit.base)
-        if self._window and commit.by == self.name:
+        if self._keep is not None and commit.by == self.name:
             self._later(self._sweep)
 
     def _snapshot_if_due(self, commit: Commit) -> None:

@@ -10,7 +10,7 @@ from step t on, so that what is stepped first is read first (rendezvous/snapshot
 Not promised: that the newest one is good.  `load` checks the digest; callers fall back to an older one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -46,10 +46,15 @@ def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Ite
 
     A manifest that is none is passed over, as if the snapshot had never been written.
     """
-    steps = {0, hint} | {s for k in store.list(layout.SNAPSHOTS) if (s := layout.snapshot_step(k)) is not None}
+    steps = {0, hint, *steps_of(store.list(layout.SNAPSHOTS))}
     for t in sorted(steps, reverse=True):
         if (at_most is None or t <= at_most) and (found := read(store, t)) is not None:
             yield found
+
+
+def steps_of(keys: Iterable[str]) -> list[int]:
+    """The steps of the manifests among these keys, in order."""
+    return sorted({s for k in keys if (s := layout.snapshot_step(k)) is not None})
 
 
 def read(store: Store, t: int) -> Snapshot | None:

@@ -98,7 +98,7 @@ class Schedule:
     slow: float = 0.0
     zeros: float = 0.0  # share of rounds in which nothing is learned
     tau: int = 0  # inner steps during which a round is in flight
-    retention: str = "all"
+    keep: int | None = None  # bytes of blobs, beside what a reader may need
     sizes: tuple[int, ...] = (5, 3, 4)  # elements of each fragment
     poison: bool = True  # the trainer uses its buffers again, for other things
     far: bool = True  # requests that go together are made at the same time, as on S3; else in turn, as on a folder
@@ -145,12 +145,12 @@ def vary(plan: Schedule, r: random.Random) -> Schedule:
     if r.random() < 0.2:
         rules = replace(rules, codec="bf16")
     outage = (r.uniform(5, 40), r.choice((3.0, 10.0, 30.0)), r.choice(("silent", "full")))
-    retention = "window" if r.random() < 0.4 else "all"
-    if retention == "window":
+    keep = (0, 0, 2_000, 5_000)[plan.seed % 4] if r.random() < 0.4 else None
+    if keep is not None:
         rules = replace(rules, snapshot_every=r.choice((1, 2, 3)))
     plan = replace(
-        plan, rules=rules, retention=retention, tau=r.randrange(interval) if r.random() < 0.6 else 0,
-        pause=3 * plan.pause if retention == "window" else plan.pause,
+        plan, rules=rules, keep=keep, tau=r.randrange(interval) if r.random() < 0.6 else 0,
+        pause=plan.pause if keep is None else 3 * plan.pause,
         outage=outage if r.random() < 0.15 else plan.outage, rot=r.choice((0.0, 0.0, 0.06)),
         rot_after=r.choice((0.5, 8.0)), far=r.random() < 0.8,
         timing=replace(plan.timing, store_patience=r.choice((12.0, 60.0))),

@@ -19,6 +19,7 @@ from rendezvous import (
     background,
     closing,
     garbage,
+    keeping,
     layout,
     membership,
     records,
@@ -32,6 +33,7 @@ from rendezvous.chain import Chain, head
 from rendezvous.closing import Closer
 from rendezvous.digests import digest
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
+from rendezvous.keeping import Window
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
@@ -333,12 +335,16 @@ def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> int:
     return max([s.t for s in snapshots.newest_first(store, hint) if garbage.complete(store, s)], default=at_least)
 
 
-def everything_old(keys: Any, floor: int, rules: Rules) -> list[str]:
-    return [k for k in keys if int(k.split("/")[1]) < floor]
+def everything_old(keys: Any, kind: str, below: int) -> list[str]:
+    return [k for k in keys if int(k.split("/")[1]) < below]
 
 
-def a_step_early(keys: Any, floor: int, rules: Rules) -> list[str]:
-    return doomed(keys, floor + 1, rules)
+def a_step_early(window: Any) -> int:
+    return max(0, window.floor - window.carry) + 1
+
+
+def a_snapshot_early(keys: Any, kind: str, below: int) -> list[str]:
+    return doomed(keys, kind, below + (kind == "snapshot"))
 
 
 def waits_for_all(t: int, fresh: Any, expected: set[str], peers: Any, *rest: Any) -> dict[str, str]:
@@ -359,8 +365,13 @@ def sharded(seed: int) -> Schedule:
 def sweeping(seed: int) -> Schedule:
     """Every second step is a snapshot, and what is older goes."""
     rules = Rules(sync_every=2, max_carry=1, snapshot_every=2)
-    plan = Schedule(seed, replicas=3, min_replicas=1, retention="window", rules=rules, end=240.0)
+    plan = Schedule(seed, replicas=3, min_replicas=1, keep=0, rules=rules, end=240.0)
     return replace(plan, kill=0.001, pause=0.006, calm=100.0, speeds=(0.6, 1.0, 1.5))
+
+
+def thrifty(seed: int) -> Schedule:
+    """The same, with room for some of what is older."""
+    return replace(sweeping(seed), keep=1_500, steps=0)
 
 
 def rotting(seed: int) -> Schedule:
@@ -461,7 +472,9 @@ BUGS: dict[str, Bug] = {
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),
     "residual used twice": Bug(lambda: [residual_taken_back()], lossy),
     "GC deletes registers": Bug(attr(garbage, "doomed", everything_old), sweeping),
-    "early GC, by a step": Bug(attr(garbage, "doomed", a_step_early), sweeping),
+    "early GC, by a step": Bug(attr(Window, "deltas", property(a_step_early)), sweeping),
+    "a budget that bounds nothing": Bug(attr(keeping, "_back", lambda end, room, sizes: (0, room)), thrifty),
+    "early GC, by a snapshot": Bug(attr(garbage, "doomed", a_snapshot_early), sweeping),
     "early GC, newest snapshot": Bug(attr(garbage, "floor", newest_is_the_floor), sweeping),
     "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
     "bytes are not verified": Bug(attr(reduce, "fetch", trusting), rotting),

@@ -63,6 +63,7 @@ class Observer:
         self.at_calm: int | None = None
         self.offered_blobs: set[str] = set()
         self.snapshots: list[int] = []  # steps of confirmed ones
+        self.snapshot_blobs: list[str] = []  # that a manifest names
         self.gone: set[str] = set()  # collected blobs
         self.lost: set[str] = set()  # registers that vanished at some time
         self.residuals: dict[str, bytes] = {}  # left by who went
@@ -149,6 +150,24 @@ class Observer:
         if int(key.split("/")[1]) >= ends:
             self.broken("nothing is collected that is needed", f"{process.slot} deletes {key}, the floor is {floor}")
         self.gone.add(key)
+
+    def _bounded(self) -> None:
+        """What a record names, and may go, fits into the budget; but for the last steps and a snapshot on its way."""
+        budget, objects = self.w.plan.keep, self.w.objects
+        if not budget or len(self.snapshots) < 2 or self.w.plan.list_lag > 5:  # what is not listed is deleted later
+            return
+        floor, carry = sorted(self.snapshots)[-2], self.rules.fragments * self.rules.max_carry
+        named = [o.blob for c in self.commits for o in c.offers] + self.snapshot_blobs
+        means = [k for k in objects if "/mean/" in k and k.endswith(".bin")]
+        size = {key: len(objects[key]) for key in {*named, *means} - self.gone if key in objects}
+        ends = {"delta": floor - carry, "mean": floor, "snaps": floor}
+        kind = {key: "snaps" if key.startswith("snap") else key.split("/")[2] for key in size}
+        need = sum(n for key, n in size.items() if int(key.split("/")[1]) >= ends[kind[key]])
+        slack = 3 * max(n for key, n in size.items() if kind[key] == "snaps") + sum(
+            n for key, n in size.items() if int(key.split("/")[1]) >= len(self.commits) - 2
+        )
+        if sum(size.values()) > max(budget, need) + slack:
+            self.broken("what is kept is bounded", f"{sum(size.values())} bytes, {need} needed, fleet.keep is {budget}")
 
     def _encoded(self, process: Process, f: int, key: str) -> None:
         """A new pseudogradient, with what the last one left."""
@@ -249,6 +268,7 @@ class Observer:
             self.bases.append(digest_of(theta, momentum))
         if [snapshot.base, digest_of(theta, momentum)] != 2 * self.bases[snapshot.t : snapshot.t + 1]:
             self.broken("confirmed snapshots", f"snapshot {snapshot.t} says {snapshot.base}")
+        self.snapshot_blobs.append(snapshot.blob)
         if snapshot.confirmed and snapshot.t not in self.snapshots:
             self.snapshots.append(snapshot.t)
 
@@ -396,6 +416,8 @@ class Observer:
             w.over |= len(self.commits) >= self.at_calm + w.plan.settled and not self._stragglers(RECOVERY)
 
     def finish(self) -> None:
+        if not (self.w.plan.vanish or self.w.plan.forge or self.w.plan.malformed or self.w.plan.flip):
+            self._bounded()
         late = self._stragglers(2 * RECOVERY if self.w.now < self.w.plan.end else RECOVERY)
         if late and not self.w.fleet.finished:
             self.broken("live replicas follow the head", f"{[(p.id, p.slot, p.rv and p.rv.step) for p in late]}")

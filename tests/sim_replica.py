@@ -233,7 +233,7 @@ class Replica:
         store, self.clock = world.store(process), world.clock(process)
         rv = Rendezvous(
             store, self.clock, process.slot, self.rules, world.plan.timing, tell=self._tell, pid=process.id,
-            retention=world.plan.retention, background=SimBackground(world, process),
+            keep=world.plan.keep, background=SimBackground(world, process),
             uploads=SimBackground(world, process),
             together=together(world, process) if world.plan.far else in_turn,
         )  # fmt: skip

@@ -192,7 +192,7 @@ class SimStore:
     def _pause(self) -> None:
         """SIGSTOP: every greenlet of the process stands still."""
         w, p = self._world, self._process
-        p.asleep_until = w.now + w.rng.choice((3.0, 12.0, 40.0) if w.plan.retention == "all" else (12.0, 40.0))
+        p.asleep_until = w.now + w.rng.choice((3.0, 12.0, 40.0) if w.plan.keep is None else (12.0, 40.0))
         w.wait(p, 0.0)
         if p.rv is not None and (p.slot, p.rv.generation + 1) in w.observer.holders:
             w.fired["zombie returns"] += 1

@@ -130,11 +130,11 @@ def test_replicas_with_other_frozen_weights_do_not_meet() -> None:
 
 
 def test_the_library_keeps_a_window_if_asked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='Use "all" or "window"'):
-        StoreManager(str(tmp_path / "x"), retention="some")
+    with pytest.raises(ConfigError, match=r"fleet.keep = 'some' is not known. Use a size"):
+        StoreManager(str(tmp_path / "x"), keep="some")
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
-    manager = StoreManager(str(tmp_path / "run"), replicas=1, min_replicas=1, steps=12, retention="window")
+    manager = StoreManager(str(tmp_path / "run"), replicas=1, min_replicas=1, steps=12, keep="window")
     with make_diloco(model, optimizer, manager, sync_every=1, snapshot_every=2):
         while not manager.done:
             model(torch.ones(2)).sum().backward()

@@ -1,6 +1,6 @@
 """What is collected, what never is, and what becomes of a reader that was too slow.
 
-The engine is wired here as `retention = "window"` wires it (`window()`), so that its own code collects.
+The engine is wired here as `fleet.keep = "window"` wires it (`window()`), so that its own code collects.
 """
 
 from collections import Counter
@@ -16,7 +16,9 @@ import pytest
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreRefused
-from rendezvous.garbage import Collected, Collector, doomed, floor, kept_from, look_again, refuse_collected
+from rendezvous.garbage import Collected, Collector, doomed, floor, look_again, refuse_collected
+from rendezvous.keeping import Window
+from rendezvous.reach import Reach, reach
 from rendezvous.records import Commit
 from rendezvous.rendezvous import Rendezvous, no_tell
 from rendezvous.rules import Rules
@@ -75,18 +77,14 @@ def blobs(store: Store, kind: str) -> list[int]:
 # ---------------------------------------------------------------------- the decision
 
 
-def test_what_goes_below_a_floor() -> None:
-    def keys(t: int) -> list[str]:
-        return [layout.delta(t, "r00", 1, "n"), layout.mean_blob(t, "n"), layout.snapshot_blob(t, "n")]
-
-    assert doomed(keys(5), 10, RULES) == keys(5), "5 + 4 < 10"
-    assert doomed(keys(6), 10, RULES) == keys(6)[1:], "commit 10 may list a delta of step 6"
-    assert doomed(keys(9), 10, RULES) == keys(9)[1:]
-    assert doomed(keys(10), 10, RULES) == []
+def test_what_goes_is_of_one_kind_and_older_than_asked() -> None:
+    keys = [layout.delta(5, "r00", 1, "n"), layout.mean_blob(5, "n"), layout.snapshot_blob(5, "n")]
+    for kind, key in zip(("delta", "mean", "snapshot"), keys, strict=True):
+        assert doomed(keys, kind, 6) == [key] and doomed(keys, kind, 5) == []
 
 
 def test_registers_never_go() -> None:
-    assert doomed(REGISTERS, 10**9, RULES) == []
+    assert not any(doomed(REGISTERS, kind, 10**9) for kind in ("delta", "mean", "snapshot"))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +92,16 @@ def test_registers_never_go() -> None:
             "steps/0000000001/mean/a.json", "steps/0000000001/mine/a.bin", "snapshots/0000000001/a.bin", "", "a/b/c"],
 )  # fmt: skip
 def test_what_is_not_known_stays(key: str) -> None:
-    assert doomed([key], 10**9, RULES) == []
+    assert not any(doomed([key], kind, 10**9) for kind in ("delta", "mean", "snapshot"))
 
 
 def test_no_commit_at_or_above_the_floor_lists_what_goes() -> None:
     for rules in (Rules(), Rules(max_carry=0), RULES, Rules(fragments=3, sync_every=3, max_carry=1)):
         for f in range(12):
+            first = Window(f, rules.fragments * rules.max_carry, 0, 1).deltas
             for t in range(f, f + 3):
                 carryable = [t - age * rules.fragments for age in range(rules.max_carry + 1)]
-                keys = [layout.delta(s, "r00", 1, "n") for s in carryable if s >= 0]
-                assert doomed(keys, f, rules) == []
+                assert all(s >= first for s in carryable if s >= 0)
 
 
 # ---------------------------------------------------------------------- the floor
@@ -156,7 +154,7 @@ def test_a_sweep_leaves_what_a_reader_may_need(store: Store) -> None:
     assert blobs(store, "mean/") == list(range(15, 23))
     assert blobs(store, "snapshots/") == [15, 20]
     assert [k for k in store.list("") if k.endswith(".json")] == registers
-    assert kept_from(store) == 15
+    assert reach(store) == Reach(15)
 
 
 def test_a_second_sweep_goes_on_where_the_first_stopped(store: Store) -> None:
@@ -189,7 +187,7 @@ def test_a_long_run_that_was_collected_is_not_listed_again() -> None:
     fill(store, 505, start=500)
     watched = FaultyStore(store)
     broom(watched).sweep(500)
-    assert sum(verb == "list" for verb, _ in watched.calls) < 25
+    assert sum(verb == "list" for verb, _ in watched.calls) < 35
     assert blobs(store, "delta/")[0] == 491
 
 
@@ -317,11 +315,11 @@ def test_a_joiner_looks_again_as_long_as_there_is_something_newer() -> None:
 
 @contextmanager
 def window() -> Iterator[None]:
-    """The engine as `retention = "window"` makes it."""
+    """The engine as `fleet.keep = "window"` makes it."""
     real = Rendezvous.__init__
 
     def init(self: Any, *args: Any, **named: Any) -> None:
-        real(self, *args, **{**named, "retention": "window"})
+        real(self, *args, **{**named, "keep": 0})
 
     with patch.object(Rendezvous, "__init__", init):
         yield
@@ -424,7 +422,7 @@ def test_when_the_newest_snapshot_rots_the_floor_still_heals_and_mends(seats: An
 
 def busy(seed: int) -> Schedule:
     """An ordinary schedule in which the floor moves at every step or second step, and sleepers are common."""
-    plan = replace(draw(seed), retention="window")
+    plan = replace(draw(seed), keep=(0, 1_500, 4_000)[seed % 3])
     return replace(plan, rules=replace(plan.rules, snapshot_every=1 + seed % 2), pause=max(plan.pause, 0.003))
 
 

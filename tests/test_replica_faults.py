@@ -6,6 +6,8 @@ the θ of every replica after every commit, bit for bit.
 
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +239,7 @@ def test_fewer_than_min_replicas_says_what_it_waits_for(tmp_path: Path) -> None:
 
 def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> None:
     """Registers stay, blobs behind the second-newest snapshot go; a late starter heals, the head can be exported."""
-    fleet = Fleet(tmp_path, fleet={"retention": "window", "steps": 16})
+    fleet = Fleet(tmp_path, fleet={"keep": "window", "steps": 16})
     fleet.start("r00")
     fleet.start("r01")
     fleet.wait_for(lambda: fleet.commit(11))
@@ -250,5 +252,44 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
     at, state = state_at(fleet.run, fleet.model, None)
     assert at == 16
     assert {state.digest()} == logged_digests(run)[15]
-    with pytest.raises(ConfigError, match="was collected"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step 3 cannot be exported any more: what is kept \(fleet.keep = window\) reaches back to step",
+    ):
         state_at(fleet.run, fleet.model, 3)
+
+
+@pytest.mark.parametrize("key", ["", "a key of sixteen"])
+def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_replaced(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny model: a snapshot has 0.8 MB, a step's bodies 0.4 MB each.  In 40 steps it would leave 70 MB."""
+    if key:
+        monkeypatch.setenv("DILOCO_RUN_KEY", key)
+    keep, steps = 20_000_000, 40
+    fleet = Fleet(tmp_path, environ={"DILOCO_RUN_KEY": key} if key else {}, fleet={"keep": "20 MB", "steps": steps})
+    fleet.start_all()
+    most, killed = 0, 0
+    while fleet.commit(steps - 1) is None:
+        most = max(most, blob_bytes(tmp_path / "run"))
+        if killed < 4 and fleet.commit(6 * killed + 4):
+            fleet.lives["r02"][-1].kill()
+            fleet.start("r02")
+            killed += 1
+        time.sleep(0.02)
+    codes = fleet.wait()
+    assert killed == 4 and all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    assert most <= keep, f"{most} bytes"
+    at, state = state_at(fleet.run, fleet.model, None)
+    assert at == steps and {state.digest()} == logged_digests(tmp_path / "run")[steps - 1]
+    with pytest.raises(ConfigError, match=r"step 3 cannot be exported .* \(fleet.keep = 20 MB\) reaches back to step"):
+        state_at(fleet.run, fleet.model, 3)
+    assert state_at(fleet.run, fleet.model, 0)[0] == 0, "the first snapshot stays as long as one has room"
+
+
+def blob_bytes(run: Path) -> int:
+    total = 0
+    for path in [*run.glob("steps/*/*/*.bin"), *run.glob("snapshots/*/*.safetensors")]:
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

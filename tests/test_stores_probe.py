@@ -114,7 +114,7 @@ class Keeping(MemoryStore):
 def test_a_store_that_deletes_nothing_can_carry_a_run_that_keeps_everything() -> None:
     seen = probe(Keeping(), SystemClock(), SMALL)
     assert seen.verdict() is None and not seen.deletes
-    assert 'deletes objects         NO    keep fleet.retention = "all"' in doctor_table(seen)
+    assert 'deletes objects         NO    set fleet.keep = "all"' in doctor_table(seen)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def run_in_memory() -> Iterator[Run]:
                 "outer": {"sync_every": SYNC_EVERY},
                 "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4}
                 | {"context_length": 16},
-                "fleet": {"replicas": REPLICAS, "steps": 100_000, "retention": "window"},
+                "fleet": {"replicas": REPLICAS, "steps": 100_000, "keep": "window"},
             },
             Path(root),
         )

@@ -1,0 +1,158 @@
+"""How much of a run is kept: a budget of bytes, spent on what is needed first and on the past after that.
+
+    snapshots   ●               ●               ●       ●   ●   ●       ages of about powers of two
+    means                                   ├───────────────────▶       as far back as fits: means_from
+    deltas                                          ├───────────▶       with what is left: deltas_from
+                                                        ├───────▶       the window: kept whatever the budget is
+                                                        f       head
+    spent in this order: window, older snapshots, means, deltas
+    so the deltas go first (oldest first), then the means, then the snapshots thin out
+
+A pure function of records that are never deleted (commits, manifests), so all collectors come to the same answer, on
+any replica, at any moment.  What an earlier answer gave up, a later one never asks for: ages only grow.
+
+Not promised: the byte.  Counted are bodies that a commit lists; one of a replica that was killed before its offer, or
+whose offer expired, goes with its step.  Where steps are faster than the store deletes, deleting comes later.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rendezvous.records import Commit
+from rendezvous.rules import Rules
+
+_SHARE = 0.95  # 6 % of the deltas expired in the simulations of the protocol, and others die with their replica
+FULL_ENOUGH = 4  # a run that would fit so many times is not read back to see what it takes
+ALWAYS = 64  # the level of the oldest snapshot: no run lasts for 2^64 periods
+_RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that one outer step leaves in the bucket: the listed deltas, and the mean if it is written down."""
+
+    deltas: int
+    mean: int
+
+
+def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
+    """What a committed step leaves.   elements: of its fragment; 0 if that is not known (then bodies are fp32)."""
+    bodies = [o.size for o in commit.offers]
+    if commit.mode == "sharded":
+        return Sizes(sum(bodies), max(bodies, default=0))
+    mean = 4 * elements or max(bodies, default=0)
+    return Sizes(sum(bodies), mean if announced(sum(bodies), mean, rules) else 0)
+
+
+def parts_of(commit: Commit) -> int:
+    """In how many blobs its mean is written down, if it is."""
+    if commit.mode != "sharded":
+        return 1
+    return min(len(commit.owners), max([1, *(len(o.shards) for o in commit.offers)]))
+
+
+def announced(bodies: int, mean: int, rules: Rules) -> bool:
+    """Does the closer of a step that is reduced directly write the mean down?   bodies, mean: bytes."""
+    return rules.announce and 2 * mean <= bodies
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a reader may need whatever the budget is: that of the two newest complete snapshots.
+
+    floor: step of the older one.   carry: steps for which a delta may still be listed.
+    snapshot: bytes of one.   every: steps from one to the next.
+    """
+
+    floor: int
+    carry: int
+    snapshot: int
+    every: int
+
+    @property
+    def deltas(self) -> int:
+        """The first step whose deltas are in it."""
+        return max(0, self.floor - self.carry)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The answer.   snapshots: those below the floor that stay.   means_from, deltas_from: first steps that keep any.
+
+    over: bytes by which the window alone exceeds the budget; 0 if it does not.
+    """
+
+    snapshots: frozenset[int]
+    means_from: int
+    deltas_from: int
+    over: int = 0
+
+
+def kept(budget: int, head: int, known: Mapping[int, Sizes], window: Window, older: Collection[int]) -> Kept | None:
+    """What of the steps below `head` stays; None if more commits must be read first.
+
+    known: sizes of the newest steps, without a gap; maybe not of all.   older: snapshots below the floor.
+    Left free are a snapshot and three steps (the one that is decided just now, and two that may follow while blobs are
+    deleted), and a twentieth for bodies that no commit lists.
+    """
+    newest = known.get(head - 1, Sizes(0, 0))
+    room: float = _SHARE * budget - 3 * window.snapshot - 3 * (newest.deltas + newest.mean)
+    for t in range(head - 1, window.deltas - 1, -1):
+        if t not in known and room >= 0:
+            return None
+        if t not in known:
+            break
+        room -= known[t].deltas + (known[t].mean if t >= window.floor else 0)
+    if room < 0:
+        return Kept(frozenset(), window.floor, window.deltas, over=int(-room))
+    most = max(one.deltas + one.mean for one in known.values())
+    if FULL_ENOUGH * (head * most + len(older) * window.snapshot) <= room:
+        return Kept(frozenset(older), 0, 0)
+    snapshots = thinned(older, window.floor, window.every, int(room // max(1, window.snapshot)))
+    room -= len(snapshots) * window.snapshot
+    means_from, room = _back(window.floor, room, {t: one.mean for t, one in known.items()})
+    if means_from and means_from - 1 not in known:
+        return None
+    deltas_from, _ = _back(window.deltas, room, {t: one.deltas for t, one in known.items()})
+    if deltas_from and deltas_from - 1 not in known:
+        return None
+    return Kept(frozenset(snapshots), means_from, deltas_from)
+
+
+def _back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, float]:
+    """-> the first step from which on all below `end` have room, and what is left of it."""
+    while end and (size := sizes.get(end - 1, room + 1)) <= room:
+        end, room = end - 1, room - size
+    return end, room
+
+
+def thinned(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
+    """At most `room` of the snapshots below `floor`, at ages of about powers of two, the first one among them.
+
+    every: steps from one to the next.   A snapshot that is the first in its cell of 2^l periods, and in none that is
+    larger, has level l, for ever.  It stays until it is 2^(l + share) periods old, if l is not below a lowest level.
+    The share is the largest, and then the lowest level the smallest, by which all have room in a run without gaps.
+    Both only change for the worse as the run grows, so what has gone is not asked for again.
+    """
+    ordered = sorted(set(steps))
+    levels = {t: _level(before, t, every) for before, t in pairwise(ordered)}
+    levels |= dict.fromkeys(ordered[:1], ALWAYS)
+    ages = {t: floor // every - t // every for t in ordered if t < floor}
+    for share, lowest in _RULERS:
+        if _at_most(share, lowest, floor // every) <= room:
+            stay = {t for t, age in ages.items() if levels[t] >= lowest and age < 2 ** (share + max(0, levels[t]))}
+            if len(stay) <= room:
+                return stay
+    return set()
+
+
+def _at_most(share: int, lowest: int, periods: int) -> int:
+    """How many stay, at most, of a run without gaps: one of level l is in 2^(l+1) periods; and the first one."""
+    levels = range(max(0, lowest), periods.bit_length())
+    return 1 + sum(min(1 << (share - 1), (((periods - 1) >> level) + 1) >> 1) for level in levels)
+
+
+def _level(before: int, t: int, every: int) -> int:
+    """The highest bit in which the numbers of their periods differ; -1 within one period."""
+    return ((before // every) ^ (t // every)).bit_length() - 1

@@ -1,0 +1,91 @@
+"""Which steps can still be told: what collectors (rendezvous/garbage.py) have left of a run.
+
+    snapshots   8      16              32       40  ●  50
+    means and deltas                         ├──────────────▶ head
+                                            from
+    θ_t can be made again      if t is 8, 16, 32, or 40 and later: a snapshot, and every mean from there on
+
+Found by GETs, a LIST and a bisection: what goes goes in ascending order.
+
+Not promised: that a blob which is there is whole.  Who reads it compares its digest.
+"""
+
+from dataclasses import dataclass
+
+from rendezvous import layout, snapshots
+from rendezvous.garbage import stands
+from rendezvous.keeping import parts_of
+from rendezvous.records import Commit, Mean, WireError
+from rendezvous.store import Store
+
+
+@dataclass(frozen=True)
+class Reach:
+    """since: every step from this one on can be told.   before: earlier ones that have a snapshot."""
+
+    since: int
+    before: tuple[int, ...] = ()
+
+    def covers(self, step: int) -> bool:
+        return step >= self.since or step in self.before
+
+    def words(self) -> str:
+        """ "reaches back to step 40, and every step that has a snapshot: 8, 16, 32" """
+        more = f", and every step that has a snapshot: {', '.join(map(str, self.before))}" if self.before else ""
+        return f"reaches back to step {self.since}{more}"
+
+
+def reach(store: Store) -> Reach:
+    """What can be told of the run as it stands."""
+    found = _snapshots(store)
+    if not found:
+        return Reach(0)
+    first = _first_told(store, found[-1])
+    since = min((t for t in found if t >= first), default=found[-1])
+    return Reach(since, tuple(t for t in found if t < since))
+
+
+def _snapshots(store: Store) -> list[int]:
+    """Steps of the snapshots that are there, in order.  LIST tells of few that are not, and of all that matter."""
+    keys = store.list(layout.SNAPSHOTS)
+    with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
+    steps = [t for t in snapshots.steps_of(keys) if layout.snapshot(t).rpartition("/")[0] in with_blob]
+    found = ((t, snapshots.read(store, t)) for t in steps)
+    return [t for t, snapshot in found if snapshot is not None and stands(store, snapshot.blob, snapshot.size)]
+
+
+def _first_told(store: Store, end: int) -> int:
+    """The first step before `end` from which on all means can be told."""
+    low, high = 0, end
+    while low < high:
+        middle = (low + high) // 2
+        if mean_stands(store, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def mean_stands(store: Store, t: int) -> bool:
+    """Can the mean of a committed step be told, from what was announced or from what was offered?"""
+    body = store.get(layout.commit(t))
+    if body is None:
+        return False
+    commit = Commit.decode(body)
+    return announced_stands(store, commit) or all(stands(store, o.blob, o.size) for o in commit.offers)
+
+
+def announced_stands(store: Store, commit: Commit) -> bool:
+    """Is the mean written down, in all its parts?"""
+    return all(_part_stands(store, commit.t, j) for j in range(parts_of(commit)))
+
+
+def _part_stands(store: Store, t: int, j: int) -> bool:
+    body = store.get(layout.mean(t, j))
+    if body is None:
+        return False
+    try:
+        record = Mean.decode(body)
+    except WireError:
+        return False
+    return record.t == t and stands(store, record.blob, record.size)

@@ -1,0 +1,243 @@
+"""A run's bytes stay within the budget; what goes, goes in the order that is promised, and is said."""
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rendezvous import layout, snapshots
+from rendezvous.garbage import Collector
+from rendezvous.keeping import Kept, Sizes, Window, kept, thinned
+from rendezvous.reach import Reach, reach
+from rendezvous.records import Commit, Listed
+from rendezvous.rendezvous import Rendezvous, no_tell
+from rendezvous.rules import Rules
+from rendezvous.store import Store
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.memory import MemoryStore
+from tests.fakes import FaultyStore, ManualClock
+from tests.test_rendezvous_engine import Seat, bucket
+
+RULES = Rules(sync_every=2, max_carry=1, snapshot_every=5)
+BODY, MEAN = 100, 50  # bytes of one delta, and of a mean, as `fill` writes them
+
+
+def window(floor: int, snapshot: int = 100) -> Window:
+    return Window(floor, carry=1, snapshot=snapshot, every=5)
+
+
+# ---------------------------------------------------------------------- the decision
+
+
+def steps(count: int) -> dict[int, Sizes]:
+    return {t: Sizes(deltas=20, mean=10) for t in range(count)}
+
+
+def ask(budget: int, head: int = 100) -> Kept:
+    floor = (head - 1) // 5 * 5 - 5
+    answer = kept(budget, head, steps(head), window(floor), range(0, floor, 5))
+    assert answer is not None
+    return answer
+
+
+def test_deltas_go_first_then_means_then_snapshots_thin_out() -> None:
+    everything = 21 * 100 + 100 * 30
+    assert ask(everything * 4) == Kept(frozenset(range(0, 90, 5)), 0, 0)
+    answers = [ask(budget) for budget in range(everything + 100, 0, -50)]
+    gone = [(90 - len(a.snapshots) * 5, a.means_from, a.deltas_from) for a in answers]
+    for before, after in pairwise(gone):
+        assert before <= after or before[0] < after[0], "a snapshot less may leave room for some means"
+    first = {kind: next(i for i, g in enumerate(gone) if g[kind] > 0) for kind in (0, 1, 2)}
+    assert first[2] < first[1] < first[0], "deltas, means, snapshots"
+    assert all(a.deltas_from == 89 for a in answers if a.means_from > 0 and not a.over)
+
+
+def test_a_window_that_has_no_room_stays_and_is_known_to_exceed() -> None:
+    answer = ask(720)
+    assert answer.snapshots == frozenset() and (answer.means_from, answer.deltas_from) == (90, 89)
+    need = 2 * 100 + 10 * 30 + 20  # two snapshots, the steps since the older one, and what may still be carried
+    on_their_way = 100 + 3 * 30
+    assert answer.over == need + on_their_way - 0.95 * 720
+
+
+def test_no_answer_before_enough_is_known() -> None:
+    some = {t: size for t, size in steps(100).items() if t >= 60}
+    older = range(0, 90, 5)
+    assert kept(10_000, 100, some, window(90), older) is None
+    assert kept(1500, 100, some, window(90), older) == kept(1500, 100, steps(100), window(90), older)
+    assert kept(10**6, 100, some, window(90), older) == Kept(frozenset(older), 0, 0), "it would fit four times"
+
+
+@pytest.mark.parametrize("room", [1, 2, 5, 10, 20])
+def test_snapshots_stay_at_ages_of_about_powers_of_two(room: int) -> None:
+    stay = thinned(range(0, 10_000, 10), 10_000, 10, room)
+    assert 0 in stay and room / 4 <= len(stay) <= room
+    ages = sorted(10_000 - t for t in stay)
+    assert all(after <= 6 * before for before, after in pairwise(ages) if room >= 10), ages
+
+
+@pytest.mark.parametrize("gaps", [0.0, 0.2])
+def test_a_snapshot_that_was_given_up_is_never_asked_for_again(gaps: float) -> None:
+    """So collectors that look at other times, or come late, agree on what is left."""
+    rng = random.Random(71_000_000)
+    for room in range(14):
+        run = [t for t in range(0, 3000, 10) if t == 0 or rng.random() >= gaps]
+        gone = set[int]()
+        for i in range(2, len(run)):
+            stay = thinned(run[:i], run[i], 10, room)
+            assert len(stay & gone) <= (room if gaps else 0), "where one is missing, a few that went are missed"
+            assert len(stay) <= room
+            gone |= set(run[:i]) - stay
+
+
+# ---------------------------------------------------------------------- a collector and a bucket
+
+
+def fill(store: Store, count: int, start: int = 0) -> None:
+    for t in range(start, count):
+        if t % 5 == 0:
+            arrays = {"theta": np.full(25, t, np.float32)}
+            snapshots.write(store, ManualClock(), t, arrays, base="b", prev=None)
+        offers = []
+        for slot in ("r00", "r01"):
+            blob = layout.delta(t, slot, 1, "n")
+            store.put(blob, bytes(BODY))
+            offers.append(Listed(t, slot, 1, "n", blob, BODY, "d", 1, 1.0))
+        store.put(layout.commit(t), commit(t, *offers).encode())
+        store.put(layout.mean_blob(t, "n"), bytes(BODY))
+
+
+def commit(t: int, *offers: Listed) -> Commit:
+    return Commit(t, None, "b", offers, {}, 1, 1.0, t // 5 * 5, "r00-1", "n", 0.0)
+
+
+def blob_bytes(store: Store) -> int:
+    return sum(len(store.get(k) or b"") for k in store.list("") if k.endswith((".bin", ".safetensors")))
+
+
+def swept(store: Store, budget: int, until: int, *, broom: Collector | None = None, start: int = 0) -> Collector:
+    """One collector, at every step."""
+    broom = broom or Collector(store, RULES, no_tell, budget)
+    for t in range(start, until):
+        fill(store, t + 1, start=t)
+        broom.saw(Commit.decode(store.get(layout.commit(t)) or b""))
+        broom.sweep(t // 5 * 5)
+    return broom
+
+
+def steps_with(store: Store, kind: str) -> list[int]:
+    keys = [k for k in store.list("") if k.endswith((".bin", ".safetensors")) and kind in k]
+    return sorted({int(k.split("/")[1]) for k in keys})
+
+
+def layout_of(store: Store) -> list[tuple[str, list[int]]]:
+    return [(kind, steps_with(store, kind)) for kind in ("delta/", "mean/", "snapshots/")]
+
+
+def test_the_bytes_stay_within_the_budget_at_every_step(store: Store) -> None:
+    budget, broom = 12_000, None
+    for t in range(150):
+        broom = swept(store, budget, t + 1, broom=broom, start=t)
+        assert blob_bytes(store) <= budget
+    assert steps_with(store, "snapshots/")[0] == 0 and steps_with(store, "snapshots/")[-2:] == [140, 145]
+    assert steps_with(store, "delta/")[-1] == 149
+
+
+@pytest.fixture(params=["memory", "files"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    yield MemoryStore() if request.param == "memory" else FileStore(tmp_path)
+
+
+def test_a_collector_that_comes_late_leaves_what_one_that_was_there_leaves() -> None:
+    one, two = MemoryStore(), MemoryStore()
+    swept(one, 9_000, 100)
+    fill(two, 100)
+    late = Collector(two, RULES, no_tell, 9_000)
+    late.saw(Commit.decode(two.get(layout.commit(99)) or b""))
+    for _ in range(3):
+        late.sweep(95, at_most=60)
+    assert layout_of(two) == layout_of(one), "the same, from the records alone"
+
+
+def test_collectors_that_look_at_other_times_leave_no_more_and_no_less() -> None:
+    alone, many = MemoryStore(), MemoryStore()
+    swept(alone, 9_000, 120)
+    brooms, rng = [Collector(many, RULES, no_tell, 9_000) for _ in range(3)], random.Random(71_000_001)
+    for t in range(120):
+        fill(many, t + 1, start=t)
+        for broom in brooms:
+            broom.saw(Commit.decode(many.get(layout.commit(t)) or b""))
+        rng.choice(brooms).sweep(t // 5 * 5)
+    for broom in brooms:
+        broom.sweep(115)
+    assert layout_of(many) == layout_of(alone)
+
+
+def test_a_long_run_costs_a_few_requests_per_step_and_is_not_read_again() -> None:
+    store = MemoryStore()
+    swept(store, 9_000, 400)
+    watched = FaultyStore(store)
+    fresh = Collector(watched, RULES, no_tell, 9_000)
+    swept(watched, 9_000, 410, broom=fresh, start=400)
+    reads = [key for verb, key in watched.calls if verb == "get" and key.endswith("commit.json")]
+    assert len(reads) < 10 + 120, "as many commits as the budget holds, not 400"
+    watched.calls.clear()
+    swept(watched, 9_000, 420, broom=fresh, start=410)
+    lists = sum(verb == "list" for verb, _ in watched.calls)
+    assert lists <= 2 * 10 + 2 * 2, "a LIST of each kind per step, and of snapshots when there is a new one"
+
+
+def test_the_budget_is_named_once_when_the_window_alone_exceeds_it() -> None:
+    store, said = MemoryStore(), list[str]()
+    broom = Collector(store, RULES, lambda event, **fields: said.append(str(fields.get("text", ""))), 500)
+    swept(store, 500, 30, broom=broom)
+    warnings = [text for text in said if "fleet.keep is" in text]
+    assert len(warnings) == 1 and "what a replica needs to heal takes" in warnings[0]
+    assert steps_with(store, "snapshots/") == [20, 25] and steps_with(store, "mean/")[0] == 20
+
+
+# ---------------------------------------------------------------------- what can still be told
+
+
+def test_what_is_left_is_known_from_the_bucket() -> None:
+    store = MemoryStore()
+    assert reach(store) == Reach(0)
+    swept(store, 9_000, 100)
+    left = reach(store)
+    deltas = steps_with(store, "delta/")[0]
+    kept_ones = steps_with(store, "snapshots/")
+    assert left.since == min(t for t in kept_ones if t >= deltas), "these means have no register: deltas tell"
+    assert left.before == tuple(t for t in kept_ones if t < left.since)
+    assert left.covers(left.since + 1) and left.covers(0) and not left.covers(1)
+    assert left.words() == f"reaches back to step {left.since}, and every step that has a snapshot: " + ", ".join(
+        map(str, left.before)
+    )
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Rendezvous.__init__
+    monkeypatch.setattr(Rendezvous, "__init__", lambda self, *a, **n: real(self, *a, **{**n, "keep": 2_000}))
+
+
+@pytest.mark.usefixtures("tight")
+def test_a_run_under_a_budget_heals_a_joiner_at_any_step_and_stays_within_it() -> None:
+    clock = ManualClock()
+    store = bucket(clock, replicas=3, m=2, steps=1000)
+    a, b = (Seat(store, f"r0{i}", clock).join() for i in range(2))
+    for t in range(60):
+        for seat in (a, b):
+            seat.offer()
+        for seat in (a, b):
+            seat.step()
+        assert blob_bytes(store.inner) <= 2_000
+        joiner = Seat(store, "r02", clock).join()
+        assert joiner.rv.step == t + 1 and np.array_equal(joiner.state.theta, a.state.theta)
+    left = reach(store.inner)
+    assert left.since > 0 and left.before[0] == 0 and not left.covers(1)
