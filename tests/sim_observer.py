@@ -152,11 +152,14 @@ class Observer:
         self.gone.add(key)
 
     def _bounded(self) -> None:
-        """What a record names, and may go, fits into the budget; but for the last steps and a snapshot on its way."""
+        """What a record names, and may go, fits into the budget; but for the last steps and a snapshot on its way.
+
+        Needed is here what was when the newest snapshot was not there yet: who closes the next step deletes.
+        """
         budget, objects = self.w.plan.keep, self.w.objects
-        if not budget or len(self.snapshots) < 2 or self.w.plan.list_lag > 5:  # what is not listed is deleted later
+        if not budget or len(self.snapshots) < 3 or self.w.plan.list_lag > 5:  # what is not listed is deleted later
             return
-        floor, carry = sorted(self.snapshots)[-2], self.rules.fragments * self.rules.max_carry
+        floor, carry = sorted(self.snapshots)[-3], self.rules.fragments * self.rules.max_carry
         named = [o.blob for c in self.commits for o in c.offers] + self.snapshot_blobs
         means = [k for k in objects if "/mean/" in k and k.endswith(".bin")]
         size = {key: len(objects[key]) for key in {*named, *means} - self.gone if key in objects}
