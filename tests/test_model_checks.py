@@ -70,7 +70,7 @@ def guarded(model: nn.Module, change: Any) -> str:
 
 
 def test_late_unfreezing_freezing_and_replacing_are_noticed() -> None:
-    def net() -> nn.Sequential:
+    def net() -> Any:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         model[1].weight.requires_grad_(False)
         return model
@@ -86,7 +86,7 @@ def test_late_unfreezing_freezing_and_replacing_are_noticed() -> None:
 
 
 def test_buffers_that_training_moves_are_noticed() -> None:
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
     model.register_buffer("routed", torch.zeros(4))
     model.register_buffer("cache", torch.zeros(4), persistent=False)
     assert guarded(model, lambda: model.cache.add_(1)) == ""
@@ -98,11 +98,12 @@ def test_a_moved_buffer_ends_the_loop_before_anything_is_offered() -> None:
     class Counting(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
+            self.calls: torch.Tensor
             self.register_buffer("calls", torch.zeros(1))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             self.calls.add_(1)
-            return super().forward(x)
+            return super().forward(input)
 
     model = Counting()
     optimizer, manager = sgd(model), StoreManager("memory://buffers", replicas=1, min_replicas=1)

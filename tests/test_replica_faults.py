@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from diloco.config import ConfigError
 from diloco.history import state_at
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
+from rendezvous.records import Beat
 from tests.audit import check_run, decoded, logged_digests
 from tests.fleet import Fleet
 
@@ -34,7 +36,9 @@ POINTS = {
 }
 
 
-SLOW = {"outer": {"sync_every": 60, "snapshot_every": 2}}  # an outer step lasts for some beats, so that tests can aim
+SLOW: dict[str, Any] = {
+    "outer": {"sync_every": 60, "snapshot_every": 2}
+}  # an outer step lasts for some beats, so that tests can aim
 
 
 def test_a_fleet_learns_and_agrees(tmp_path: Path) -> None:
@@ -187,13 +191,13 @@ def test_what_int8_has_not_sent_goes_from_life_to_life(tmp_path: Path) -> None:
     for step, life in ((1, 1), (3, 2)):
         fleet.start("r01", **environ)
         fleet.wait_for(
-            lambda step=step, life=life: fleet.training("r01", step) and fleet.beat("r01").generation == life
+            lambda step=step, life=life: fleet.training("r01", step) and beat_of(fleet, "r01").generation == life
         )
         fleet.signal("r01", signal.SIGTERM)
         fleet.lives["r01"][-1].join()
     assert fleet.wait() == {"r00": [0], "r01": [exitcodes.LEFT] * 2, "r02": [0]}, fleet.logs()
     check_run(tmp_path / "run", 6)
-    offered = sum(np.load(path).astype(np.float64) for path in tmp_path.glob("delta.r01-*.npy"))
+    offered = np.sum([np.load(path).astype(np.float64) for path in tmp_path.glob("delta.r01-*.npy")], axis=0)
     bodies = [p.read_bytes() for p in tmp_path.glob("run/steps/*/delta/r01-*.bin")]
     sent = sum(decoded("int8", body, offered.size).astype(np.float64) for body in bodies)
     unsent = [load_file(p)["residual.0"] for p in tmp_path.glob("run/residuals/r01-2-*.bin")]
@@ -285,6 +289,12 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
     with pytest.raises(ConfigError, match=r"step 3 cannot be exported .* \(fleet.keep = 20 MB\) reaches back to step"):
         state_at(fleet.run, fleet.model, 3)
     assert state_at(fleet.run, fleet.model, 0)[0] == 0, "the first snapshot stays as long as one has room"
+
+
+def beat_of(fleet: Fleet, slot: str) -> Beat:
+    beat = fleet.beat(slot)
+    assert beat is not None
+    return beat
 
 
 def blob_bytes(run: Path) -> int:

@@ -11,7 +11,7 @@ import pytest
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
 from rendezvous.probe import Probe, doctor_table, probe, race, sync_estimate
-from rendezvous.store import Buffer, Store, open_store
+from rendezvous.store import Body, Buffer, Store, open_store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore
@@ -118,7 +118,7 @@ def test_a_store_that_deletes_nothing_can_carry_a_run_that_keeps_everything() ->
 
 
 @pytest.mark.parametrize(
-    ("key", "row", "fatal"),
+    ("broken", "row", "fatal"),
     [
         ("range", "reads parts of objects  NO    the store broke", True),
         ("listed", "lists new objects       NO    the store broke", False),
@@ -127,13 +127,13 @@ def test_a_store_that_deletes_nothing_can_carry_a_run_that_keeps_everything() ->
         ("small", "small read, create      NO    the store broke", False),
     ],
 )
-def test_a_measurement_that_fails_is_a_row_and_the_others_are_made(key: str, row: str, fatal: bool) -> None:
+def test_a_measurement_that_fails_is_a_row_and_the_others_are_made(broken: str, row: str, fatal: bool) -> None:
     class Broken(MemoryStore):
-        def put(self, key_: str, body: Buffer) -> None:
-            super().put(key_, body) if f"/{key}" not in key_ else self._break()
+        def put(self, key: str, body: Body) -> None:
+            super().put(key, body) if f"/{broken}" not in key else self._break()
 
-        def get(self, key_: str) -> bytes | None:
-            return super().get(key_) if "/small" not in key_ or key != "small" else self._break()
+        def get(self, key: str) -> bytes | None:
+            return super().get(key) if "/small" not in key or broken != "small" else self._break()
 
         def _break(self) -> Any:
             raise StoreRefused("the store broke")
