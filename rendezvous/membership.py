@@ -7,6 +7,11 @@
 `Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
 The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
 fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the life ends.
+Every tick beats and reads the others' beats.  It asks for the rest as rarely as it may, because a fleet asks all day:
+
+    control       every 2 beats: a stop may take so long to be heard
+    successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
+    commit        while training, when it can be there (rules.may_be_decided); now and then before
 
 Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
@@ -21,10 +26,14 @@ from rendezvous.background import Parts, Tell, no_tell
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RecordsLost, StoreError
 from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, nonce
-from rendezvous.rules import CROWD, Peer, Timing
+from rendezvous.rules import CROWD, Peer, Timing, may_be_decided
 from rendezvous.store import Store, put_once
 
 R = TypeVar("R", bound=Record)
+
+CONTROL_BEATS = 2  # a stop, a drain, a budget's new lease are heard within so many beats
+SUCCESSOR_BEATS = 4  # no supervisor launches one before this slot has been silent for that long
+JITTER = 0.8  # of a period: a look is due although a sleep was a little short
 
 # What a control record overrides by naming it.
 FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until")
@@ -294,6 +303,8 @@ class Membership:
         self._beats, self._began, self._round = 0, clock.now(), 0
         self._looked_at: dict[str, float] = {}
         self.awaited: set[str] = set()  # whom the open step waits for
+        self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
+        self._opened, self._pace = clock.now(), 0.0  # of the open step: when it began here, how long it should take
         self.status, self.wanted = Status(), Wanted()
         self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._liars: dict[str, int] = {}
@@ -327,9 +338,21 @@ class Membership:
             self._liars[offer.slot] = offer.generation
             self.peers[offer.slot] = replace(peer, liar=offer.generation)
 
+    def open(self, pace: float) -> None:
+        """This replica begins to train for the open step.   pace: seconds that it should take, 0: not known."""
+        self._opened, self._pace = self._clock.now(), pace
+        self._done_at.pop(self._read_commit.__name__, None)
+
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
         self._parts.run(self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen)
+
+    def _every(self, period: float, act: Callable[[], object]) -> None:
+        """Do this if it was last done a period ago.  A failure does not count; after a pause everything is due."""
+        now, name = self._clock.now(), act.__name__
+        if now - self._done_at.get(name, -math.inf) >= JITTER * period:
+            act()
+            self._done_at[name] = now
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Tick until stopped."""
@@ -355,12 +378,21 @@ class Membership:
             return
 
     def _look_for_successor(self) -> None:
+        self._every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
+
+    def _read_claims(self) -> None:
         for successor in claims(self._store, self.slot, self.generation):
             self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
+        if self.status.phase == "wait" or self.decided >= self.status.step:
+            return  # a replica that waits for the decision reads it itself
+        often = may_be_decided(self._clock.now() - self._opened, self._pace)
+        self._every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
+
+    def _read_commit(self) -> None:
         step = self.status.step
-        if self.decided < step and self._store.get(layout.commit(step)) is not None:
+        if self._store.get(layout.commit(step)) is not None:
             self.decided = step
 
     def _look_around(self) -> None:
@@ -384,6 +416,9 @@ class Membership:
         return list(dict.fromkeys([*_some(awaited, self._round), *_some(others, self._round)]))
 
     def _listen(self) -> None:
+        self._every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
+
+    def _read_wishes(self) -> None:
         self.listen(self._store)
 
 

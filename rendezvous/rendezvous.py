@@ -456,6 +456,7 @@ class Rendezvous:
         self._snapshot_if_due(commit)
         self._phase("train")
         self._began = self.clock.now()
+        self.members.open(commit.pace)
         self._alert_fenced()
 
     def complete(self, commit: Commit) -> None:

@@ -108,6 +108,14 @@ def fp32(x: float) -> float:
     return array("f", [x])[0]
 
 
+def may_be_decided(open_s: float, pace: float) -> bool:
+    """Can a step be decided that this replica began `open_s` ago?
+
+    pace: of the commit before, 1.25 × the median `took` (or more): others are not done before.
+    """
+    return open_s >= 0.8 * pace
+
+
 def weighed(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
     """The offers of commit t with their weights, fp32 numbers that depend on the offers alone.
 

@@ -25,7 +25,7 @@ from rendezvous import layout
 from rendezvous.background import TRIES, Parts, Worker
 from rendezvous.clock import SystemClock
 from rendezvous.errors import HeartbeatLost, RendezvousError, StoreUnclear
-from rendezvous.membership import Membership, claim, read_beat, write_control
+from rendezvous.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
 from rendezvous.records import Beat
 from rendezvous.rules import Timing
 from rendezvous.stores.memory import MemoryStore
@@ -120,6 +120,7 @@ def test_a_foreign_beat_stops_nobody_from_hearing(clock: ManualClock) -> None:
     store.inner.put(layout.beat("r01"), FOREIGN)
     members.tick()
     write_control(store.inner, clock, stop=True)
+    members._clock.sleep(CONTROL_BEATS * FAST.beat)
     members.tick()
     assert members.wanted.stop and "r01" not in members.peers
 
