@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 
 from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from diloco.runlog.ahead import Ahead
+from diloco.superseded import superseded
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest
@@ -178,7 +179,7 @@ def open_run(
     if store.get(layout.RUN) is None:
         _refuse_headless(store, (layout.control(0), layout.claim(layout.slot_name(0), 1), *_TRAINED))
     won, stands, mine = _founded(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
-    refuse_another(url, stands, mine, untouched=store.get(layout.MODEL_MANIFEST) is None)
+    refuse_another(url, stands, mine, untouched=store.get(layout.commit(0)) is None)
     wish(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
 
@@ -224,7 +225,8 @@ def refuse_nested(url: str) -> None:
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
-            if open_store(above).get(layout.RUN) is not None:
+            store = open_store(above)
+            if store.get(layout.RUN) is not None and not superseded(store):
                 raise WrongRun(
                     f"{url} lies inside the run at {above}: what one writes, the other would take for its own. Use a "
                     "URL beside that run, or join it there"
@@ -319,18 +321,30 @@ def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
 
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
     """WrongRun with what differs, if run.json describes other mathematics or other user files."""
+    if differs := _differs(stands, mine):
+        raise WrongRun(
+            f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
+            "use another --run URL for this config, or the config that the run was started with"
+            + (". Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
+        )
+
+
+def differences(config: RunConfig, store: Store) -> list[str]:
+    """What is another in this config than in the run that stands there; [] if it is that run."""
+    stands = RunRecord.decode(store.get(layout.RUN) or b"")
+    files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
+    mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), 0.0)
+    return _differs(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
+
+
+def _differs(stands: RunRecord, mine: RunRecord) -> list[str]:
     differs = sorted(_differences(stands.mathematics, mine.mathematics))
     for setting in sorted(set(stands.files) | set(mine.files)):
         there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
         if there != here:
             there, here = (hex_of(d)[:8] or d for d in (there, here))
             differs.append(f"{setting} file (digest {there} there, {here} here)")
-    if differs:
-        raise WrongRun(
-            f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
-            "use another --run URL for this config, or the config that the run was started with"
-            + (". Nothing was trained there yet, so you may also delete it" if untouched else "")
-        )
+    return differs
 
 
 def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
+        _follow(args)
         return VERBS[args.command](args)
     except KeyboardInterrupt:
         return 130
@@ -43,6 +44,15 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"diloco {args.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _follow(args: Namespace) -> None:
+    """Where the run that was named is now: a run that was founded again goes by its first name."""
+    if getattr(args, "run", None) is None or args.command in ("demo", "plan", "completion"):
+        return
+    from diloco.superseded import current
+
+    args.run = current(address.checked(args.run))
 
 
 def _expected(error: Exception) -> bool:
@@ -81,6 +91,10 @@ def _train(args: Namespace) -> int:
     offer = _offer(args, url, config.fleet.replicas)
     if not _agreed(args, offer):
         return 130
+    if args.again:
+        from executors.again import found_again
+
+        url = args.run = found_again(config, url, SystemClock(), say)
     address.make_folder(url)
     wishes = {"replicas": _replicas(args), "steps": args.steps, "min_replicas": args.min_replicas}
     run = open_run(config, url, SystemClock(), **wishes)
@@ -116,6 +130,7 @@ def _plan(args: Namespace) -> int:
 
     config, url = load_config(args.config), address.shareable(args.run) if args.run else ""
     bucket = outlook.look(url)
+    url = bucket.url
     checked = _checked(args, config, url, bucket.wanted)
     named = outlook.somewhere(url, intent.wanted_places(args, bucket.wanted.places), intent.FAR)
     offer = _offer(args, named, config.fleet.replicas, bucket.wanted, None if url and not bucket.note else Costs())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from diloco.config import ConfigError, RunConfig
 from diloco.footprint import footprint, lines
+from diloco.superseded import current
 from executors.mixed import Place
 from inner.known import ASK_S
 from rendezvous.errors import RendezvousError
@@ -29,8 +30,9 @@ SOMEWHERE = "s3://BUCKET/RUN"  # stands for a run that was not named
 
 @dataclass(frozen=True)
 class Bucket:
-    """What stands there.   note: why that is not known."""
+    """What stands there.   url: where the run is now.   note: why that is not known."""
 
+    url: str = ""
     wanted: Wanted = field(default_factory=Wanted)
     note: str = ""
 
@@ -41,13 +43,17 @@ def look(url: str) -> Bucket:
         return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
     pool = ThreadPoolExecutor(1)
     try:
-        return Bucket(pool.submit(lambda: read_control(open_store(url))).result(LOOK_S))
+        return pool.submit(lambda: _read(current(url))).result(LOOK_S)
     except Late:
-        return Bucket(note=f"not checked: {url} did not answer within {LOOK_S:.0f} s")
+        return Bucket(url, note=f"not checked: {url} did not answer within {LOOK_S:.0f} s")
     except RendezvousError as error:
-        return Bucket(note=f"not checked: {str(error).splitlines()[0]}")
+        return Bucket(url, note=f"not checked: {str(error).splitlines()[0]}")
     finally:
         pool.shutdown(wait=False)
+
+
+def _read(url: str) -> Bucket:
+    return Bucket(url, read_control(open_store(url)))
 
 
 def sizes(config: RunConfig, model: "Path | None", replicas: int, steps: int) -> list[str]:

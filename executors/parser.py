@@ -78,6 +78,7 @@ def _starting(verbs: Any) -> None:
         _fleet(parser)
         _where(parser)
         _money(parser)
+    train.add_argument("--again", action="store_true", help="found a run anew in which nothing was trained yet")
     for parser in (train, resume):
         parser.add_argument("--detach", action="store_true", help="return at once; the run goes on without us")
         parser.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")

@@ -17,6 +17,7 @@
     ├── leave/{slot}-{generation}.json             a graceful goodbye                              put_once
     ├── residuals/{slot}-{generation}-{nonce}.bin  what its codec had not sent; deleted when taken put, new name
     ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
+    ├── again/                                     a whole run: the one that counts if this one was superseded
     └── log/{slot}-{generation}/
         ├── {n:06d}.jsonl                          metrics and events                              put, by its slot
         └── {n:06d}.rollouts.jsonl                 a few of the student's rollouts, for traces     put, by its slot
@@ -38,6 +39,7 @@ MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 LOGS = "log/"
 CONTROLS = "control/"
+AGAIN = "again"  # a folder: the run that counts where this one is superseded
 CLAIMS = "replicas/"
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
