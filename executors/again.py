@@ -38,7 +38,8 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
     if (holder := supervisor_of(store)) is not None:
         raise UsageError(
             f"{url} is supervised by process {holder.pid} on {holder.host}, with another config "
-            f"({'; '.join(differs)}). If it is to end: diloco stop {url}, then the same command again; else use another --run"
+            f"({'; '.join(differs)}). If it is to end: diloco stop {url}, then the same command again; "
+            "else use another --run"
         )
     if live := [end.name for end in stop_run(store, clock, grace_s, say) if end.live]:
         raise UsageError(f"{', '.join(live)} of {url} may still run, so it is not founded again; diloco stop {url}")
