@@ -9,6 +9,7 @@ Not promised: stable words for people; programs read --json.
 
 import json
 import os
+import shutil
 import sys
 import time
 from argparse import Namespace
@@ -256,7 +257,8 @@ def _status(args: Namespace) -> int:
     holder = None if supervisor is None else {"pid": supervisor.pid, "host": supervisor.host}
     who = f"supervised by pid {supervisor.pid} on {supervisor.host}" if supervisor else "nobody supervises it"
     spent = costs(report, now)
-    table, last = watch.table(report, now), "done" if report.done else who
+    columns = shutil.get_terminal_size().columns
+    table, last = watch.table(report, now, columns), "done" if report.done else who
     money = [f"  {watch.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
     data = {**watch.status(report, now), **watch.cost_status(spent, report.wanted), "supervisor": holder}
     _tell(args, data, *table, *money, f"  {last}")
