@@ -95,14 +95,13 @@ def snapshot_bytes(parameters: int) -> int:
     return 8 * parameters
 
 
-def lines(found: Footprint, steps: int, keeps_all: bool = True) -> list[str]:
-    """The same for people."""
+def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
+    """The same for people.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
     f, link = found, f"{LINK * 8 / 1e9:g} Gbit/s"
-    kept = (
-        f"{in_bytes(f.in_all)} after {steps} steps"
-        if keeps_all
-        else 'old ones are deleted (fleet.retention = "window")'
-    )
+    kept = f"{in_bytes(f.in_all)} after {steps} steps"
+    if keep is not None and keep < f.in_all:
+        bound = f"at most {in_bytes(keep)}" if keep else "what the last two snapshots need"
+        kept = f"{bound} of {in_bytes(f.in_all)} in {steps} steps stay (fleet.keep)"
     return [
         f"memory per replica: {in_bytes(f.device)} on the device (weights, gradients, Adam; activations and generation "
         f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",

@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diloco.config import ConfigError, RunConfig
+from diloco.config import ConfigError, RunConfig, keep_bytes
 from diloco.footprint import footprint, lines
 from diloco.superseded import current
 from executors.mixed import Place
@@ -64,7 +64,7 @@ def sizes(config: RunConfig, model: "Path | None", replicas: int, steps: int) ->
             f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
         ]
     found = footprint(config, parameters, replicas, steps)
-    return lines(found, steps, keeps_all=config.fleet.retention == "all")
+    return lines(found, steps, keep_bytes(config.fleet.keep))
 
 
 def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
