@@ -105,7 +105,7 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
             text, (place, 1), xycoords=("data", "axes fraction"), xytext=(2 if side == "left" else -2, 3),
             textcoords="offset points", color=ALARM, ha=side, va="bottom", fontsize=8,
         )  # fmt: skip
-    _style(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean over a replica's inner steps")
+    _style(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean of its samples")
     ax.set_xlim(-0.5, max(report.wanted.steps, report.head, 1) - 0.5)
     ax.locator_params(axis="x", integer=True)
     if ax.get_legend_handles_labels()[0]:

@@ -213,7 +213,7 @@ class OuterLoop:
         self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
         self._mark = time.monotonic()
         self._numbers: dict[str, list[float | Tensor]] = {}  # logged since the last sync
-        self._add_numbers_to(manager)
+        self._logs = False  # has anything been logged?
         self._stale: int | None = None  # the fragment whose θ a caught-up step has moved
         self._hooks: list[Any] = []
         self._guard: ModelGuard | None = None
@@ -260,6 +260,9 @@ class OuterLoop:
         """
         if taken := sorted(TAKEN & set(numbers)):
             raise OuterError(f"log() got {', '.join(taken)}, which the outer loop itself logs; use another name")
+        if not self._logs:
+            self._logs = True
+            self._add_numbers_to(self.manager)
         for name, number in numbers.items():
             self._numbers.setdefault(name, []).append(number.detach() if isinstance(number, Tensor) else number)
 

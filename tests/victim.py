@@ -133,6 +133,7 @@ def _note_lessons(folder: str) -> None:
 def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str] | None = None) -> None:
     """Entry point of a child process: diloco.replica with its output in a file."""
     os.environ.update(environ or {})
+    tempfile.tempdir = None  # the fork server has asked before TMPDIR was set
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
