@@ -7,24 +7,37 @@
 `Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
 The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
 fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the life ends.
+Every tick beats; everything else is asked as rarely as
+it may be, because a fleet asks it all day:
+
+    control       every 2 beats: a stop may take so long to be heard
+    successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
+    commit        while training, when it can be there (rules.may_be_decided); now and then before
+    other beats   while starting, and in steps 0 and 1: of all.  Later of the slots that a step waits for (`look`), and
+                  once per step of those that may still miss this replica's last body (`owed`)
 
 Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rendezvous import layout
 from rendezvous.background import Parts, Tell, no_tell
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, RecordsLost, StoreError
+from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError
 from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, nonce
-from rendezvous.rules import CROWD, Peer, Timing
+from rendezvous.rules import CROWD, STARTING, Peer, Timing, beat_age, may_be_decided
 from rendezvous.store import Store, put_once
 
 R = TypeVar("R", bound=Record)
+
+CONTROL_BEATS = 2  # a stop, a drain, a budget's new lease are heard within so many beats
+SUCCESSOR_BEATS = 4  # no supervisor launches one before this slot has been silent for that long
+JITTER = 0.8  # of a period: a look is due although a sleep was a little short
 
 # What a control record overrides by naming it.
 FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until")
@@ -291,9 +304,12 @@ class Membership:
     ) -> None:
         self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
         self._timing, self._host, self._pid = timing, host, pid
-        self._beats, self._began, self._round = 0, clock.now(), 0
-        self._looked_at: dict[str, float] = {}
-        self.awaited: set[str] = set()  # whom the open step waits for
+        self._beats = 0
+        self._awake, self._ticked = 0.0, clock.now()  # seconds awake until the last tick; when that was
+        self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
+        self._read_at: dict[str, tuple[float, float]] = {}  # slot -> (awake, wall) when its beat was last read
+        self._opened, self._pace = 0.0, 0.0  # of the open step: `awake` when we began it, seconds that it should take
+        self.owed: set[str] = set()  # slots that may still miss our body of the step before
         self.status, self.wanted = Status(), Wanted()
         self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._liars: dict[str, int] = {}
@@ -327,9 +343,31 @@ class Membership:
             self._liars[offer.slot] = offer.generation
             self.peers[offer.slot] = replace(peer, liar=offer.generation)
 
+    def open(self, pace: float, owed: set[str]) -> None:
+        """This replica begins to train for the open step.
+
+        pace: seconds that an outer step should take, 0 if that is not known.
+        owed: slots that may still miss this replica's body of the step before.
+        """
+        self._opened, self._pace, self.owed = self.awake, pace, owed
+        self._done_at.pop(self._read_commit.__name__, None)
+
+    @property
+    def awake(self) -> float:
+        """Seconds since this life began, without its own pauses: at most four beats per tick."""
+        return self._awake + min(self._clock.now() - self._ticked, 4 * self._timing.beat)
+
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
+        self._awake, self._ticked = self.awake, self._clock.now()
         self._parts.run(self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen)
+
+    def _every(self, period: float, act: Callable[[], object]) -> None:
+        """Do this if it was last done a period ago.  A failure does not count; after a pause everything is due."""
+        now, name = self._clock.now(), act.__name__
+        if now - self._done_at.get(name, -math.inf) >= JITTER * period:
+            act()
+            self._done_at[name] = now
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Tick until stopped."""
@@ -355,53 +393,62 @@ class Membership:
             return
 
     def _look_for_successor(self) -> None:
+        self._every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
+
+    def _read_claims(self) -> None:
         for successor in claims(self._store, self.slot, self.generation):
             self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
+        if self.status.phase == "wait" or self.decided >= self.status.step:
+            return  # a replica that waits for the decision reads it itself
+        often = may_be_decided(self.awake - self._opened, self._pace)
+        self._every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
+
+    def _read_commit(self) -> None:
         step = self.status.step
-        if self.decided < step and self._store.get(layout.commit(step)) is not None:
+        if self._store.get(layout.commit(step)) is not None:
             self.decided = step
 
     def _look_around(self) -> None:
-        now = self._clock.now()
-        for slot in self._in_view():
-            elapsed = min(now - self._looked_at.get(slot, self._began), 4 * self._timing.beat)
-            self._looked_at[slot] = now
-            old, beat = self.peers.get(slot), read_beat(self._store, slot)
-            if beat is None and old is not None:
-                beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
-            if beat is not None:
-                self.peers[slot] = seen(old, beat, elapsed, self._liars.get(slot, 0))
+        if self.status.phase in STARTING or self.status.step < 2:
+            self.look(self.wanted.slots, apart=0.0)
+        elif self.owed and self.awake - self._opened >= self._pace / 2:
+            self.look(self.owed)
+            self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
-    def _in_view(self) -> list[str]:
-        """Whom to look at now: everybody, or in a crowd some of those that the step waits for and the rest in turn."""
-        others = [slot for slot in self.wanted.slots if slot != self.slot]
-        if len(others) <= CROWD:
-            return others
-        self._round += 1
-        awaited = sorted(self.awaited.intersection(others))
-        return list(dict.fromkeys([*_some(awaited, self._round), *_some(others, self._round)]))
+    def look(self, slots: Iterable[str], apart: float | None = None) -> None:
+        """Read these slots' beats, each at most once per beat (or `apart` seconds).
+
+        In a crowd a dozen per beat: those that were not read for longest.  Advisory: what fails is read the next time.
+        """
+        apart = JITTER * self._timing.beat if apart is None else apart
+        asked = {slot: self._read_at.get(slot, (-math.inf, 0.0))[0] for slot in {*slots} - {self.slot}}
+        due = sorted((at, slot) for slot, at in asked.items() if self.awake - at >= apart)
+        for _, slot in due[: max(0, CROWD - (len(asked) - len(due)))]:
+            with suppress(RendezvousError):
+                self._see(slot, read_beat(self._store, slot))
+
+    def _see(self, slot: str, beat: Beat | None) -> None:
+        now, old = (self.awake, self._clock.wall()), self.peers.get(slot)
+        before = self._read_at.get(slot, now)
+        self._read_at[slot] = now
+        if beat is None and old is not None:
+            beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
+        if beat is not None:
+            elapsed, wall = now[0] - before[0], now[1] - before[1]
+            age = beat_age(old.beat, beat, elapsed, wall, self._timing.beat) if old else 0.0
+            self.peers[slot] = seen(old, beat, elapsed, self._liars.get(slot, 0), age)
 
     def _listen(self) -> None:
+        self._every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
+
+    def _read_wishes(self) -> None:
         self.listen(self._store)
 
 
-def read_beat(store: Store, slot: str) -> Beat | None:
-    """What stands in a slot's heartbeat; None if there is none.  Anybody may have written there."""
-    body = store.get(layout.beat(slot))
-    beat = None if body is None else decoded(Beat, body)
-    return beat if beat is not None and beat.slot == slot else None
-
-
-def _some(slots: list[str], turn: int) -> list[str]:
-    """At most CROWD of them, others at every turn."""
-    at = turn * CROWD % max(1, len(slots))
-    return (slots[at:] + slots[:at])[:CROWD]
-
-
-def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0) -> Peer:
-    """The observation `old`, `elapsed` seconds later, when `beat` is what stands there.
+def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0, age: float = 0.0) -> Peer:
+    """The observation `old`, `elapsed` seconds later, when `beat` is what stands there and has done so for `age`.
 
     Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.
     """
@@ -414,7 +461,7 @@ def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0) -> Peer:
     return Peer(
         beat,
         changes=old.changes + changed,
-        silent=0.0 if changed else old.silent + elapsed,
-        still=0.0 if moved else old.still + elapsed,
+        silent=age if changed else old.silent + elapsed,
+        still=age if moved else old.still + elapsed,
         liar=liar,
     )

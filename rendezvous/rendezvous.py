@@ -77,6 +77,7 @@ class Rendezvous:
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
         self._began = clock.now()  # of this outer step's work
+        self._lasted: list[float] = []  # seconds from there to the decision, of the last two that we waited for
         self._announcement: Callable[[], None] | None = None
         self._mine: list[Mine] = []  # what we offered last, and before if somebody may still miss it
         self._rederived = -1  # the step for which we last replayed our own θ
@@ -98,8 +99,9 @@ class Rendezvous:
         self._encoder = Encoder(rules_.codec, digests=needed(self.store))
         self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._rest, self._bad)
         self._closer = Closer(
-            self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd
-        )
+            self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd,
+            self._together,
+        )  # fmt: skip
         return self
 
     # ------------------------------------------------------------------ joining
@@ -296,7 +298,7 @@ class Rendezvous:
         """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
         self._phase("wait")
         self._turn()
-        vigil = Vigil(self.clock, self.timing)
+        vigil = Vigil(self.clock, self.timing, self._due())
         while (commit := self.chain.read(self.step)) is None:
             self._alert()
             vigil.look()
@@ -307,7 +309,12 @@ class Rendezvous:
                 if vigil.long():
                     self._mend_mine()
                 vigil.sleep()
+        self._lasted = [*self._lasted[-1:], self.clock.now() - self._began]
         return self._checked(commit)
+
+    def _due(self) -> float:
+        """Seconds until the open step is decided, if it lasts as long as the shorter of the last two; 0: not known."""
+        return max(0.0, self._began + min(self._lasted, default=0.0) - self.clock.now())
 
     def _rest(self, vigil: Vigil, normal: float) -> None:
         """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
@@ -380,10 +387,14 @@ class Rendezvous:
         """May another replica still need our blob of that step?
 
         One that was listed and is not known to be dead or past the step; we may never have seen its beat.
+        In a crowd nobody looks at everybody.  Small bodies are kept; others are reduced in shards, whose means are all
+        announced when ours is made, so that they serve instead.
         """
         commit = self.chain.known(mine.step)
         if commit is None or not commit.lists(mine.step, self.slot):
             return False
+        if self.wanted.universe > rules.CROWD:
+            return commit.mode == "direct"
         peers = [self.members.peers.get(o.slot) for o in commit.fresh if o.slot != self.slot]
         return any(p is None or not (p.dead(self.timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
@@ -423,6 +434,7 @@ class Rendezvous:
 
     def _writers_hold(self, commit: Commit) -> bool:
         """Have its writers their bodies in memory still?  Until the step after the next, if they live."""
+        self.members.look(o.slot for o in commit.offers)
         peers = [self.members.peers.get(o.slot) for o in commit.offers]
         alive = any(p and p.beating(self.timing.dead_after) for p in peers)
         return alive and self.store.get(layout.commit(commit.t + 2)) is None
@@ -452,6 +464,8 @@ class Rendezvous:
         self._snapshot_if_due(commit)
         self._phase("train")
         self._began = self.clock.now()
+        small = bool(self._mine) and self.wanted.universe <= rules.CROWD
+        self.members.open(commit.pace, {o.slot for o in commit.fresh} - {self.slot} if small else set())
         self._alert_fenced()
 
     def complete(self, commit: Commit) -> None:

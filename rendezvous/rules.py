@@ -4,6 +4,7 @@
     factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (gate)
     P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience)
     pace  = median took + P/2                              what an outer step should take       (pace)
+    look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
     h_cap = max(1, ⌊h·pace/took⌋) when left out, +1 when listed fresh, at most H                (next_cap)
             in the first round: what the others have left to do of theirs                       (first_cap)
 
@@ -21,6 +22,7 @@ import numpy as np
 from rendezvous.records import Beat, Commit, Listed, Offer
 
 CROWD = 12  # slots; with more of them not everybody looks at everybody all the time
+LED = 3  # the rank of those who let others look first
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
 UNSUSPICIOUS = 0.01  # of ‖θ‖: what `gate` takes for typical at least
@@ -102,6 +104,30 @@ class Peer:
         if self.dead(dead_after):
             return f"is silent for {self.silent:.0f} s, at step {self.beat.step}"
         return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
+
+
+def beat_age(old: Beat, new: Beat, elapsed: float, wall: float, beat: float) -> float:
+    """Seconds for which `new` has stood there at least, if the same observer read `old` there `elapsed` seconds before.
+
+    Between the two beats their writer lived for as long as its own clock says, and for as many beats as it counted; the
+    rest of the observer's time it was silent.  The least of these answers counts, so that one wrong clock never makes a
+    living replica look dead.   wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
+
+    >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
+    >>> beat_age(one, two, 60.0, 60.0, 5.0)
+    50.0
+    """
+    if new.generation != old.generation:
+        return 0.0
+    return max(0.0, min(min(elapsed, wall) - (new.at - old.at), elapsed - (new.n - old.n) * beat))
+
+
+def may_be_decided(open_s: float, pace: float) -> bool:
+    """Can a step be decided that this replica began `open_s` ago?
+
+    pace: of the commit before, 1.25 × the median `took` (or more): others are not done before.
+    """
+    return open_s >= 0.8 * pace
 
 
 def weighed(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
@@ -273,20 +299,34 @@ def waiting_for(
     return reasons
 
 
-def rank(t: int, slot: int, slots: int) -> int:
-    """Who tries to close step t first (0), second (1), …; spread by a hash, at most 4 apart.
+def resolved_in(
+    t: int, peers: Iterable[Peer | None], *, waited: float, took: float, upload: float, rules: Rules, timing: Timing
+) -> list[float]:
+    """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
 
-    In a crowd three lead, and all others are 3: if everybody looked for everybody's offers, a step would ask N².
+    By then the slot has offered, is dead, or has had all the patience there is.  The replica that offers last closes at
+    once; this keeps those that wait from looking in vain.   upload: seconds from the last inner step to the offer.
     """
-    if slots < 2:
-        return 0
+    return sorted(_resolved_in(t, p, waited, took, upload, rules, timing) for p in peers)
+
+
+def _resolved_in(
+    t: int, peer: Peer | None, waited: float, took: float, upload: float, rules: Rules, timing: Timing
+) -> float:
+    limit = max(2 * timing.poll, 0.5 * took)
+    due = None if peer is None else arrival(peer, t, rules, limit)
+    arrives = limit - waited if due is None or due > 1.5 * took else due + upload + 2 * timing.poll
+    dies = timing.dead_after - peer.silent if peer is not None and peer.changes else math.inf
+    return max(0.0, min(arrives, dies))
+
+
+def rank(t: int, slot: int, slots: int) -> int:
+    """Who tries to close step t first (0), second (1), third (2); spread by a hash.
+
+    These three lead, all others are 3: if everybody looked for everybody's offers, a step would ask N².
+    """
     mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
-    return min(3, mixed % slots) if slots > CROWD else mixed % min(slots, 4)
-
-
-def stagger(rank: int, slots: int) -> int:
-    """Polls until a replica of that rank looks for offers; in a crowd those who do not lead look as rarely again."""
-    return 16 if rank == 3 and slots > CROWD else 2 * rank
+    return min(LED, mixed % max(1, slots))
 
 
 def snapshot_due(t: int, newest: int, every: int, *, closed: bool) -> bool:

@@ -70,6 +70,8 @@ class Sharer:
             missing -= {j for j in sorted(missing - ours) if self._turn(commit, j, vigil.idle) and made(j)}
             if not missing:
                 return
+            if vigil.idle > self._patience(commit) / 2:
+                self._members.look(commit.owners)
             self._rest(vigil, _PATIENCE * commit.pace)
 
     def _make(
@@ -94,12 +96,16 @@ class Sharer:
     def _turn(self, commit: Commit, j: int, waited: float) -> bool:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
         owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
-        patience = max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
+        patience = self._patience(commit)
         gone = self._gone(owner, commit.t)
         if not gone and waited <= patience:
             return False
         rank = in_line(us, owner, max(2, self._members.wanted.universe), lambda i: self._waits(i, commit.t))
         return (gone and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
+
+    def _patience(self, commit: Commit) -> float:
+        """Seconds that an owner may take for a part before others do it."""
+        return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _gone(self, index: int, t: int) -> bool:
         """Will that slot announce no part of step t any more?

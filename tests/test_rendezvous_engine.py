@@ -454,11 +454,25 @@ def test_a_writer_that_waits_for_a_bad_blob_looks_after_all_of_its_own(clock: Ma
     assert a.state.theta.tolist() == c.state.theta.tolist() == [98.5] * 3
 
 
+def others_beat_meanwhile(clock: ManualClock, monkeypatch: pytest.MonkeyPatch, *seats: Seat) -> None:
+    """Whoever sleeps from now on finds that these have ticked."""
+    sleep = clock.sleep
+
+    def then_tick(seconds: float) -> None:
+        sleep(seconds)
+        for seat in seats:
+            seat.rv.members.tick()
+
+    monkeypatch.setattr(clock, "sleep", then_tick)
+
+
 SHARDS = replace(RULES, shard_from=1, shard_elements=1)
 
 
 @DAMAGE
-def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(clock: ManualClock, how: str) -> None:
+def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(
+    clock: ManualClock, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, a, b, c = trio(clock, SHARDS)
     for seat in (a, b, c):
         seat.offer(1, 1, 1)
@@ -466,6 +480,7 @@ def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(clock: ManualCl
     a.rv.settle()
     commit, out = c.rv.settle(), np.empty(3, np.float32)
     assert commit.mode == "sharded"
+    others_beat_meanwhile(clock, monkeypatch, a, b)
     c.rv.mean(commit, out)  # from its own memory, after a while in which nobody else could do his part
     assert c.events("repaired") and out.tolist() == [1.0] * 3
 

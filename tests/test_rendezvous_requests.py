@@ -1,0 +1,210 @@
+"""A replica asks its bucket for little: others' beats only while it waits, everything else only when it is due."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rendezvous import layout, rules
+from rendezvous.membership import Membership, write_control
+from rendezvous.records import Beat
+from rendezvous.rules import Peer, Rules, Timing, beat_age
+from rendezvous.stores.memory import MemoryStore
+from tests.benchmarks.bench_scale import DATA, deaths, play
+from tests.fakes import ManualClock
+
+FAR = Timing(poll=1.0, beat=5.0, dead_after=20.0)
+
+
+def polling(replicas: int, steps: int = 2) -> float:
+    """Requests per replica and outer step, without bodies and means."""
+    asked, _, _ = play(replicas, steps, "s3", 0.3, 0.0)
+    return sum(n for (_, what), n in asked.items() if what not in DATA) / replicas
+
+
+@pytest.mark.parametrize(("replicas", "most"), [(8, 60), (32, 90)])
+def test_a_replica_asks_for_little_in_an_outer_step(replicas: int, most: int) -> None:
+    """206 at N = 8 and 253 at N = 32 before."""
+    assert polling(replicas) <= most
+
+
+def test_closing_takes_no_longer_for_it() -> None:
+    """0.54 s when everybody polled for offers; now the last to come closes, and asks for claims all at once."""
+    _, seconds, closed = play(8, 4, "s3", 0.3, 0.0)
+    assert max(closed) < 1.0 and seconds < 71.0
+
+
+def test_a_death_is_noticed_as_soon_as_if_all_were_watched_all_the_time() -> None:
+    """Half of a normal step for a death in its middle, as before: the survivors take that long to offer."""
+    found = [wait for share, slot, wait in deaths(3, "file", 10.0, 3.4) if slot == 0 and share == 0.5]
+    assert found and found[0] < 0.6 * 3.4
+
+
+# ---------------------------------------------------------------------- what one tick asks for
+
+
+class CountingStore(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Counter[str]()
+
+    def get(self, key: str) -> bytes | None:
+        self.asked[key.split("/")[0]] += 1
+        return super().get(key)
+
+
+@pytest.fixture
+def life() -> tuple[CountingStore, ManualClock, Membership]:
+    """r00 of four, training for step 7."""
+    store, clock = CountingStore(), ManualClock()
+    write_control(store, clock, replicas=4, min_replicas=2)
+    members = Membership(store, clock, "r00", 1, FAR)
+    members.listen(store)
+    members.status.phase, members.status.step = "train", 7
+    return store, clock, members
+
+
+def ticks(store: CountingStore, clock: ManualClock, members: Membership, count: int) -> Counter[str]:
+    store.asked.clear()
+    for _ in range(count):
+        clock.sleep(FAR.beat)
+        members.tick()
+    return store.asked
+
+
+def test_who_trains_reads_nobodys_beat(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    store, clock, members = life
+    members.open(pace=80.0, owed=set())
+    asked = ticks(store, clock, members, 12)
+    assert "alive" not in asked and asked["control"] == 6 and asked["replicas"] == 3
+    assert asked["steps"] == 2, "once at first, once in the middle: nothing can be decided yet"
+    assert ticks(store, clock, members, 4)["steps"] >= 3, "now others may have closed without it"
+
+
+def test_who_may_still_miss_our_body_is_looked_at_once(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    store, clock, members = life
+    store.put(layout.beat("r01"), a_beat("r01", 3, step=7).encode())
+    store.put(layout.beat("r02"), a_beat("r02", 3, step=6).encode())
+    members.open(pace=20.0, owed={"r01", "r02"})
+    assert ticks(store, clock, members, 4)["alive"] == 4 and members.owed == {"r02"}, "r02 is still there"
+
+
+def test_whoever_starts_looks_at_everybody(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    store, clock, members = life
+    members.status.phase = "heal"
+    assert ticks(store, clock, members, 2)["alive"] == 6
+
+
+def test_after_a_pause_everything_is_asked_for_at_once(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    store, clock, members = life
+    members.open(pace=1000.0, owed=set())
+    ticks(store, clock, members, 1)
+    clock.sleep(600.0)
+    asked = ticks(store, clock, members, 1)
+    assert asked["control"] and asked["replicas"] and asked["steps"]
+
+
+def test_what_could_not_be_asked_is_due_at_the_next_tick(
+    life: tuple[CountingStore, ManualClock, Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rendezvous.errors import StoreUnclear
+
+    store, clock, members = life
+    write_control(store, clock, stop=True)
+    real, broken = store.get, [True]
+
+    def get(key: str) -> bytes | None:
+        if broken[0] and key.startswith("control/"):
+            raise StoreUnclear("no answer")
+        return real(key)
+
+    monkeypatch.setattr(store, "get", get)
+    ticks(store, clock, members, 1)
+    broken[0] = False
+    ticks(store, clock, members, 1)
+    assert members.wanted.stop
+
+
+def test_a_stop_is_heard_within_two_beats(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    store, clock, members = life
+    ticks(store, clock, members, 1)
+    write_control(store, clock, stop=True)
+    ticks(store, clock, members, 2)
+    assert members.wanted.stop
+
+
+def test_a_crowd_is_read_a_dozen_per_beat(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    store, clock, members = life
+    crowd = [f"r{i:02d}" for i in range(40)]
+    store.asked.clear()
+    for _ in range(5):
+        members.look(crowd)
+    assert store.asked["alive"] == rules.CROWD
+    clock.sleep(FAR.beat)
+    members.tick()
+    members.look(crowd)
+    assert store.asked["alive"] == 2 * rules.CROWD and len(members._read_at) == 2 * rules.CROWD
+
+
+# ---------------------------------------------------------------------- two looks far apart
+
+
+def a_beat(slot: str, n: int, at: float = 0.0, **more: Any) -> Beat:
+    return replace(Beat(slot, 1, n, "train", 5, 0, 1.0, at), **more)
+
+
+@pytest.mark.parametrize(
+    ("n", "at", "elapsed", "wall", "age"),
+    [
+        (9, 110.0, 60.0, 60.0, 50.0),  # two beats in sixty seconds: dead for fifty
+        (19, 160.0, 60.0, 60.0, 0.0),  # twelve beats: alive
+        (17, 157.0, 60.0, 60.0, 3.0),  # ticks that last longer than a beat: its clock says so
+        (19, 70.0, 60.0, 60.0, 0.0),  # its clock was put back; the counter goes on
+        (9, 500.0, 60.0, 60.0, 0.0),  # its clock was put forward: believed
+        (19, 160.0, 60.0, 900.0, 0.0),  # our own clock was put forward
+        (9, 110.0, 20.0, 60.0, 10.0),  # we slept for forty of the sixty
+    ],
+)
+def test_the_age_of_a_beat_follows_from_two_looks(n: int, at: float, elapsed: float, wall: float, age: float) -> None:
+    assert beat_age(a_beat("r01", 7, 100.0), a_beat("r01", n, at), elapsed, wall, 5.0) == age
+
+
+def test_a_new_life_is_as_young_as_can_be() -> None:
+    assert beat_age(a_beat("r01", 700, 100.0), a_beat("r01", 1, 101.0, generation=2), 60.0, 60.0, 5.0) == 0.0
+
+
+def test_a_death_between_two_looks_is_known_at_the_second(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    """Silent for 0 s, as after any changed beat, before: it was called dead a whole dead_after later."""
+    store, clock, members = life
+    store.put(layout.beat("r01"), a_beat("r01", 1, clock.wall()).encode())
+    members.look(["r01"])
+    store.put(layout.beat("r01"), a_beat("r01", 3, clock.wall() + 10.0, inner=1).encode())  # and dies
+    ticks(store, clock, members, 12)
+    members.look(["r01"])
+    peer = members.peers["r01"]
+    assert peer.dead(FAR.dead_after) and peer.silent == peer.still == 50.0
+
+
+# ---------------------------------------------------------------------- when to look again
+
+
+def soon(*peers: Peer | None, waited: float = 0.0) -> list[float]:
+    four = Rules(sync_every=4)
+    return rules.resolved_in(5, peers, waited=waited, took=40.0, upload=3.0, rules=four, timing=FAR)
+
+
+def test_the_next_look_comes_when_something_can_have_changed() -> None:
+    training = Peer(a_beat("r01", 9, inner=2, rate=6.0), changes=3)
+    assert soon(training) == [12.0 + 3.0 + 2.0], "two inner steps, the upload, two polls for whoever closes"
+    assert soon(replace(training, silent=15.0)) == [5.0], "or it is called dead before"
+    assert soon(None, waited=4.0) == [16.0], "half of what an offer takes is all the patience there is"
+    assert soon(replace(training, changes=0, silent=15.0)) == [17.0], "who was never seen to beat cannot be called dead"
+    assert soon(training, replace(training, silent=30.0)) == [0.0, 17.0]
+
+
+def test_three_lead_whatever_the_fleet() -> None:
+    for slots in (1, 2, 3, 4, 8, 12, 64, 256):
+        for t in range(20):
+            ranks = sorted(rules.rank(t, s, slots) for s in range(slots))
+            assert ranks == [*range(min(3, slots)), *[rules.LED] * (slots - 3)]
