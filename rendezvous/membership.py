@@ -447,6 +447,13 @@ class Membership:
         self.listen(self._store)
 
 
+def read_beat(store: Store, slot: str) -> Beat | None:
+    """What stands in a slot's heartbeat; None if there is none.  Anybody may have written there."""
+    body = store.get(layout.beat(slot))
+    beat = None if body is None else decoded(Beat, body)
+    return beat if beat is not None and beat.slot == slot else None
+
+
 def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0, age: float = 0.0) -> Peer:
     """The observation `old`, `elapsed` seconds later, when `beat` is what stands there and has done so for `age`.
 
