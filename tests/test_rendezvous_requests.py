@@ -13,6 +13,7 @@ from rendezvous.rules import Peer, Rules, Timing, beat_age
 from rendezvous.stores.memory import MemoryStore
 from tests.benchmarks.bench_scale import DATA, deaths, play
 from tests.fakes import ManualClock
+from tests.test_rendezvous_engine import TIMING, Seat, bucket, together
 
 FAR = Timing(poll=1.0, beat=5.0, dead_after=20.0)
 
@@ -208,3 +209,25 @@ def test_three_lead_whatever_the_fleet() -> None:
         for t in range(20):
             ranks = sorted(rules.rank(t, s, slots) for s in range(slots))
             assert ranks == [*range(min(3, slots)), *[rules.LED] * (slots - 3)]
+
+
+@pytest.mark.parametrize("seen_beating", [True, False])
+@pytest.mark.parametrize("m", [1, 2])
+def test_who_is_left_alone_closes_although_it_does_not_lead(seen_beating: bool, m: int) -> None:
+    """Seed 7200563: it let others close first, until it gave up with its offer in the bucket."""
+    clock, t = ManualClock(), 3
+    store = bucket(clock, replicas=5, m=m, steps=9)
+    seats = [Seat(store, layout.slot_name(i), clock).join() for i in range(5)]
+    for _ in range(t):
+        for seat in seats if seen_beating else ():
+            seat.rv.members.tick()
+        clock.sleep(TIMING.beat)
+        together(*seats)
+    led = [seat for i, seat in enumerate(seats) if rules.rank(t, i, 5) == rules.LED]
+    assert len(led) == 2
+    began = clock.now()
+    for seat in led[:m]:  # all others are dead
+        seat.offer()
+    commit = led[0].rv.settle()
+    assert [o.slot for o in commit.fresh] == [seat.rv.slot for seat in led[:m]]
+    assert clock.now() - began < 2 * TIMING.dead_after + 2 * TIMING.beat
