@@ -25,12 +25,12 @@ from diloco.report import read_report
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import ChainBroken, Fenced, RecordsLost
-from rendezvous.membership import read_control, write_control
+from rendezvous.membership import CONTROL_BEATS, read_control, write_control
 from rendezvous.records import Beat, Control, Record, WireError
 from rendezvous.rules import Timing
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
-from tests.test_rendezvous_engine import Seat, bucket, pair, together
+from tests.test_rendezvous_engine import TIMING, Seat, bucket, pair, together
 from tests.test_rendezvous_records import RECORDS
 
 KINDS = [*map(type, RECORDS), RunRecord, ModelRecord]
@@ -115,10 +115,11 @@ def test_a_run_of_three_goes_on_among_random_json_and_hears_a_stop(seed: int) ->
         assert len({seat.state.theta.tobytes() for seat in seats}) == 1
     again = Seat(faulty, "r02", clock).join()
     assert again.rv.generation == 3 and again.state.theta.tobytes() == seats[0].state.theta.tobytes()
-    write_control(faulty, clock, stop=True, until=clock.wall() + 5)
+    until = write_control(faulty, clock, stop=True, until=clock.wall() + 5).until
+    clock.sleep(CONTROL_BEATS * TIMING.beat)
     for seat in [*seats[:2], again]:
         seat.rv.members.tick()
-        assert seat.rv.leaving and seat.rv.wanted.until == clock.wall() + 5
+        assert seat.rv.leaving and seat.rv.wanted.until == until
         assert seat.rv.wanted.min_replicas == 2
 
 
