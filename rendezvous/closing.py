@@ -57,11 +57,17 @@ class Vigil:
         Where it is known when the decision is due: half of what is left until then, and then twice as often.
         """
         poll, often = self._timing.poll, self.idle / 16 if self._due > 0 else self.idle / 8
-        return min(4 * poll, max(poll / 8, often, (self._due - self.idle) / 2))
+        pause = min(4 * poll, max(poll / 8, often, (self._due - self.idle) / 2))
+        return min(pause, max(poll / 8, self.again - self.idle)) if self.again > self.idle else pause
+
+    @property
+    def often(self) -> float:
+        """The least seconds between two looks for offers, when one was in vain: an eighth of the wait so far."""
+        return max(self._timing.poll, self.idle / 8)
 
     def attempt_in(self, seconds: float, at_most: float) -> None:
-        """Set `again`; not more often than every poll, nor than every eighth of the wait so far."""
-        self.again = self.idle + min(max(seconds, self._timing.poll, self.idle / 8), at_most)
+        """Set `again`; 0 seconds: it is not known when something changes."""
+        self.again = self.idle + min(max(seconds or self.often, self._timing.poll / 8), at_most)
 
     def ripe_for(self, seconds: float) -> bool:
         """Does nothing speak against closing since so many seconds?  If not yet, then comes the next attempt."""
@@ -184,7 +190,7 @@ class Closer:
         vigil.quorum(len(fresh) >= wishes.min_replicas)
         awaited = self._awaited(fresh, wishes)
         why_not = self._why_not(fresh, awaited, wishes, vigil.waited)
-        return fresh, why_not, self._may_close_in(fresh, awaited, wishes, vigil.waited) if why_not else 0.0
+        return fresh, why_not, self._may_close_in(fresh, awaited, wishes, vigil) if why_not else 0.0
 
     def _crowd(self, wishes: Wanted) -> bool:
         return wishes.universe > rules.CROWD
@@ -329,17 +335,15 @@ class Closer:
         reasons = rules.waiting_for(self.step, fresh, awaited, members.peers, waited, self._rules, self._timing)
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
-    def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> float:
+    def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, vigil: Vigil) -> float:
         """Seconds until looking again is of use, if all goes on as it does; 0 for at once, or not known."""
         mine, status, missing = fresh.get(self._members.slot), self._members.status, wishes.min_replicas - len(fresh)
         if self.step == 0 or mine is None or len(awaited) < missing:
             return 0.0
         upload = min(mine.took / 2, max(0.0, mine.took - status.inner * status.rate))
-        peers = [self._members.peers.get(slot) for slot in awaited]
-        took = median(o.took for o in fresh.values())
-        times = rules.resolved_in(
-            self.step, peers, waited=waited, took=took, upload=upload, rules=self._rules, timing=self._timing
-        )
+        wait = rules.Wait(vigil.waited, median(o.took for o in fresh.values()), upload, vigil.often)
+        peers = [self._members.by_now(slot) for slot in awaited]
+        times = rules.resolved_in(self.step, peers, wait, self._rules, self._timing)
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
 
     def _silence(self, fresh: dict[str, Offer], wishes: Wanted) -> str:

@@ -305,9 +305,9 @@ class Membership:
         self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
         self._timing, self._host, self._pid = timing, host, pid
         self._beats = 0
-        self._awake, self._ticked = 0.0, clock.now()  # seconds awake until the last tick; when that was
+        self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
-        self._read_at: dict[str, tuple[float, float]] = {}  # slot -> (awake, wall) when its beat was last read
+        self._read_at: dict[str, float] = {}  # slot -> `awake` when its beat was last asked for
         self._opened, self._pace = 0.0, 0.0  # of the open step: `awake` when we began it, seconds that it should take
         self.owed: set[str] = set()  # slots that may still miss our body of the step before
         self.status, self.wanted = Status(), Wanted()
@@ -355,11 +355,12 @@ class Membership:
     @property
     def awake(self) -> float:
         """Seconds since this life began, without its own pauses: at most four beats per tick."""
-        return self._awake + min(self._clock.now() - self._ticked, 4 * self._timing.beat)
+        awake, ticked = self._ticked
+        return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
 
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
-        self._awake, self._ticked = self.awake, self._clock.now()
+        self._ticked = self.awake, self._clock.now()
         self._parts.run(self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen)
 
     def _every(self, period: float, act: Callable[[], object]) -> None:
@@ -418,27 +419,35 @@ class Membership:
             self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
     def look(self, slots: Iterable[str], apart: float | None = None) -> None:
-        """Read these slots' beats, each at most once per beat (or `apart` seconds).
+        """Read these slots' beats, each at most once per beat (or `apart` seconds), and when it may have died by now.
 
         In a crowd a dozen per beat: those that were not read for longest.  Advisory: what fails is read the next time.
         """
-        apart = JITTER * self._timing.beat if apart is None else apart
-        asked = {slot: self._read_at.get(slot, (-math.inf, 0.0))[0] for slot in {*slots} - {self.slot}}
-        due = sorted((at, slot) for slot, at in asked.items() if self.awake - at >= apart)
-        for _, slot in due[: max(0, CROWD - (len(asked) - len(due)))]:
+        a_beat, now = JITTER * self._timing.beat, self.awake
+        asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
+        due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
+        recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
+        for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, CROWD - recent)]:
             with suppress(RendezvousError):
                 self._see(slot, read_beat(self._store, slot))
 
+    def _is_due(self, slot: str, ago: float, apart: float) -> bool:
+        peer = self.peers.get(slot)
+        dies = peer is not None and peer.beating(self._timing.dead_after)
+        return ago >= apart or (dies and peer.later(ago).dead(self._timing.dead_after))
+
     def _see(self, slot: str, beat: Beat | None) -> None:
         now, old = (self.awake, self._clock.wall()), self.peers.get(slot)
-        before = self._read_at.get(slot, now)
-        self._read_at[slot] = now
+        self._read_at[slot] = now[0]
         if beat is None and old is not None:
             beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
         if beat is not None:
-            elapsed, wall = now[0] - before[0], now[1] - before[1]
-            age = beat_age(old.beat, beat, elapsed, wall, self._timing.beat) if old else 0.0
-            self.peers[slot] = seen(old, beat, elapsed, self._liars.get(slot, 0), age)
+            self.peers[slot] = seen(old, beat, now, self._timing.beat, self._liars.get(slot, 0))
+
+    def by_now(self, slot: str) -> Peer | None:
+        """What was last seen of a slot's beat, as it is if nothing has moved since."""
+        peer = self.peers.get(slot)
+        return peer and peer.later(self.awake - peer.read[0])
 
     def _listen(self) -> None:
         self._every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
@@ -454,21 +463,25 @@ def read_beat(store: Store, slot: str) -> Beat | None:
     return beat if beat is not None and beat.slot == slot else None
 
 
-def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0, age: float = 0.0) -> Peer:
-    """The observation `old`, `elapsed` seconds later, when `beat` is what stands there and has done so for `age`.
+def seen(old: Peer | None, beat: Beat, read: tuple[float, float], period: float, liar: int = 0) -> Peer:
+    """The observation `old`, later, when `beat` is what stands there.
 
+    read: (seconds awake, wall clock) of the observer now.   period: seconds between two beats.
     Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.
     """
     if old is None:
-        return Peer(beat)
+        return Peer(beat, read=read)
+    elapsed, wall = read[0] - old.read[0], read[1] - old.read[1]
     if (beat.generation, beat.n) < (old.beat.generation, old.beat.n):
-        return replace(old, silent=old.silent + elapsed, still=old.still + elapsed, liar=liar)
+        return replace(old.later(elapsed), liar=liar, read=read)
     changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
     moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)
+    age = beat_age(old, beat, elapsed, wall, period)
     return Peer(
         beat,
         changes=old.changes + changed,
         silent=age if changed else old.silent + elapsed,
         still=age if moved else old.still + elapsed,
         liar=liar,
+        read=read,
     )

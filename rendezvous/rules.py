@@ -80,7 +80,7 @@ class Peer:
 
     silent: seconds since the counter last changed, not counting the observer's own pauses.
     still: the same for (step, inner).   liar: a generation that offered while its beat stood still; its beat is
-    never trusted again.
+    never trusted again.   read: (seconds awake, wall clock) of the observer when it looked.
     """
 
     beat: Beat
@@ -88,6 +88,7 @@ class Peer:
     silent: float = 0.0
     still: float = 0.0
     liar: int = 0
+    read: tuple[float, float] = (0.0, 0.0)
 
     def dead(self, dead_after: float) -> bool:
         if self.beat.phase == "left":
@@ -96,6 +97,10 @@ class Peer:
 
     def beating(self, dead_after: float) -> bool:
         return self.changes > 0 and not self.dead(dead_after)
+
+    def later(self, seconds: float) -> "Peer":
+        """The same if nothing has moved since, so many seconds after it was read."""
+        return replace(self, silent=self.silent + seconds, still=self.still + seconds)
 
     def words(self, dead_after: float) -> str:
         """What to say of a slot that is missing."""
@@ -106,20 +111,23 @@ class Peer:
         return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
 
 
-def beat_age(old: Beat, new: Beat, elapsed: float, wall: float, beat: float) -> float:
+def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
     """Seconds for which `new` has stood there at least, if the same observer read `old` there `elapsed` seconds before.
 
     Between the two beats their writer lived for as long as its own clock says, and for as many beats as it counted; the
-    rest of the observer's time it was silent.  The least of these answers counts, so that one wrong clock never makes a
-    living replica look dead.   wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
+    rest of the observer's time it was silent, and `old` had been there for `old.silent` by then.  The least of these
+    answers counts, so that one wrong clock never makes a living replica look dead.  From look to look this keeps the
+    least age that any look has found: it is short by that, and by nothing else.
+    wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
 
     >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
-    >>> beat_age(one, two, 60.0, 60.0, 5.0)
-    50.0
+    >>> beat_age(Peer(one, silent=3.0), two, 60.0, 60.0, 5.0)
+    53.0
     """
-    if new.generation != old.generation:
+    if new.generation != old.beat.generation:
         return 0.0
-    return max(0.0, min(min(elapsed, wall) - (new.at - old.at), elapsed - (new.n - old.n) * beat))
+    lived = new.at - old.beat.at, (new.n - old.beat.n) * beat
+    return max(0.0, old.silent + min(min(elapsed, wall) - lived[0], elapsed - lived[1]))
 
 
 def may_be_decided(open_s: float, pace: float) -> bool:
@@ -299,25 +307,35 @@ def waiting_for(
     return reasons
 
 
-def resolved_in(
-    t: int, peers: Iterable[Peer | None], *, waited: float, took: float, upload: float, rules: Rules, timing: Timing
-) -> list[float]:
+@dataclass(frozen=True)
+class Wait:
+    """How a replica waits for the others' offers, in seconds.
+
+    waited: since there were m.   took: the median of those that there are.   upload: from the last inner step to the
+    offer.   often: the least between two looks when one was in vain.
+    """
+
+    waited: float
+    took: float
+    upload: float = 0.0
+    often: float = 0.0
+
+
+def resolved_in(t: int, peers: Iterable[Peer | None], wait: Wait, rules: Rules, timing: Timing) -> list[float]:
     """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
 
-    By then the slot has offered, is dead, or has had all the patience there is.  The replica that offers last closes at
-    once; this keeps those that wait from looking in vain.   upload: seconds from the last inner step to the offer.
+    By then the slot has offered, is dead, or has had all the patience there is: nothing else changes the decision, so a
+    look before is in vain.  (The replica that offers last looks at once, and closes.)
     """
-    return sorted(_resolved_in(t, p, waited, took, upload, rules, timing) for p in peers)
+    return sorted(_resolved_in(t, peer, wait, rules, timing) for peer in peers)
 
 
-def _resolved_in(
-    t: int, peer: Peer | None, waited: float, took: float, upload: float, rules: Rules, timing: Timing
-) -> float:
-    limit = max(2 * timing.poll, 0.5 * took)
+def _resolved_in(t: int, peer: Peer | None, wait: Wait, rules: Rules, timing: Timing) -> float:
+    limit = max(2 * timing.poll, 0.5 * wait.took)
     due = None if peer is None else arrival(peer, t, rules, limit)
-    arrives = limit - waited if due is None or due > 1.5 * took else due + upload + 2 * timing.poll
-    dies = timing.dead_after - peer.silent if peer is not None and peer.changes else math.inf
-    return max(0.0, min(arrives, dies))
+    arrives = limit - wait.waited if due is None or due > 1.5 * wait.took else due + wait.upload + 2 * timing.poll
+    dies = timing.dead_after - peer.silent if peer and peer.changes and peer.liar != peer.beat.generation else math.inf
+    return max(0.0, min(max(arrives, wait.often), dies))
 
 
 def rank(t: int, slot: int, slots: int) -> int:

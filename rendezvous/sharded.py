@@ -70,8 +70,7 @@ class Sharer:
             missing -= {j for j in sorted(missing - ours) if self._turn(commit, j, vigil.idle) and made(j)}
             if not missing:
                 return
-            if vigil.idle > self._patience(commit) / 2:
-                self._members.look(commit.owners)
+            self._look(commit, missing, vigil.idle)
             self._rest(vigil, _PATIENCE * commit.pace)
 
     def _make(
@@ -92,6 +91,16 @@ class Sharer:
             self._needed = min(took, self._took)
             self._took = took
         return True
+
+    def _look(self, commit: Commit, missing: set[int], waited: float) -> None:
+        """Read the beats on which `_turn` depends, when it may: of owners that are late and may have died by now; and
+        if one is gone or very late, of those who may be in line before us."""
+        owners = {commit.owners[j] for j in missing} - {self._members.slot}
+        if waited > min(self._needed + 4 * self._timing.poll, self._patience(commit) / 2):
+            self._members.look(owners, apart=math.inf)
+        overdue = waited > self._patience(commit) / 2
+        if overdue or any(self._gone(layout.slot_index(owner), commit.t) for owner in owners):
+            self._members.look(self._members.wanted.slots)
 
     def _turn(self, commit: Commit, j: int, waited: float) -> bool:
         """Is it on us to compute a part that somebody else owns and has not announced?"""

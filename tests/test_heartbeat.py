@@ -25,7 +25,7 @@ from rendezvous import layout
 from rendezvous.background import TRIES, Parts, Worker
 from rendezvous.clock import SystemClock
 from rendezvous.errors import HeartbeatLost, RendezvousError, StoreUnclear
-from rendezvous.membership import Membership, claim, read_beat, write_control
+from rendezvous.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
 from rendezvous.records import Beat
 from rendezvous.rules import Timing
 from rendezvous.stores.memory import MemoryStore
@@ -113,13 +113,14 @@ def test_a_part_of_a_tick_that_fails_hinders_no_other(part: str, error: Exceptio
     assert members.fenced_by == 2 and members.wanted.stop, "it was tried again"
 
 
-def test_a_foreign_beat_stops_nobody_from_hearing(clock: ManualClock) -> None:
+def test_a_foreign_beat_stops_nobody_from_hearing() -> None:
     """Seen before: TypeError out of `tick`, and the thread was gone."""
     store, told = run(), Told()
     members = member(store, told)
     store.inner.put(layout.beat("r01"), FOREIGN)
     members.tick()
     write_control(store.inner, clock, stop=True)
+    members._clock.sleep(CONTROL_BEATS * FAST.beat)
     members.tick()
     assert members.wanted.stop and "r01" not in members.peers
 

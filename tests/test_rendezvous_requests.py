@@ -1,5 +1,6 @@
 """A replica asks its bucket for little: others' beats only while it waits, everything else only when it is due."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from rendezvous import layout, rules
+from rendezvous.closing import Vigil
 from rendezvous.membership import Membership, write_control
 from rendezvous.records import Beat
 from rendezvous.rules import Peer, Rules, Timing, beat_age
@@ -40,6 +42,12 @@ def test_a_death_is_noticed_as_soon_as_if_all_were_watched_all_the_time() -> Non
     """Half of a normal step for a death in its middle, as before: the survivors take that long to offer."""
     found = [wait for share, slot, wait in deaths(3, "file", 10.0, 3.4) if slot == 0 and share == 0.5]
     assert found and found[0] < 0.6 * 3.4
+
+
+def test_a_death_near_the_end_of_a_step_is_noticed_no_later_than_by_a_watch() -> None:
+    """Far apart looks.  With everybody watching 19 s on average; by the last two looks alone 22 s."""
+    found = [wait for share, _, wait in deaths(3, "s3", 117.0, 55.0, shares=(0.7,))]
+    assert sum(found) / len(found) < 19.0
 
 
 # ---------------------------------------------------------------------- what one tick asks for
@@ -168,11 +176,14 @@ def a_beat(slot: str, n: int, at: float = 0.0, **more: Any) -> Beat:
     ],
 )
 def test_the_age_of_a_beat_follows_from_two_looks(n: int, at: float, elapsed: float, wall: float, age: float) -> None:
-    assert beat_age(a_beat("r01", 7, 100.0), a_beat("r01", n, at), elapsed, wall, 5.0) == age
+    assert beat_age(Peer(a_beat("r01", 7, 100.0)), a_beat("r01", n, at), elapsed, wall, 5.0) == age
 
 
 def test_a_new_life_is_as_young_as_can_be() -> None:
-    assert beat_age(a_beat("r01", 700, 100.0), a_beat("r01", 1, 101.0, generation=2), 60.0, 60.0, 5.0) == 0.0
+    assert (
+        beat_age(Peer(a_beat("r01", 700, 100.0), silent=9.0), a_beat("r01", 1, 101.0, generation=2), 60.0, 60.0, 5.0)
+        == 0.0
+    )
 
 
 def test_a_death_between_two_looks_is_known_at_the_second(life: tuple[CountingStore, ManualClock, Membership]) -> None:
@@ -187,12 +198,45 @@ def test_a_death_between_two_looks_is_known_at_the_second(life: tuple[CountingSt
     assert peer.dead(FAR.dead_after) and peer.silent == peer.still == 50.0
 
 
+def test_each_look_makes_the_age_more_exact(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    """One look found a beat of 1 s: no later one is wrong by more.  By the last two looks alone it was 16.5 s old."""
+    store, clock, members = life
+    for n, age in ((1, 4.0), (11, 1.0), (20, 3.0), (26, 19.5)):
+        ticks(store, clock, members, 10)
+        store.put(layout.beat("r01"), a_beat("r01", n, clock.wall() - age).encode())
+        members.look(["r01"])
+    assert members.peers["r01"].silent == pytest.approx(18.5)
+
+
+def test_whoever_may_have_died_is_read_although_it_was_read_lately(
+    life: tuple[CountingStore, ManualClock, Membership],
+) -> None:
+    """Within a beat of a look in vain nobody looked again, and a death was found up to four seconds late."""
+    store, clock, members = life
+    for n in (1, 2):
+        store.put(layout.beat("r01"), a_beat("r01", n, clock.wall()).encode())
+        members.look(["r01"], apart=0.0)
+        clock.sleep(FAR.beat)
+        members.tick()
+    for _ in range(3):
+        members.look(["r01"])
+        clock.sleep(FAR.beat - 0.1)
+        members.tick()
+    members.look(["r01"])
+    clock.sleep(0.4)
+    store.asked.clear()
+    members.look(["r01"])
+    assert store.asked["alive"] == 1 and members.peers["r01"].dead(FAR.dead_after)
+    members.look(["r01"], apart=math.inf)
+    assert store.asked["alive"] == 1, "who is dead is read again as rarely as others"
+
+
 # ---------------------------------------------------------------------- when to look again
 
 
 def soon(*peers: Peer | None, waited: float = 0.0) -> list[float]:
-    four = Rules(sync_every=4)
-    return rules.resolved_in(5, peers, waited=waited, took=40.0, upload=3.0, rules=four, timing=FAR)
+    wait = rules.Wait(waited, took=40.0, upload=3.0, often=1.5)
+    return rules.resolved_in(5, peers, wait, Rules(sync_every=4), FAR)
 
 
 def test_the_next_look_comes_when_something_can_have_changed() -> None:
@@ -202,6 +246,27 @@ def test_the_next_look_comes_when_something_can_have_changed() -> None:
     assert soon(None, waited=4.0) == [16.0], "half of what an offer takes is all the patience there is"
     assert soon(replace(training, changes=0, silent=15.0)) == [17.0], "who was never seen to beat cannot be called dead"
     assert soon(training, replace(training, silent=30.0)) == [0.0, 17.0]
+    late = replace(training, beat=a_beat("r01", 9, inner=4, rate=6.0), still=7.0)
+    assert soon(late) == [5.0] and soon(replace(late, still=30.0), waited=19.5) == [1.5], (
+        "in vain: an eighth of the wait"
+    )
+    assert soon(replace(late, still=30.0, silent=19.0), waited=0.0) == [1.0], "but never past a death"
+    assert soon(replace(training, silent=30.0, liar=1)) == [17.0], "who offers without a beat is not called dead again"
+
+
+def test_a_waiter_wakes_when_its_next_look_is_due() -> None:
+    """It slept for up to four polls past it."""
+    clock = ManualClock()
+    vigil = Vigil(clock, FAR, due=60.0)
+    clock.sleep(8.0)
+    vigil.look()
+    assert vigil.pause == 4.0
+    vigil.attempt_in(1.5, at_most=10.0)
+    assert vigil.pause == 1.5
+    vigil.attempt_in(9.0, at_most=10.0)
+    assert vigil.pause == 4.0
+    vigil.attempt_in(0.0, at_most=10.0)
+    assert vigil.again == vigil.idle + 1.0, "nothing is known: an eighth of the wait, a poll at least"
 
 
 def test_three_lead_whatever_the_fleet() -> None:

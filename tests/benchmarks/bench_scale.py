@@ -17,7 +17,7 @@ Not measured here: the time of a machine. Greenlets share one core, and seconds 
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any
@@ -133,9 +133,11 @@ def kills(replicas: str = "8", timing: str = "s3") -> None:
     )
 
 
-def deaths(n: int, timing: str, begins: float, step: float) -> Iterator[tuple[float, int, float]]:
+def deaths(
+    n: int, timing: str, begins: float, step: float, shares: Iterable[float] = (0.1, 0.3, 0.5, 0.7, 0.9)
+) -> Iterator[tuple[float, int, float]]:
     """(share of the step, slot, seconds from the death to the next commit)"""
-    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+    for share in shares:
         for slot in sorted({0, n // 3, n // 2, n - 1}):
             at = begins + share * step
             world = Counting(replace(calm_fleet(n, timing), actions=((at, "kill", slot),)), 4)
