@@ -411,8 +411,13 @@ class Rendezvous:
     def _mend_mine(self) -> None:
         """Others are long in coming: is a blob of ours what they miss?"""
         for mine in self._mine:
-            if self._missing(mine):
+            if self._missing(mine) or self._is_replayed(mine.step):
                 self._reducer.mend_mine(mine)
+
+    def _is_replayed(self, step: int) -> bool:
+        """Does somebody heal who has not made this step yet?  He reads every body that it lists."""
+        peers, limit = [*self.members.peers.values()], self.timing.dead_after
+        return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.dead(limit) for p in peers)
 
     def _mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
         """The mean, once its blobs are what they should be.   Raises Corrupt when nobody could mend them any more."""

@@ -454,6 +454,25 @@ def test_a_writer_that_waits_for_a_bad_blob_looks_after_all_of_its_own(clock: Ma
     assert a.state.theta.tolist() == c.state.theta.tolist() == [98.5] * 3
 
 
+def test_a_writer_looks_after_its_last_blob_while_somebody_heals(clock: ManualClock) -> None:
+    """Seed 52001543: all others that the commit lists had left, and the one that had to replay it read a bad body."""
+    store, a, b, _ = trio(clock)
+    a.offer(1, 1, 1)
+    b.offer(2, 2, 2)
+    bad = b.rv.last_offer.blob  # type: ignore[union-attr]
+    a.rv.settle()
+    b.step()
+    b.offer(3, 3, 3)
+    damage(store, bad, "flipped")
+    a.rv.finish("drained")
+    again = Seat(store, "r02", clock)
+    again.rv.members.tick()
+    with pytest.raises(GaveUp):
+        b.rv.settle()
+    assert b.events("repaired")
+    assert again.join().state.theta.tolist() == b.state.theta.tolist()
+
+
 def others_beat_meanwhile(clock: ManualClock, monkeypatch: pytest.MonkeyPatch, *seats: Seat) -> None:
     """Whoever sleeps from now on finds that these have ticked."""
     sleep = clock.sleep
