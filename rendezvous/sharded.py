@@ -93,11 +93,11 @@ class Sharer:
         return True
 
     def _look(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats on which `_turn` depends, when it may: of owners that are late and may have died by now; and
-        if one is gone or very late, of those who may be in line before us."""
+        """Read the beats on which `_turn` depends: of owners that are later than we were with ours, every two beats and
+        when one may have died by now; if one is gone or very late, of all, who may be in line before us."""
         owners = {commit.owners[j] for j in missing} - {self._members.slot}
         if waited > min(self._needed + 4 * self._timing.poll, self._patience(commit) / 2):
-            self._members.look(owners, apart=math.inf)
+            self._members.look(owners, apart=2 * self._timing.beat)
         overdue = waited > self._patience(commit) / 2
         if overdue or any(self._gone(layout.slot_index(owner), commit.t) for owner in owners):
             self._members.look(self._members.wanted.slots)
