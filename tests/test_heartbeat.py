@@ -113,7 +113,7 @@ def test_a_part_of_a_tick_that_fails_hinders_no_other(part: str, error: Exceptio
     assert members.fenced_by == 2 and members.wanted.stop, "it was tried again"
 
 
-def test_a_foreign_beat_stops_nobody_from_hearing() -> None:
+def test_a_foreign_beat_stops_nobody_from_hearing(clock: ManualClock) -> None:
     """Seen before: TypeError out of `tick`, and the thread was gone."""
     store, told = run(), Told()
     members = member(store, told)
