@@ -140,7 +140,8 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     if die:
         arm(die, type(open_store(url)))
     if patience := os.environ.get("TEST_STORE_PATIENCE"):
-        FleetConfig.timing = property(lambda self: Timing(store_patience=float(patience)))  # type: ignore[assignment]
+        short = Timing(store_patience=float(patience), give_up=float(patience))
+        FleetConfig.timing = property(lambda self: short)  # type: ignore[assignment]
     if os.environ.get("TEST_SHARDED"):
         config.Rules = lambda **k: replace(Rules(**k), shard_from=1, shard_elements=1 << 12)  # type: ignore
     if folder := os.environ.get("TEST_NOTE_DELTAS"):
