@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco import exitcodes
-from diloco.host import host
+from diloco.host import device, host
 from diloco.journal import Journal
 from diloco.watchdog import Watchdog, where_it_stands
 from rendezvous import layout
@@ -86,7 +86,7 @@ class Life:
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:
             self.tell(event, **fields)
-        self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=host())
+        self.tell("claimed", generation=self.rv.generation, pid=os.getpid(), host=host(), device=device())
         self._thread = threading.Thread(target=self._run, name=f"beat-{slot}", daemon=True)
         self._thread.start()
 

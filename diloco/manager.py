@@ -31,6 +31,7 @@ from torch import Tensor
 from diloco import dropin
 from diloco.config import AUTO, FleetConfig, OuterConfigError, keep_bytes
 from diloco.flat import layout_of
+from diloco.host import device
 from diloco.launch import agree, solo_warning
 from diloco.life import Life, make_room
 from diloco.model_checks import frozen_digest
@@ -392,7 +393,7 @@ class StoreManager:
         outer = self._loop.state.optimizers[fragment]
         numbers = self._tracker.step(outer.param_groups[0]["lr"])
         self.life.tell(
-            "step", step=commit.t, h=mine.h if mine else 0, listed=commit.lists(commit.t, self.slot),
+            "step", step=commit.t, device=device(), h=mine.h if mine else 0, listed=commit.lists(commit.t, self.slot),
             theta=self.life.rv.base, bytes_up=mine.size if mine else 0,
             bytes_down=sum(o.size for o in commit.offers), delta_norm=mine.norm if mine else 0.0,
             **numbers, **({"empty": True} if outer.stood else {}), **self._spent, **stats,

@@ -81,6 +81,7 @@ class Life:
     """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
 
     seen, said: why it ended, by its supervisor and by itself.
+    device: the name of what it trains on, "" if nobody looked.
     """
 
     slot: str
@@ -95,6 +96,7 @@ class Life:
     how: str = "running"
     seen: str = ""
     said: str = ""
+    device: str = ""
 
     @property
     def name(self) -> str:
@@ -413,6 +415,8 @@ class Reader:
         life = self._lives.get((e["slot"], e["generation"]))
         if life is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
             life.said = own_words(e)
+        if life is not None and e.get("device"):
+            life.device = str(e["device"])
         if life is not None and e["event"] == "joined":
             life.joined, life.joined_step = e["at"], e.get("step", 0)
         if life is not None and e["event"] in LAST_WORDS and life.how in ("running", "replaced", "lost"):

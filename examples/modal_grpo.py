@@ -11,7 +11,6 @@ The same without this file:  diloco train examples/modal_grpo.toml --run URL --e
 """
 
 import sys
-import time
 from pathlib import Path
 
 import modal
@@ -19,12 +18,11 @@ import modal
 from diloco.config import load_config
 from diloco.launch import open_run
 from executors.base import ExecutorError
-from executors.foreground import look_on
+from executors.detached import hand_over
+from executors.foreground import look_on, say
 from executors.intent import UsageError, make_offer, remember, slots_of
-from executors.lease import supervisor_of
 from executors.mixed import Place
 from executors.money import Budget, Costs
-from executors.on_modal import ModalExecutor
 from executors.watch import view_for
 from rendezvous.clock import SystemClock
 
@@ -42,15 +40,15 @@ def main(
         print("\n".join(offer.lines()))
         found = open_run(load_config(Path(config)), run, SystemClock(), replicas=replicas)
         remember(found.store, SystemClock(), offer)
-        executor = ModalExecutor()
-        supervisor = executor.supervise(found.url)
+        supervised = hand_over(found, SystemClock(), say)
     except (UsageError, ExecutorError) as error:
         sys.exit(str(error))
-    print(f"supervised by the call {supervisor.native}; this terminal is not needed any more")
+    print(supervised.text)
+    if supervised.code:
+        sys.exit(supervised.code)
+    print("this terminal is not needed any more")
     if detach:
         return
-    while supervisor_of(found.store) is None and not executor.poll([supervisor])[0].state.ended:
-        time.sleep(1.0)
     try:
         print(look_on(found, SystemClock(), view_for(sys.stdout)).text)
     except KeyboardInterrupt:

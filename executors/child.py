@@ -19,12 +19,15 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from diloco import exitcodes
+from diloco.host import DEVICE_ENV
+from executors import gpu
+from executors.base import REPLICA
 from executors.processes import start_ticks
 
 MARGIN = 0.9  # of its time: the rest is for a last offer
@@ -109,12 +112,24 @@ def run(request: Mapping[str, Any]) -> int:
 
 
 def _call(request: Mapping[str, Any]) -> int:
+    if request["entrypoint"] == REPLICA and (code := _without_gpu(request["gpu"])):
+        return code
     module, _, function = request["entrypoint"].partition(":")
     target = getattr(importlib.import_module(module), function or "main")
     if request["kwargs"] is None:
         return _exit_code(target(list(request["argv"])))
     write_json(request["files"] + ".result", target(**request["kwargs"]))
     return 0
+
+
+def _without_gpu(asked: Sequence[str]) -> int:
+    """The exit code for a replica whose GPU is not there; 0 if it is, and then its journal will name it."""
+    build, driver = gpu.torch_build(), gpu.driver_here()
+    os.environ[DEVICE_ENV] = gpu.device_name(build, driver)
+    if (why := gpu.missing(asked, build, driver)) is None:
+        return 0
+    print(why.text, file=sys.stderr, flush=True)
+    return why.code
 
 
 def _exit_code(code: object) -> int:

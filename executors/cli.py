@@ -225,18 +225,17 @@ def _supervised(run: "Run", args: Namespace, wanted: Any) -> int:
 
 
 def _detached(run: "Run", args: Namespace) -> int:
-    from executors import foreground
-    from executors.lease import supervisor_of
+    from executors.detached import hand_over
+    from executors.foreground import say
+    from rendezvous.clock import SystemClock
 
-    if (other := supervisor_of(run.store)) is not None:
-        told = f"process {other.pid} on {other.host} supervises this run already; it has heard your wishes"
-        data = {"run": run.url, "started": False, "pid": other.pid, "host": other.host}
-    else:
-        started = foreground.detach(run)
-        told = f"{'resumed' if run.resumed else 'started'} {args.run}, supervised by {started.where}"
-        data = {"run": run.url, "started": True, "pid": started.pid, "native": started.native, "log": started.log}
-    _tell(args, data, told, f"  diloco status {args.run}", f"  diloco stop {args.run}")
-    return 0
+    found = hand_over(run, SystemClock(), say)
+    begun = found.started
+    data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
+    if begun is not None:
+        data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
+    _tell(args, data, found.text, f"  diloco status {args.run}", f"  diloco stop {args.run}")
+    return found.code
 
 
 # -------------------------------------------------------------------- looking
@@ -248,19 +247,17 @@ def _status(args: Namespace) -> int:
     from diloco.runlog.cache import cache_of
     from diloco.runlog.scope import STATUS
     from executors import watch
-    from executors.lease import supervisor_of
     from executors.money import costs
+    from executors.supervision import supervision
+    from rendezvous.clock import SystemClock
 
     run = read_run(address.checked(args.run))
     reader = Reader(run.store, STATUS, cache_of(run))
-    report, supervisor, now = reader.refresh(), supervisor_of(reader.ahead), time.time()
-    holder = None if supervisor is None else {"pid": supervisor.pid, "host": supervisor.host}
-    who = f"supervised by pid {supervisor.pid} on {supervisor.host}" if supervisor else "nobody supervises it"
-    spent = costs(report, now)
-    columns = shutil.get_terminal_size().columns
-    table, last = watch.table(report, now, columns), "done" if report.done else who
+    report, now, columns = reader.refresh(), time.time(), shutil.get_terminal_size().columns
+    last, supervisor = supervision(reader.ahead, SystemClock(), report)
+    spent, table = costs(report, now), watch.table(report, now, columns)
     money = [f"  {watch.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
-    data = {**watch.status(report, now), **watch.cost_status(spent, report.wanted), "supervisor": holder}
+    data = {**watch.status(report, now), **watch.cost_status(spent, report.wanted), **supervisor}
     _tell(args, data, *table, *money, f"  {last}")
     return 0
 

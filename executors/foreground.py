@@ -1,20 +1,16 @@
-"""`diloco train` in a terminal, and what it takes to leave it to itself.
+"""`diloco train` in a terminal: this process supervises (with --detach somebody else does, executors/detached.py).
 
-    foreground    this process supervises; Ctrl-C asks the replicas to leave, a second one kills them
-    --detach      somebody else does, and this process returns at once:
-                  all replicas on one platform that can   its own small CPU function or job
-                  else                                    a process of this machine, in a session of its own
+    Ctrl-C asks the replicas to leave, a second one kills them
+    somebody else supervises already: look on
 
-Not promised: that a detached process survives this machine's sleep; replicas elsewhere go on, and the run resumes.
+Not promised: that whoever looks on hears of a supervisor's death at once; its beat stands still, and `show` says so.
 """
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from diloco import exitcodes
 from diloco.launch import Run
@@ -22,7 +18,6 @@ from diloco.report import Reader, Report
 from diloco.runlog.scope import STATUS
 from executors import processes
 from executors.lease import Supervised, supervisor_of
-from executors.local import process_folder
 from executors.mixed import build
 from executors.supervisor import Outcome, Supervisor
 from executors.watch import View, view_for
@@ -86,42 +81,6 @@ def _signals(supervisor: Supervisor, view: View) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@dataclass(frozen=True)
-class Detached:
-    """The new supervisor.   where: in words.   native: its id on a platform, "" for a process of this machine."""
-
-    where: str
-    pid: int = 0
-    native: str = ""
-    log: str = ""
-
-
-def detach(run: Run) -> Detached:
-    """Start a supervisor that outlives this process and its terminal."""
-    executor = build(read_control(run.store).places)
-    try:
-        supervise = getattr(executor, "supervise", None)
-        if supervise is None:
-            return _detached_process(run)
-        handle = supervise(run.url)
-    finally:
-        executor.close()
-    return Detached(f"{handle.executor} ({handle.native})", native=handle.native)
-
-
-def _detached_process(run: Run) -> Detached:
-    log = process_folder(run.url) / "supervisor.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-c", "import sys; from executors.supervisor import main; sys.exit(main())", run.url]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with open(log, "ab") as out:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
-        )
-    child.returncode = 0  # it goes on without us: no warning about that
-    return Detached(f"pid {child.pid}, log {log}", child.pid, log=str(log))
 
 
 def say(text: str) -> None:

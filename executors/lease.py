@@ -21,6 +21,9 @@ from rendezvous.records import Beat, Claim
 from rendezvous.store import Store
 
 FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
+WATCHING = "watching"  # its beat's phase once its first look, and what followed from it, are over
+
+LatestBeat = tuple[int, int, str] | None  # generation, number, phase
 
 
 class Supervised(RuntimeError):
@@ -83,6 +86,42 @@ def supervisor_of(store: Store) -> Claim | None:
     return holder
 
 
+def living(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> Claim | None:
+    """Who supervises this run, by a process of this machine or a beat that moves within `fresh_s`.
+
+    A claim without a goodbye is no sign of life: its process may have been killed long ago.
+    """
+    holder = _holder(store)
+    return holder if holder is not None and _lives(store, clock, holder, fresh_s) else None
+
+
+def latest_beat(store: Store) -> LatestBeat:
+    return _beat(store)
+
+
+def watches(store: Store, before: LatestBeat) -> bool:
+    """Has a supervisor looked at the run since its latest beat was `before`?"""
+    holder, beat = _holder(store), _beat(store)
+    if holder is None or beat is None or beat == before:
+        return False
+    return beat[0] == holder.generation and beat[2] == WATCHING
+
+
+def left_since(store: Store, before: LatestBeat) -> bool:
+    """Has a supervisor said goodbye since its latest beat was `before`?  Then its last words are in the log."""
+    beat = _beat(store)
+    return beat is not None and beat != before and beat[2] == "left"
+
+
+def unheard_s(store: Store, clock: Clock) -> float:
+    """Seconds since the newest supervisor's last beat, by the clocks of two machines; 0 if there is none."""
+    holder, beat = _holder(store), read_beat(store, SUPERVISOR)
+    if holder is None:
+        return 0.0
+    mine = beat is not None and beat.generation == holder.generation
+    return max(0.0, clock.wall() - (beat.at if mine and beat else holder.at))
+
+
 def _lives(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
     """Is it a process of this machine, or does its beat move (or come at all) within `fresh_s`?"""
     first, until = _beat(store), clock.now() + fresh_s
@@ -97,7 +136,7 @@ def _lives(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
     return False
 
 
-def _beat(store: Store) -> tuple[int, int, str] | None:
+def _beat(store: Store) -> LatestBeat:
     beat = read_beat(store, SUPERVISOR)
     return None if beat is None else (beat.generation, beat.n, beat.phase)
 

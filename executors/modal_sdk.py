@@ -10,6 +10,7 @@ The client is imported here and nowhere else, and only when it is needed.
 Not promised: Modal's own words; they change without notice, so nothing is decided by them.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -35,6 +36,11 @@ def sdk() -> Any:
             f"Modal's client is not installed ({error}): pip install 'serverless-diloco[serverless]'"
         ) from None
     return modal
+
+
+def inside_container() -> bool:
+    """Is this one of Modal's containers, or a child of its process?  `modal.is_local()` is True in such a child."""
+    return os.environ.get("MODAL_IS_REMOTE") == "1"
 
 
 @contextmanager

@@ -37,7 +37,17 @@ from executors.base import (
 from executors.modal_app import SUPERVISE, Note, Register, app_name
 from executors.modal_image import image_of, with_source
 from executors.modal_kinds import AS_OF, DAY_S, Kind
-from executors.modal_sdk import SECRET_KEYS, check_secret, how_to_create, no_answer, refusal, refuses, sdk, told
+from executors.modal_sdk import (
+    SECRET_KEYS,
+    check_secret,
+    how_to_create,
+    inside_container,
+    no_answer,
+    refusal,
+    refuses,
+    sdk,
+    told,
+)
 from executors.modal_twins import Twins, inputs
 from rendezvous.clock import Clock, SystemClock
 
@@ -151,7 +161,7 @@ class ModalExecutor:
 
     def start_supervisor(self, run: str, attempt: int, argv: Sequence[str] = (), timeout_s: float = DAY_S) -> Handle:
         """One more of them; it leaves before `timeout_s`, and starts the next one."""
-        replicas = self._wanted(run) if sdk().is_local() else []
+        replicas = [] if inside_container() else self._wanted(run)
         env = {k: v for s in replicas for k, v in s.env.items()}
         spec = ReplicaSpec(
             run, SUPERVISOR, attempt, "executors.supervisor:main", (run, *argv), env=env, timeout_s=timeout_s
@@ -196,7 +206,7 @@ class ModalExecutor:
         needed = functions | {s.entrypoint.partition(".")[0] for s in specs}
         if needed <= self._deployed.get(run, set()):
             return
-        if sdk().is_local():
+        if not inside_container():
             self._deploy(run, specs)
         self._deployed.setdefault(run, set()).update(needed)
         for name in functions:

@@ -31,7 +31,7 @@ from diloco.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, ServerlessExecutor, Unavailable
 from executors.fleet import PUBLISH, Fleet, wanted_slots
-from executors.lease import Lease, Supervised
+from executors.lease import WATCHING, Lease, Supervised
 from executors.mixed import PRELOAD as PRELOAD  # for who supervises in a process of its own
 from executors.mixed import build, place_of, places_of
 from executors.outage import LAUNCH, TELL_S, words
@@ -111,6 +111,7 @@ class Supervisor:
         timing = self.run.timing
         self._tick_s = max(TICK_S, timing.poll)
         self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell)
+        self._ticked = False
         self._published = False
         self._leaving = ""  # why we end before the run is done
         self._killing = False
@@ -145,12 +146,20 @@ class Supervisor:
 
     def supervise(self) -> Outcome:
         """Until the run is done, or cannot go on, or somebody asks us to end."""
-        self.show(self._reader.refresh())  # the first launch may take a while
-        while (outcome := self._patient_tick()) is None:
-            self.clock.sleep(self._tick_s)
-        self.tell("stopped", code=outcome.code, text=outcome.text)
-        self.lease.beat("left")
+        try:
+            self.show(self._beating(self._reader.refresh))  # both this and the first launch may take a while
+            while (outcome := self._patient_tick()) is None:
+                self.clock.sleep(self._tick_s)
+        except Exception as error:
+            self._end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
+            raise
+        self._end("stopped", outcome.code, outcome.text)
         return outcome
+
+    def _end(self, event: str, code: int, text: str) -> None:
+        """Last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
+        self.tell(event, code=code, text=text)
+        self.lease.beat("left")
 
     def _patient_tick(self) -> Outcome | None:
         try:
@@ -182,7 +191,7 @@ class Supervisor:
         """One look and what follows from it."""
         if self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
-        self.lease.beat("watching", self.fleet.outages.note)
+        self.lease.beat(WATCHING if self._ticked else "starting", self.fleet.outages.note)
         report = self._reader.refresh()
         self.fleet.look(report)
         self._tell_outages()
@@ -191,6 +200,7 @@ class Supervisor:
         self._act(actions, report)
         self.each_tick(self, report)
         self.show(report)
+        self._ticked = True
         return self._ended(report)
 
     def _tell_outages(self) -> None:

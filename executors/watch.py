@@ -152,7 +152,17 @@ def table(report: Report, now: float | None = None, width: int = 80) -> list[str
     numbers = [f"  {learning}"] if learning else []
     outer = outer_words(report)
     numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
-    return [*lines, *numbers, *remarks(report, now)]
+    return [*lines, *numbers, *_devices(report), *remarks(report, now)]
+
+
+def _devices(report: Report) -> list[str]:
+    """Which replicas train on what, unless all of them are on CPUs."""
+    live = [x for x in report.lives if x.how == "running" and x.device]
+    names = sorted({x.device for x in live})
+    if not names or names == ["cpu"]:
+        return []
+    told = [f"{name}: {', '.join(x.slot for x in live if x.device == name)}" for name in names]
+    return [f"  on {'; '.join(told)}"]
 
 
 def _why(words: str, width: int) -> list[str]:
@@ -286,7 +296,7 @@ def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
         told = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
         told["beat_age_s"] = round(now - mine.at, 2)
     fixed = {"slot": life.slot, "generation": life.generation, "pid": life.pid, "host": life.host, "how": life.how}
-    return {**fixed, "counted_in": len(life.commits), "why": life.why, **told}
+    return {**fixed, "device": life.device, "counted_in": len(life.commits), "why": life.why, **told}
 
 
 # -------------------------------------------------------------------- money

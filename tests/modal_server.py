@@ -7,8 +7,10 @@
     with ModalPlatform() as platform:      faults: preempt (SIGINT, grace, SIGKILL, same input again), kill, crash loop,
         platform.executor() …              time-out, lost reply, UNAVAILABLE, dropped logs, hold, refused inputs
 
-A container has the environment that Modal gives it, and no more: its files come from the mounts, its credentials from
-the secrets.  A crashed container of a deployed app starts again for ever, as the real ones do.
+A container has the environment that Modal gives it, and no more: its packages are those that its image installs
+(tests/modal_venv.py: this project is not among them), its files come from the mounts, its credentials from the
+secrets.  It may not deploy: what a container asks for that builds apps is in `deploys`, and fails the test.
+A crashed container of a deployed app starts again for ever, as the real ones do.
 
 Not promised: how the live service words its messages, how many seconds of grace it gives, and who wins its races.
 """
@@ -19,7 +21,6 @@ import inspect
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -39,6 +40,7 @@ from modal_proto.api_grpc import ModalClientBase
 
 from executors.base import Handle, ReplicaSpec
 from executors.on_modal import ModalExecutor
+from tests.modal_venv import packages_of, stub_driver, venv_of
 from tests.modal_volumes import Volumes
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +54,8 @@ FAILURE = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
 TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 TIMED_OUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 INTERNAL = api_pb2.GenericResult.GENERIC_STATUS_INTERNAL_FAILURE
+DEPLOYS = ("AppCreate", "AppPublish", "AppDeploy", "AppGetOrCreate", "FunctionCreate", "FunctionPrecreate",
+           "ImageGetOrCreate", "MountGetOrCreate", "MountPutFile")  # fmt: skip
 GONE = (api_pb2.APP_STATE_STOPPED, api_pb2.APP_STATE_DISABLED)
 
 
@@ -441,10 +445,12 @@ class ModalServer(Volumes, Logs):
         self.refused: list[bytes] = []  # inputs with these bytes in them cannot be started
         self.hooks: dict[str, Callable[[], object]] = {}
         self.requests = Counter[str]()
+        self.has_gpus = True  # machines with GPUs show them, to whoever looks at the driver
+        self.deploys: list[str] = []  # what containers asked for, though only a laptop may
         self.token = "ts-secret"
         self.delay_s = 0.0  # of every request
         self.folder = Path(tempfile.mkdtemp(prefix="modal-"))
-        for name in ("files", "mounts", "args", "home"):
+        for name in ("files", "mounts", "args", "home", "venvs"):
             (self.folder / name).mkdir()
         self._thread = threading.Thread(target=self._serve, name="modal-server", daemon=True)
         self._ready = threading.Event()
@@ -493,6 +499,8 @@ class ModalServer(Volumes, Logs):
         request, headers = await stream.recv_message(), stream.metadata
         self.requests[name] += 1
         who = headers.get(WHO, "")
+        if who and name in DEPLOYS:
+            self.deploys.append(f"{name} by {who}")
         if not who and headers.get("x-modal-token-secret") != self.token:
             raise _refuse(Status.UNAUTHENTICATED, "Token ID is malformed or unknown.")
         if self.delay_s:
@@ -687,7 +695,7 @@ class ModalServer(Volumes, Logs):
         path = self.folder / "args" / id
         path.write_bytes(arguments.SerializeToString())
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "modal._container_entrypoint",
+            self._python(function.definition), "-P", "-m", "modal._container_entrypoint",
             env=self._environ(id, function.definition, path), cwd=self.folder / "home", start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             limit=1 << 24, preexec_fn=_heeds_sigint,
@@ -697,16 +705,31 @@ class ModalServer(Volumes, Logs):
         self._spawn(self._pump(container))
         return container
 
+    def _gpu(self, definition: api_pb2.Function) -> bool:
+        return self.has_gpus and bool(definition.resources.gpu_config.gpu_type)
+
+    def _python(self, definition: api_pb2.Function) -> str:
+        """The interpreter of a container from its image."""
+        image, gpu = definition.image_id, self._gpu(definition)
+        folder = self.folder / "venvs" / (f"{image}-gpu" if gpu else image)
+        return str(venv_of(packages_of(self._commands(image)), folder, gpu))
+
+    def _commands(self, image_id: str) -> list[str]:
+        image = self.images[image_id]
+        before = [c for base in image.base_images for c in self._commands(base.image_id)]
+        return [*before, *image.dockerfile_commands]
+
     def _environ(self, id: str, definition: api_pb2.Function, arguments: Path) -> dict[str, str]:
         secrets = {k: v for s in definition.secret_ids for k, v in self.secrets[s][1].items()}
         mounts = [self.mounted(m) for m in definition.mount_ids if m != "mo-client"]
+        driver = {"LD_LIBRARY_PATH": str(stub_driver(self.folder / "driver"))} if self._gpu(definition) else {}
         return {
-            "PATH": os.environ["PATH"], "HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(mounts), "MODAL_SERVER_URL": self.url, "MODAL_IS_REMOTE": "1",
             "MODAL_TASK_ID": id, "MODAL_ENVIRONMENT": "main", "MODAL_IMAGE_ID": definition.image_id,
             "MODAL_CONTAINER_ARGUMENTS_PATH": str(arguments), "MODAL_OVERRIDE_HEADERS": f"{WHO}:{id}",
-            "MODAL_HEARTBEAT_INTERVAL": str(2 * HEARTBEAT_S), **secrets,
+            "MODAL_HEARTBEAT_INTERVAL": str(2 * HEARTBEAT_S), **driver, **secrets,
         }  # fmt: skip
 
     async def _pump(self, container: Container) -> None:
@@ -790,6 +813,7 @@ class ModalPlatform:
         for name, value in self._before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         assert not self.server.errors, self.server.errors
+        assert not self.server.deploys, f"containers deployed: {self.server.deploys}"
 
     def executor(self) -> ModalExecutor:
         return ModalExecutor()
