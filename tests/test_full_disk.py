@@ -94,22 +94,6 @@ def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     assert told and all("Free some space on that disk; trying again until 120 s" in text for text in told)
 
 
-@pytest.mark.timeout(300)
-def test_a_replica_whose_own_disk_is_full_waits_for_room_and_says_so_in_its_heartbeat(
-    tmp_path: Path, disk: Callable[[int], Disk]
-) -> None:
-    scratch = disk(256)
-    fleet = Fleet(tmp_path, fleet={"steps": 3, "replicas": 2})
-    fleet.start("r00")
-    scratch.fill()
-    fleet.start("r01", TMPDIR=str(scratch.folder))
-    fleet.wait_for(lambda: "no space left on this machine's disk for the start model" in status_of(fleet.url))
-    assert "disk full" in status_of(fleet.url), "and in the log"
-    scratch.enlarge(64 << 10)
-    assert fleet.wait(120.0) == {"r00": [0], "r01": [0]}, fleet.logs()
-    check_run(tmp_path / "run", 3)
-
-
 PRINTS = """
 import sys
 from diloco.output import survive_full_disk
