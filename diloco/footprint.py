@@ -17,7 +17,7 @@ No torch here.
 from dataclasses import dataclass
 from math import ceil
 
-from diloco.config import AUTO, RunConfig
+from diloco.config import AUTO, OuterConfig, RunConfig
 from diloco.sizing import compute_seconds_of
 from rendezvous import codecs
 from rendezvous.codecs.choose import sync_seconds
@@ -33,7 +33,8 @@ DTYPE = {"float32": 4, "bfloat16": 2}
 class Footprint:
     """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
 
-    compute_s: a guess of the time between two syncs.
+    compute_s: a guess of the time between two syncs.   needed: the most that a reader may need of the bucket's blobs,
+    which stays whatever fleet.keep is.   back: bytes that one more step costs whose mean stays.
     """
 
     parameters: int
@@ -46,6 +47,8 @@ class Footprint:
     in_all: int
     sync_s: float
     compute_s: float
+    needed: int
+    back: int
 
 
 def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> Footprint:
@@ -68,6 +71,8 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> 
         in_all=once + steps * each_step + snapshots * each_snapshot,
         sync_s=sync_seconds(codec, ceil(parameters / fragments), replicas, LINK, LINK) if replicas > 1 else 0.0,
         compute_s=compute_s / fragments,
+        needed=needed_bytes(parameters, replicas, codec, config.outer),
+        back=mean_bytes(ceil(parameters / fragments), replicas, codec) or each_step,
     )
 
 
@@ -90,6 +95,14 @@ def mean_bytes(part: int, replicas: int, codec: str) -> int:
     return 4 * part if 2 * 4 * part <= replicas * body else 0
 
 
+def needed_bytes(parameters: int, replicas: int, codec: str, outer: OuterConfig) -> int:
+    """What rendezvous/keeping.py calls the window, when it is largest: the third snapshot is on its way."""
+    steps, carried = 2 * outer.snapshot_every + 1, outer.fragments * outer.max_carry
+    deltas = replicas * delta_bytes(ceil(parameters / outer.fragments), codec)
+    each = step_bytes(parameters, replicas, codec, outer.fragments)
+    return 3 * snapshot_bytes(parameters) + steps * each + carried * deltas
+
+
 def snapshot_bytes(parameters: int) -> int:
     """θ and outer momentum, in fp32."""
     return 8 * parameters
@@ -100,8 +113,11 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
     f, link = found, f"{LINK * 8 / 1e9:g} Gbit/s"
     kept = f"{in_bytes(f.in_all)} after {steps} steps"
     if keep is not None and keep < f.in_all:
-        bound = f"at most {in_bytes(keep)}" if keep else "what the last two snapshots need"
-        kept = f"{bound} of {in_bytes(f.in_all)} in {steps} steps stay (fleet.keep)"
+        bound = (
+            f"at most {in_bytes(keep)}" if keep >= f.needed else f"what a replica may need, up to {in_bytes(f.needed)},"
+        )
+        told = f", and reach back {(keep - f.needed) // f.back:,} steps or more" if keep >= f.needed else ""
+        kept = f"{bound} of {in_bytes(f.in_all)} in {steps} steps stay (fleet.keep){told}"
     return [
         f"memory per replica: {in_bytes(f.device)} on the device (weights, gradients, Adam; activations and generation "
         f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",

@@ -10,16 +10,14 @@ Not promised: that replicas elsewhere see the bandwidth that the founder saw.  W
 """
 
 import json
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from diloco.config import ConfigError, OuterConfig, RunConfig, keep_bytes
-from rendezvous import codecs, keeping, rules
+from diloco.config import ConfigError, RunConfig
+from rendezvous import codecs
 from rendezvous.clock import Clock
 from rendezvous.probe import throughput
 from rendezvous.store import Store
-from rendezvous.wire import body_size
 
 BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come
 TOKENS, FLOP_S, LEAST_INNER_S = 4096, 50e12, 0.1
@@ -43,53 +41,6 @@ def codec_for(parameters: int, replicas: int, up: float, down: float, compute_s:
     name, why = codecs.auto(parameters, replicas, up, down, compute_s)
     seen = f"{parameters / 1e6:,.1f} M parameters, {replicas} replicas, {up / 1e6:,.0f} MB/s up, {down / 1e6:,.0f} down"
     return name, f"{why} ({seen}; the time between syncs is a guess)"
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes that one outer step leaves in the bucket, and one snapshot.   needed: most that a reader may need."""
-
-    deltas: int
-    mean: int
-    snapshot: int
-    needed: int
-
-
-def footprint(parameters: int, replicas: int, outer: OuterConfig, codec: str = "") -> Footprint:
-    """Of a run in which all replicas are in time.   codec: if outer.codec is auto.   Averages over the fragments."""
-    rules_ = replace(outer, codec=codec or outer.codec).rules
-    elements = -(-parameters // rules_.fragments)
-    body = body_size(rules_.codec, elements)
-    if rules.reduces_sharded([body] * replicas, rules_.codec, rules_.shard_from):
-        mean = body
-    else:
-        mean = 4 * elements if keeping.announced(replicas * body, 4 * elements, rules_) else 0
-    deltas, snapshot = replicas * body, 8 * parameters
-    most = 2 * rules_.snapshot_every + 1  # steps since the second-newest snapshot, when the next one is on its way
-    carried = rules_.fragments * rules_.max_carry
-    return Footprint(deltas, mean, snapshot, 3 * snapshot + most * (deltas + mean) + carried * deltas)
-
-
-def kept_words(parameters: int, replicas: int, outer: OuterConfig, keep: int | str, codec: str = "") -> str:
-    """How far back `fleet.keep` reaches, in a sentence."""
-    each, budget = footprint(parameters, replicas, outer, codec), keep_bytes(keep)
-    grows = f"an outer step leaves {_size(each.deltas + each.mean)} in the bucket and a snapshot {_size(each.snapshot)}"
-    if budget is None:
-        return f"{grows}; all of it stays (fleet.keep = all)"
-    if budget < each.needed:
-        return (
-            f"{grows}; what a replica needs to heal, up to {_size(each.needed)}, stays; older steps cannot be exported"
-        )
-    told = (budget - each.needed) // max(1, each.mean or each.deltas) + outer.snapshot_every
-    return f"{grows}; fleet.keep = {keep} reaches back about {told:,} steps, and to some older snapshots"
-
-
-def _size(size: float) -> str:
-    """ "2.5 GB" """
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= least:
-            return f"{size / least:,.1f} {unit}"
-    return f"{size:.0f} bytes"
 
 
 def compute_seconds(parameters: int, sync_every: int, tokens: int = TOKENS) -> float:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import ConfigError, FleetConfig, OuterConfig, RunConfig, keep_bytes
+from diloco.config import ConfigError, FleetConfig, RunConfig, keep_bytes
+from diloco.footprint import footprint, lines
 from diloco.launch import open_run, read_run
-from diloco.sizing import footprint, kept_words
 from rendezvous.clock import SystemClock
 from tests.fleet import config
 
@@ -47,19 +47,11 @@ def test_a_run_that_an_older_release_founded_can_be_read_and_resumed(tmp_path: P
     assert open_run(started, str(tmp_path / "run"), SystemClock()).resumed
 
 
-def test_bytes_per_step_are_what_the_replicas_write() -> None:
-    """Against the run of issue 13: 0.5 B parameters, three replicas, fp32: 8 GB per step, 22 steps are 175 GB."""
-    outer = OuterConfig()
-    each = footprint(500_000_000, 3, outer)
-    assert (each.deltas, each.mean, each.snapshot) == (6 * 10**9, 2 * 10**9, 4 * 10**9)
-    small = footprint(500_000_000, 3, outer, "int4")
-    assert 0.7e9 < small.deltas < 0.8e9 and 0.25e9 < small.mean < 0.26e9
-    assert footprint(100_000, 2, OuterConfig(codec="int8")).mean == 0, "two deltas of int8 are less than a mean of fp32"
-
-
-def test_the_sentence_says_how_far_back_the_budget_reaches() -> None:
-    assert "8.0 GB in the bucket and a snapshot 4.0 GB; what a replica needs" in kept_words(
-        500_000_000, 3, OuterConfig(), "20 GB"
-    )
-    assert "reaches back about" in kept_words(1_000_000, 3, OuterConfig(), "20 GB")
-    assert kept_words(100_000, 3, OuterConfig(), "all").endswith("all of it stays (fleet.keep = all)")
+def test_the_sentence_says_what_stays_and_how_far_back_it_reaches(tmp_path: Path) -> None:
+    """Of the run of issue 13: 0.5 B parameters, three replicas, fp32: 8 GB per step, 22 steps are 175 GB."""
+    large = footprint(config(tmp_path, outer={"snapshot_every": 10}), 500_000_000, 3, 22)
+    assert (large.each_step, large.each_snapshot, large.needed) == (8 * 10**9, 4 * 10**9, 192 * 10**9)
+    small = footprint(config(tmp_path), 1_000_000, 3, 10_000)
+    assert "what a replica may need, up to" in lines(large, 100, 20 * 10**9)[1]
+    assert lines(small, 10_000, 20 * 10**9)[1].endswith("steps or more")
+    assert "stay" not in lines(small, 10, None)[1]
