@@ -148,11 +148,11 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def _check_numbers(step: dict[str, Any]) -> None:
-    """All that a replica says of its outer step is numbers, but for θ's digest."""
+    """All that a replica says of its outer step is numbers, but for θ's digest and its device."""
     for name, value in step.items():
-        if name not in ("event", "slot", "theta", "reward") and not isinstance(value, int | float):
+        if name not in ("event", "slot", "theta", "device", "reward") and not isinstance(value, int | float):
             raise ValueError(f"its {name} is no number")
-    if not isinstance(step.get("step"), int) or not isinstance(step.get("theta", ""), str):
+    if not isinstance(step.get("step"), int) or not all(isinstance(step.get(k, ""), str) for k in ("theta", "device")):
         raise ValueError("it names no outer step")
     if not isinstance(step.get("reward", 0.0), int | float | None):
         raise ValueError("its reward is no number")

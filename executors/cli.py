@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _follow(args: Namespace) -> None:
     """Where the run that was named is now: a run that was founded again goes by its first name."""
-    if getattr(args, "run", None) is None or args.command in ("demo", "plan", "completion"):
+    if getattr(args, "run", None) is None or args.command in ("demo", "plan", "setup", "completion"):
         return
     from diloco.superseded import current
 

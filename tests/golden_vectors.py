@@ -25,6 +25,7 @@ from torch import nn
 
 from diloco.launch import ModelRecord, RunRecord
 from diloco.outer import Nesterov, OuterState
+from diloco.superseded import Superseded
 from rendezvous import records
 from rendezvous.clock import SystemClock
 from rendezvous.digests import SHA256, digest
@@ -112,6 +113,7 @@ def one_of_each() -> dict[str, records.Record]:
             24.0, 0.5, 10.0, codec="int8", stats={"loss": 1e-07, "reward": 0.1},
         ),
         "steps/0000000007/commit.json": commit_of(["r00", "r01", "r02"]),
+        "steps/0000000000/commit.json": Superseded("n7", 8.0),
         "steps/0000000007/mean/0001.json": records.Mean(7, "steps/0000000007/mean/0011223344556677.bin", 8, sha, "n1"),
         "snapshots/0000000008/manifest.json": records.Snapshot(
             8, "c" * 32, sha, "snapshots/0000000008/0011223344556677.safetensors", 99, sha, "n2", False

@@ -141,10 +141,10 @@ def test_a_fork_does_not_write_over_its_parents_files(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.put("a", body(1))
     store.delete(["a"])
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         store.put("of the child", body(2))
         os._exit(0)
-    os.wait()
+    os.waitpid(child, 0)  # this one: another test's child may end meanwhile
     store.put("of the parent", body(3))
     assert store.get("of the child") == body(2) and store.get("of the parent") == body(3)
 
