@@ -51,14 +51,14 @@ NAN = "if calls == 3 and once('nan'): values[2] = float('nan')"
 ONE_SLOT_DOWN = "if calls > 3 and os.environ.get('TEST_DOWN'): raise ConnectionError('the judge is gone')"
 
 
-def fleet_with(tmp_path: Path, body: str, **inner: Any) -> Fleet:
+def fleet_with(tmp_path: Path, body: str, min_replicas: int = 2, **inner: Any) -> Fleet:
     context().set_forkserver_preload([*PRELOAD, "inner.grpo"])  # where it has not started yet
     (tmp_path / "marks").mkdir()
     (tmp_path / "reward.py").write_text(REWARD.replace("{body}", body))
     os.environ["TEST_MARKS"] = str(tmp_path / "marks")  # publishing checks the reward in this process
     return Fleet(
         tmp_path, environ={"TEST_MARKS": str(tmp_path / "marks")}, inner={**INNER, **inner},
-        outer={"sync_every": 2, "snapshot_every": 2}, fleet={"steps": 6, "give_up_s": 120.0},
+        outer={"sync_every": 2, "snapshot_every": 2}, fleet={"steps": 6, "give_up_s": 120.0, "min_replicas": min_replicas},
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_a_reward_that_raises_one_time_in_a_hundred_ends_nothing(tmp_path: Path)
 
 @pytest.mark.timeout(400)
 def test_a_reward_that_hangs_once_is_interrupted_and_status_says_so_while_it_waits(tmp_path: Path) -> None:
-    fleet = fleet_with(tmp_path, HANGS, reward_timeout_s=12.0)
+    fleet = fleet_with(tmp_path, HANGS, min_replicas=3, reward_timeout_s=12.0)  # or two end the run meanwhile
     fleet.start_all()
     fleet.wait_for(lambda: status_says(fleet, "waits for the reward score, 4 s so far; interrupted after 12 s"), 200.0)
     assert fleet.wait(240.0) == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
