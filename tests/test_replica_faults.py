@@ -51,7 +51,7 @@ def test_a_fleet_learns_and_agrees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_death_at_every_point(tmp_path: Path, point: str) -> None:
-    fleet = Fleet(tmp_path)
+    fleet = Fleet(tmp_path, fleet={"steps": 12})  # so many that r01 closes one of them, whoever is fast
     fleet.start("r00")
     fleet.start("r01", die=POINTS[point])
     fleet.start("r02")
@@ -60,7 +60,7 @@ def test_death_at_every_point(tmp_path: Path, point: str) -> None:
     fleet.start("r01")
     codes = fleet.wait()
     assert codes == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
-    found = check_run(tmp_path / "run", 6)
+    found = check_run(tmp_path / "run", 12)
     if point in ("after offer", "before commit", "after commit"):
         assert (2, "r01") in found.listed or point != "after offer", "a durable offer outlives its writer"
 
