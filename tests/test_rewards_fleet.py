@@ -58,7 +58,8 @@ def fleet_with(tmp_path: Path, body: str, min_replicas: int = 2, **inner: Any) -
     os.environ["TEST_MARKS"] = str(tmp_path / "marks")  # publishing checks the reward in this process
     return Fleet(
         tmp_path, environ={"TEST_MARKS": str(tmp_path / "marks")}, inner={**INNER, **inner},
-        outer={"sync_every": 2, "snapshot_every": 2}, fleet={"steps": 6, "give_up_s": 120.0, "min_replicas": min_replicas},
+        outer={"sync_every": 2, "snapshot_every": 2},
+        fleet={"steps": 6, "give_up_s": 120.0, "min_replicas": min_replicas},
     )  # fmt: skip
 
 
