@@ -23,7 +23,7 @@ TAKEN = frozenset(
     {
         "at", "event", "slot", "generation", "step", "h", "listed", "theta", "bytes_up", "bytes_down", "delta_norm",
         "empty", "moved", "participants", "rho", "effective_step", "cos_pair", "mean_norm", "outer_lr", "inner_s",
-        "offer_s", "wait_s", "mean_s",
+        "offer_s", "wait_s", "mean_s", "device",
     }
 )  # fmt: skip
 

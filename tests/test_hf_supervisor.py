@@ -24,6 +24,7 @@ from tests.test_hf_jobs_run import URL, founded, hub, idle, outputs, s3, wait_fo
 __all__ = ["hub", "s3"]  # fixtures
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_supervisor_whose_host_dies_again_and_again_takes_over_and_launches_nobody_twice(
     tmp_path: Path, hub, s3, capsys, monkeypatch

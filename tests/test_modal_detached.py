@@ -233,6 +233,7 @@ def test_a_gpu_that_is_not_there_ends_the_run_before_a_slot_is_claimed(
     assert not [key for key in found.store.list("replicas/") if "supervisor" not in key], "a slot was claimed"
 
 
+@pytest.mark.slow
 def test_the_gpus_name_is_in_status(platform, executor, run, bucket, tmp_path) -> None:
     found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 2})
     write_control(found.store, SystemClock(), places=[Place("modal", gpu=("T4",), secrets=(bucket.secret,)).to_dict()])

@@ -97,7 +97,7 @@ def test_costs_count_a_second_call_and_stop_proves_zero(
         if report.of_kind("ended"):
             raise KeyboardInterrupt  # the laptop is closed; its replica runs on
 
-    polite = "tests.test_executors_local:polite"
+    polite = "tests.entrypoints:replica"
     with pytest.raises(KeyboardInterrupt):
         Supervisor(found, executor, SystemClock(), entrypoint=polite, each_tick=look).supervise()
     executor.close()
