@@ -31,8 +31,10 @@ from diloco.room import in_room
 from inner import InnerError, Seeds
 from rendezvous import layout
 from rendezvous.chain import head
+from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import BadDelta, Diverged, Fenced, Forged, GaveUp, Leaving, RendezvousError, StoreError, WrongRun
 from rendezvous.garbage import Collected
+from rendezvous.membership import read_control
 from rendezvous.records import WireError
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     run = read_run(url)
+    if (end := too_late(run, SystemClock())) is not None:
+        return _say(slot, end[1], end[0])
     try:
         life = Life(
             run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
@@ -82,6 +86,21 @@ def _is_preflight(life: Life) -> bool:
     """May the user's files be wrong for everybody?  Not once a step was taken with them, nor where training began:
     what fails then is a moment's trouble, or one of this place, and costs this life alone (decision 025)."""
     return life.rv.members.status.phase == "boot" and head(life.rv.store) == 0
+
+
+def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
+    """(exit code, why) if there is nothing left to do for who starts now: asked before its slot is claimed.
+
+    A machine that was waited for comes when it comes; nothing heavy has been imported or downloaded by then.
+    """
+    wanted = read_control(run.store)
+    if wanted.steps and run.store.get(layout.commit(wanted.steps - 1)) is not None:
+        return exitcodes.DONE, f"all {wanted.steps} outer steps are committed; nothing to do"
+    if wanted.stop:
+        return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` goes on"
+    if 0 < wanted.until <= clock.wall():
+        return exitcodes.LEFT, "nobody looks after the run any more (its lease is over); `diloco resume` goes on"
+    return None
 
 
 def _live(run: Run, life: Life) -> int:
@@ -184,7 +203,7 @@ def _ended(life: Life, error: RendezvousError) -> int:
     return _say(life.rv.slot, error, code)
 
 
-def _say(slot: str, error: Exception, code: int) -> int:
+def _say(slot: str, error: Exception | str, code: int) -> int:
     print(f"{slot}: {error}", file=sys.stderr, flush=True)
     return code
 

@@ -89,7 +89,7 @@ def _train(args: Namespace) -> int:
     config, url = load_config(args.config), address.shareable(args.run)
     for note in _checked(args, config, url, read_control(open_store(url))).notes:
         say(note)
-    offer = _offer(args, url, config.fleet.replicas)
+    offer = _offer(args, url, config.fleet.replicas, config=config)
     if not _agreed(args, offer):
         return 130
     if args.again:
@@ -134,7 +134,9 @@ def _plan(args: Namespace) -> int:
     url = bucket.url
     checked = _checked(args, config, url, bucket.wanted)
     named = outlook.somewhere(url, intent.wanted_places(args, bucket.wanted.places), intent.FAR)
-    offer = _offer(args, named, config.fleet.replicas, bucket.wanted, None if url and not bucket.note else Costs())
+    offer = _offer(
+        args, named, config.fleet.replicas, bucket.wanted, None if url and not bucket.note else Costs(), config
+    )
     sizes = outlook.sizes(
         config, checked.model, _replicas(args) or config.fleet.replicas, args.steps or config.fleet.steps
     )
@@ -155,7 +157,12 @@ def _checked(args: Namespace, config: "RunConfig", url: str, wanted: "Wanted") -
 
 
 def _offer(
-    args: Namespace, url: str, replicas: int, wanted: "Wanted | None" = None, spent: "Costs | None" = None
+    args: Namespace,
+    url: str,
+    replicas: int,
+    wanted: "Wanted | None" = None,
+    spent: "Costs | None" = None,
+    config: "RunConfig | None" = None,
 ) -> "Offer":
     """What starting it would do and cost.   replicas, wanted, spent: where nothing else is said or read."""
     from executors import intent
@@ -164,6 +171,7 @@ def _offer(
 
     wanted = read_control(open_store(url)) if wanted is None else wanted
     places = intent.wanted_places(args, wanted.places)
+    places = places if config is None else intent.sized(places, config)
     intent.check_reach(url, places)
     slots = intent.slots_of(_replicas(args) or replicas)
     return intent.make_offer(url, places, slots, intent.limits(args, wanted), _spent(url) if spent is None else spent)

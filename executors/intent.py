@@ -14,19 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
-from diloco.config import check_fleet
+from diloco.config import ConfigError, RunConfig, check_fleet
 from diloco.launch import Run
+from diloco.sizing import parameters_of
 from executors.address import UsageError, is_folder
 from executors.base import ExecutorError, LaunchPlan, ReplicaSpec
-from executors.mixed import EXECUTORS, Place, are_places, build, place_of, places_of
+from executors.mixed import EXECUTORS, FAR, Place, are_places, build, place_of, places_of
+from executors.modal_kinds import memory_limit_mib
 from executors.money import Budget, Costs, refusal
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.store import Store
-
-FAR = ("modal", "hf-jobs", "sky")  # machines that see nothing of this one
-
 
 # -------------------------------------------------------------------- where
 
@@ -36,9 +35,11 @@ def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] 
     if args.places and args.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
     if not args.places and not args.executor:
-        if any((args.gpu, args.secrets, args.timeout, args.option)):
+        if any((args.gpu, args.secrets, args.timeout, args.option, args.pip, args.no_lease)):
             if not before:
-                raise UsageError("--gpu, --secret, --timeout and --option are for a place: add --executor NAME")
+                raise UsageError(
+                    "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
+                )
             return tuple(_refined(p, args) for p in places_of(before))
         return places_of(before)
     named = [Place.from_dict(p) for p in args.places or [{"executor": args.executor}]]
@@ -58,6 +59,8 @@ def _refined(place: Place, args: argparse.Namespace) -> Place:
         whose, dot, rest = key.partition(".")
         if not dot or whose == place.executor:
             options[rest if dot else key] = value
+    if args.pip:
+        options["pip"] = list(args.pip)
     return Place(
         place.executor,
         place.count,
@@ -66,7 +69,19 @@ def _refined(place: Place, args: argparse.Namespace) -> Place:
         tuple(args.secrets or place.secrets),
         place.env,
         options,
+        lease=place.lease and not args.no_lease,
     )
+
+
+def sized(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
+    """The same, with a memory limit for the run's model where a platform bills for what is used (Modal)."""
+    if all(p.executor != "modal" or "max_memory_mib" in p.options for p in places):
+        return tuple(places)
+    try:
+        limit = {"max_memory_mib": memory_limit_mib(parameters_of(config))}
+    except ConfigError:  # nobody knows its size here: the platform's own default holds
+        return tuple(places)
+    return tuple(replace(p, options={**limit, **p.options}) if p.executor == "modal" else p for p in places)
 
 
 def replicas_in(places: Sequence[Place]) -> int | None:
@@ -141,6 +156,8 @@ class Offer:
 def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Offer:
     """Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
     check_reach(url, places)
+    if budget.limited and not all(p.lease for p in places):
+        raise UsageError("--no-lease and a budget contradict each other: when nobody looks, nobody minds the budget")
     executor = build(places)
     try:
         plan = executor.plan([spec_for(url, place_of(places, slot), slot) for slot in slots])

@@ -50,6 +50,7 @@ EXECUTORS = {
     "slurm": "executors.slurm:SlurmExecutor",
     "sky": "executors.on_sky:SkyExecutor",
 }
+FAR = ("modal", "hf-jobs", "sky")  # machines that see nothing of this one
 T = TypeVar("T")
 
 # What a replica imports, by name: the fork server has them ready.  A name that is missing is the replica's to report.
@@ -62,6 +63,7 @@ class Place(Plain):
 
     count: how many of them (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
     options: what the executor is made with: image, region, namespace, …
+    lease: do rented replicas leave when nobody has looked after the run for half an hour?
     """
 
     executor: str = "local"
@@ -71,6 +73,7 @@ class Place(Plain):
     secrets: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    lease: bool = True
 
     @property
     def maker(self) -> tuple[str, str]:

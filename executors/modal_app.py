@@ -11,6 +11,7 @@
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
                                    asked/r00.1   somebody cancelled it
                                    kinds         the functions that were deployed
+                                  fingerprint   of the image and the source that they were deployed with
 
 So a launch that was repeated, whose reply was lost, or whose author died at once after it, runs once.  And a container
 that dies again and again ends: a deployed app would start it for ever.
@@ -128,8 +129,12 @@ class Register:
     def kinds(self) -> list[Kind]:
         return [Kind.from_dict(raw) for raw in self._entries.get("kinds", [])]
 
-    def deployed(self, kinds: list[Kind]) -> None:
-        self._entries["kinds"] = [k.to_dict() for k in kinds]
+    def fingerprint(self) -> str:
+        """Of the image and the source that were deployed last."""
+        return self._entries.get("fingerprint", "")
+
+    def deployed(self, kinds: list[Kind], fingerprint: str) -> None:
+        self._entries.update({"kinds": [k.to_dict() for k in kinds], "fingerprint": fingerprint})
 
 
 # ---------------------------------------------------------------------- in the container

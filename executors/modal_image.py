@@ -6,10 +6,12 @@
 Not promised: the same wheels as here.  A CPU-only torch of this machine is the CUDA one there.
 """
 
+import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -17,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from executors.base import ExecutorError
 from executors.modal_sdk import sdk
+from executors.portable import requirement
 
 PROJECT, EXTRAS = "serverless-diloco", ("train", "diloco", "replay", "serverless")
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
@@ -24,45 +27,68 @@ THERE_ALREADY = {"modal"}  # Modal brings its client along
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 
 
-def image_of(base: Any = None) -> Any:
+def image_of(base: Any = None, pip: Sequence[str] = ()) -> Any:
     """A modal.Image with everything but the project itself.
 
     base: one that has all of it, or the name of one in a registry that gets it, or None for a plain Debian.
+    pip: more packages, in pip's words, resolved together with ours.
     """
     image, version = sdk().Image, f"{sys.version_info.major}.{sys.version_info.minor}"
     if base is None:
-        return image.debian_slim(python_version=version).uv_pip_install(*pins())
+        return image.debian_slim(python_version=version).uv_pip_install(*pins(), *pip)
     if isinstance(base, str):
-        return image.from_registry(base, add_python=version).uv_pip_install(*pins())
-    return base
+        return image.from_registry(base, add_python=version).uv_pip_install(*pins(), *pip)
+    return base.uv_pip_install(*pip) if pip else base
+
+
+def fingerprint(base: Any, pip: Sequence[str], entrypoints: Iterable[str]) -> str:
+    """Of an image and the source that is mounted in it; "" for a modal.Image, which does not say what it is."""
+    if base is not None and not isinstance(base, str):
+        return ""
+    found = hashlib.sha256(repr((base, sys.version_info[:2], pins(), sorted(pip))).encode())
+    for package in sorted({*PACKAGES, *_tops(entrypoints)}):
+        for name, path in _files(package):
+            found.update(f"{name}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _files(package: str) -> Iterator[tuple[str, Path]]:
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file() and p.suffix != ".pyc"):
+            yield f"{package}/{path.relative_to(folder).as_posix()}", path
+
+
+def _tops(entrypoints: Iterable[str]) -> list[str]:
+    """The packages of entry points that are not the project's."""
+    tops = {name.partition(":")[0].partition(".")[0] for name in entrypoints}
+    return sorted(t for t in tops.difference(PACKAGES, sys.stdlib_module_names) if importlib.util.find_spec(t))
 
 
 def with_source(image: Any, entrypoints: Iterable[str]) -> Any:
     """And the project, as it is here; and the packages of entry points that are not the project's."""
-    tops = {name.partition(":")[0].partition(".")[0] for name in entrypoints}
-    tops = tops.difference(PACKAGES, sys.stdlib_module_names)
-    others = sorted(t for t in tops if importlib.util.find_spec(t) is not None)
+    others = _tops(entrypoints)
     image = image.add_local_python_source(*PACKAGES, ignore=NO_SOURCE)
     return image.add_local_python_source(*others) if others else image
 
 
 def pins() -> list[str]:
-    """name==version of every package that the project needs, as it is installed here."""
+    """name==version of every package that the project needs, as it is installed here (executors/portable.py)."""
     found: dict[str, str] = {}
     todo = [(PROJECT, frozenset(EXTRAS))]
     seen = set(todo)
     while todo:
         name, extras = todo.pop()
-        for requirement in _needed(name, extras):
-            key = canonicalize_name(requirement.name)
-            step = (key, frozenset(requirement.extras))
+        for need in _needed(name, extras):
+            key = canonicalize_name(need.name)
+            step = (key, frozenset(need.extras))
             if key in THERE_ALREADY or step in seen or (version := _version(key)) is None:
                 continue
             seen.add(step)
             todo.append(step)
-            found[key] = version.partition("+")[0]  # "+cpu" and the like are not on PyPI
+            found[key] = requirement(key, version)
     found.pop(PROJECT, None)
-    return [f"{name}=={version}" for name, version in sorted(found.items())]
+    return [text for _, text in sorted(found.items()) if text]
 
 
 def _needed(name: str, extras: frozenset[str]) -> list[Requirement]:

@@ -1,6 +1,8 @@
 """What one rents on Modal: kinds of containers, and their price.
 
-    usd_per_hour = Σ (price of the GPU × how many) + cores × 0.047 + GiB × 0.008
+    usd_per_hour = Σ (price of the GPU × how many) + cores × 0.047 + GiB × 0.008        at the hard limits
+
+Modal bills what is reserved, or what is used where that is more; without a limit nobody knows how much that may be.
 
 A table with a date: `modal billing rates` tells today's, but under names that Modal does not document, so that a
 person has to read them.  `ModalExecutor(prices={…})` corrects the table.
@@ -39,13 +41,16 @@ CORE, GIB = 0.0472, 0.0080
 REGION = 1.75
 DAY_S = 24 * 3600
 STARTUP_S = 1800
+BASE_MIB = 6 * 1024  # Python, torch, CUDA's context, the data
+HOST_BYTES = 32  # per parameter: θ, μ, Δ, a body and a residual in fp32, 8 while a snapshot is written, 4 to load
 
 
 @dataclass(frozen=True)
 class Kind(Plain):
     """One kind of container.   gpu: in order of preference; Modal takes what is free.
 
-    region: "" for any.   cores, memory_mib: what is reserved and paid for; more may be used.
+    region: "" for any.   cores, memory_mib: what is reserved, and paid for in any case.
+    max_cores, max_memory_mib: hard limits of what may be used, which is paid for too; 0: the same.
     """
 
     gpu: tuple[str, ...]
@@ -54,6 +59,13 @@ class Kind(Plain):
     region: str
     cores: float
     memory_mib: int
+    max_cores: float = 0.0
+    max_memory_mib: int = 0
+
+    @property
+    def most(self) -> tuple[float, int]:
+        """(cores, MiB) that may be used at all."""
+        return max(self.cores, self.max_cores), max(self.memory_mib, self.max_memory_mib)
 
     @property
     def function(self) -> str:
@@ -76,7 +88,7 @@ class Kind(Plain):
     @property
     def small(self) -> "Kind":
         """For a supervisor."""
-        return replace(self, gpu=(), timeout_s=DAY_S, cores=0.5, memory_mib=1024)
+        return replace(self, gpu=(), timeout_s=DAY_S, cores=0.5, memory_mib=1024, max_cores=0.5, max_memory_mib=2048)
 
     def usd_per_hour(self, prices: Mapping[str, float]) -> float | None:
         """Of a list of GPUs the dearest, for nobody knows which one it will be; None if one has no known price."""
@@ -85,12 +97,15 @@ class Kind(Plain):
         if any(kind not in known for kind, _ in kinds):
             return None
         dearest = max((known[kind] * count for kind, count in kinds), default=0.0)
-        sum_ = dearest + self.cores * CORE + self.memory_mib / 1024 * GIB
+        cores, mib = self.most
+        sum_ = dearest + cores * CORE + mib / 1024 * GIB
         return round(sum_ * (REGION if self.region else 1.0), 4)
 
     def words(self, price: float | None) -> str:
         cost = "nobody knows its price" if price is None else f"up to ${price:.2f} per hour"
-        return f"a container on Modal, {' or '.join(self.gpu) or 'no GPU'}, at most {self.timeout_s / 3600:g} h, {cost}"
+        cores, mib = self.most
+        size = f"{' or '.join(self.gpu) or 'no GPU'}, at most {cores:g} cores, {mib / 1024:g} GiB and"
+        return f"a container on Modal, {size} {self.timeout_s / 3600:g} h, {cost}"
 
     def options(self) -> dict[str, Any]:
         """For app.function.  No retries: what we run does not raise, and the register bounds its crashes."""
@@ -101,11 +116,16 @@ class Kind(Plain):
             "startup_timeout": STARTUP_S,
             "secrets": [sdk().Secret.from_name(name) for name in self.secrets],
             "region": self.region or None,
-            "cpu": self.cores,
-            "memory": self.memory_mib,
+            "cpu": (self.cores, self.most[0]),
+            "memory": (self.memory_mib, self.most[1]),
             "single_use_containers": True,
             "include_source": False,
         }
+
+
+def memory_limit_mib(parameters: int) -> int:
+    """Of a replica with so many parameters, in whole GiB."""
+    return 1024 * math.ceil((BASE_MIB + HOST_BYTES * parameters / 2**20) / 1024)
 
 
 def gpu_fault(gpu: str) -> str:

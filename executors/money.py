@@ -6,6 +6,7 @@
                          └─ lease     until when may replicas go on if nobody looks any more?
 
         spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: of all, also who waits
+        a launch: + its price · BOOT_S, since a replica that must end before it has booted is money for nothing
 
 A bill runs from the launch to the end that somebody saw, without the time in which it waited for a machine.
 An end that nobody saw is the replica's goodbye, and else now: the sum errs towards too much.
@@ -27,6 +28,7 @@ from rendezvous.records import Beat
 BEGINS, ENDS = ("launched", "found"), ("lost", "ended")
 END_S = 60.0  # from "leave now" until nobody runs: a last offer, the goodbye, a kill if need be
 LEASE_S = 1800.0  # a fleet that nobody looks after bills no longer than this
+BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Costs:
     def rate_soon(self) -> float:
         """The same, once those that wait for a machine have one: what a budget must reckon with."""
         return sum(b.rate_soon for b in self.bills)
+
+    @property
+    def rented(self) -> bool:
+        """Does anything run, or wait for a machine, that costs money, as far as anybody knows?"""
+        return any(b.ended is None and b.usd_per_hour != 0 for b in self.bills)
 
     @property
     def unknown(self) -> tuple[Bill, ...]:
@@ -241,7 +248,8 @@ def refusal(budget: Budget, spent: Costs, prices: Sequence[float | None]) -> str
     """Why replicas at these prices per hour may not be launched; "" if they may."""
     if None in prices and not budget.allow_unknown_price:
         return "nobody knows the price of what would be launched; --allow-unknown-price launches it all the same"
-    return _passed(budget, spent, spent.rate_soon + sum(p or 0.0 for p in prices), "starting this")
+    new = sum(p or 0.0 for p in prices)
+    return _passed(budget, spent, spent.rate_soon + new, "starting this", new * BOOT_S / 3600)
 
 
 def over(budget: Budget, spent: Costs) -> str:
@@ -249,11 +257,13 @@ def over(budget: Budget, spent: Costs) -> str:
     return _passed(budget, spent, spent.rate_soon, "going on")
 
 
-def _passed(budget: Budget, spent: Costs, rate: float, doing: str) -> str:
+def _passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: float = 0.0) -> str:
+    """boot: US dollars until what is started has booted."""
     end = END_S / 3600
-    if budget.max_usd and spent.usd + rate * end > budget.max_usd:
+    if budget.max_usd and spent.usd + boot + rate * end > budget.max_usd:
+        boots = f" ${boot:.2f} until it has booted, and" if boot else ""
         return (
-            f"{doing} would pass max_usd = {budget.max_usd:g}: ${spent.usd:.2f} are spent, and all together, at "
+            f"{doing} would pass max_usd = {budget.max_usd:g}: ${spent.usd:.2f} are spent, and{boots} all together, at "
             f"${rate:.2f} per hour, cost ${rate * end:.2f} more until they have ended; raise --max-usd to go on"
         )
     if budget.max_hours and spent.hours + end > budget.max_hours:
@@ -265,9 +275,7 @@ def _passed(budget: Budget, spent: Costs, rate: float, doing: str) -> str:
 
 
 def lease(budget: Budget, spent: Costs, now: float, rate: float | None = None) -> float:
-    """Unix time until which replicas may go on unattended at `rate` (default: theirs); 0 without a budget."""
-    if not budget.limited:
-        return 0.0
+    """Unix time until which replicas may go on unattended at `rate` (default: theirs)."""
     rate = spent.rate_soon if rate is None else rate
     left = [LEASE_S]
     if budget.max_usd and rate > 0:

@@ -11,10 +11,11 @@ a preempted or crashed input again by itself, behind the same handle; crashes ar
 Not promised: that RUNNING means a container right now; between a preemption and the next start there is none.
 """
 
+import sys
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from executors.base import (
     wait_for_all,
 )
 from executors.modal_app import SUPERVISE, Note, Register, app_name
-from executors.modal_image import image_of, with_source
+from executors.modal_image import fingerprint, image_of, with_source
 from executors.modal_kinds import AS_OF, DAY_S, Kind
 from executors.modal_sdk import (
     SECRET_KEYS,
@@ -56,6 +57,7 @@ ANSWER_S = 20.0  # a poll takes no longer; what is not known by then is stale
 TAIL = 12
 COLLECT_S = 2.0
 SUPERVISOR_CRASHES = 10
+MEMORY_MIB = 16 * 1024  # a container's limit where nobody knows the size of the model
 T = TypeVar("T")
 
 
@@ -64,6 +66,8 @@ class ModalExecutor:
 
     gpu, secrets, timeout_s: for specs that do not say.  gpu: kinds in order of preference; whichever is free is taken.
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
+    max_cores, max_memory_mib: what it may use at most, and is billed for (default: twice the cores; 16 GiB).
+    pip: packages that a reward of your own needs, beside those that the project needs.
     """
 
     name = modal_app.NAME
@@ -78,12 +82,17 @@ class ModalExecutor:
         region: str = "",
         cores: float = 2.0,
         memory_mib: int = 8192,
+        max_cores: float = 0.0,
+        max_memory_mib: int = 0,
+        pip: Sequence[str] = (),
         prices: Mapping[str, float] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._image, self._prices, self._clock = image, dict(prices or {}), clock or SystemClock()
         gpus = (gpu,) if isinstance(gpu, str) else tuple(gpu)
-        self._default = Kind(gpus, float(timeout_s), tuple(secrets), region, float(cores), memory_mib)
+        most = {"max_cores": max_cores or 2.0 * cores, "max_memory_mib": max_memory_mib or max(MEMORY_MIB, memory_mib)}
+        self._default = Kind(gpus, float(timeout_s), tuple(secrets), region, float(cores), memory_mib, **most)
+        self._pip = (pip,) if isinstance(pip, str) else tuple(pip)
         if why := self._default.fault:
             raise ExecutorError(why)
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="modal")
@@ -206,11 +215,27 @@ class ModalExecutor:
         needed = functions | {s.entrypoint.partition(".")[0] for s in specs}
         if needed <= self._deployed.get(run, set()):
             return
-        if not inside_container():
+        if not inside_container() and not self._is_deployed(run, specs, functions):
             self._deploy(run, specs)
         self._deployed.setdefault(run, set()).update(needed)
         for name in functions:
             self._functions[run, name] = sdk().Function.from_name(app_name(run), name).hydrate()
+
+    def _is_deployed(self, run: str, specs: Sequence[ReplicaSpec], functions: set[str]) -> bool:
+        """Is all of it there, from this very code?  A deploy under calls that run is a risk, so none is made then."""
+        mine = self._fingerprint(specs)
+        if not mine or self._register(run).fingerprint() != mine:
+            return False
+        if not {self._kind(s) for s in specs} <= set(self._register(run).kinds()):
+            return False
+        with suppress(sdk().exception.NotFoundError):  # somebody stopped the app
+            for name in functions:
+                sdk().Function.from_name(app_name(run), name).hydrate()
+            return True
+        return False
+
+    def _fingerprint(self, specs: Sequence[ReplicaSpec]) -> str:
+        return fingerprint(self._image, self._pip, [s.entrypoint for s in specs])
 
     def _deploy(self, run: str, specs: Sequence[ReplicaSpec]) -> None:
         modal, name = sdk(), app_name(run)
@@ -219,14 +244,15 @@ class ModalExecutor:
             check_secret(secret, run)
         kinds = sorted(wanted | self._still_there(run), key=lambda k: k.function)
         secrets = tuple(sorted({secret for kind in (*kinds, self._default) for secret in kind.secrets}))
-        image = with_source(image_of(self._image), [s.entrypoint for s in specs])
+        image = with_source(image_of(self._image, self._pip), [s.entrypoint for s in specs])
         app = modal.App(name, tags={"diloco": name})
         for kind in kinds:
             app.function(name=kind.function, image=image, **kind.options())(modal_app.replica)
         small = replace(self._default, secrets=secrets).small
         app.function(name=SUPERVISE, image=image, **small.options())(modal_app.supervise)
-        app.deploy()
-        self._register(run).deployed(kinds)
+        with redirect_stdout(sys.stderr), modal.enable_output():  # a build takes minutes: it is shown
+            app.deploy()
+        self._register(run).deployed(kinds, self._fingerprint(specs))
 
     def _still_there(self, run: str) -> set[Kind]:
         """Kinds that were deployed before: their calls may still run, so they stay in the app."""

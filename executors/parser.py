@@ -80,7 +80,7 @@ def _starting(verbs: Any) -> None:
         _money(parser)
     train.add_argument("--again", action="store_true", help="found a run anew in which nothing was trained yet")
     for parser in (train, resume):
-        parser.add_argument("--detach", action="store_true", help="return at once; the run goes on without us")
+        parser.add_argument("--detach", action="store_true", help="return once a supervisor elsewhere watches it")
         parser.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")
 
 
@@ -104,6 +104,7 @@ def _where(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpu", action="append", metavar="KIND", help="again for a second choice; in NAME's words")
     where.add_argument("--secret", action="append", metavar="NAME", dest="secrets", help="a secret that replicas get")
     where.add_argument("--timeout", type=duration, metavar="TIME", help="of one replica's life: 6h, 90m (it restarts)")
+    where.add_argument("--pip", action="append", metavar="PACKAGE", help="what a reward of yours needs there")
     where.add_argument("--option", action="append", type=option, metavar="KEY=VALUE", help="partition=gpu, region=eu")
 
 
@@ -111,6 +112,9 @@ def _money(parser: argparse.ArgumentParser) -> None:
     money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
     money.add_argument("--max-usd", type=amount, metavar="X", help="US dollars, since the run began")
     money.add_argument("--max-hours", type=amount, metavar="H", help="hours with any replica running")
+    money.add_argument(
+        "--no-lease", action="store_true", help="rented replicas go on for ever when nobody looks after the run"
+    )
     money.add_argument("--allow-unknown-price", action="store_true", default=None, help="where nobody knows the price")
 
 

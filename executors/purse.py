@@ -3,7 +3,9 @@
     log ──▶ costs ──▶ may this be launched?      must the run end?
                 └───▶ control: until = …         replicas leave by themselves once that has passed
 
-Without a budget it only refuses what has no known price.  All decisions are in executors/money.py.
+Whoever costs money has a lease, with a budget or without one, unless its place says otherwise (`--no-lease`): when the
+supervisor dies, nobody may bill for ever.  Without a budget it only refuses what has no known price.  All decisions
+are in executors/money.py.
 
 Not promised: a price that changes on the platform while this supervisor lives.
 """
@@ -26,6 +28,7 @@ class Purse:
 
     def __init__(self, store: Store, clock: Clock, executor: ServerlessExecutor, places: Sequence[Place]) -> None:
         self._store, self._clock, self._executor, self._places = store, clock, executor, places
+        self._leases = all(p.lease for p in places) and any(p.executor != "local" for p in places)
         self._prices: dict[object, float | None] = {}
 
     def spent(self, report: Report) -> Costs:
@@ -34,11 +37,11 @@ class Purse:
     def must_end(self, report: Report) -> str:
         """Why the run must end now, or "": then its lease is renewed, if that is due."""
         budget, until = Budget.of(report.wanted), report.wanted.until
-        if not budget.limited:
+        spent = self.spent(report) if budget.limited or self._leases else Costs()
+        if not budget.limited and not (self._leases and (spent.rented or until)):
             if until:
                 write_control(self._store, self._clock, until=0.0)
             return ""
-        spent = self.spent(report)
         if why := over(budget, spent):
             write_control(self._store, self._clock, until=self._clock.wall())
             return why
@@ -48,9 +51,10 @@ class Purse:
     def refuses(self, report: Report, specs: Sequence[ReplicaSpec]) -> str:
         """Why these may not be launched, or "": then the lease reckons with them."""
         budget, prices = Budget.of(report.wanted), [self._price(s) for s in specs]
-        spent = self.spent(report) if budget.limited else Costs()
+        leased = budget.limited or (self._leases and any(price != 0 for price in prices))
+        spent = self.spent(report) if leased else Costs()
         why = refusal(budget, spent, prices)
-        if not why and budget.limited:
+        if not why and leased:
             self._renew(report.wanted, spent, spent.rate_soon + sum(p or 0.0 for p in prices))
         return why
 

@@ -31,9 +31,10 @@ from diloco.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, ServerlessExecutor, Unavailable
 from executors.fleet import PUBLISH, Fleet, wanted_slots
+from executors.gpu import asked_for
 from executors.lease import WATCHING, Lease, Supervised
+from executors.mixed import FAR, build, place_of, places_of
 from executors.mixed import PRELOAD as PRELOAD  # for who supervises in a process of its own
-from executors.mixed import build, place_of, places_of
 from executors.outage import LAUNCH, TELL_S, words
 from executors.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
 from executors.purse import Purse
@@ -260,11 +261,17 @@ class Supervisor:
                 starts.append((track, action.why))
             else:
                 self._act_on(track, action, report)
-        starts += [(self.fleet.publisher, why) for why in self._publish()]
+        publishing = [(self.fleet.publisher, why) for why in self._publish()]
+        starts = [start for start in starts if self._published or not self._bills_a_gpu(start[0])] + publishing
         if not starts:
             self.fleet.outages.answered(LAUNCH)  # nobody asks any more
         elif self._verdict is None and not self.fleet.outages.waits(LAUNCH) and not self.lease.lost:
             self._try_to_start(starts, report)
+
+    def _bills_a_gpu(self, track: Track) -> bool:
+        """Would it wait for the model on somebody else's GPU?  Such replicas are launched once the model is there."""
+        place = place_of(self.places, track.slot)
+        return place.executor in FAR and asked_for(place.gpu) > 0
 
     def _act_on(self, track: Track, action: Action, report: Report) -> None:
         if isinstance(action, Replace):

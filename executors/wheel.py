@@ -21,6 +21,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from executors.base import ExecutorError
+from executors.portable import requirement
 
 PROJECT = "serverless-diloco"
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
@@ -100,5 +101,5 @@ def _constraints() -> bytes:
     for d in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()
         if name and d.read_text("direct_url.json") is None:
-            found.setdefault(name, d.version.partition("+")[0])
-    return "".join(f"{name}=={found[name]}\n" for name in sorted(found)).encode()
+            found.setdefault(name, requirement(name, d.version))
+    return "".join(f"{found[name]}\n" for name in sorted(found) if "==" in found[name]).encode()
