@@ -470,7 +470,7 @@ def test_what_costs_nothing_has_no_lease(tmp_path):
 
 def test_rented_gpus_are_not_launched_before_the_model_is_there(tmp_path):
     world = World(tmp_path, places=[Place("modal", gpu=("H100",)).to_dict()])
-    world.run.store.delete(layout.MODEL_MANIFEST)
+    world.run.store.delete([layout.MODEL_MANIFEST])
     world.tick()
     assert {slot for slot, _ in world.cloud.jobs} == {"publish"}
     world.pass_time(20)
@@ -487,7 +487,7 @@ def test_no_launch_follows_when_less_than_a_boot_is_affordable(tmp_path):
     world.pass_time(780)  # $1.74 of $2
     world.cloud.end("r00", None, State.LOST)
     world.pass_time(120)
-    assert {key for key in world.cloud.jobs} == {("r00", 1), ("r01", 1)}, "it would be billed, and end while it boots"
+    assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}, "it would be billed, and end while it boots"
     assert any("until it has booted" in e["text"] for e in world.told("refused"))
 
 
