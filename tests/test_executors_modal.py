@@ -104,7 +104,7 @@ def test_one_app_per_run_with_a_function_per_kind_of_container(platform, executo
     asked = by_gpu["H100", "A100-80GB"]
     assert (asked.timeout_secs, asked.retry_policy.retries, asked.single_use_containers) == (3600, 0, True)
     assert asked.startup_timeout_secs == 1800 and not by_gpu["",].secret_ids
-    assert handle.usd_per_hour == pytest.approx(USD_PER_HOUR["H100"] + 2 * 0.0472 + 8 * 0.008)
+    assert handle.usd_per_hour == pytest.approx(USD_PER_HOUR["H100"] + 4 * 0.0472 + 16 * 0.008)
     assert json.loads(json.dumps(handle.to_dict())) == handle.to_dict()
     (result,) = executor.collect([handle], timeout=WAIT_S)
     assert result.value["STORE_KEY"] == "opensesame" and result.value["DILOCO_PLACE"] == handle.place == "modal/r00.1"
@@ -169,7 +169,7 @@ def test_prices(executor) -> None:
     def planned(**more: Any) -> float | None:
         return ModalExecutor(**more.pop("made", {})).plan([ReplicaSpec("s3://b/r", "r00", **more)]).usd_per_hour
 
-    base = 2 * 0.0472 + 8 * 0.008
+    base = 4 * 0.0472 + 16 * 0.008  # at the hard limits: what is used is billed, too
     assert planned() == pytest.approx(base, abs=1e-3)
     assert planned(gpu=("T4", "H100")) == pytest.approx(3.95 + base, abs=1e-3)  # the dearest that it may become
     assert planned(gpu=("H100:8",)) == pytest.approx(8 * 3.95 + base, abs=1e-3)

@@ -9,6 +9,7 @@ import pytest
 
 from diloco import exitcodes
 from executors.gpu import Driver, TorchBuild, asked_for, device_name, driver_here, missing, torch_build
+from executors.portable import requirement
 from tests.modal_venv import stub_driver
 
 CUDA, CPU_ONLY = TorchBuild("2.13.0", cuda="12.6"), TorchBuild("2.13.0+cpu")
@@ -56,3 +57,11 @@ def test_the_driver_is_asked_by_its_own_library(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", look], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(Driver(13000, ("NVIDIA Stub 16GB",)))
     assert driver_here().devices or driver_here().error
+
+
+def test_pins_name_nothing_that_another_machines_torch_would_contradict() -> None:
+    """A laptop with torch for CUDA 12.6 made the image ResolutionImpossible."""
+    assert requirement("torch", "2.13.0+cu126") == "torch==2.13.0" and requirement("trl", "1.16.0") == "trl==1.16.0"
+    assert requirement("transformers", "5.24.0.dev0") == "transformers", "no index has a dev version"
+    for name in ("nvidia-cublas-cu12", "cuda-bindings", "triton", "pytorch-triton"):
+        assert requirement(name, "12.6.4.1") == ""
