@@ -1,6 +1,6 @@
 """The outer loop: θ, Δ, outer steps, fragments; torchft's DiLoCo on a bucket.
 
-torchft's class runs as it is only where α > 0 or over a lighthouse; else five methods of it are ours (diloco/lean.py).
+torchft's class runs as it is only where α > 0 or over a lighthouse; else in_place.py replaces five methods of it.
 
     manager = StoreManager("s3://bucket/run", slot="r00")
     with make_diloco(model, optimizer, manager, sync_every=50):
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from diloco.config import ConfigError, FleetConfig, OuterConfig, OuterError, RunConfig, load_config
     from diloco.history import export
     from diloco.launch import Run, open_run, read_run
+    from diloco.make import make_diloco
     from diloco.manager import MockManager, StoreManager
-    from diloco.outer import Nesterov, make_diloco
+    from diloco.optimizer import Nesterov
 
 __all__ = [
     "ConfigError",
@@ -40,7 +41,7 @@ _HOME = {
     "ConfigError": "diloco.config",
     "FleetConfig": "diloco.config",
     "MockManager": "diloco.manager",
-    "Nesterov": "diloco.outer",
+    "Nesterov": "diloco.optimizer",
     "OuterConfig": "diloco.config",
     "OuterError": "diloco.config",
     "Run": "diloco.launch",
@@ -48,7 +49,7 @@ _HOME = {
     "StoreManager": "diloco.manager",
     "export": "diloco.history",
     "load_config": "diloco.config",
-    "make_diloco": "diloco.outer",
+    "make_diloco": "diloco.make",
     "open_run": "diloco.launch",
     "read_run": "diloco.launch",
 }

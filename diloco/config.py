@@ -80,7 +80,7 @@ class OuterConfig:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for f in fields(self):
-            value = _typed(getattr(self, f.name), hints[f.name], f"outer.{f.name}", OuterConfigError)
+            value = _as_type(getattr(self, f.name), hints[f.name], f"outer.{f.name}", OuterConfigError)
             if isinstance(value, int) and value.bit_length() > 53:
                 raise OuterConfigError(f"outer.{f.name} is an integer of {value.bit_length()} bits; use at most 53")
             object.__setattr__(self, f.name, value)  # as what it is declared: 1 becomes 1.0
@@ -96,7 +96,7 @@ class OuterConfig:
 
     @property
     def rules(self) -> Rules:
-        """What of this the rendezvous decides commits by."""
+        """The part of these settings by which the rendezvous decides commits."""
         return Rules(
             fragments=self.fragments, sync_every=self.sync_every, max_carry=self.max_carry,
             age_discount=self.age_discount, snapshot_every=self.snapshot_every, codec=self.codec,
@@ -106,7 +106,7 @@ class OuterConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The operator's wishes when the run starts; each may change later without touching the mathematics.
+    """The operator's desired fleet when the run starts; each setting may change later without touching the mathematics.
 
     replicas: how many to keep running.   steps: outer steps in all.
     min_replicas: fresh pseudogradients without which no outer step is taken (default min(2, replicas)).
@@ -152,7 +152,7 @@ class RunConfig:
     folder: Path = field(default=Path(), compare=False)
 
     def mathematics(self) -> dict[str, Any]:
-        """What may never change under one URL.  Names of the user's files are not in it: their digests are."""
+        """The settings that may never change under one URL: digests of the user's files, not their names."""
         inner = {k: v for k, v in self.inner.to_dict().items() if k not in (*USER_FILES, *NOT_LEARNED)}
         entry_points = {k: _entry_point(getattr(self.inner, k)) for k in USER_FILES if getattr(self.inner, k)}
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
@@ -166,12 +166,12 @@ class RunConfig:
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
         """Raises ConfigError."""
         sections = {"outer": OuterConfig, "inner": InnerConfig, "fleet": FleetConfig}
-        values = _checked(cls, {k: v for k, v in raw.items() if k not in sections}, "", extra=sections)
+        values = _check_values(cls, {k: v for k, v in raw.items() if k not in sections}, "", extra=sections)
         for name, section in sections.items():
             table = raw.get(name, {})
             if not isinstance(table, Mapping):
                 raise ConfigError(f"[{name}] must be a table, found {table!r}")
-            values[name] = _built(section, _with_keep(table) if section is FleetConfig else table, name)
+            values[name] = _build_section(section, _with_keep(table) if section is FleetConfig else table, name)
         config = cls(**values, folder=folder)
         config.check()
         return config
@@ -281,7 +281,8 @@ def check_lighthouse(outer: OuterConfig) -> None:
             'outer.weighting = "samples" is for the bucket. Use "steps" or "uniform" with a lighthouse'
         )
     for name in ("norm_gate", "max_carry", "age_discount"):
-        value, usual = getattr(outer, name), getattr(OuterConfig(), name)
+        value = getattr(outer, name)
+        usual = getattr(OuterConfig(), name)
         if value not in (usual, 0):  # 0 is what a lighthouse does
             raise OuterConfigError(
                 f"outer.{name} = {value:g} is for the bucket: over a lighthouse nothing is damped, and nothing late "
@@ -321,7 +322,7 @@ def _with_keep(fleet: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fleet(fleet: FleetConfig) -> None:
-    """Raises ConfigError for wishes that no run could fulfil."""
+    """Raises ConfigError for a desired fleet that no run could have."""
     if fleet.replicas < 1 or fleet.steps < 1:
         raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
     keep_bytes(fleet.keep)
@@ -338,19 +339,19 @@ def check_fleet(fleet: FleetConfig) -> None:
         )
 
 
-def _built(section: type, table: Mapping[str, Any], name: str) -> Any:
+def _build_section(section: type, table: Mapping[str, Any], name: str) -> Any:
     if section is OuterConfig:
         return OuterConfig.of(table)
     try:
-        return section(**_checked(section, table, f"{name}."))
+        return section(**_check_values(section, table, f"{name}."))
     except InnerError as error:
         raise ConfigError(str(error)) from error
 
 
-def _checked(cls: type, table: Mapping[str, Any], prefix: str, extra: typing.Iterable[str] = ()) -> dict[str, Any]:
+def _check_values(cls: type, table: Mapping[str, Any], prefix: str, extra: typing.Iterable[str] = ()) -> dict[str, Any]:
     """The table's values, each known and of its type (an int does for a float)."""
     hints = _refuse_unknown(cls, table, prefix, ConfigError, extra)
-    return {k: _typed(v, hints[k], f"{prefix}{k}", ConfigError) for k, v in table.items()}
+    return {k: _as_type(v, hints[k], f"{prefix}{k}", ConfigError) for k, v in table.items()}
 
 
 def _refuse_unknown(
@@ -367,7 +368,7 @@ def _refuse_unknown(
     return known
 
 
-def _typed(value: Any, hint: Any, name: str, error: type[ConfigError]) -> Any:
+def _as_type(value: Any, hint: Any, name: str, error: type[ConfigError]) -> Any:
     """The value as its type: any int or real number (numpy's, too) does for a float, a bool for neither."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(value) in options or (value is None and type(None) in options):
@@ -376,8 +377,8 @@ def _typed(value: Any, hint: Any, name: str, error: type[ConfigError]) -> Any:
         return int(value)
     if float in options and isinstance(value, numbers.Real) and not isinstance(value, bool):
         return _as_float(value)
-    wanted = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
-    raise error(f"{name} = {value!r} must be {wanted}, not {type(value).__name__}")
+    allowed = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
+    raise error(f"{name} = {value!r} must be {allowed}, not {type(value).__name__}")
 
 
 def _as_float(value: numbers.Real) -> float:

@@ -35,19 +35,20 @@ class FlatFragment(nn.Module):
     @torch.no_grad()
     def gather(self, theta: Tensor) -> None:
         """flat = local values."""
-        for span, local in self._local(theta):
+        for span, local in self._local_slices(theta):
             self.flat.data[span].copy_(local)
 
     @torch.no_grad()
     def delta(self, theta: Tensor, out: Tensor) -> Tensor:
         """out = Δ = θ − local values, the bits that torchft gets by way of `gather`."""
-        for span, local in self._local(theta):
+        for span, local in self._local_slices(theta):
             torch.sub(theta[span], local, out=out[span])
         return out
 
-    def _local(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def _local_slices(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Where each parameter is in the vector, and its local values."""
-        base, at = theta if self.merged is None else self.merged, 0
+        base = theta if self.merged is None else self.merged
+        at = 0
         for p in self.live:
             span, live = slice(at, at := at + p.numel()), p.detach().reshape(-1).float().cpu()
             if p.dtype == torch.float32:
@@ -65,7 +66,7 @@ class FlatFragment(nn.Module):
             at += p.numel()
 
 
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every trainable parameter once (tied weights under their first name), in the model's order."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
@@ -75,12 +76,13 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def cut(sizes: Sequence[int], fragments: int) -> list[slice]:
+def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
     """`fragments` runs of consecutive parameters with about equal numbers of elements."""
     if fragments > len(sizes):
         raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
     parts: list[slice] = []
-    at, left = 0, sum(sizes)
+    at = 0
+    left = sum(sizes)
     for remaining in range(fragments, 0, -1):
         goal, to, size = left / remaining, at + 1, sizes[at]
         while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
@@ -92,4 +94,4 @@ def cut(sizes: Sequence[int], fragments: int) -> list[slice]:
 
 def layout_of(model: nn.Module) -> list[list[Any]]:
     """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
-    return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable(model)]
+    return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable_parameters(model)]

@@ -1,4 +1,4 @@
-"""What one replica holds, what one outer step leaves in the bucket, how long a sync takes: from sizes alone.
+"""Memory of one replica, bytes that one outer step leaves in the bucket, seconds of a sync: from sizes alone.
 
     P parameters, N replicas, F fragments (a step moves P/F of them), S = bytes of one pseudogradient in the codec
 
@@ -6,9 +6,10 @@
                                                                 4·P/F announced in fp32, if that is half of N·S or less
                                                                 0     else
             each snapshot  8·P  θ and momentum, fp32
-            once           the start model, in its own dtype
+            once           the start model in its own dtype, and 4·P: snapshot 0, which has no momentum
+                           0 for a model of the Hub: every replica takes it from there
     device  weights + gradients + Adam's two moments, each in the model's dtype       activations and engine beside it
-    host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the closer's peak: 16.9 to 18.5
+    host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
                                                                           (docs/benchmarks.md, bench_snapshot)
 Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
 No torch here.
@@ -19,6 +20,7 @@ from math import ceil
 
 from diloco.config import AUTO, OuterConfig, RunConfig
 from diloco.sizing import compute_seconds_of
+from inner.hub_model import is_on_hub
 from rendezvous import codecs
 from rendezvous.codecs.choose import sync_seconds
 from rendezvous.rules import Rules, reduces_sharded
@@ -58,8 +60,9 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> 
     if codec == AUTO:
         codec, _ = codecs.auto(parameters, replicas, LINK, LINK, compute_s)
     width, each_step = DTYPE[config.inner.dtype], step_bytes(parameters, replicas, codec, fragments)
-    once, each_snapshot = width * parameters, snapshot_bytes(parameters)
-    snapshots = 1 + steps // config.outer.snapshot_every + bool(steps % config.outer.snapshot_every)
+    each_snapshot = snapshot_bytes(parameters)
+    once = 0 if is_on_hub(config.inner) else (width + 4) * parameters
+    snapshots = steps // config.outer.snapshot_every + bool(steps % config.outer.snapshot_every)
     return Footprint(
         parameters=parameters,
         codec=codec,
@@ -82,7 +85,7 @@ def delta_bytes(parameters: int, codec: str) -> int:
 
 
 def step_bytes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> int:
-    """What one outer step leaves in the bucket, if all replicas take part: their pseudogradients and the mean."""
+    """Bytes that one outer step leaves in the bucket, if all replicas take part: their pseudogradients and the mean."""
     part = ceil(parameters / fragments)
     return replicas * delta_bytes(part, codec) + mean_bytes(part, replicas, codec)
 
@@ -96,11 +99,11 @@ def mean_bytes(part: int, replicas: int, codec: str) -> int:
 
 
 def needed_bytes(parameters: int, replicas: int, codec: str, outer: OuterConfig) -> int:
-    """What rendezvous/keeping.py calls the window, when it is largest: the third snapshot is on its way."""
-    steps, carried = 2 * outer.snapshot_every + 1, outer.fragments * outer.max_carry
-    deltas = replicas * delta_bytes(ceil(parameters / outer.fragments), codec)
-    each = step_bytes(parameters, replicas, codec, outer.fragments)
-    return 3 * snapshot_bytes(parameters) + steps * each + carried * deltas
+    """The window of rendezvous/keeping.py, when it is largest: the third snapshot is on its way."""
+    steps, part = 2 * outer.snapshot_every + 1, ceil(parameters / outer.fragments)
+    deltas, mean = replicas * delta_bytes(part, codec), mean_bytes(part, replicas, codec)
+    with_deltas = outer.snapshot_every + 2 if mean else steps
+    return 3 * snapshot_bytes(parameters) + steps * mean + with_deltas * deltas
 
 
 def snapshot_bytes(parameters: int) -> int:
@@ -116,8 +119,8 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
         bound = (
             f"at most {in_bytes(keep)}" if keep >= f.needed else f"what a replica may need, up to {in_bytes(f.needed)},"
         )
-        told = f", and reach back {(keep - f.needed) // f.back:,} steps or more" if keep >= f.needed else ""
-        kept = f"{bound} of {in_bytes(f.in_all)} in {steps} steps stay (fleet.keep){told}"
+        reach = f", and reach back {(keep - f.needed) // f.back:,} steps or more" if keep >= f.needed else ""
+        kept = f"{bound} of {in_bytes(f.in_all)} in {steps} steps stay (fleet.keep){reach}"
     return [
         f"memory per replica: {in_bytes(f.device)} on the device (weights, gradients, Adam; activations and generation "
         f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import ConfigError, OuterConfig, keep_bytes
-from diloco.flat import cut, trainable
+from diloco.flat import cut_fragments, trainable_parameters
 from diloco.launch import ModelRecord, Run, fetch_model, read_run, save_below
-from diloco.outer import Nesterov, OuterState
+from diloco.optimizer import Nesterov, OuterState
+from diloco.start_model import first_arrays, next_steps_text, refuse_other_bits
+from inner.build import load_start
+from inner.hub_model import HubError
 from rendezvous import layout, snapshots
 from rendezvous.background import no_tell, together_on
 from rendezvous.chain import Chain, head
@@ -31,16 +34,12 @@ from rendezvous.store import PatientStore, Store
 
 def export(url: str, step: int | None, to: Path) -> int:
     """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     run = read_run(url)
     record = _model_record(run)
     at, state = state_at(run, record, step)
     with tempfile.TemporaryDirectory() as scratch:
-        start = fetch_model(run.store, record, Path(scratch) / "model")
-        model = AutoModelForCausalLM.from_pretrained(start, dtype="auto")
+        start = start_folder(run, record, Path(scratch) / "model")
+        model, _ = load_start(start, run.config.inner.dtype)
         put_into(model, state)
         _copy_others(start, to)
         model.save_pretrained(to)
@@ -51,12 +50,15 @@ def state_at(
     run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_tell
 ) -> tuple[int, OuterState]:
     """θ and outer momentum before commit `step` (default: after the last one), replayed."""
-    store, clock = PatientStore(run.store, SystemClock(), 10.0), SystemClock()
+    clock = SystemClock()
+    store = PatientStore(run.store, clock, 10.0)
     if step is not None:
         refuse_gone(store, step, run.config.fleet.keep)
-    state, rules = empty_state(record, run.config.outer), run.config.outer.rules
-    chain, reducer = Chain(store, 2), Reducer(store, clock, tell, rules, together=together_on(run.store))
-    at = _nearest_snapshot(store, state, step, tell)
+    state = empty_state(record, run.config.outer)
+    rules = run.config.outer.rules
+    chain = Chain(store, 2)
+    reducer = Reducer(store, clock, tell, rules, together=together_on(run.store))
+    at = _nearest_snapshot(run, record, store, state, step, tell)
     goal = head(store, at) if step is None else step
     for t in range(at, goal):
         commit = chain.read(t)
@@ -70,7 +72,7 @@ def state_at(
 
 
 def refuse_gone(store: Store, step: int, keep: int | str) -> None:
-    """ConfigError if what is left in the bucket does not tell θ_step any more.   keep: fleet.keep."""
+    """ConfigError if what is left in the bucket does not give θ_step any more.   keep: fleet.keep."""
     if keep_bytes(keep) is None or (left := reach(store)).covers(step):
         return
     raise ConfigError(
@@ -82,7 +84,7 @@ def refuse_gone(store: Store, step: int, keep: int | str) -> None:
 def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
     """Zeros in the shape of the run's θ, momentum, and memory of "auto" if it has one."""
     sizes = [math.prod(shape) for _, shape, _ in record.layout]
-    thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut(sizes, outer.fragments)]
+    thetas = [nn.Parameter(torch.zeros(sum(sizes[s]))) for s in cut_fragments(sizes, outer.fragments)]
     optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]
     return OuterState([theta.data for theta in thetas], optimizers)
 
@@ -90,20 +92,45 @@ def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
 @torch.no_grad()
 def put_into(model: nn.Module, state: OuterState) -> None:
     """model's trainable parameters ← θ, rounded to their dtype."""
-    flat, at = torch.cat(state.thetas), 0
-    for _, p in trainable(model):
+    flat = torch.cat(state.thetas)
+    at = 0
+    for _, p in trainable_parameters(model):
         part: Tensor = flat[at : at + p.numel()]
         p.copy_(part.view(p.shape))
         at += p.numel()
 
 
-def _nearest_snapshot(store: Any, state: OuterState, step: int | None, tell: Callable[..., None]) -> int:
+def _nearest_snapshot(
+    run: Run, record: ModelRecord, store: Any, state: OuterState, step: int | None, tell: Callable[..., None]
+) -> int:
     for snapshot in snapshots.newest_first(store, at_most=step):
-        arrays = snapshots.load(store, snapshot, tell, state.all_arrays())
+        if snapshot.blob:
+            arrays = snapshots.load(store, snapshot, tell, state.all_arrays())
+        else:
+            arrays = _start_arrays(run, record)
         if arrays is not None:
             state.load(arrays)
             return snapshot.t
     raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
+
+
+def _start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
+    """θ₀ of a run whose snapshot 0 has no blob."""
+    config = run.config
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = start_folder(run, record, Path(scratch))
+        model, _ = load_start(folder, config.inner.dtype)
+        refuse_other_bits(record.theta, model)
+        return first_arrays(folder, config.inner.dtype, config.outer)
+
+
+def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
+    """The start model's folder.   Raises ConfigError where the Hub does not give it."""
+    try:
+        return fetch_model(run.store, record, folder)
+    except HubError as error:
+        assert record.hub_model is not None
+        raise ConfigError(f"{error}. {next_steps_text(record.hub_model)}") from error
 
 
 def _model_record(run: Run) -> ModelRecord:

@@ -1,12 +1,12 @@
-"""What one life of a replica writes down for people: one small object of JSON lines per outer step.
+"""The log that one session of a replica writes for people: one small object of JSON lines per outer step.
 
     log/{slot}-{generation}/000000.jsonl, 000001.jsonl, …        {"at": …, "event": "step", "step": 3, "reward": 0.4, …}
-    log/{slot}-{generation}/000000.rollouts.jsonl, …             a few rollouts of one outer step (inner/watched.py)
+    log/{slot}-{generation}/000000.rollouts.jsonl, …             rollouts of one outer step (inner/rollout_sample.py)
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
 
-Logs are read as they come: anybody may have put an object there, and half a line is no line.  What is no event, by the
-types of the fields that readers go by, is counted and passed over.
+Logs are read as they come: anybody may have put an object there, and half a line is no line.  Readers count and pass
+over a line that is no event, by the types of the fields that they go by.
 
 Not promised: that an event is true.  Nobody vouches for logs, also under a run key.
 """
@@ -24,7 +24,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
 from rendezvous.fields import anything, checked
 from rendezvous.records import Count, Step, UnixTime, Usd, Word
-from rendezvous.store import Store
+from rendezvous.store import Readable, Store
 
 LOUD = {
     "nothing_learned", "store_trouble", "forged", "bad_offer", "poisoned", "bad_blob", "bad_snapshot", "base_differs",
@@ -39,25 +39,25 @@ class Journal:
         self._store, self._clock, self._slot, self._generation = store, clock, slot, generation
         self._lines: list[str] = []
         self._written = 0
-        self._watched: list[dict[str, Any]] = []
+        self._pending_samples: list[dict[str, Any]] = []
         self._samples = 0
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
-    def tell(self, event: str, **fields: Any) -> None:
-        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_rounded(fields)}, default=str)
+    def emit(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_round_numbers(fields)}, default=str)
         if event in LOUD:
             print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
         with self._lock:
             self._lines.append(line)
 
-    def watch(self, step: int, sample: dict[str, Any]) -> None:
-        """What the inner loop's `sample` gave, to be written with the next flush."""
+    def add_sample(self, step: int, sample: dict[str, Any]) -> None:
+        """Keep what the inner loop's `sample` gave; the next flush writes it."""
         if sample:
             with self._lock:
-                self._watched.append({"step": step, **sample})
+                self._pending_samples.append({"step": step, **sample})
 
     def flush(self) -> None:
-        with self._writing:  # one at a time, and nobody who tells something waits for it
+        with self._writing:  # one at a time, and nobody who emits an event waits for it
             self._flush_samples()
             with self._lock:
                 lines, self._lines = self._lines, []
@@ -74,8 +74,8 @@ class Journal:
 
     def _flush_samples(self) -> None:
         with self._lock:
-            watched, self._watched = self._watched, []
-        for sample in watched:
+            samples, self._pending_samples = self._pending_samples, []
+        for sample in samples:
             try:
                 head = {k: v for k, v in sample.items() if k != "rollouts"}
                 body = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *sample["rollouts"]])
@@ -85,7 +85,7 @@ class Journal:
                 print(f"{self._slot}: rollouts not written: {error}", file=sys.stderr, flush=True)
 
 
-def read_journal(store: Store) -> Iterator[dict[str, Any]]:
+def read_journal(store: Readable) -> Iterator[dict[str, Any]]:
     """Every event of a run with "slot" and "generation", in no particular order; what is none is passed over."""
     for key in store.list(layout.LOGS):
         if not layout.is_rollouts(key) and (owner := layout.log_owner(key)) is not None:
@@ -101,8 +101,8 @@ class Log:
     passed_over: int = 0
 
 
-def read_log(store: Store, key: str) -> Log:
-    """What one log object says."""
+def read_log(store: Readable, key: str) -> Log:
+    """The events of one log object."""
     lines = (store.get(key) or b"").decode(errors="replace").splitlines()
     events = [e for line in lines if (e := event_of(line)) is not None]
     return Log(events, len(lines) - len(events))
@@ -158,8 +158,8 @@ def _check_numbers(step: dict[str, Any]) -> None:
         raise ValueError("its reward is no number")
 
 
-def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
-    """Seven digits are enough; a Unix time among them keeps its milliseconds.  What is not finite is left out."""
+def _round_numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Seven digits are enough; a Unix time among them keeps its milliseconds.  NaN and infinity are left out."""
     short = lambda v: round(v, 3) if abs(v) >= 1e6 else float(f"{v:.7g}")  # noqa: E731
     finite = {k: v for k, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
     return {k: short(v) if isinstance(v, float) else v for k, v in finite.items()}

@@ -2,6 +2,7 @@
 
     open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      light: no torch
     publish    model/{nonce}/… and then model/manifest.json: θ₀'s folder and the parameter layout   heavy, in a child
+               of a model on the Hub the manifest alone: its commit and digests (diloco/start_model.py)
     fetch_…    the same, in the other direction, for a replica
 
 The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
@@ -11,26 +12,31 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from diloco.runlog.ahead import Ahead
-from diloco.superseded import superseded
+from diloco.superseded import is_superseded
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest
+from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, needed
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.records import Record, UnixTime, Word, nonce
 from rendezvous.rules import Timing
-from rendezvous.seal import SealedStore, run_key, under_key
-from rendezvous.store import PatientStore, Store, open_store, plain_key, put_once, urls_above
+from rendezvous.seal import SealedStore, run_key, under_key, under_seal
+from rendezvous.store import PatientStore, Readable, Store, plain_key, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.open import open_store, urls_above
+
+if TYPE_CHECKING:
+    from inner import InnerConfig
+    from inner.hub_model import HubModel
 
 LAUNCH_PATIENCE_S = 5.0  # a person is watching: say soon what is wrong
 PUBLISH_PATIENCE_S = 20.0
@@ -45,6 +51,9 @@ def _is_parameter(raw: list[Any]) -> bool:
 
 
 StoredFile = Annotated[dict[str, str], Where({"key", "digest"}.issubset, "key and digest of a file")]
+HubCommit = Annotated[
+    dict[str, str], Where(lambda raw: not raw or {"model", "commit"} <= set(raw), "model and commit on the Hub")
+]
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,11 @@ class RunRecord(Record):
 
 @dataclass(frozen=True)
 class ModelRecord(Record):
-    """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order."""
+    """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order.
+
+    hub: {"model", "commit"} of a start model that is taken from the Hub; then a file's key is "".   {}: it is here.
+    theta: digest of θ₀ as flat fp32 (diloco/start_model.py); "" in a run of an older release.
+    """
 
     kind: ClassVar[str] = "model"
     most: ClassVar[int] = 64 << 20  # 100 bytes for each of some 100,000 parameters, and the names of files
@@ -93,12 +106,23 @@ class ModelRecord(Record):
     layout: list[Annotated[list[Any], Where(_is_parameter, "[name, shape, dtype]")]]
     nonce: Word
     at: UnixTime
+    hub: HubCommit = field(default_factory=dict[str, str])
+    theta: Word = ""
 
     def check(self) -> None:
         for name, stored in self.files.items():
             _check_digest(name, stored)
-            if not (layout.is_plain(name) and layout.is_model_file(stored["key"])):
+            there = stored["key"] == "" if self.hub else layout.is_model_file(stored["key"])
+            if not (layout.is_plain(name) and there):
                 raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
+
+    @property
+    def hub_model(self) -> "HubModel | None":
+        """The model on the Hub that θ₀ is; None: its files are in the bucket."""
+        from inner.hub_model import HubModel
+
+        digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items()}
+        return HubModel(self.hub["model"], self.hub["commit"], digits) if self.hub else None
 
 
 def _check_digest(name: str, stored: Mapping[str, str]) -> None:
@@ -173,18 +197,18 @@ def open_run(
     from diloco import sizing  # it needs numpy, which a look at a run does not
 
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
-    mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), clock.wall())
+    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), nonce(), clock.wall())
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
     if store.get(layout.RUN) is None:
         _refuse_headless(store, (layout.control(0), layout.claim(layout.slot_name(0), 1), *_TRAINED))
-    won, stands, mine = _founded(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
+    won, stands, mine = _found_run(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
     refuse_another(url, stands, mine, untouched=store.get(layout.commit(0)) is None)
-    wish(store, clock, fleet)
+    set_desired(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
 
 
-def _founded(
+def _found_run(
     store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]]
 ) -> tuple[bool, RunRecord, RunRecord]:
     """Write run.json unless it stands; -> were we first, what stands, and ours to compare with it.
@@ -226,14 +250,14 @@ def refuse_nested(url: str) -> None:
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
             store = open_store(above)
-            if store.get(layout.RUN) is not None and not superseded(store):
+            if store.get(layout.RUN) is not None and not is_superseded(store):
                 raise WrongRun(
                     f"{url} lies inside the run at {above}: what one writes, the other would take for its own. Use a "
                     "URL beside that run, or join it there"
                 )
 
 
-def agree(
+def agree_on_run(
     store: Store,
     clock: Clock,
     outer: Mapping[str, Any],
@@ -242,7 +266,7 @@ def agree(
     frozen: str = "",
     replicas: int = 1,
 ) -> RunRecord:
-    """What `open_run` does, for a loop that has no run.toml: its outer settings and parameter layout, once and for all.
+    """Found or open a run as `open_run` does, for a loop that has no run.toml: by outer settings and parameter layout.
 
     outer: the settings of the outer step.   parameters: [name, shape, dtype] in flat order.   replicas: as wanted.
     frozen: digest of the weights and buffers that are not trained, "" for none.
@@ -255,18 +279,18 @@ def agree(
     mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
     mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, nonce(), clock.wall())
     choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
-    if store.get(layout.RUN) is None:  # claims and wishes come before run.json here
+    if store.get(layout.RUN) is None:  # claims and control records come before run.json here
         _refuse_headless(store, _TRAINED)
-    _, stands, mine = _founded(store, clock, mine, choose)
+    _, stands, mine = _found_run(store, clock, mine, choose)
     refuse_another(store.url, stands, mine)
     return stands
 
 
-def solo_warning(wanted: Wanted) -> str:
-    """What to say of a run in which one replica alone may take an outer step; "" for others."""
-    if wanted.min_replicas > 1:
+def solo_warning(desired: Wanted) -> str:
+    """The warning for a run in which one replica alone may take an outer step; "" for others."""
+    if desired.min_replicas > 1:
         return ""
-    alone = "it is the only one" if wanted.replicas == 1 else f"{wanted.replicas} are wanted, any of them will do"
+    alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, any of them will do"
     return (
         f"min_replicas = 1: one replica alone may take an outer step ({alone}). Nobody confirms its θ, so a replica "
         "with bad memory cannot be told from a good one; with --min-replicas 2 two of them must agree"
@@ -287,41 +311,49 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
 
 def read_run(url: str) -> Run:
     """Open the run at `url`; ConfigError if there is none."""
-    answers, store = _opened(url)
+    answers, store = _open_stores(url)
     return Run(url, store, RunRecord.decode(answers.get(layout.RUN) or b""))
 
 
 def store_of(url: str) -> Store:
     """The store of the run at `url`, whatever its run.json says; ConfigError if there is none."""
-    return _opened(url)[1]
+    return _open_stores(url)[1]
 
 
-def _opened(url: str) -> tuple[Store, Store]:
-    """-> what was read of run.json to open it, and the store."""
+OPENING = (layout.RUN, layout.SEAL)  # the records that say how a run is read
+
+
+def _open_stores(url: str) -> tuple[Readable, Store]:
+    """-> a store to read run.json from, and the run's."""
     bare = open_store(url)
     answers = Ahead(bare)
-    answers.ask([layout.RUN, layout.SEAL])
+    answers.ask(OPENING)
+    return open_under_seal(url, bare, answers)
+
+
+def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
+    """The same with the answers that there are.   answers: to OPENING."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
         )
-    store = under_key(bare, SystemClock(), run_key(), ask=answers)
+    store = under_seal(bare, run_key(), answers.get(layout.SEAL))
     return store.over(answers) if isinstance(store, SealedStore) else answers, store
 
 
-def wish(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
-    """Make the operator's wishes stand, with a new control record if they do not yet (or the run was stopped)."""
-    wanted = read_control(store)
+def set_desired(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
+    """Write a control record with the operator's desired fleet, unless it stands and the run was not stopped."""
+    stands = read_control(store)
     asked = {"replicas": fleet.replicas, "steps": fleet.steps, "min_replicas": fleet.quorum}
-    news = {k: v for k, v in asked.items() if getattr(wanted, k) != v or wanted.records == 0}
-    if not news and not wanted.stop and not wanted.drains:
-        return wanted
-    return write_control(store, clock, **news, resume=wanted.stop or bool(wanted.drains))
+    news = {k: v for k, v in asked.items() if getattr(stands, k) != v or stands.records == 0}
+    if not news and not stands.stop and not stands.drains:
+        return stands
+    return write_control(store, clock, **news, resume=stands.stop or bool(stands.drains))
 
 
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
     """WrongRun with what differs, if run.json describes other mathematics or other user files."""
-    if differs := _differs(stands, mine):
+    if differs := _list_differences(stands, mine):
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
             "use another --run URL for this config, or the config that the run was started with"
@@ -329,16 +361,16 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
         )
 
 
-def differences(config: RunConfig, store: Store) -> list[str]:
-    """What is another in this config than in the run that stands there; [] if it is that run."""
+def differing_settings(config: RunConfig, store: Store) -> list[str]:
+    """The settings that differ between this config and the run that stands there; [] if none does."""
     stands = RunRecord.decode(store.get(layout.RUN) or b"")
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
-    mine = RunRecord(config.to_dict(), config.mathematics(), _named(config, files), nonce(), 0.0)
-    return _differs(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
+    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), nonce(), 0.0)
+    return _list_differences(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
 
 
-def _differs(stands: RunRecord, mine: RunRecord) -> list[str]:
-    differs = sorted(_differences(stands.mathematics, mine.mathematics))
+def _list_differences(stands: RunRecord, mine: RunRecord) -> list[str]:
+    differs = sorted(_differing_keys(stands.mathematics, mine.mathematics))
     for setting in sorted(set(stands.files) | set(mine.files)):
         there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
         if there != here:
@@ -359,18 +391,18 @@ def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
             )
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _differing_keys(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
     found: list[str] = []
     for key in set(there) | set(here):
         a, b = there.get(key), here.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{prefix}{key}.")
+            found += _differing_keys(a, b, f"{prefix}{key}.")
         elif a != b:
             found.append(f"{prefix}{key} is {a!r} there, {b!r} here")
     return found
 
 
-def _named(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+def _file_records(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
     paths = config.user_files()
     digests = {setting: digest(body, SHA256) for setting, body in files.items()}
     return {s: {"key": layout.code(hex_of(d), paths[s].name), "digest": d} for s, d in digests.items()}
@@ -401,41 +433,75 @@ def publish(url: str) -> int:
 
 
 def publish_model(run: Run, clock: Clock) -> ModelRecord:
-    """Build or load the start model, check the user's code, upload; the manifest goes last."""
+    """Build or load the start model, check the user's code, upload what the Hub has not; the manifest goes last."""
     body = run.store.get(layout.MODEL_MANIFEST)
     if body is not None:
         return ModelRecord.decode(body)
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     import inner
-    from diloco.flat import layout_of
 
-    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
         inner.check_inner(run.config.inner, files)
-        inner.publish_model(run.config.inner, folder / "model")
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
-        mine = ModelRecord(_upload(run.store, folder / "model"), layout_of(model), nonce(), clock.wall())
+        mine = _start_model(run, folder, clock)
     _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())
     return ModelRecord.decode(value)
 
 
-def _upload(store: Store, folder: Path) -> dict[str, dict[str, str]]:
-    mark, files = nonce(), {}
+def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
+    """Named, if every replica gets the same bits from the Hub; else carried."""
+    from inner.build import load_start
+    from inner.hub_model import link_hub_files, pin_hub_model
+
+    config = run.config.inner
+    if (found := pin_hub_model(config)) is None:
+        return _carry_model(run, config, scratch / "model", clock)
+    folder = link_hub_files(found, scratch / "hub")
+    model, drawn = load_start(folder, config.dtype)
+    if drawn:  # weights that no file has: every replica would draw others
+        return _carry_model(run, replace(config, model=str(folder), revision=None), scratch / "model", clock)
+    files = {name: {"key": "", "digest": f"{SHA256}:{digits}"} for name, digits in found.files.items()}
+    return _describe_model(run, model, files, clock, {"model": found.name, "commit": found.commit})
+
+
+def _carry_model(run: Run, config: "InnerConfig", folder: Path, clock: Clock) -> ModelRecord:
+    import inner
+    from inner.build import load_start
+
+    inner.publish_model(config, folder)
+    model, _ = load_start(folder, config.dtype)
+    return _describe_model(run, model, _upload_folder(run.store, folder), clock)
+
+
+def _describe_model(
+    run: Run, model: Any, files: dict[str, dict[str, str]], clock: Clock, hub: Mapping[str, str] | None = None
+) -> ModelRecord:
+    from diloco.flat import layout_of
+    from diloco.start_model import theta_digest
+
+    theta = theta_digest(model, needed(run.store))
+    return ModelRecord(files, layout_of(model), nonce(), clock.wall(), dict(hub or {}), theta)
+
+
+def _upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
+    mark = nonce()
+    files: dict[str, dict[str, str]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name, body = path.relative_to(folder).as_posix(), path.read_bytes()
+        name = path.relative_to(folder).as_posix()
+        body = path.read_bytes()
         files[name] = {"key": layout.model_file(f"{mark}/{name}"), "digest": digest(body, SHA256)}
         store.put(files[name]["key"], body)
     return files
 
 
 def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
-    """Download θ₀'s folder; -> `folder`, a normal from_pretrained folder."""
+    """θ₀'s folder, from the bucket or from the Hub; -> `folder`, a normal from_pretrained folder.   Raises HubError."""
+    if (model := record.hub_model) is not None:
+        from inner.hub_model import link_hub_files
+
+        return link_hub_files(model, folder)
     for name, stored in record.files.items():
-        save_below(folder, name, _verified(store, stored))
+        save_below(folder, name, _read_verified(store, stored))
     return folder
 
 
@@ -444,11 +510,11 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
     local: dict[str, Path] = {}
     for setting, stored in run.record.files.items():
         name = f"{hex_of(stored['digest'])}/{stored['key'].rpartition('/')[2]}"
-        local[setting] = save_below(folder, name, _verified(run.store, stored))
+        local[setting] = save_below(folder, name, _read_verified(run.store, stored))
     return local
 
 
-def _verified(store: Store, stored: Mapping[str, str]) -> bytes:
+def _read_verified(store: Store, stored: Mapping[str, str]) -> bytes:
     """The bytes that were checked; nobody reads the object a second time."""
     body: bytes | None = None
     for _ in range(3):

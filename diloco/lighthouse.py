@@ -10,7 +10,7 @@
 
 A replica that was healed in the quorum counts with weight 0 in that step: its inner steps were made from another θ.
 Start the Lighthouse with a join time-out longer than an outer step: who misses a quorum is healed in the next.
-With a `life` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
+With a `session` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
 
 Not promised: that late work counts, or that of a replica which leaves (it goes at once, its inner steps since the
 last sync are lost); a digest check of θ between replicas; a norm gate; leaving while it waits for a quorum.
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from diloco.config import check_lighthouse
-from diloco.life import Life
 from diloco.manager import Work
 from diloco.safety import empty_round
+from diloco.session import Session
 from diloco.watchdog import Watchdog
 from rendezvous import snapshots
 from rendezvous.clock import Clock, SystemClock
@@ -47,21 +47,21 @@ TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's client
 
 
 class LighthouseManager:
-    """What OuterLoop asks of a Manager, over a synchronous torchft.Manager.
+    """The OuterManager over a synchronous torchft.Manager.
 
-    life: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
+    session: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
     """
 
     done_with_delta = False  # an aborted collective may still be at it
 
-    def __init__(self, manager: "Manager", life: Life | None = None) -> None:
-        self._manager, self.life = manager, life
+    def __init__(self, manager: "Manager", session: Session | None = None) -> None:
+        self._manager, self.session = manager, session
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
         self.left = self.behind = False  # behind: the last sync failed, the next one is due
         self._loop: OuterLoop | None = None
         self._committed = False
-        self._clock: Clock = life.clock if life else SystemClock()
-        self.watchdog = life.watchdog if life else Watchdog(self._clock)
+        self._clock: Clock = session.clock if session else SystemClock()
+        self.watchdog = session.watchdog if session else Watchdog(self._clock)
         self._spent: dict[str, float] = {}
         self._round_began = self._clock.now()
 
@@ -73,24 +73,25 @@ class LighthouseManager:
 
     def start_quorum(self) -> None:
         """Meet whoever else is at this step, for as long as torchft's quorum time-out; heal if we are behind."""
-        self._phase("wait")
+        self._set_phase("wait")
         began = self._clock.now()
         self._spent = {"inner_s": began - self._round_began}
-        self._asked(self._manager.start_quorum)
+        self._ask_torchft(self._manager.start_quorum)
         self._spent["wait_s"] = self._clock.now() - began
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
         """Send w·Δ and w; the Work makes `tensor` the weighted mean."""
-        loop, began = self._seated, self._clock.now()
+        loop = self._joined_loop
+        began = self._clock.now()
         h = loop.h[self.current_step() % loop.rules.fragments]
         weight = torch.tensor([float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every])
         if float(weight) != 1.0:
             tensor.mul_(weight)
         works = [self._manager.allreduce(tensor, should_quantize=should_quantize), self._manager.allreduce(weight)]
         self._spent["h"] = h
-        return Work(lambda: self._finish(tensor, weight, works, began))
+        return Work(lambda: self._finish_mean(tensor, weight, works, began))
 
-    def _finish(self, tensor: Tensor, weight: Tensor, works: list[Any], began: float) -> None:
+    def _finish_mean(self, tensor: Tensor, weight: Tensor, works: list[Any], began: float) -> None:
         for work in works:
             work.wait()
         if float(weight) not in (0.0, 1.0):
@@ -98,10 +99,10 @@ class LighthouseManager:
         self._spent["mean_s"] = self._clock.now() - began
 
     def should_commit(self) -> bool:
-        self._committed = bool(self._asked(self._manager.should_commit))
+        self._committed = bool(self._ask_torchft(self._manager.should_commit))
         self.behind = not self._committed
         if self.behind:
-            self._tell(
+            self._emit(
                 "sync_failed", step=self.current_step(), trouble=str(self._manager.errored() or "too few replicas")
             )
         return self._committed
@@ -124,37 +125,39 @@ class LighthouseManager:
         """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
         check_lighthouse(loop.outer)
         self._loop = loop
-        self._manager.register_state_dict_fn("healed", self._healed, self._learned)  # torchft has loaded θ before it
-        if self.life is not None:
-            self._resume(self.life, loop)
+        self._manager.register_state_dict_fn(
+            "healed", self._after_heal, self._unsent_arrays
+        )  # torchft has loaded θ before it
+        if self.session is not None:
+            self._resume_from_snapshot(self.session, loop)
         self._digests = Digests(loop.state, loop.rules.fragments)
-        self._phase("train")
+        self._set_phase("train")
         self._round_began = self._clock.now()
 
-    def _resume(self, life: Life, loop: "OuterLoop") -> None:
-        for snapshot in snapshots.newest_first(life.rv.store):
-            arrays = snapshots.load(life.rv.store, snapshot, life.tell, loop.state.all_arrays())
+    def _resume_from_snapshot(self, session: Session, loop: "OuterLoop") -> None:
+        for snapshot in snapshots.newest_first(session.rv.store):
+            arrays = snapshots.load(session.rv.store, snapshot, session.emit, loop.state.all_arrays())
             if arrays is not None:
                 loop.state.load(arrays)
                 self._manager.load_state_dict({"step": snapshot.t, "batches_committed": 0})
                 break
-        life.tell("joined", step=self.current_step())
-        life.flush()
+        session.emit("joined", step=self.current_step())
+        session.flush()
 
-    def _learned(self) -> dict[str, np.ndarray]:
-        """What of the outer state torchft does not send by itself."""
-        arrays = self._seated.state.all_arrays()
+    def _unsent_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the outer state that torchft does not send by itself."""
+        arrays = self._joined_loop.state.all_arrays()
         return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
 
-    def _healed(self, learned: dict[str, np.ndarray]) -> None:
+    def _after_heal(self, learned: dict[str, np.ndarray]) -> None:
         """torchft has replaced every fragment's θ and momentum by a peer's: model ← θ, and nothing of ours counts."""
-        arrays = self._seated.state.all_arrays()
+        arrays = self._joined_loop.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
-        for fragment in range(len(self._seated.fragments)):
-            self._seated.rewrite(fragment)
-        self._digests = Digests(self._seated.state, self._seated.rules.fragments)
-        self._tell("healed", step=self.current_step())
+        for fragment in range(len(self._joined_loop.fragments)):
+            self._joined_loop.rewrite(fragment)
+        self._digests = Digests(self._joined_loop.state, self._joined_loop.rules.fragments)
+        self._emit("healed", step=self.current_step())
 
     def offer(self, delta: np.ndarray, h: int) -> None:
         raise AssertionError("nobody is late here: who was not in the quorum is healed in the next")
@@ -163,74 +166,75 @@ class LighthouseManager:
         """After torchft's hook: the fragment whose outer step was just taken, or None."""
         if not self._committed:
             return None
-        self._committed, step = False, self.current_step()
-        self._phase("train")
-        if self.life is not None:
-            self._report(self.life, step - 1)
-            if step % self._seated.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
-                self._snapshot(self.life)
+        self._committed = False
+        step = self.current_step()
+        self._set_phase("train")
+        if self.session is not None:
+            self._report_step(self.session, step - 1)
+            if step % self._joined_loop.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
+                self._write_snapshot(self.session)
         self._round_began = self._clock.now()
-        return (step - 1) % self._seated.rules.fragments
+        return (step - 1) % self._joined_loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:
         """No step is ever taken without us and then replayed; the quorum heals."""
 
     def progress(self, inner: int, rate: float) -> None:
         """Goes into the next beat.  Here a replica leaves: there is nobody to hand unfinished work to."""
-        if self.life is None:
+        if self.session is None:
             return
-        status = self.life.rv.members.status
+        status = self.session.rv.members.status
         status.inner, status.rate = inner, rate
-        self.life.check_alive()
+        self.session.check_alive()
         if self.fenced:
             raise Fenced(
-                f"{self.life.rv.slot} now belongs to generation {self.life.rv.members.fenced_by}; this one goes"
+                f"{self.session.rv.slot} now belongs to generation {self.session.rv.members.fenced_by}; this one goes"
             )
         if self.leaving:
-            raise Leaving(f"{self.life.rv.name} was asked to go; {inner} inner steps since the last sync are lost")
+            raise Leaving(f"{self.session.rv.name} was asked to go; {inner} inner steps since the last sync are lost")
 
     def close(self, reason: str) -> None:
         """Say goodbye.  A manager that was handed in stays its owner's."""
         self.left = reason != "done"
-        if self.life is not None:
+        if self.session is not None:
             if self.done:
-                self._snapshot(self.life)
-            self.life.tell("left", step=self.current_step(), reason=reason)
-            self.life.rv.members.goodbye()
-            self.life.end()
+                self._write_snapshot(self.session)
+            self.session.emit("left", step=self.current_step(), reason=reason)
+            self.session.rv.members.goodbye()
+            self.session.end()
             self._manager.shutdown(wait=False)
 
     # ---------------------------------------------------------------- what others ask
 
     @property
     def done(self) -> bool:
-        """Has the run all the outer steps that are wanted?  Without a bucket nobody has wished for any."""
-        return self.life is not None and self.current_step() >= self.life.rv.wanted.steps > 0
+        """Has the run all the outer steps that are desired?  Without a bucket nobody has asked for any."""
+        return self.session is not None and self.current_step() >= self.session.rv.wanted.steps > 0
 
     @property
     def leaving(self) -> bool:
-        return self.life is not None and self.life.rv.leaving
+        return self.session is not None and self.session.rv.leaving
 
     @property
     def why(self) -> str:
-        return self.life.why if self.life else ""
+        return self.session.why if self.session else ""
 
     @property
     def fenced(self) -> bool:
-        return self.life is not None and self.life.rv.members.fenced_by > self.life.rv.generation
+        return self.session is not None and self.session.rv.members.fenced_by > self.session.rv.generation
 
     @property
     def h_cap(self) -> int:
-        return self._seated.rules.sync_every
+        return self._joined_loop.rules.sync_every
 
     # ---------------------------------------------------------------- inside
 
     @property
-    def _seated(self) -> "OuterLoop":
+    def _joined_loop(self) -> "OuterLoop":
         assert self._loop is not None, "join comes first"
         return self._loop
 
-    def _asked(self, request: Callable[[], Any]) -> Any:
+    def _ask_torchft(self, request: Callable[[], Any]) -> Any:
         try:
             return request()
         except TROUBLE as error:
@@ -239,49 +243,52 @@ class LighthouseManager:
                 "and do min_replicas replicas live? Run the same command again to go on"
             ) from error
 
-    def _phase(self, phase: str) -> None:
-        if self.life is not None:
-            status = self.life.rv.members.status
+    def _set_phase(self, phase: str) -> None:
+        if self.session is not None:
+            status = self.session.rv.members.status
             status.phase, status.step, status.inner = phase, self.current_step(), 0
-            self.life.rv.step = self.current_step()
+            self.session.rv.step = self.current_step()
 
-    def _tell(self, event: str, **fields: Any) -> None:
-        if self.life is not None:
-            self.life.tell(event, **fields)
+    def _emit(self, event: str, **fields: Any) -> None:
+        if self.session is not None:
+            self.session.emit(event, **fields)
 
-    def _report(self, life: Life, step: int) -> None:
-        fragment = step % self._seated.rules.fragments
-        size, empty = 4 * self._seated.state.size(fragment), self._seated.state.optimizers[fragment].stood
+    def _report_step(self, session: Session, step: int) -> None:
+        fragment = step % self._joined_loop.rules.fragments
+        size = 4 * self._joined_loop.state.size(fragment)
+        empty = self._joined_loop.state.optimizers[fragment].stood
         self._digests.renew(fragment)
-        life.tell(
+        session.emit(
             "step", step=step, listed=self._spent["h"] > 0, theta=self._digests.base, bytes_up=size,
             participants=self._manager.num_participants(), **({"empty": True} if empty else {}),
             **self._spent, **self.stats(),
         )  # fmt: skip
         if empty and self._manager.participating_rank() == 0:
             found = empty_round(step)
-            life.tell("warning", kind=found.kind, step=step, steps=1, text=found.text)
-        life.flush()
+            session.emit("warning", kind=found.kind, step=step, steps=1, text=found.text)
+        session.flush()
 
-    def _snapshot(self, life: Life) -> None:
-        state, step = self._seated.state, self.current_step()
-        snapshots.write(life.rv.store, life.clock, step, state.all_arrays(), base=state.digest(), prev=None)
-        life.tell("snapshot", step=step)
+    def _write_snapshot(self, session: Session) -> None:
+        state = self._joined_loop.state
+        step = self.current_step()
+        snapshots.write(session.rv.store, session.clock, step, state.all_arrays(), base=state.digest(), prev=None)
+        session.emit("snapshot", step=step)
 
 
-def seated(manager: Any) -> Any:
+def as_outer_manager(manager: Any) -> Any:
     """A manager that OuterLoop can use: a torchft.Manager gets what it lacks, others are returned as they are."""
     return manager if hasattr(manager, "finish_round") else LighthouseManager(manager)
 
 
-def connect(url: str, life: Life) -> LighthouseManager:
-    """This life's torchft.Manager at lighthouse://host:port.   Raises GaveUp when nobody answers there."""
+def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
+    """This session's torchft.Manager at lighthouse://host:port.   Raises GaveUp when nobody answers there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torchft import Manager, ProcessGroupGloo
     from torchft.checkpointing.http_transport import HTTPTransport
 
     where = urlsplit(url)
-    host, timeout = own_address(where.hostname or "", where.port or 0), timedelta(seconds=TIMEOUT_S)
+    host = own_address(where.hostname or "", where.port or 0)
+    timeout = timedelta(seconds=TIMEOUT_S)
 
     class Transport(HTTPTransport[Any]):
         def metadata(self) -> str:
@@ -290,10 +297,10 @@ def connect(url: str, life: Life) -> LighthouseManager:
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     try:
         manager = Manager(
-            ProcessGroupGloo(timeout=timeout), None, None, life.rv.wanted.min_replicas, use_async_quorum=False,
-            timeout=timeout, quorum_timeout=timedelta(seconds=life.timing.give_up), store_addr=host,
+            ProcessGroupGloo(timeout=timeout), None, None, session.rv.wanted.min_replicas, use_async_quorum=False,
+            timeout=timeout, quorum_timeout=timedelta(seconds=session.timing.give_up), store_addr=host,
             store_port=store.port, connect_timeout=timedelta(seconds=CONNECT_S), rank=0, world_size=1,
-            lighthouse_addr=f"http://{where.netloc}", replica_id=life.rv.slot, hostname=host,
+            lighthouse_addr=f"http://{where.netloc}", replica_id=session.rv.slot, hostname=host,
             checkpoint_transport=cast("Any", Transport(timeout, num_chunks=0)), init_sync=False,
         )  # fmt: skip
     except TROUBLE as error:
@@ -301,7 +308,7 @@ def connect(url: str, life: Life) -> LighthouseManager:
             f"no lighthouse answers at {url}: {error}. Start one: torchft_lighthouse --min_replicas 1"
         ) from error
     manager._own_store = store  # type: ignore[attr-defined]  # lives as long as its manager
-    return LighthouseManager(manager, life)
+    return LighthouseManager(manager, session)
 
 
 def own_address(host: str, port: int) -> str:
@@ -314,6 +321,6 @@ def own_address(host: str, port: int) -> str:
         raise GaveUp(f"there is no way to the lighthouse at {host}:{port}: {error}") from error
 
 
-def latest(life: Life) -> int:
-    """The outer step that a new life begins at, as far as the bucket knows."""
-    return next((s.t for s in snapshots.newest_first(life.rv.store)), 0)
+def latest_step(session: Session) -> int:
+    """The outer step that a new session begins at, as far as the bucket knows."""
+    return next((s.t for s in snapshots.newest_first(session.rv.store)), 0)

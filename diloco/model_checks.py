@@ -17,35 +17,36 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from diloco.config import OuterError
-from diloco.flat import trainable
+from diloco.flat import trainable_parameters
 
 SHOWN = 3  # names in an error
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises OuterError for a model, or an optimizer of it, whose training flat fp32 vectors would not hold."""
-    parameters = trainable(model)
+    parameters = trainable_parameters(model)
     if complex_ := [n for n, p in parameters if p.is_complex()]:
         raise OuterError(
-            f"{_some(complex_)} hold complex numbers, of which an fp32 vector keeps the real part only. Store them as "
-            "two real parameters (torch.view_as_real), or freeze them"
+            f"{_names_of(complex_)} hold complex numbers, of which an fp32 vector keeps the real part only. Store them "
+            "as two real parameters (torch.view_as_real), or freeze them"
         )
     if half := [n for n, p in parameters if p.dtype == torch.float16]:
         raise OuterError(
-            f"{_some(half)} are trained in float16, in which AdamW's epsilon is 0: its first steps are 0 / 0 and all "
-            "weights become NaN. Train float32 weights (autocast may compute in less), or freeze them"
+            f"{_names_of(half)} are trained in float16, in which AdamW's epsilon is 0: its first steps are 0 / 0 and "
+            "all weights become NaN. Train float32 weights (autocast may compute in less), or freeze them"
         )
     if statistics := [n for n, m in model.named_modules() if _moves_statistics(m)]:
         raise OuterError(
-            f"{_some(statistics)} keep running statistics of their batches, which are no parameters: nothing averages "
-            "them, so replicas would differ. Put them into evaluation mode (module.eval()), make them with "
+            f"{_names_of(statistics)} keep running statistics of their batches, which are no parameters: nothing "
+            "averages them, so replicas would differ. Put them into evaluation mode (module.eval()), make them with "
             "track_running_stats=False, or use LayerNorm or GroupNorm"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [n for n, p in parameters if id(p) not in held]:
         raise OuterError(
-            f"the optimizer does not hold {_some(missing)}, which can be trained. One optimizer drives the outer loop: "
-            "give it all trainable parameters (in groups of their own, if their settings differ), or freeze the others"
+            f"the optimizer does not hold {_names_of(missing)}, which can be trained. One optimizer drives the outer "
+            "loop: give it all trainable parameters (in groups of their own, if their settings differ), or freeze the "
+            "others"
         )
 
 
@@ -55,12 +56,13 @@ def _moves_statistics(module: nn.Module) -> bool:
 
 def frozen_digest(model: nn.Module) -> str:
     """xxh3-128 over names and bytes of what nothing averages: frozen parameters and saved buffers; "" for none."""
-    h, found = xxhash.xxh3_128(), False
+    h = xxhash.xxh3_128()
+    found = False
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
     for name, tensor in [*frozen, *saved_buffers(model)]:
         found = True
         h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        h.update(_bytes(tensor))
+        h.update(_tensor_bytes(tensor))
     return h.hexdigest() if found else ""
 
 
@@ -73,7 +75,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _bytes(tensor: Tensor) -> bytes:
+def _tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -82,33 +84,34 @@ class ModelGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._trainable = self._parameters()
-        self._buffers = self._versions()
+        self._trainable = self._parameter_versions()
+        self._buffers = self._buffer_versions()
 
     def check(self) -> None:
         """Raises OuterError if training changes something that no vector holds."""
-        now = self._parameters()
+        now = self._parameter_versions()
         if changed := [n for n in {**self._trainable, **now} if self._trainable.get(n) != now.get(n)]:
             raise OuterError(
-                f"{_some(changed)} were frozen, unfrozen or replaced after make_diloco: each replica would train its "
-                "own. Do that before make_diloco, or end the loop and make a new one (a new run: its layout is another)"
+                f"{_names_of(changed)} were frozen, unfrozen or replaced after make_diloco: each replica would train "
+                "its own. Do that before make_diloco, or end the loop and make a new one (a new run: its layout is "
+                "another)"
             )
-        versions = self._versions()
+        versions = self._buffer_versions()
         if moved := [n for n in {**self._buffers, **versions} if self._buffers.get(n) != versions.get(n)]:
             raise OuterError(
-                f"the buffers {_some(moved)} changed during training, and nothing averages buffers: replicas would "
+                f"the buffers {_names_of(moved)} changed during training, and nothing averages buffers: replicas would "
                 "differ. Make them parameters, register them with persistent=False if they are only a cache, or keep "
                 "their modules in evaluation mode"
             )
 
-    def _parameters(self) -> dict[str, int]:
-        return {n: id(p) for n, p in trainable(self._model)}
+    def _parameter_versions(self) -> dict[str, int]:
+        return {n: id(p) for n, p in trainable_parameters(self._model)}
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
         """Of each saved buffer: which tensor it is, and how often it was written in place."""
         return {n: (id(b), b._version) for n, b in saved_buffers(self._model)}
 
 
-def _some(names: list[str]) -> str:
+def _names_of(names: list[str]) -> str:
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -7,7 +7,7 @@
 
     gather   flat = the model's values, without the rounding of its dtype (diloco/flat.py)
     lean     for α = 0 on a bucket, Δ is taken straight from the model and θ is stepped in place: five methods of
-             torchft's fragment are replaced (diloco/lean.py).  Else torchft's DiLoCo runs unmodified
+             torchft's fragment are replaced (diloco/in_place.py).  Else torchft's DiLoCo runs unmodified
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
 Each fragment is one vector: one allreduce per sync, fp32 masters under bf16 models, tied weights once, frozen ones
@@ -18,7 +18,7 @@ Not promised: anything about inner steps after the last sync when the `with` end
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -27,114 +27,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.config import OuterConfig, OuterConfigError, OuterError, check_boundary
-from diloco.flat import FlatFragment, cut, trainable
-from diloco.learning import TAKEN
-from diloco.lighthouse import seated
+from diloco.config import OuterConfig, OuterError, check_boundary
+from diloco.flat import FlatFragment, cut_fragments, trainable_parameters
 from diloco.model_checks import ModelGuard, check_model
-from diloco.safety import AutoLR, is_zero
+from diloco.optimizer import Nesterov, OuterState
+from diloco.runlog.learning import TAKEN
 from diloco.watchdog import Watchdog
 from rendezvous.errors import Leaving
-from rendezvous.state import all_arrays, base_of
 
 if TYPE_CHECKING:
-    from torchft import Manager
-
-
-_CACHED = 1 << 17  # elements: three pieces of this size stay in the cache
-
-
-@torch.no_grad()
-def nesterov(theta: Tensor, momentum: Tensor, mean: Tensor, *, lr: float, mu: float) -> None:
-    """DiLoCo's outer step (arXiv 2311.08105, Alg. 1 with Nesterov), in place on flat fp32 vectors:
-
-        m ← μ·m + ḡ        θ ← θ − lr·(ḡ + μ·m)
-
-    Every operation is rounded by itself: fused multiply-adds would give other bits on other CPUs.
-    """
-    for t, m, g in zip(*(x.split(_CACHED) for x in (theta, momentum, mean)), strict=True):
-        m.mul_(mu).add_(g)
-        t.sub_(m.mul(mu).add_(g).mul_(lr))
-
-
-class Nesterov(torch.optim.Optimizer):
-    """`nesterov` as the optimizer of one flat parameter: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
-
-    An empty round is no round: a mean that is zero leaves θ, the momentum and what "auto" has learned as they are.
-    lr: a number, or "auto" (safety.AutoLR), which sets it anew for every mean.
-    """
-
-    def __init__(self, flat: nn.Parameter, *, lr: float | str, momentum: float) -> None:
-        self.auto = AutoLR(flat.numel(), mu=momentum) if lr == "auto" else None
-        super().__init__([flat], {"lr": self.auto.lr if self.auto else float(lr), "momentum": momentum})
-        self.flat = flat
-        self.stood = False  # was the last mean zero?
-        self.state[flat]["momentum"] = torch.zeros_like(flat)
-
-    @property
-    def momentum(self) -> Tensor:
-        return self.state[self.flat]["momentum"]
-
-    def apply(self, theta: Tensor, mean: Tensor) -> None:
-        """One step on `theta` with `mean` as the gradient; none, of anything, if that is zero (decision 015)."""
-        self.stood = is_zero(mean.numpy())
-        if self.stood:
-            return
-        group = self.param_groups[0]
-        if self.auto is not None:
-            group["lr"] = self.auto.step(mean.numpy())
-        nesterov(theta, self.momentum, mean, lr=group["lr"], mu=group["momentum"])
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert self.flat.grad is not None, "torchft sets the mean as the gradient before it steps"
-        self.apply(self.flat.data, self.flat.grad)
-
-
-class OuterState:
-    """θ, outer momentum and what "auto" has learned of every fragment: the very tensors that torchft and our
-    optimizers step.
-
-    The `State` that the rendezvous digests, snapshots and heals.
-    """
-
-    def __init__(self, thetas: Sequence[Tensor], optimizers: Sequence[Nesterov]) -> None:
-        self.thetas, self.optimizers = list(thetas), list(optimizers)
-
-    def digest(self) -> str:
-        """Of everything, as a commit's `base` would be."""
-        return base_of(self, len(self.thetas))
-
-    def size(self, fragment: int) -> int:
-        return self.thetas[fragment].numel()
-
-    def apply(self, fragment: int, mean: np.ndarray) -> None:
-        self.optimizers[fragment].apply(self.thetas[fragment], torch.from_numpy(mean))
-
-    def arrays(self, fragment: int) -> dict[str, np.ndarray]:
-        optimizer = self.optimizers[fragment]
-        theta, momentum = self.thetas[fragment].numpy(), optimizer.momentum.numpy()
-        learned = {} if optimizer.auto is None else optimizer.auto.arrays()
-        named = {"theta": theta, "momentum": momentum, **learned}
-        return {f"{name}.{fragment}": array for name, array in named.items()}
-
-    def all_arrays(self) -> dict[str, np.ndarray]:
-        """Every fragment's."""
-        return all_arrays(self, len(self.thetas))
-
-    def load(self, arrays: Any) -> None:
-        for name, target in self.all_arrays().items():
-            if name not in arrays or arrays[name].shape != target.shape:
-                raise OuterError(
-                    f"the snapshot has no {name} of {target.size} elements: this URL holds a run of another model or "
-                    "with other fragments. Use another URL, or the model and settings of that run"
-                )
-            target[:] = arrays[name]
+    pass
 
 
 class OuterManager(Protocol):
-    """What an OuterLoop asks of a Manager, beside torchft's eight names: the bucket's and the lighthouse's have it.
+    """The methods that an OuterLoop needs of a Manager beside torchft's eight; two Managers have them.
 
-    leaving, fenced: this life should end soon; why: in words.   behind: the next sync is due at once.
+    leaving, fenced: this session should end soon; why: in words.   behind: the next sync is due at once.
     h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
     watchdog: hears when the inner loop has the training thread, and when not.
     stats: what the inner loop has measured since it was asked last.
@@ -200,8 +108,8 @@ class OuterLoop:
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
         self.prepare_at = self.interval - outer.fragment_sync_delay
         self.alpha = outer.fragment_update_alpha
-        params = [p for _, p in trainable(model)]
-        self.fragments = [FlatFragment(params[s]) for s in cut([p.numel() for p in params], rules.fragments)]
+        params = [p for _, p in trainable_parameters(model)]
+        self.fragments = [FlatFragment(params[s]) for s in cut_fragments([p.numel() for p in params], rules.fragments)]
         outers = [Nesterov(f.flat, lr=outer.lr, momentum=outer.momentum) for f in self.fragments]
         self.lean = manager.done_with_delta and self.alpha == 0
         self.diloco = _torchft_diloco(self.lean)(
@@ -224,14 +132,15 @@ class OuterLoop:
         return self.prepare_at < self.interval
 
     def mathematics(self) -> dict[str, Any]:
-        """What all replicas of a run must share."""
+        """The settings that all replicas of a run must share."""
         return {**asdict(self.outer), **asdict(self.rules)}
 
     def __enter__(self) -> "OuterLoop":
         self.manager.join(self)
         for fragment in range(len(self.fragments)):
             self.rewrite(fragment)
-        self._mark, self._guard = time.monotonic(), ModelGuard(self.model)
+        self._mark = time.monotonic()
+        self._guard = ModelGuard(self.model)
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
         self.diloco.__enter__()
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_torchft))
@@ -278,7 +187,7 @@ class OuterLoop:
 
     def theta(self) -> Iterator[tuple[str, Tensor]]:
         """θ as committed, by the names and in the shapes of the model's parameters.  To be read, not to be kept."""
-        names = iter(trainable(self.model))
+        names = iter(trainable_parameters(self.model))
         for fragment, theta in zip(self.fragments, self.thetas, strict=True):
             at = 0
             for _, (name, p) in zip(fragment.live, names, strict=False):
@@ -321,12 +230,12 @@ class OuterLoop:
         fragment = self.manager.finish_round()
         if fragment is not None:
             self.scatter(fragment)
-            self.manager.catch_up(self._late)
+            self.manager.catch_up(self._offer_late)
             self._rewrite_stale()
             self._mark = time.monotonic()
         self.manager.watchdog.resume()
 
-    def _late(self, step: int) -> None:
+    def _offer_late(self, step: int) -> None:
         """Before a missed step is applied: offer the inner steps that its fragment has seen."""
         self._rewrite_stale()
         fragment = step % self.rules.fragments
@@ -340,9 +249,9 @@ class OuterLoop:
 
     def scatter(self, fragment: int) -> None:
         """model ← this fragment, as torchft left it (θ, or θ merged with α)."""
-        self._scatter(fragment, merged=self.alpha > 0)
+        self._scatter_fragment(fragment, merged=self.alpha > 0)
 
-    def _scatter(self, fragment: int, *, merged: bool) -> None:
+    def _scatter_fragment(self, fragment: int, *, merged: bool) -> None:
         self.fragments[fragment].scatter(merged)
         self.h[fragment] = 0
 
@@ -350,51 +259,12 @@ class OuterLoop:
         """model ← θ, which was moved without torchft."""
         if not self.lean:  # there they are one
             self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
-        self._scatter(fragment, merged=False)
+        self._scatter_fragment(fragment, merged=False)
 
     def _rewrite_stale(self) -> None:
         if self._stale is not None:
             self.rewrite(self._stale)
         self._stale = None
-
-
-def make_diloco(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    manager: "OuterManager | Manager",
-    outer: OuterConfig | None = None,
-    *,
-    boundary: int = 1,
-    **settings: Any,
-) -> OuterLoop:
-    """Make any PyTorch loop elastic:
-
-        with make_diloco(model, optimizer, manager, sync_every=50) as run:
-            for batch in loader: ...        # unchanged; run.log(loss=loss) shows it in `diloco status`
-
-    optimizer: the inner one; its `step` drives everything.   manager: a StoreManager, or a torchft.Manager
-    (use_async_quorum=False) where replicas can reach each other.
-    outer: H, F, the outer step, …; or these settings by name, with outer_lr and outer_momentum for its lr and momentum.
-    boundary: inner steps that no sync may interrupt (a generation batch); sync_every/fragments is a multiple of it.
-    Entering heals: the model holds the run's θ before the first inner step.  Raises OuterError for a model or settings
-    that do not fit (the latter are a ConfigError too), WrongRun if the URL holds another run; the block swallows
-    `Leaving` (see `manager.left`).
-    """
-    if outer is not None and settings:
-        raise OuterConfigError(f"make_diloco got outer=… and {', '.join(sorted(settings))}; put them into the former")
-    return OuterLoop(model, optimizer, seated(manager), outer or _outer_config(settings), boundary)
-
-
-_KEYWORDS = {"outer_lr": "lr", "outer_momentum": "momentum"}  # beside an inner optimizer that has its own
-
-
-def _outer_config(settings: dict[str, Any]) -> OuterConfig:
-    for keyword, name in _KEYWORDS.items():
-        if name in settings:
-            raise OuterConfigError(
-                f"make_diloco has no {name}: the outer step's is {keyword}, the inner optimizer has its own"
-            )
-    return OuterConfig.of({_KEYWORDS.get(keyword, keyword): value for keyword, value in settings.items()})
 
 
 def _refuse_distributed() -> None:
@@ -408,7 +278,7 @@ def _refuse_distributed() -> None:
 
 def _torchft_diloco(lean: bool) -> Any:
     try:
-        from diloco.lean import DiLoCo, LeanDiLoCo
+        from diloco.in_place import DiLoCo, InPlaceDiLoCo
     except ImportError as missing:
         raise ImportError("make_diloco needs torchft: pip install 'serverless-diloco[diloco]'") from missing
-    return LeanDiLoCo if lean else DiLoCo
+    return InPlaceDiLoCo if lean else DiLoCo

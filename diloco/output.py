@@ -1,10 +1,10 @@
-"""What a process prints, to a file on a disk that may be full.
+"""The output of a process, into a file on a disk that may be full.
 
     print, warnings, logging, the user's own code ──▶ sys.stdout, sys.stderr ──▶ fd 1, 2 ──▶ a log file
                                                                                    └ no space: that text is lost
 
 Python raises ENOSPC out of `print`, keeps the text, and fails again at each flush, also at the end of the process. A
-replica would end of what it says. So what does not fit is dropped, and nobody is told but by its absence.
+replica would end because it prints. So text that does not fit is dropped, and nothing but its absence shows that.
 
 Not promised: that text, nor anything about pipes and terminals, which stay as they are.
 """
@@ -19,7 +19,7 @@ from typing import Any, cast
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class _Forgiving(io.FileIO):
+class _LossyFile(io.FileIO):
     """A file that takes every byte, and keeps those that fit."""
 
     def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
@@ -36,7 +36,7 @@ def survive_full_disk() -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         here = getattr(sys, name)
         if here is getattr(sys, f"__{name}__") and _is_file(fd):
-            setattr(sys, name, _forgiving(fd, here))
+            setattr(sys, name, _lossy_stream(fd, here))
 
 
 def _is_file(fd: int) -> bool:
@@ -46,6 +46,6 @@ def _is_file(fd: int) -> bool:
         return False
 
 
-def _forgiving(fd: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
-    buffered = io.BufferedWriter(cast("Any", _Forgiving(fd, "w", closefd=False)))
+def _lossy_stream(fd: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
+    buffered = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
     return io.TextIOWrapper(buffered, encoding=like.encoding, errors="backslashreplace", line_buffering=True)

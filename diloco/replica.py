@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,104 +25,176 @@ from typing import TYPE_CHECKING, Any
 from diloco import exitcodes
 from diloco.config import BUCKET, ConfigError, RunConfig, keep_bytes
 from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run, refuse_layout
-from diloco.learning import line
-from diloco.life import Life, process_alive
 from diloco.output import survive_full_disk
-from diloco.room import in_room
+from diloco.room import retry_when_full
+from diloco.runlog.learning import step_line
+from diloco.session import Session, process_alive
 from inner import InnerError, Seeds
+from inner.errors import RewardFailed
 from rendezvous import layout
 from rendezvous.chain import head
-from rendezvous.errors import BadDelta, Diverged, Fenced, Forged, GaveUp, Leaving, RendezvousError, StoreError, WrongRun
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import (
+    BadDelta,
+    Diverged,
+    Fenced,
+    Forged,
+    GaveUp,
+    Leaving,
+    RendezvousError,
+    StoreError,
+    StoreUnclear,
+    WrongRun,
+)
 from rendezvous.garbage import Collected
+from rendezvous.membership import read_control
 from rendezvous.records import WireError
+from rendezvous.seal import VerifiedStore
 
 if TYPE_CHECKING:
     from diloco.lighthouse import LighthouseManager
     from diloco.manager import StoreManager
     from inner import InnerLoop
 
-REJOIN_WARMUP = 3  # inner steps of lr warm-up for a life that starts with an empty Adam in the middle of a run
+OPEN_S = 60.0  # for the first answer of the store
+REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+    args = _parse_arguments(argv)
     survive_full_disk()
     try:
-        return _life_of(args.url, args.slot, _watcher(args.parent))
+        return _run_session(args.url, args.slot, _parent_check(args.parent))
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
-        return _say(args.slot, error, exitcodes.USER_ERROR)
+        return _print_end(args.slot, error, exitcodes.USER_ERROR)
     except (StoreError, GaveUp) as error:
-        return _say(args.slot, error, exitcodes.GAVE_UP)
+        return _print_end(args.slot, error, exitcodes.GAVE_UP)
 
 
-def _life_of(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
-    run = read_run(url)
+def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
+    run = open_patiently(url, SystemClock())
+    with suppress(StoreError):  # no answer now is no reason to go: the session below is patient
+        if (end := too_late(run, SystemClock())) is not None:
+            return _print_end(slot, end[1], end[0])
     try:
-        life = Life(
+        session = Session(
             run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
             hung_after_s=run.config.fleet.hung_after_s,
         )  # fmt: skip
     except Fenced as error:
-        return _say(slot, error, exitcodes.FENCED)
-    life.heard = lambda event, fields: _print_step(life, event, fields)
+        return _print_end(slot, error, exitcodes.FENCED)
+    session.on_event = lambda event, fields: _print_step(session, event, fields)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: life.ask_to_leave("got a signal to end"))
+        signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
     try:
-        return _live(replace(run, store=life.rv.store), life)  # that one is patient
+        return _train_session(replace(run, store=session.rv.store), session)  # that one is patient
     except RendezvousError as error:
-        return _ended(life, error)
+        return _end_session(session, error)
     except Exception as error:
-        life.tell("crashed", error=f"{type(error).__name__}: {error}")
-        life.flush()
-        if isinstance(error, InnerError) and not _is_preflight(life):
-            return _say(slot, error, exitcodes.CRASHED)
+        session.emit("crashed", error=f"{type(error).__name__}: {error}")
+        session.flush()
+        if isinstance(error, RewardFailed) or (isinstance(error, InnerError) and not _is_preflight(session)):
+            return _print_end(slot, error, exitcodes.CRASHED)
         raise
 
 
-def _is_preflight(life: Life) -> bool:
+def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
+    """The run.  A store that gives no answer is asked again, as later, when the session has a patient one.
+
+    The exit code for "no answer" is GAVE_UP, which ends the whole run.
+    """
+    until = clock.now() + patience_s
+    while True:
+        try:
+            return read_run(url)
+        except StoreUnclear:
+            if clock.now() >= until:
+                raise
+        clock.sleep(1.0)
+
+
+def _is_preflight(session: Session) -> bool:
     """May the user's files be wrong for everybody?  Not once a step was taken with them, nor where training began:
-    what fails then is a moment's trouble, or one of this place, and costs this life alone (decision 025)."""
-    return life.rv.members.status.phase == "boot" and head(life.rv.store) == 0
+    what fails then is a moment's trouble, or one of this place, and costs this session alone (decision 025)."""
+    return session.rv.members.status.phase == "boot" and head(session.rv.store) == 0
 
 
-def _live(run: Run, life: Life) -> int:
-    record, stay = _wait_for_model(run, life), lambda: _leave_now(life)
-    with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
-        model_dir, files = in_room(life, "the start model", lambda: _fetch(run, record, Path(scratch)), stay)
-        life.rv.members.status.note = ""
+def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
+    """(exit code, why) if there is nothing left to do for who starts now: asked before its slot is claimed.
+
+    A machine that was waited for comes when it comes; nothing heavy has been imported or downloaded by then.
+    """
+    store = run.store.silent() if isinstance(run.store, VerifiedStore) else run.store  # the journal is to say it, once
+    desired = read_control(store)
+    if desired.steps and store.get(layout.commit(desired.steps - 1)) is not None:
+        return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"
+    if desired.stop:
+        return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` goes on"
+    if 0 < desired.until <= clock.wall():
+        return exitcodes.LEFT, "nobody looks after the run any more (its lease is over); `diloco resume` goes on"
+    return None
+
+
+def _train_session(run: Run, session: Session) -> int:
+    record = _wait_for_model(run, session)
+    stay = lambda: _leave_now(session)  # noqa: E731
+    make_folder = lambda: tempfile.TemporaryDirectory(prefix="replica-")  # noqa: E731
+    temporary = retry_when_full(session, "temporary files", make_folder, stay)
+    with temporary as scratch:
+        fetch = lambda: _fetch_inputs(run, record, Path(scratch), session, stay)  # noqa: E731
+        model_dir, files = retry_when_full(session, "the start model", fetch, stay)
+        session.rv.members.status.note = ""
         stay()
-        return _train(run.config, life, record, model_dir, files)
+        return _train_model(run.config, session, record, model_dir, files)
 
 
-def _fetch(run: Run, record: ModelRecord, scratch: Path) -> tuple[Path, dict[str, Path]]:
+def _fetch_inputs(
+    run: Run, record: ModelRecord, scratch: Path, session: Session, stay: Callable[[], None]
+) -> tuple[Path, dict[str, Path]]:
     """θ₀'s folder, and the user's own files."""
-    return fetch_model(run.store, record, scratch / "model"), fetch_files(run, scratch / "code")
+    files = fetch_files(run, scratch / "code")
+    take = lambda: fetch_model(run.store, record, scratch / "model")  # noqa: E731
+    if (model := record.hub_model) is None:
+        return take(), files
+    from diloco.start_model import from_hub
+
+    return from_hub(session, model, take, stay), files
 
 
-def _train(config: RunConfig, life: Life, record: ModelRecord, model_dir: Path, files: dict[str, Path]) -> int:
+def _train_model(
+    config: RunConfig, session: Session, record: ModelRecord, model_dir: Path, files: dict[str, Path]
+) -> int:
     import torch  # heavy imports only now: the slot is claimed and beating
 
     from diloco import lighthouse
     from diloco.flat import layout_of
-    from diloco.life_host import LifeHost
+    from diloco.make import make_diloco
     from diloco.manager import StoreManager
-    from diloco.outer import make_diloco
+    from diloco.session_host import SessionHost
+    from diloco.start_model import first_arrays, refuse_other_bits
     from inner import build_inner
     from inner.precision import PrecisionWarning, lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
-    at = head(life.rv.store) if config.rendezvous == BUCKET else lighthouse.latest(life)
+    at = head(session.rv.store) if config.rendezvous == BUCKET else lighthouse.latest_step(session)
     warmup = REJOIN_WARMUP if at else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
-        loop = build_inner(config.inner, model_dir, files, seeds(config, life, at), warmup)
+        loop = build_inner(config.inner, model_dir, files, seeds_of(config, session, at), warmup)
     if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
-        life.tell("warning", kind="bf16", text=text)
+        session.emit("warning", kind="bf16", text=text)
     refuse_layout(record.layout, layout_of(loop.model))
-    manager = StoreManager(life) if config.rendezvous == BUCKET else lighthouse.connect(config.rendezvous, life)
-    manager.stats = lambda: _told(loop, life, config.fleet.log_rollouts)
-    loop.report_to(LifeHost(life))
+    refuse_other_bits(record.theta, loop.model)
+    again = lambda: first_arrays(model_dir, config.inner.dtype, config.outer)  # noqa: E731
+    bucket = config.rendezvous == BUCKET
+    manager = (
+        StoreManager(session, theta_0=again if record.hub else None)
+        if bucket
+        else lighthouse.connect_lighthouse(config.rendezvous, session)
+    )
+    manager.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
+    loop.report_to(SessionHost(session))
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as run:
         loop.follow(run.committed, run.theta)
         _run_inner(loop, manager)
@@ -133,37 +206,38 @@ def _run_inner(loop: "InnerLoop", manager: "StoreManager | LighthouseManager") -
         loop.train(lambda: manager.done)
 
 
-def seeds(config: RunConfig, life: Life, at: int) -> Seeds:
-    """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this life."""
-    slot, start = life.rv.slot, at * (config.outer.sync_every // config.outer.fragments)
-    return Seeds(_seed(config.seed, slot), _seed(config.seed, slot, life.rv.generation), start)
+def seeds_of(config: RunConfig, session: Session, at: int) -> Seeds:
+    """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this session."""
+    slot = session.rv.slot
+    start = at * (config.outer.sync_every // config.outer.fragments)
+    return Seeds(_derive_seed(config.seed, slot), _derive_seed(config.seed, slot, session.rv.generation), start)
 
 
-def _seed(*parts: object) -> int:
+def _derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little") >> 1
 
 
-def _wait_for_model(run: Run, life: Life) -> ModelRecord:
+def _wait_for_model(run: Run, session: Session) -> ModelRecord:
     """θ₀'s manifest, which the launcher publishes while replicas start."""
-    began = life.clock.now()
+    began = session.clock.now()
     while (body := run.store.get(layout.MODEL_MANIFEST)) is None:
-        _leave_now(life)
-        life.rv.members.status.note = "waits for the model"
-        if life.clock.now() - began > life.timing.give_up:
-            raise GaveUp(f"no model was published within {life.timing.give_up:.0f} s; look at the launcher's log")
-        life.clock.sleep(life.timing.poll * 4)
+        _leave_now(session)
+        session.rv.members.status.note = "waits for the model"
+        if session.clock.now() - began > session.timing.give_up:
+            raise GaveUp(f"no model was published within {session.timing.give_up:.0f} s; look at the launcher's log")
+        session.clock.sleep(session.timing.poll * 4)
     return ModelRecord.decode(body)
 
 
-def _leave_now(life: Life) -> None:
-    if life.rv.leaving:
+def _leave_now(session: Session) -> None:
+    if session.rv.leaving:
         raise Leaving("asked to leave before the first inner step; nothing was lost")
-    if life.rv.members.fenced_by > life.rv.generation:
-        raise Fenced(f"{life.rv.slot} now belongs to generation {life.rv.members.fenced_by}; this process goes")
+    if session.rv.members.fenced_by > session.rv.generation:
+        raise Fenced(f"{session.rv.slot} now belongs to generation {session.rv.members.fenced_by}; this process goes")
 
 
-def _ended(life: Life, error: RendezvousError) -> int:
-    """What the rendezvous says becomes an exit code and a last word in the journal."""
+def _end_session(session: Session, error: RendezvousError) -> int:
+    """Turn an error of the rendezvous into an exit code and the journal's last event."""
     codes: list[tuple[type[RendezvousError], int, str]] = [
         (Leaving, exitcodes.LEFT, "left"),
         (Fenced, exitcodes.FENCED, "fenced"),
@@ -177,34 +251,34 @@ def _ended(life: Life, error: RendezvousError) -> int:
         (RendezvousError, exitcodes.CRASHED, "crashed"),
     ]
     code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
-    life.tell(event, step=life.rv.step, text=str(error))
+    session.emit(event, step=session.rv.step, text=str(error))
     if not isinstance(error, Fenced):
-        life.rv.members.goodbye()
-    life.end()
-    return _say(life.rv.slot, error, code)
+        session.rv.members.goodbye()
+    session.end()
+    return _print_end(session.rv.slot, error, code)
 
 
-def _say(slot: str, error: Exception, code: int) -> int:
+def _print_end(slot: str, error: Exception | str, code: int) -> int:
     print(f"{slot}: {error}", file=sys.stderr, flush=True)
     return code
 
 
-def _print_step(life: Life, event: str, fields: dict[str, Any]) -> None:
-    """One line per outer step, so that whoever reads this replica's output sees that it is well."""
+def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
+    """Print a line per outer step: a person who reads this replica's output sees that it is well."""
     if event == "step":
-        print(line(life.rv.name, fields, life.rv.wanted.steps), flush=True)
+        print(step_line(session.rv.name, fields, session.rv.wanted.steps), flush=True)
 
 
-def _told(loop: "InnerLoop", life: Life, rollouts: int) -> dict[str, float]:
-    life.watch(loop.sample(rollouts) if rollouts else {})
-    return _finite(loop.harvest())
+def _round_stats(loop: "InnerLoop", session: Session, rollouts: int) -> dict[str, float]:
+    session.add_sample(loop.sample(rollouts) if rollouts else {})
+    return _finite_only(loop.pop_metrics())
 
 
-def _finite(stats: dict[str, float]) -> dict[str, float]:
+def _finite_only(stats: dict[str, float]) -> dict[str, float]:
     return {k: float(v) for k, v in stats.items() if math.isfinite(v)}
 
 
-def _watcher(parent: str) -> Callable[[], bool]:
+def _parent_check(parent: str) -> Callable[[], bool]:
     """ "PID:STARTTIME" -> is that process still there?"""
     if not parent:
         return lambda: True
@@ -212,7 +286,7 @@ def _watcher(parent: str) -> Callable[[], bool]:
     return lambda: process_alive(int(pid), started)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")

@@ -1,6 +1,7 @@
 """No space left on this machine's disk: say so in the heartbeat, wait for room, go on.
 
-    in_room(life, "the start model", fetch) ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
+    retry_when_full(session, "the start model", fetch)
+        ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
 
 Not promised: room that is free when asked for and gone when used.
 """
@@ -10,36 +11,51 @@ import tempfile
 from collections.abc import Callable
 from typing import TypeVar
 
-from diloco.life import Life
 from diloco.output import FULL
+from diloco.session import Session
 from rendezvous.errors import GaveUp
 
 T = TypeVar("T")
 AGAIN_S = 2.0  # between two tries
 
 
-def in_room(life: Life, what: str, act: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-    """What `act` returns, once there is space for it.   check: called before each wait, and may raise.
+def retry_when_full(session: Session, what: str, act: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
+    """Try `act` until there is space for it; -> its result.   check: called before each wait, and may raise.
 
     Raises GaveUp after the run's give_up_s without space."""
-    began = life.clock.now()
+    began = session.clock.now()
     while True:
         try:
             return act()
         except OSError as error:
-            if error.errno not in FULL:
+            if not is_full(error):
                 raise
-            _wait(life, what, error, life.clock.now() - began, check)
+            _wait_for_space(session, what, error, session.clock.now() - began, check)
 
 
-def _wait(life: Life, what: str, error: OSError, waited: float, check: Callable[[], None]) -> None:
-    where = os.path.dirname(error.filename) if error.filename else tempfile.gettempdir()
+def is_full(error: OSError) -> bool:
+    """Python looks for a temporary folder by writing a few bytes, and where none finds room it says "not found"."""
+    return error.errno in FULL or (
+        isinstance(error, FileNotFoundError) and "No usable temporary" in str(error.strerror)
+    )
+
+
+def _wait_for_space(session: Session, what: str, error: OSError, waited: float, check: Callable[[], None]) -> None:
+    where = os.path.dirname(error.filename) if error.filename else _temporary_folder(error)
     text = f"no space left on this machine's disk for {what} ({where}); free some, it goes on by itself"
-    if waited > life.timing.give_up:
+    if waited > session.timing.give_up:
         raise GaveUp(f"{text}. That was {waited:.0f} s ago; then run the same command again") from error
-    if life.rv.members.status.note != text:
-        life.tell("disk_full", text=text)
-        life.rv.members.status.note = text
+    if session.rv.members.status.note != text:
+        session.emit("disk_full", text=text)
+        session.rv.members.status.note = text
     check()
-    life.flush_soon()
-    life.clock.sleep(AGAIN_S)
+    session.flush_soon()
+    session.clock.sleep(AGAIN_S)
+
+
+def _temporary_folder(error: OSError) -> str:
+    """Where this process would put temporary files, or where it has looked for a place."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return str(error.strerror).partition("[")[2].rstrip("]").replace("'", "")

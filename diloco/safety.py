@@ -11,7 +11,7 @@ the last mean costs half a megabyte and not one more copy of the model.  Its err
 Why "auto" has the same bits on all replicas: it depends on committed means alone, whose bytes are agreed on.  A
 product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a fixed order, the same with or without
 fused multiply-add; `math.fsum` of the lanes is correctly rounded; what follows is single IEEE operations of Python,
-and η is rounded to fp32.  What AutoLR remembers belongs to the outer state: in its digest and in snapshots.
+and η is rounded to fp32.  AutoLR's memory belongs to the outer state: in its digest and in snapshots.
 
 The law: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k (AR(1)).  So along ḡ_t the step η·(ḡ_t + μ·m_t)
 is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  η/(1 − μρ) is heavy ball's law, and up to 67 % less.
@@ -88,7 +88,7 @@ def effective_step(lr: float, mu: float, rho: float, means: float = math.inf) ->
     return lr * (1.0 + mu * (1.0 - (mu * rho) ** means) / (1.0 - mu * rho))
 
 
-def moved(delta: np.ndarray) -> float:
+def moved_share(delta: np.ndarray) -> float:
     """The share of elements that are not 0, in a sample."""
     some = sampled(delta)
     return float(np.count_nonzero(some)) / max(1, some.size)
@@ -124,7 +124,8 @@ class AutoLR:
     def __init__(self, size: int, *, mu: float, target: float = TARGET) -> None:
         if not (math.isfinite(target) and target > 0 and 0 <= mu < 1):
             raise ValueError(f"outer lr = auto needs a target above 0 and a momentum in [0, 1), got {target}, {mu}")
-        self.target, self.mu, self.memory = target, mu, Memory(size)
+        self.target, self.mu = target, mu
+        self.memory = Memory(size)
         self.learned = np.array([1.0, 1.0])  # ρ̂, and how many values it is the average of
 
     @property
@@ -140,25 +141,27 @@ class AutoLR:
         """Learn from a committed mean; -> the η to apply that very mean with."""
         rho = self.memory.rho(mean)
         if rho is not None:
-            seen, count = max(0.0, rho), min(float(self.learned[1]) + 1.0, float(_MEMORY))
-            self.learned[:] = self.rho_hat + (seen - self.rho_hat) / count, count
+            observed = max(0.0, rho)
+            count = min(float(self.learned[1]) + 1.0, float(_MEMORY))
+            self.learned[:] = self.rho_hat + (observed - self.rho_hat) / count, count
         return self.lr
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a snapshot must hold and a digest must cover: live views, in this order."""
+        """The state that a snapshot must hold and a digest must cover: live views, in this order."""
         return {"last_mean": self.memory.mean, "rho": self.learned}
 
 
 # ---------------------------------------------------------------------- replicas among themselves
 
 
-def pairwise(weights: Sequence[float], norms: Sequence[float], mean_norm: float) -> float | None:
+def pairwise_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm: float) -> float | None:
     """The mean cosine between two replicas' pseudogradients, weighted by wᵢ‖Δᵢ‖·wⱼ‖Δⱼ‖; None for one alone.
 
     From ‖Σ wᵢΔᵢ‖² = Σ wᵢ²‖Δᵢ‖² + Σ_{i≠j} wᵢwⱼ⟨Δᵢ, Δⱼ⟩: it takes norms only, no second pass over the blobs.
     """
     lengths = [w * n for w, n in zip(weights, norms, strict=True)]
-    own, total = math.fsum(x * x for x in lengths), math.fsum(lengths)
+    own = math.fsum(x * x for x in lengths)
+    total = math.fsum(lengths)
     return cosine((math.fsum(weights) * mean_norm) ** 2 - own, total * total - own if len(lengths) > 1 else 0.0, 1.0)
 
 
@@ -174,8 +177,8 @@ class Finding:
     first: int = 3
 
 
-def of_replica(stats: Mapping[str, float], h: int, zero: bool, small: bool = False) -> list[Finding]:
-    """What one replica's round looks like from what its inner loop measured (lr, grad_norm, moved), h and Δ.
+def replica_findings(stats: Mapping[str, float], h: int, zero: bool, small: bool = False) -> list[Finding]:
+    """Judge one replica's round by what its inner loop measured (lr, grad_norm, moved), h and Δ.
 
     small: the model's weights have 16 bits.
     """
@@ -194,13 +197,13 @@ def of_replica(stats: Mapping[str, float], h: int, zero: bool, small: bool = Fal
     return found
 
 
-def of_commit(commit: Commit, wanted: int, cos_pair: float | None, rules: Rules) -> list[Finding]:
-    """What an outer step looks like from its commit.   wanted: replicas that the operator wants."""
-    found = [Finding("identical", _twins(same)) for same in _identical(commit.fresh, cos_pair)]
-    found += [Finding("gated", _too_long(o), 1) for o in commit.offers if o.factor != 1.0]
-    if len(commit.fresh) == 1 < wanted:
+def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules: Rules) -> list[Finding]:
+    """Judge an outer step by its commit.   desired: replicas that the operator asked for."""
+    found = [Finding("identical", _twins_text(same)) for same in _identical_groups(commit.fresh, cos_pair)]
+    found += [Finding("gated", _too_long_text(o), 1) for o in commit.offers if o.factor != 1.0]
+    if len(commit.fresh) == 1 < desired:
         slot = commit.fresh[0].slot
-        text = f"step {commit.t} was taken by {slot} alone, of {wanted} replicas: nobody confirms its θ"
+        text = f"step {commit.t} was taken by {slot} alone, of {desired} replicas: nobody confirms its θ"
         found.append(Finding("solo", text, 1))
     if rules.weighting == "samples" and not says_samples(commit.offers):
         silent = ", ".join(sorted({o.slot for o in commit.offers if not o.samples > 0}))
@@ -214,22 +217,22 @@ def empty_round(t: int) -> Finding:
     return Finding("empty_round", f"outer step {t}: the mean was zero, so θ and the outer momentum stay as they are", 1)
 
 
-def _identical(offers: Sequence[Listed], cos_pair: float | None) -> list[list[Listed]]:
+def _identical_groups(offers: Sequence[Listed], cos_pair: float | None) -> list[list[Listed]]:
     """Offers of different slots with the same bytes, or the same norms and one direction; zeros are equal by right."""
-    told = [o for o in offers if not o.zero]
-    counts = Counter(o.digest for o in told)
-    groups = [[o for o in told if o.digest == d] for d, n in counts.items() if n > 1]
-    norms = [o.norm for o in told]
+    nonzero = [o for o in offers if not o.zero]
+    counts = Counter(o.digest for o in nonzero)
+    groups = [[o for o in nonzero if o.digest == d] for d, n in counts.items() if n > 1]
+    norms = [o.norm for o in nonzero]
     parallel = cos_pair is not None and cos_pair > 1 - 1e-5 and max(norms, default=0) <= min(norms, default=0) * 1.0001
-    return [told] if parallel and len(told) > 1 else groups
+    return [nonzero] if parallel and len(nonzero) > 1 else groups
 
 
-def _twins(same: Sequence[Listed]) -> str:
+def _twins_text(same: Sequence[Listed]) -> str:
     slots = " and ".join(sorted({o.slot for o in same}))
     return f"{slots} made the same pseudogradient: do they train on the same data with the same seed?"
 
 
-def _too_long(o: Listed) -> str:
+def _too_long_text(o: Listed) -> str:
     times = 1 / o.factor if o.factor else math.inf
     return (
         f"{o.slot}'s pseudogradient for step {o.step} is {o.norm:.2g} long, {times:.2g} times a typical one, "
@@ -247,7 +250,9 @@ class Tracker:
     """
 
     def __init__(self, sizes: Sequence[int], mu: float, rules: Rules) -> None:
-        self._memories, self._mu, self._rules = [Memory(n) for n in sizes], mu, rules
+        self._memories = [Memory(n) for n in sizes]
+        self._mu = mu
+        self._rules = rules
         self._last = [-1] * len(sizes)  # the step whose mean is remembered
         self._empty = False  # was the mean that was looked at last zero?
         self._means = 0  # in the momentum of the fragment that was looked at last
@@ -265,26 +270,27 @@ class Tracker:
         self._means = commit.t // len(self._memories) + 1
         self._empty = is_zero(mean)
         numbers: dict[str, float | None] = {"rho": rho, "mean_norm": norm(mean)}
-        if self._rules.codec != "topk":  # what top-k sends is much shorter than the Δ whose norm was told
+        if self._rules.codec != "topk":  # what top-k sends is much shorter than the Δ whose norm was announced
             weights, norms = [o.weight for o in commit.offers], [o.norm for o in commit.offers]
-            numbers["cos_pair"] = pairwise(weights, norms, numbers["mean_norm"] or 0.0)
+            numbers["cos_pair"] = pairwise_cosine(weights, norms, numbers["mean_norm"] or 0.0)
         self.numbers = {k: v for k, v in numbers.items() if v is not None and math.isfinite(v)}
 
     def step(self, lr: float) -> dict[str, float]:
-        """The numbers of the step just taken, for the log.  What has no value (ρ of the first mean) is left out."""
+        """The numbers of the step just taken, for the log, without those that have no value (ρ of the first mean)."""
         rho = self.numbers.get("rho")
         worth = {} if rho is None else {"effective_step": effective_step(lr, self._mu, rho, self._means)}
         return {**self.numbers, "outer_lr": lr, **worth}
 
-    def findings(self, commit: Commit, wanted: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:
-        """What is worth a word after this commit, with the number of steps in a row.   mine: of this replica."""
-        found = of_commit(commit, wanted, self.numbers.get("cos_pair"), self._rules)
+    def findings(self, commit: Commit, desired: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:
+        """The findings worth a warning after this commit, and for how many steps in a row.   mine: of this replica."""
+        found = commit_findings(commit, desired, self.numbers.get("cos_pair"), self._rules)
         empty = [empty_round(commit.t)] if self._empty else []
-        return self.lasting([*found, *empty, *self._repeated(commit), *mine])
+        return self.lasting_findings([*found, *empty, *self._repeated_offers(commit), *mine])
 
-    def _repeated(self, commit: Commit) -> list[Finding]:
+    def _repeated_offers(self, commit: Commit) -> list[Finding]:
         """Slots whose fresh pseudogradient is bit by bit the one that they sent before."""
-        fragment, found = commit.t % len(self._memories), list[Finding]()
+        fragment = commit.t % len(self._memories)
+        found: list[Finding] = []
         for o in commit.fresh:
             if not o.zero and self._sent.get((fragment, o.slot)) == o.digest:
                 text = f"{o.slot} sent in step {commit.t} exactly what it sent before"
@@ -292,12 +298,12 @@ class Tracker:
             self._sent[fragment, o.slot] = o.digest
         return found
 
-    def lasting(self, found: Sequence[Finding]) -> list[tuple[Finding, int]]:
+    def lasting_findings(self, found: Sequence[Finding]) -> list[tuple[Finding, int]]:
         """Findings worth a word now, with the number of steps in a row: at 3, 6, 12, 24, 50, 100, 150, …"""
         first = {f.kind: f for f in found}
         self._lasting = Counter({k: self._lasting[k] + 1 for k in first})
-        return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or _again(n)]
+        return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or _is_due(n)]
 
 
-def _again(n: int) -> bool:
+def _is_due(n: int) -> bool:
     return n in (3, 6, 12, 24) or n % 50 == 0

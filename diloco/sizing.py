@@ -6,7 +6,7 @@
 
 Parameters are counted without loading a model: from the headers of its files, here or on the Hub.  No torch here.
 
-Not promised: that replicas elsewhere see the bandwidth that the founder saw.  Who knows better names a codec.
+Not promised: that replicas elsewhere see the bandwidth that the founder saw.  A user who knows better names a codec.
 """
 
 import json
@@ -61,7 +61,7 @@ def parameters_of(config: RunConfig) -> int:
     if model in BUILT_IN:
         return BUILT_IN[model]
     if Path(model).is_dir():
-        return sum(_parameters_in(path) for path in _weights(Path(model)))
+        return sum(_parameters_in(path) for path in _weight_files(Path(model)))
     return _parameters_on_the_hub(model, config.inner.revision)
 
 
@@ -70,7 +70,7 @@ def parameters_in(folder: Path) -> int:
     return sum(_parameters_in(path) for path in sorted(folder.glob("*.safetensors")))
 
 
-def _weights(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise ConfigError(f"{folder} holds no .safetensors file to count parameters in; {_ADVICE}")

@@ -5,7 +5,8 @@
 
     current(RUN) = RUN, or current(RUN/again) where a Superseded stands
 
-One register decides.  Whoever would have committed step 0 there, however long it slept, reads the Superseded instead.
+One register decides.  A replica that would have committed step 0 there, however long it slept, reads the Superseded
+instead.  In a sealed run one without the tag counts as none.
 Nothing is deleted.
 
 Not promised: that a run stands at current(RUN): who superseded it may have died before founding it.
@@ -16,8 +17,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rendezvous import layout
+from rendezvous.errors import Forged
 from rendezvous.records import Record, UnixTime, Word
-from rendezvous.store import Store, open_store
+from rendezvous.seal import run_key, under_seal
+from rendezvous.store import Readable, Store
+from rendezvous.stores.open import open_store
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Superseded(Record):
     at: UnixTime
 
 
-def superseded(store: Store) -> bool:
-    """Does a Superseded stand there?  Sealed or not: `again` has a seal of its own, so a forged one leads nowhere."""
+def is_superseded(store: Readable) -> bool:
+    """Does a Superseded stand there, by whomever?"""
     body = store.get(layout.commit(0))
     if body is None or b'"superseded"' not in body[: Superseded.most]:
         return False
@@ -40,14 +44,28 @@ def superseded(store: Store) -> bool:
         return False
 
 
-def current(url: str) -> str:
+def leads_on(store: Store, answers: Readable) -> bool:
+    """Does the run's own Superseded stand there?   answers: the same store, or what it has said already.
+
+    In a sealed run one without the tag counts as none, or anybody who can write to the bucket could keep the person who
+    pays from ending the fleet.  Raises WrongRun without the key of a sealed run."""
+    if not is_superseded(answers):
+        return False
+    sealed = under_seal(store, run_key(), answers.get(layout.SEAL))
+    try:
+        return sealed is store or is_superseded(sealed)
+    except Forged:
+        return False
+
+
+def current_url(url: str) -> str:
     """Where the run that people call `url` is now."""
-    while superseded(open_store(url)):
-        url = below(url)
+    while leads_on(store := open_store(url), store):
+        url = url_below(url)
     return url
 
 
-def below(url: str) -> str:
+def url_below(url: str) -> str:
     """ "s3://b/x?region=r" -> "s3://b/x/again?region=r" """
     path, mark, query = url.partition("?") if "://" in url else (url, "", "")
     return f"{path.rstrip('/')}/{layout.AGAIN}{mark}{query}"

@@ -1,4 +1,4 @@
-"""What the student did in a run, frozen: rollouts from the log → states that stronger models can be asked about.
+"""The student's work in a run, frozen: rollouts from the log → states that stronger models can be asked about.
 
     log/{slot}-{generation}/{n}.rollouts.jsonl       line 1: outer step, tools; then one rollout a line
         ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}
@@ -20,19 +20,19 @@ from typing import Any
 
 from diloco.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
-from inner.watched import watched_states
+from inner.rollout_sample import rollout_states
 from rendezvous import layout
 from rendezvous.store import Store
 
 
 def run_states(store: Store) -> list[TraceState]:
     """The states of all rollouts that a run wrote down, by replica and time."""
-    return [state for key in _keys(store) for state in _states(store, key)]
+    return [state for key in _state_keys(store) for state in _read_states(store, key)]
 
 
 def freeze(store: Store, to: Path) -> dict[str, int]:
     """Write the states to `to`; -> counts. ConfigError if there is nothing to write."""
-    if not _keys(store):
+    if not _state_keys(store):
         raise ConfigError(
             "this run has written no rollouts down: it is supervised, has fleet.log_rollouts = 0, or took no outer "
             "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
@@ -44,11 +44,11 @@ def freeze(store: Store, to: Path) -> dict[str, int]:
     return {"states": len(states), "rollouts": rollouts, "errors": sum(bool(state.get("error")) for state in states)}
 
 
-def _keys(store: Store) -> list[str]:
+def _state_keys(store: Store) -> list[str]:
     return sorted(key for key in store.list(layout.LOGS) if layout.is_rollouts(key))
 
 
-def _states(store: Store, key: str) -> Iterator[TraceState]:
+def _read_states(store: Store, key: str) -> Iterator[TraceState]:
     owner = layout.log_owner(key)
     if owner is None:
         return  # no replica has written this
@@ -62,6 +62,6 @@ def _states(store: Store, key: str) -> Iterator[TraceState]:
             if i == 0:
                 head = {"step": int(row["step"]), "tools": row.get("tools", {})}
             else:
-                yield from watched_states(row, f"{slot}-{generation}/{head['step']}/{n}.{i - 1}", head["tools"])
+                yield from rollout_states(row, f"{slot}-{generation}/{head['step']}/{n}.{i - 1}", head["tools"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)

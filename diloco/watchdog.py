@@ -38,11 +38,13 @@ class Watchdog:
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
         self._longest = 0.0
         self._began: float | None = None  # of the present inner step; None during a sync
-        self._turn, self._seen_turn, self._stood = 0, -1, 0.0
+        self._turn, self._seen_turn = 0, -1
+        self._stood = 0.0
 
     def resume(self) -> None:
         """The inner loop has the thread again."""
-        self._began, self._turn = self._clock.now(), self._turn + 1
+        self._began = self._clock.now()
+        self._turn += 1
 
     def rest(self) -> None:
         """An inner step has ended, or the loop has."""
@@ -66,7 +68,8 @@ class Watchdog:
         """
         turn = self._turn
         if self._least_s <= 0 or self._began is None or turn != self._seen_turn:
-            self._seen_turn, self._stood = turn, 0.0
+            self._seen_turn = turn
+            self._stood = 0.0
             return None
         self._stood += elapsed
         return self._stood if self._stood > self.limit_s else None

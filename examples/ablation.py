@@ -30,12 +30,12 @@ import torch
 from local_teachers import question, serving, wrong_name
 
 from inner import DEFAULT_TEACHERS, InnerConfig, Seeds, Teacher, ToolWorld, build_inner, publish_model
-from inner.hints import gate
+from inner.hints import filter_hint
 from inner.replay.actions import action_message
 from inner.replay.ask import replay_trace
 from inner.replay.pairs import extract_dpo_pairs, save_pairs
 from inner.replay.states import TraceState
-from inner.watched import watched_states
+from inner.rollout_sample import rollout_states
 
 WORLD = ToolWorld(kinds=6, names=32)
 THETA_0_STEPS = 4  # generations of 64 at θ₀, for the pairs
@@ -121,7 +121,7 @@ def run(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> dict[str,
     numbers: list[dict[str, float]] = []
 
     def stop() -> bool:
-        numbers.append(loop.harvest())
+        numbers.append(loop.pop_metrics())
         rewards.append(numbers[-1]["reward"])
         return len(rewards) >= steps
 
@@ -144,7 +144,7 @@ def run(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> dict[str,
 def wrong_hint(row: Any, error: str) -> str | None:
     """The control: as sure of itself as the right one, and wrong."""
     wrong = wrong_name(WORLD, row["kind"])
-    return gate(f"hint use {wrong}" if "not found" in error else None, wrong, error)
+    return filter_hint(f"hint use {wrong}" if "not found" in error else None, wrong, error)
 
 
 # -------------------------------------------------------------------- rollouts → teachers → pairs
@@ -177,7 +177,7 @@ def failed_states(seed: int, model: Path, folder: Path) -> list[TraceState]:
         nonlocal taken
         sample = loop.sample(64)
         for i, rollout in enumerate(sample["rollouts"]):
-            states.extend(watched_states(rollout, f"{seed}/{taken}.{i}", sample["tools"]))
+            states.extend(rollout_states(rollout, f"{seed}/{taken}.{i}", sample["tools"]))
         taken += 1
         return taken >= THETA_0_STEPS
 

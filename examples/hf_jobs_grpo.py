@@ -17,12 +17,12 @@ from pathlib import Path
 
 from diloco.config import load_config
 from diloco.launch import open_run
-from executors.base import ExecutorError
-from executors.foreground import supervise_here
-from executors.intent import UsageError, agree, make_offer, remember, slots_of
-from executors.mixed import Place
-from executors.money import Budget, Costs
-from executors.on_hf_jobs import HFJobsExecutor
+from executors.cli.foreground import supervise_here
+from executors.platforms.base import ExecutorError
+from executors.platforms.multi import Place
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.preflight.quote import UsageError, ask_agreement, make_offer, slots_of, write_quote
+from executors.supervision.costs import Budget, Costs
 from rendezvous.clock import SystemClock
 
 SECRETS = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -47,10 +47,10 @@ def main() -> int:
     except (UsageError, ExecutorError) as error:
         sys.exit(str(error))
     print("\n".join(offer.lines()))
-    if not agree(offer, args.yes):
+    if not ask_agreement(offer, args.yes):
         return 1
     run = open_run(config, args.run, SystemClock())
-    remember(run.store, SystemClock(), offer)
+    write_quote(run.store, SystemClock(), offer)
     if args.detach:
         print(f"supervised by the job {HFJobsExecutor().supervise(run.url).native}")
         return 0

@@ -17,13 +17,13 @@ import modal
 
 from diloco.config import load_config
 from diloco.launch import open_run
-from executors.base import ExecutorError
-from executors.detached import hand_over
-from executors.foreground import look_on, say
-from executors.intent import UsageError, make_offer, remember, slots_of
-from executors.mixed import Place
-from executors.money import Budget, Costs
-from executors.watch import view_for
+from executors.cli.detached import hand_over
+from executors.cli.foreground import look_on, say
+from executors.cli.status import view_for
+from executors.platforms.base import ExecutorError
+from executors.platforms.multi import Place
+from executors.preflight.quote import UsageError, make_offer, slots_of, write_quote
+from executors.supervision.costs import Budget, Costs
 from rendezvous.clock import SystemClock
 
 app = modal.App("diloco-door")  # only a way in: what runs is the run's own app, which outlives this one
@@ -39,7 +39,7 @@ def main(
         offer = make_offer(run, [place], slots_of(replicas), Budget(max_usd=max_usd), Costs())
         print("\n".join(offer.lines()))
         found = open_run(load_config(Path(config)), run, SystemClock(), replicas=replicas)
-        remember(found.store, SystemClock(), offer)
+        write_quote(found.store, SystemClock(), offer)
         supervised = hand_over(found, SystemClock(), say)
     except (UsageError, ExecutorError) as error:
         sys.exit(str(error))

@@ -1,19 +1,23 @@
 """Where replicas run.  Knows jobs, exit codes and prices; has never heard of a loss or a bucket key.
 
-    base         the protocol, in plain data                      mixed   several places as one
-    the places   local (child forkserver processes logfile) · on_modal (modal_*) · on_hf_jobs (hf_recipe hub wheel) ·
-                 slurm (slurm_job) · on_sky                       container   what runs inside a rented one
-    supervisor   plan fleet track lease stop launches             money purse   what it costs, and may
-    cli          parser intent address change look watch foreground completion doctor demo
+    cli          a command as it is typed: train status logs costs scale drain stop resume export doctor demo setup
+     │
+    preflight    what is asked for, its price, and every mistake that is visible before anything is launched
+     │
+    supervision  one run, wherever its replicas are: look ─▶ plan ─▶ launch, replace, fence, drain; leases and budget
+     │
+    platforms    base: the protocol, in plain data · multi: several places as one · container: inside a rented one
+                 on_host · on_modal · on_hf_jobs · on_slurm · on_sky
 
-Importing `executors` imports no platform: a name is loaded when it is first asked for, its SDK when it is first used.
+Each floor imports the floors below it alone (import-linter keeps it so).  Importing `executors` imports no platform: a
+name is loaded when it is first asked for, its SDK when it is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executors.base import (
+    from executors.platforms.base import (
         ExecutorError,
         Handle,
         LaunchPlan,
@@ -23,11 +27,11 @@ if TYPE_CHECKING:
         State,
         Status,
     )
-    from executors.local import LocalProcessExecutor
-    from executors.on_hf_jobs import HFJobsExecutor
-    from executors.on_modal import ModalExecutor
-    from executors.on_sky import SkyExecutor
-    from executors.slurm import SlurmExecutor
+    from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+    from executors.platforms.on_host.executor import LocalProcessExecutor
+    from executors.platforms.on_modal.executor import ModalExecutor
+    from executors.platforms.on_sky import SkyExecutor
+    from executors.platforms.on_slurm.executor import SlurmExecutor
 
 __all__ = [
     "ExecutorError",
@@ -46,18 +50,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "HFJobsExecutor": "executors.on_hf_jobs",
-    "LocalProcessExecutor": "executors.local",
-    "ModalExecutor": "executors.on_modal",
-    "SkyExecutor": "executors.on_sky",
-    "SlurmExecutor": "executors.slurm",
+    "HFJobsExecutor": "executors.platforms.on_hf_jobs.executor",
+    "LocalProcessExecutor": "executors.platforms.on_host.executor",
+    "ModalExecutor": "executors.platforms.on_modal.executor",
+    "SkyExecutor": "executors.platforms.on_sky",
+    "SlurmExecutor": "executors.platforms.on_slurm.executor",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME.get(name, "executors.base")), name)
+    return getattr(import_module(_HOME.get(name, "executors.platforms.base")), name)
 
 
 def __dir__() -> list[str]:

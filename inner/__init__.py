@@ -1,13 +1,13 @@
 """The inner loop: prompts, completions, log-probs, rewards, losses.
 
-    build_inner(config, model_dir, files, seeds) -> InnerLoop      the whole room in one call
+    build_inner(config, model_dir, files, seeds) -> InnerLoop      the whole package in one call
         loop = "grpo"         TRL's GRPOTrainer + hint distillation at tool errors    inner/grpo.py
         loop = "supervised"   next-token loss on one text or token file               inner/supervised.py
 
 Importing `inner` imports neither torch nor trl: a name is loaded when it is first asked for. A name whose package is
 missing can still be imported; using it says what to install.
 
-Not promised: anything about other machines. Nothing in this room knows who else is learning.
+Not promised: anything about other machines. Nothing in this package knows of other replicas.
 """
 
 from importlib import import_module

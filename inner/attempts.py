@@ -1,10 +1,10 @@
-"""Which completions of a batch to ask a reward for next, when some calls of it fail: a pure decision.
+"""Decides, purely, which completions of a batch a reward is called for next when some of its calls fail.
 
     try 1     the whole batch
-    try 2 …   what has no reward yet, group by group; the last try: each completion by itself
-              a try that brought nothing at all is followed by a pause of 1, 4, 16, … 60 s
+    try 2 …   the completions without a reward, group by group; the last try: each completion by itself
+              a try in which every call failed is followed by a pause of 1, 4, 16, … 60 s
 
-    attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ attempts() ── … ──▶ Scored
+    plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
 Not promised: a reward that compares the completions of a batch with each other. After a failure it sees a part of them.
 """
@@ -18,7 +18,7 @@ from inner.deadline import TimedOut
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-WORDS = 160  # characters of an error in a heartbeat's note
+NOTE_CHARS = 160  # characters of an error in a heartbeat's note
 
 Rows = Sequence[int]
 Value = float | None
@@ -31,17 +31,17 @@ class Failure:
     error: BaseException
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         text = " ".join(f"{type(self.error).__name__}: {self.error}".split())
-        return text if len(text) <= WORDS else f"{text[: WORDS - 1]}…"
+        return text if len(text) <= NOTE_CHARS else f"{text[: NOTE_CHARS - 1]}…"
 
 
 @dataclass(frozen=True)
 class Values:
-    """One call's answer, a number or None for each completion.   unsound: position -> what stood there instead."""
+    """One call's answer, a number or None for each completion.   invalid: position -> the bad value, described."""
 
     values: list[Value]
-    unsound: dict[int, str] = field(default_factory=dict[int, str])
+    invalid: dict[int, str] = field(default_factory=dict[int, str])
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Again:
 
 @dataclass(frozen=True)
 class Scored:
-    """A batch's rewards.   failed: completions without a finite number or a None of the reward's own.
-    why: of the last failure, "" for none.   tries: that were made."""
+    """A batch's rewards.   failed: completions without a finite number and without a None from the reward itself.
+    why: the last failure, "" for none.   tries: the number made."""
 
     values: list[Value]
     failed: tuple[int, ...]
@@ -77,13 +77,13 @@ class Scored:
 Answer = Values | Failure | None
 
 
-def attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
-    """Whom to ask next.  Send it the answer to each Ask (to Again: None); it returns what came of it.
+def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
+    """Yields the next call to make.  Send it the answer to each Ask (None to Again); it returns the batch's Scored.
 
-    A part that was not over in time ends its try, since the next one may hang as long, and goes last in the next.
+    A part that timed out ends its try, since the next part may hang as long; it goes last in the next try.
     """
     values: list[Value] = [None] * completions
-    unsound: dict[int, str] = {}
+    invalid: dict[int, str] = {}
     parts: list[Rows] = [range(completions)]
     failure: Failure | None = None
     number = 0
@@ -93,7 +93,7 @@ def attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again,
         for at, rows in enumerate(parts):
             answer = yield Ask(rows, number == 1)
             if isinstance(answer, Values):
-                _take(rows, answer, values, unsound)
+                _record_values(rows, answer, values, invalid)
                 continue
             assert answer is not None
             failure = answer
@@ -105,25 +105,25 @@ def attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again,
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4 ** (number - 1)) if len(failed) == len(parts) else 0.0
             assert failure is not None
             yield Again(number, sum(map(len, failed)), failure, pause)
-        parts = _split(failed, 1 if number + 1 == tries else group)
+        parts = _split_parts(failed, 1 if number + 1 == tries else group)
     missing = [row for rows in parts for row in rows]
-    why = failure.words if failure else next(iter(unsound.values()), "")
-    return Scored(values, tuple(sorted([*missing, *unsound])), why, number, failure)
+    why = failure.summary if failure else next(iter(invalid.values()), "")
+    return Scored(values, tuple(sorted([*missing, *invalid])), why, number, failure)
 
 
-def _take(rows: Rows, answer: Values, values: list[Value], unsound: dict[int, str]) -> None:
+def _record_values(rows: Rows, answer: Values, values: list[Value], invalid: dict[int, str]) -> None:
     for at, row in enumerate(rows):
         values[row] = answer.values[at]
-        if at in answer.unsound:
-            unsound[row] = answer.unsound[at]
+        if at in answer.invalid:
+            invalid[row] = answer.invalid[at]
 
 
-def _split(parts: Sequence[Rows], size: int) -> list[Rows]:
+def _split_parts(parts: Sequence[Rows], size: int) -> list[Rows]:
     return [rows[i : i + size] for rows in parts for i in range(0, len(rows), size)]
 
 
 def read_values(answer: Any, expected: int) -> Values:
-    """What a reward returned, by completion.   Raises ValueError where it is no list of that length."""
+    """The values that a reward returned, one per completion.   Raises ValueError if it is not a list of that length."""
     if hasattr(answer, "tolist"):
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
@@ -131,8 +131,8 @@ def read_values(answer: Any, expected: int) -> Values:
     if len(answer) != expected:
         raise ValueError(f"returned {len(answer)} values for {expected} completions")
     plain = [value.item() if hasattr(value, "item") else value for value in answer]
-    unsound = {i: f"returned {value!r}" for i, value in enumerate(plain) if not _is_reward(value)}
-    return Values([None if i in unsound else value for i, value in enumerate(plain)], unsound)
+    invalid = {i: f"returned {value!r}" for i, value in enumerate(plain) if not _is_reward(value)}
+    return Values([None if i in invalid else value for i, value in enumerate(plain)], invalid)
 
 
 def _is_reward(value: Any) -> bool:

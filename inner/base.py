@@ -1,14 +1,14 @@
-"""What the inner loop is to whoever drives it: a config, seeds, and seven members.
+"""The interface between the inner loop and its driver: a config, seeds, and seven members.
 
     InnerConfig   plain data, JSON in and out; the defaults are the ones we would run
     Seeds         data (the order), start (where in it), noise (sampling)
-    InnerLoop     model · optimizer · train(stop) · harvest() · sample(n) · follow(step, θ) · report_to(host)
+    InnerLoop     model · optimizer · train(stop) · pop_metrics() · sample(n) · follow(step, θ) · report_to(host)
                   one inner step = one optimizer step
 
         build_inner ──▶ loop.train(stop) ──▶ optimizer.step() · stop()? · optimizer.step() · stop()! ──▶ returns
                                              └ hooks on loop.optimizer may read and rewrite loop.model here
 
-`stop` is asked after every inner step. Whatever a hook raises leaves `train` unchanged.
+The loop calls `stop` after every inner step. An exception of a hook leaves `train` unchanged.
 
 Not promised: that `stop` is asked between generation boundaries only; a driver that wants whole generations counts in
 multiples of `boundary`.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from inner.errors import FLOAT16, InnerError
-from inner.objectives import objective, po_settings
+from inner.objectives import find_objective, po_settings
 from inner.settings import ChannelSettings, refuse_unread
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by para
 class Seeds:
     """`data` fixes the order of the data, `start` is the first inner step to run in that order, `noise` the sampling.
 
-    Two lives of one worker share `data`; the second starts where the first stopped, with other noise."""
+    Two sessions of one slot share `data`; the second starts where the first stopped, with other noise."""
 
     data: int
     noise: int
@@ -139,7 +139,7 @@ class InnerConfig(ChannelSettings):
     @property
     def generation_steps(self) -> int:
         """Micro-batches that one generation serves before TRL generates anew."""
-        stale = objective(self.objective).stale if self.num_iterations == 1 else 1
+        stale = find_objective(self.objective).stale if self.num_iterations == 1 else 1
         spg = self.steps_per_generation or stale * self.gradient_accumulation_steps
         return spg * self.num_iterations
 
@@ -150,7 +150,7 @@ class InnerConfig(ChannelSettings):
 
     @property
     def objective_overrides(self) -> dict[str, Any]:
-        """What the run sets besides the objective's name."""
+        """The objective's settings that the run overrides."""
         return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
 
     @property
@@ -171,7 +171,7 @@ class InnerConfig(ChannelSettings):
         return cls(**values)
 
     def validate(self) -> None:
-        """Refuse what contradicts itself, before anything is downloaded or rented."""
+        """Raise InnerError if settings contradict each other, before anything is downloaded or rented."""
         self._check_names()
         self._check_positive()
         self.check_channels()
@@ -198,7 +198,7 @@ class InnerConfig(ChannelSettings):
         if self.dtype == "float16":
             raise InnerError(FLOAT16.format('dtype = "float16"'))
         _one_of("dtype", self.dtype, DTYPES)
-        objective(self.objective)
+        find_objective(self.objective)
 
     def _check_positive(self) -> None:
         positive = (
@@ -244,7 +244,7 @@ class InnerConfig(ChannelSettings):
                 'model = "toolworld" only knows its own 200 words. For loop = "supervised" set inner.model = "tiny" '
                 "(bytes), a local folder or a Hub id."
             )
-        if self.distils or self.replays:
+        if self.uses_sdpo or self.uses_replay:
             raise InnerError(
                 f"alpha_sdpo = {self.alpha_sdpo} and beta_replay = {self.beta_replay} are terms beside a policy loss, "
                 'and loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both to 0.'
@@ -261,7 +261,8 @@ class InnerConfig(ChannelSettings):
                 "or more completions. Set inner.num_generations to 8."
             )
         self._check_groups()
-        micro, ga = self.generation_steps, self.gradient_accumulation_steps
+        micro = self.generation_steps
+        ga = self.gradient_accumulation_steps
         if micro % ga and ga % micro:
             raise InnerError(
                 f"steps_per_generation * num_iterations = {micro} and gradient_accumulation_steps = {ga} do not divide "
@@ -297,7 +298,7 @@ class InnerConfig(ChannelSettings):
             )
 
     def _check_sdpo(self) -> None:
-        if not self.distils:
+        if not self.uses_sdpo:
             return
         has_tools = self.environment is not None or self.model == "toolworld"
         if self.sdpo_context == "hint" and (not has_tools or self.max_tool_calling_iterations == 0):
@@ -306,19 +307,19 @@ class InnerConfig(ChannelSettings):
                 f"= {self.environment}, max_tool_calling_iterations = {self.max_tool_calling_iterations}). Set "
                 'inner.environment, inner.sdpo_context = "rollout", or inner.alpha_sdpo = 0.'
             )
-        if self.collapses:
+        if self.may_collapse:
             raise InnerError(
                 f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set "
                 'inner.alpha_sdpo to .1 or less, or inner.sdpo_teacher = "round" or "frozen".'
             )
 
     def _check_pairs(self) -> None:
-        if self.replays and self.pairs is None:
+        if self.uses_replay and self.pairs is None:
             raise InnerError(
                 f"beta_replay = {self.beta_replay} has no pairs to learn from. Set inner.pairs to the .jsonl that "
                 "`save_pairs` wrote, or inner.beta_replay = 0."
             )
-        if self.pairs is not None and not self.replays:
+        if self.pairs is not None and not self.uses_replay:
             raise InnerError(
                 f"pairs = {self.pairs!r} with beta_replay = 0 would teach nothing. Set inner.beta_replay, or leave "
                 "inner.pairs out."
@@ -326,26 +327,28 @@ class InnerConfig(ChannelSettings):
 
 
 class InnerLoop(Protocol):
-    """What a driver may touch. `optimizer` is the raw torch optimizer: hooks belong there."""
+    """The members that a driver may use. `optimizer` is the raw torch optimizer: drivers register their hooks there."""
 
     model: nn.Module
     optimizer: Optimizer
     boundary: int
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
-        """Where the run stands: the committed outer step, and θ of that step by parameter name. Asked when needed."""
+        """Give the loop access to the run: its committed outer step, and θ of that step by parameter name.
+
+        The loop calls both when it needs them."""
         ...
 
     def report_to(self, host: Host) -> None:
-        """Who hears of the bad moments of the user's own code (inner/host.py)."""
+        """From now on, report failures of the user's own code to `host` (inner/host.py)."""
         ...
 
     def train(self, stop: Callable[[], bool]) -> None:
         """Run inner steps until `stop()` is true."""
         ...
 
-    def harvest(self) -> dict[str, float]:
-        """Means since the last harvest; "samples" is a count since then."""
+    def pop_metrics(self) -> dict[str, float]:
+        """Means since the last pop_metrics; "samples" is a count since then."""
         ...
 
     def sample(self, n: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """From a config to a model folder, and from a folder to a running loop.
 
     publish_model(config, folder)                        once: the starting model, as any from_pretrained folder
-    build_inner(config, folder, files, seeds) -> loop    in every life
+    load_start(folder, dtype)                            those weights again, rounded to the run's dtype
+    build_inner(config, folder, files, seeds) -> loop    in every session of a replica
 
     toolworld    built and warm-started in code          tiny    built in code
     else         loaded from the folder or the Hub at `revision`, saved again
 
-Not promised: that a Hub id without `revision` means the same model tomorrow.
+Not promised: that a Hub id without `revision` means the same model tomorrow; a run names its commit
+(inner/hub_model.py).
 """
 
 from pathlib import Path
@@ -31,7 +33,7 @@ from inner.worlds.toolworld import ToolWorld
 
 def build_inner(config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0) -> InnerLoop:
     """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`."""
-    model, tokenizer = _load(str(model_dir), config, revision=None, local=True)
+    model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
     if config.loop == "supervised":
         path = local_file("text", str(config.text), files)
         tokens = load_tokens(path, str(config.text), tokenizer, model.config.vocab_size)
@@ -52,19 +54,35 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
         world.warm_start(model, world.tokenizer(), config.warm_start_steps)
         model = model.to(getattr(torch, config.dtype))
     elif config.model == "tiny":
-        tokenizer, model = tiny_tokenizer(), tiny_model(config.context_length)
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(config.context_length)
         model = model.to(getattr(torch, config.dtype))
     else:
-        model, tokenizer = _load(config.model, config, config.revision, local=False)
-    _quiet()
+        model, tokenizer = _load_model(config.model, config, config.revision, local=False)
+    _silence_transformers()
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 
 
-def _load(
+def load_start(model_dir: Path, dtype: str) -> tuple[PreTrainedModel, list[str]]:
+    """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random."""
+    _silence_transformers()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise InnerError(
+            f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+        ) from error
+    model, found = loaded
+    return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
+
+
+def _load_model(
     source: str, config: InnerConfig, revision: str | None, local: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    _quiet()
+    _silence_transformers()
     where = {"revision": revision} if revision is not None else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
@@ -82,6 +100,6 @@ def _load(
     return model, tokenizer
 
 
-def _quiet() -> None:
+def _silence_transformers() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

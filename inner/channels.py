@@ -1,4 +1,4 @@
-"""The two terms beside the policy loss, as functions of what a forward gave.
+"""The two terms beside the policy loss, as functions of a forward's output.
 
     states_B_T_D ── the positions that count ──▶ head ──▶ logits_N_V ──▶ kernel ──▶ scalar on the graph
 
@@ -42,7 +42,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def backbone_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """(B, T, D): what the LM head gets to see."""
+    """(B, T, D): the input of the LM head."""
     return causal_lm(model).base_model(input_ids=ids_B_T, attention_mask=mask_B_T, use_cache=False).last_hidden_state
 
 
@@ -52,11 +52,11 @@ def logits_at(model: Any, states_B_T_D: Tensor, turns: Turns) -> Tensor:
     positions = [i for _, first, n in turns for i in range(first, first + n)]
     device = states_B_T_D.device
     picked = states_B_T_D[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
-    return as_the_model(causal_lm(model), causal_lm(model).get_output_embeddings()(picked))
+    return scale_logits_as_model(causal_lm(model), causal_lm(model).get_output_embeddings()(picked))
 
 
-def as_the_model(model: Any, logits: Tensor) -> Tensor:
-    """What Cohere, Granite, Falcon-H1 and Gemma 2 do to the head's output."""
+def scale_logits_as_model(model: Any, logits: Tensor) -> Tensor:
+    """The LM head's output, scaled and soft-capped as Cohere, Granite, Falcon-H1 and Gemma 2 do in their forward."""
     config = model.config.get_text_config()
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
@@ -69,7 +69,7 @@ def as_the_model(model: Any, logits: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """ids and attention mask (B, T), padded on the right. A masked position's id does not matter."""
     width = max(len(row) for row in rows)
     ids_B_T = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
@@ -78,7 +78,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """No dropout, no checkpointing."""
     training = model.training
     model.eval()
@@ -88,7 +88,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def tapped(states: Tensor, note: Callable[[float], None]) -> Tensor:
+def tap_gradient_norm(states: Tensor, note: Callable[[float], None]) -> Tensor:
     """The same states on an edge of their own: when the gradient comes back over it, its norm is noted."""
     edge = states.view_as(states)
     if edge.requires_grad:
@@ -103,7 +103,7 @@ def tapped(states: Tensor, note: Callable[[float], None]) -> Tensor:
 # SDPO
 
 
-def distillation(student_N_V: Tensor, teacher_N_V: Tensor, settings: ChannelSettings, taid_t: float) -> Tensor:
+def distillation_loss(student_N_V: Tensor, teacher_N_V: Tensor, settings: ChannelSettings, taid_t: float) -> Tensor:
     """Σ over N tokens."""
     if settings.sdpo_wrapper == "none":
         return generalized_jsd_loss(
@@ -122,7 +122,7 @@ def distillation(student_N_V: Tensor, teacher_N_V: Tensor, settings: ChannelSett
     return n * entropy_aware_opd_loss(student, teacher, everywhere, settings.entropy_opd_h_max)
 
 
-def self_distillation(
+def self_distillation_loss(
     student_N_V: Tensor,
     teacher_N_V: Tensor,
     ids_N: Tensor,
@@ -153,22 +153,22 @@ def response_logprobs(model: Any, states_B_T_D: Tensor, prompts: Sequence[int], 
     turns = [(i, prompt - 1, n) for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))]
     logits_N_V = logits_at(model, states_B_T_D, turns)
     device = logits_N_V.device
-    said = torch.tensor([i for row, n in zip(rows, lengths, strict=True) for i in row[-n:]], device=device)
+    response_ids = torch.tensor([i for row, n in zip(rows, lengths, strict=True) for i in row[-n:]], device=device)
     row_of = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)], device=device)
-    everywhere = torch.ones(len(said), dtype=torch.bool, device=device)
-    logps_N = by_position(_logprob, logits_N_V, said[:, None], everywhere)
+    everywhere = torch.ones(len(response_ids), dtype=torch.bool, device=device)
+    logps_N = by_position(_token_logprobs, logits_N_V, response_ids[:, None], everywhere)
     return torch.zeros(len(rows), dtype=logps_N.dtype, device=device).index_add(0, row_of, logps_N)
 
 
-def _logprob(logits: Tensor, ids: Tensor) -> Tensor:
+def _token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     logits = logits if logits.element_size() >= 4 else logits.float()
     return logits.log_softmax(-1).gather(-1, ids)[:, 0]
 
 
-def preference(
+def preference_loss(
     policy_2P: Tensor, tokens_2P: Tensor, reference_P_2: Tensor | None, weights_P: Tensor, settings: ChannelSettings
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss on P pairs (the chosen ones first), and what to tell of it."""
+    """The loss on P pairs (the chosen ones first), and its metrics."""
     chosen, rejected = policy_2P.chunk(2)
     if settings.dpo_variant == "simpo":
         chosen_mean, rejected_mean = (policy_2P / tokens_2P).chunk(2)
@@ -190,5 +190,5 @@ def preference(
             dpop_lambda=settings.replay_dpop_lambda,
             weights=weights_P,
         )
-    told = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(), "chosen_logp": chosen.mean()}
-    return loss, {name: value.item() for name, value in told.items()}
+    metrics = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(), "chosen_logp": chosen.mean()}
+    return loss, {name: value.item() for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Is what the user gave us usable? Asked on the laptop, before anything is rented.
+"""Checks that the user's files are usable, on the laptop, before anything is rented.
 
     reward        imports · is callable · (without an environment) answers one call on two empty completions
     environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
@@ -6,7 +6,7 @@
     pairs         every line is a preference pair · is written by the model's own chat template (`check_pairs`)
     text          is there · is not empty
 
-    check_data    what can be said of files without running anybody's code      no torch: for the laptop
+    check_data    reads the files without running anybody's code      no torch: for the laptop
     check_inner   everything but the templates                                  runs the user's code
 
 Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
-from inner.pair_ids import fitting
+from inner.pair_ids import encode_fitting_pairs
 from inner.replay.pairs import training_pairs
 from inner.userfiles import check_syntax, load_object, load_prompts, load_reward, local_file, user_lines
 
@@ -64,16 +64,18 @@ def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:
         )
 
     pairs = training_pairs(local_file("pairs", str(config.pairs), files))
-    fitting(pairs, render, tokenizer, limit=_positions(Path(folder)), skip_unfit=config.replay_skip_unfit)
+    encode_fitting_pairs(
+        pairs, render, tokenizer, limit=_max_positions(Path(folder)), skip_unfit=config.replay_skip_unfit
+    )
 
 
-def _positions(folder: Path) -> int | None:
+def _max_positions(folder: Path) -> int | None:
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return raw.get("text_config", raw).get("max_position_embeddings")
 
 
 def load_environment(config: InnerConfig, files: Files) -> type | None:
-    """The user's environment class, looked at; None when there is none."""
+    """The user's environment class, checked; None if the config has none."""
     if config.environment is None:
         return None
     found = load_object("environment", config.environment, files)
@@ -124,7 +126,7 @@ def _check_schema(spelling: str, tool: Any, path: Path) -> None:
 
 
 def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The keyword arguments that TRL would pass, for two rollouts that said nothing."""
+    """The keyword arguments that TRL would pass, for two empty rollouts."""
     two = [rows[0], rows[min(1, len(rows) - 1)]]
     chat = isinstance(two[0]["prompt"], list)
     nothing: Any = [{"role": "assistant", "content": ""}] if chat else ""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from inner.channels import distillation, preference
+from inner.channels import distillation_loss, preference_loss
 from inner.losses.divergence import zero_on_graph
 from inner.losses.preference import sequence_logprobs
 from inner.settings import ChannelSettings
@@ -86,50 +86,50 @@ def compose_loss(
         entropy_opd_h_max=entropy_opd_h_max,
         **anchors,  # pyright: ignore[reportArgumentType]
     )
-    logits = _logits(model, batch, "")
+    logits = _model_logits(model, batch, "")
     lm_ce = _response_ce(logits, batch)
     sdpo, replay = logits.new_zeros(()), logits.new_zeros(())
-    if alpha_sdpo > 0 and _there(batch, "ctx_teacher_input_ids"):
-        sdpo = _sdpo(teacher or model, logits, batch, settings, taid_t or 0.0)
-    if beta_replay > 0 and all(_there(batch, f"dpo_{side}_input_ids") for side in _SIDES):
-        replay = _replay(model, batch, settings)
+    if alpha_sdpo > 0 and _has_tensor(batch, "ctx_teacher_input_ids"):
+        sdpo = _sdpo_term(teacher or model, logits, batch, settings, taid_t or 0.0)
+    if beta_replay > 0 and all(_has_tensor(batch, f"dpo_{side}_input_ids") for side in _SIDES):
+        replay = _replay_term(model, batch, settings)
     return LossParts(lm_ce + alpha_sdpo * sdpo + beta_replay * replay, lm_ce, sdpo, replay)
 
 
 _SIDES = ("chosen", "rejected")
 
 
-def _sdpo(teacher: nn.Module, logits: Tensor, batch: Batch, settings: ChannelSettings, taid_t: float) -> Tensor:
+def _sdpo_term(teacher: nn.Module, logits: Tensor, batch: Batch, settings: ChannelSettings, taid_t: float) -> Tensor:
     """Mean over the marked tokens."""
     student_N_V, teacher_N_V = _paired_logits(teacher, logits, batch)
     if student_N_V.numel() == 0:
         return zero_on_graph(logits)
-    return distillation(student_N_V, teacher_N_V, settings, taid_t) / student_N_V.size(0)
+    return distillation_loss(student_N_V, teacher_N_V, settings, taid_t) / student_N_V.size(0)
 
 
-def _replay(model: nn.Module, batch: Batch, settings: ChannelSettings) -> Tensor:
+def _replay_term(model: nn.Module, batch: Batch, settings: ChannelSettings) -> Tensor:
     sums_2P = torch.cat([_response_logps(model, batch, side) for side in _SIDES])
     tokens_2P = torch.cat([batch[f"dpo_{side}_response_mask"][:, 1:].sum(-1) for side in _SIDES])
     reference = None
     if settings.dpo_variant == "dpo":
-        reference = torch.stack([_reference(batch, side) for side in _SIDES], dim=1)
-    loss, _ = preference(sums_2P, tokens_2P, reference, torch.ones_like(sums_2P.chunk(2)[0]), settings)
+        reference = torch.stack([_reference_logprobs(batch, side) for side in _SIDES], dim=1)
+    loss, _ = preference_loss(sums_2P, tokens_2P, reference, torch.ones_like(sums_2P.chunk(2)[0]), settings)
     return loss
 
 
-def _reference(batch: Batch, side: str) -> Tensor:
+def _reference_logprobs(batch: Batch, side: str) -> Tensor:
     key = f"dpo_{side}_ref_logprobs"
     if key not in batch:
         raise KeyError(f'dpo_variant = "dpo" needs {key}: log p of each response under the reference. Or use "simpo".')
     return batch[key]
 
 
-def _there(inputs: Batch, key: str) -> bool:
+def _has_tensor(inputs: Batch, key: str) -> bool:
     return key in inputs and inputs[key].numel() > 0
 
 
-def _logits(model: nn.Module, inputs: Batch, prefix: str) -> Tensor:
-    """Logits (B, T, V) of inputs[prefix + "input_ids"], padding masked where the batch says what padding is."""
+def _model_logits(model: nn.Module, inputs: Batch, prefix: str) -> Tensor:
+    """Logits (B, T, V) of inputs[prefix + "input_ids"], padding masked where the batch has an attention mask."""
     return model(input_ids=inputs[f"{prefix}input_ids"], attention_mask=inputs.get(f"{prefix}attention_mask")).logits
 
 
@@ -155,7 +155,7 @@ def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[T
             f"{teacher_mask[:, 1:].sum(-1).tolist()}. Mark the same tokens in both."
         )
     with torch.no_grad():
-        teacher_logits = _logits(teacher, inputs, "ctx_teacher_")
+        teacher_logits = _model_logits(teacher, inputs, "ctx_teacher_")
     if teacher_logits.size(-1) != logits.size(-1):
         raise ValueError(
             f"the student has {logits.size(-1)} tokens and the teacher {teacher_logits.size(-1)}: their distributions "
@@ -198,7 +198,7 @@ def _teacher_mask(student_mask: Tensor, inputs: Batch) -> Tensor:
 
 
 def _response_logps(model: nn.Module, batch: Batch, side: str) -> Tensor:
-    logits = _logits(model, batch, f"dpo_{side}_")
+    logits = _model_logits(model, batch, f"dpo_{side}_")
     return sequence_logprobs(logits, batch[f"dpo_{side}_input_ids"], batch[f"dpo_{side}_response_mask"])
 
 
@@ -215,7 +215,8 @@ def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: s
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
     for side, text in (("chosen", "4"), ("rejected", "I do not know.")):
         pair_ids, pair_mask = _encode(tokenizer, question, text, device)
-        batch[f"dpo_{side}_input_ids"], batch[f"dpo_{side}_response_mask"] = pair_ids, pair_mask
+        batch[f"dpo_{side}_input_ids"] = pair_ids
+        batch[f"dpo_{side}_response_mask"] = pair_mask
         batch[f"dpo_{side}_ref_logprobs"] = torch.zeros(1, device=device)
     if hint is not None:
         hinted_ids, hinted_mask = _encode(tokenizer, f"{question} {hint}", answer, device)

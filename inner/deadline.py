@@ -1,6 +1,6 @@
 """A call in the main thread that is interrupted where it stands once its time is over.
 
-    within(300, act)      main thread:   act() ───────────────────▶ its result
+    call_within(300, act)      main thread:   act() ───────────────────▶ its result
                           watcher:       ── 30 s: remind ── 300 s: SIGURG ──▶ TimedOut, raised where it hangs
 
 The user's reward stays in the main thread, because much of what people call there works nowhere else: signal.alarm
@@ -8,8 +8,8 @@ The user's reward stays in the main thread, because much of what people call the
 which nobody minds by default (Go's runtime interrupts with it for that reason). It is sent again each second, for code
 that catches everything or waits for its threads on the way out.
 
-Not promised: an end of code that never comes back to the interpreter (the watchdog ends such a life), nor any outside
-of the main thread; what the interrupted code had begun elsewhere, a request or a thread of its own, goes on.
+Not promised: an end of code that never comes back to the interpreter (the watchdog ends such a session), nor any
+outside of the main thread; a request or a thread that the interrupted code had started goes on.
 """
 
 import signal
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-REMIND_S = 30.0  # at most, without an answer; then somebody who looks wants to know what is being waited for
+REMIND_S = 30.0  # at most, without an answer; then `diloco status` should show what the replica is waiting for
 AGAIN_S = 1.0  # between two interruptions
 
 
@@ -35,8 +35,8 @@ def remind_after(seconds: float) -> float:
     return min(REMIND_S, seconds / 3) if seconds else REMIND_S
 
 
-def within(seconds: float, act: Callable[[], T], remind: Callable[[float], None] = lambda waited: None) -> T:
-    """What `act` returns.   remind: called once by another thread, with the seconds waited so far.
+def call_within(seconds: float, act: Callable[[], T], remind: Callable[[float], None] = lambda waited: None) -> T:
+    """Calls `act` and returns its result.   remind: called once by another thread, with the seconds waited so far.
 
     Raises TimedOut; with seconds = 0 never.
     """
@@ -50,7 +50,7 @@ def within(seconds: float, act: Callable[[], T], remind: Callable[[float], None]
 
     before = signal.signal(signal.SIGURG, interrupt)
     over = threading.Event()
-    threading.Thread(target=_watch, args=(seconds, over, remind), name="deadline", daemon=True).start()
+    threading.Thread(target=_interrupt_when_late, args=(seconds, over, remind), name="deadline", daemon=True).start()
     try:
         try:
             return act()
@@ -63,7 +63,7 @@ def within(seconds: float, act: Callable[[], T], remind: Callable[[float], None]
         signal.signal(signal.SIGURG, signal.SIG_DFL if before is None else before)
 
 
-def _watch(seconds: float, over: threading.Event, remind: Callable[[float], None]) -> None:
+def _interrupt_when_late(seconds: float, over: threading.Event, remind: Callable[[float], None]) -> None:
     first = remind_after(seconds)
     if over.wait(first):
         return

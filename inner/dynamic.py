@@ -2,7 +2,7 @@
 
     generate  [g0 ✓][g1 all right][g2 ✓][g3 all wrong]
     again     two prompts more, [g4 ✓][g5 all wrong]; one more, …        at most `tries` further generations
-    train     [g0][g2][g4][g1]                                           what could not be replaced stays, and counts 0
+    train     [g0][g2][g4][g1]                                           a group that cannot be replaced counts 0
 
 Equal rewards in a group give equal advantages, to the bit; that is the test. arXiv 2503.14476, eq. (11).
 
@@ -19,40 +19,40 @@ from torch import Tensor
 Batch = dict[str, Any]  # TRL's: tensors and lists with one entry per rollout, and scalars
 
 
-def informative(batch: Batch, group: int) -> list[int]:
+def informative_groups(batch: Batch, group: int) -> list[int]:
     """The groups in which not every rollout has the same advantage."""
     advantages_G_K = batch["advantages"].view(-1, group)
     return (advantages_G_K != advantages_G_K[:, :1]).any(1).nonzero().flatten().tolist()
 
 
-def refill(batch: Batch, sample_more: Callable[[int], Batch], group: int, tries: int) -> tuple[Batch, int, int]:
+def refill_groups(batch: Batch, sample_more: Callable[[int], Batch], group: int, tries: int) -> tuple[Batch, int, int]:
     """The batch with its silent groups replaced, how many are informative, and further generations it took.
 
     `sample_more(n)` generates n groups of new prompts."""
-    wanted = len(batch["advantages"]) // group
+    desired = len(batch["advantages"]) // group
     parts = [batch]
-    chosen = [(0, g) for g in informative(batch, group)]
-    silent = [(0, g) for g in range(wanted) if (0, g) not in chosen]
-    while len(chosen) < wanted and len(parts) <= tries:
-        parts.append(sample_more(wanted - len(chosen)))
-        chosen += [(len(parts) - 1, g) for g in informative(parts[-1], group)]
+    chosen = [(0, g) for g in informative_groups(batch, group)]
+    silent = [(0, g) for g in range(desired) if (0, g) not in chosen]
+    while len(chosen) < desired and len(parts) <= tries:
+        parts.append(sample_more(desired - len(chosen)))
+        chosen += [(len(parts) - 1, g) for g in informative_groups(parts[-1], group)]
     if len(parts) == 1:
         return batch, len(chosen), 0
     good = len(chosen)
-    chosen += silent[: wanted - good]
-    return join(parts, chosen, group), good, len(parts) - 1
+    chosen += silent[: desired - good]
+    return join_groups(parts, chosen, group), good, len(parts) - 1
 
 
-def join(parts: list[Batch], chosen: list[tuple[int, int]], group: int) -> Batch:
+def join_groups(parts: list[Batch], chosen: list[tuple[int, int]], group: int) -> Batch:
     """One batch of the chosen (part, group)s, in that order."""
     rows = [(part, g * group + k) for part, g in chosen for k in range(group)]
-    joined = {key: _pick(key, [part[key] for part in parts], rows) for key in parts[0]}
+    joined = {key: _pick_rows(key, [part[key] for part in parts], rows) for key in parts[0]}
     mask = joined["completion_mask"]
     joined["num_items_in_batch"] = (mask * joined["tool_mask"] if "tool_mask" in joined else mask).sum()
     return joined
 
 
-def _pick(key: str, values: list[Any], rows: list[tuple[int, int]]) -> Any:
+def _pick_rows(key: str, values: list[Any], rows: list[tuple[int, int]]) -> Any:
     if isinstance(values[0], list):
         return [values[part][row] for part, row in rows]
     if values[0].dim() == 0:
@@ -60,11 +60,11 @@ def _pick(key: str, values: list[Any], rows: list[tuple[int, int]]) -> Any:
     if values[0].dim() == 1:
         return torch.stack([values[part][row] for part, row in rows])
     width = max(value.size(1) for value in values)
-    padded = [_widen(value, width, left=key.startswith("prompt")) for value in values]
+    padded = [_pad_to_width(value, width, left=key.startswith("prompt")) for value in values]
     return torch.stack([padded[part][row] for part, row in rows])
 
 
-def _widen(value_B_T: Tensor, width: int, left: bool) -> Tensor:
+def _pad_to_width(value_B_T: Tensor, width: int, left: bool) -> Tensor:
     """Padding is masked, so any id will do."""
-    room = width - value_B_T.size(1)
-    return torch.nn.functional.pad(value_B_T, (room, 0) if left else (0, room))
+    padding = width - value_B_T.size(1)
+    return torch.nn.functional.pad(value_B_T, (padding, 0) if left else (0, padding))

@@ -1,6 +1,6 @@
-"""The one error of this room.
+"""The one error of this package.
 
-    InnerError: what cannot work · what was seen · the next thing to do
+    InnerError: the thing that cannot work · the value found · the next thing to do
 
 Not promised: that every mistake is one; a defect of ours keeps its own type and traceback.
 """
@@ -8,6 +8,10 @@ Not promised: that every mistake is one; a defect of ours keeps its own type and
 
 class InnerError(RuntimeError):
     """Something the user wrote cannot work. The message says what, what was seen, and the next thing to do."""
+
+
+class RewardFailed(RuntimeError):
+    """The reward gives no numbers any more. This session ends; its slot is started again, three times at most."""
 
 
 FLOAT16 = (

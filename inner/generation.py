@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer as we generate with it: which prompts, which objective, and what tools and rewards said.
+"""TRL's GRPOTrainer as we generate with it: the order of prompts, the objective, tool errors and rewards.
 
     prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
-                                        └ turns and their errors are kept for whoever learns from them
+                                        └ turns and their errors are kept for the trainer's lessons
 
-What TRL's tool loop does twice is done once (toolloop.py): whole runs are TRL's, bit for bit.
+Work that TRL's tool loop repeats is done once (toolloop.py): whole runs are TRL's, bit for bit.
 
 Not promised: several processes, image prompts in the caches.
 """
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
-from inner.dynamic import refill
+from inner.dynamic import refill_groups
 from inner.objectives import check_settings
 from inner.order import prompt_order
 from inner.reward_calls import RewardCalls
-from inner.sampler import GenerationSampler, guarded
+from inner.sampler import GenerationSampler, guard_answers
 from inner.spans import Turn, read_turns
 from inner.toolloop import LeanToolLoop, total_rewards
 
@@ -33,11 +33,11 @@ class GenerationTrainer(LeanToolLoop):
 
     and for subclasses:
 
-    _turns     of the last generation: the turns of each rollout and what its failed calls came back with
+    _turns     of the last generation: the turns of each rollout and the errors of its failed calls
     _rewards   of the last generation, one per rollout
     """
 
-    reads_turns = True  # whether anybody wants them
+    reads_turns = True  # whether the subclass uses them
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class GenerationTrainer(LeanToolLoop):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._reward_calls = reward_calls
-        call = guarded if reward_calls is None else reward_calls.around
+        call = guard_answers if reward_calls is None else reward_calls.wrap_reward
         self.reward_funcs = [call(function) for function in self.reward_funcs]
         self._apply_objective(objective)
         self._turns: list[list[Turn]] | None = None
@@ -89,13 +89,13 @@ class GenerationTrainer(LeanToolLoop):
         at = prompt_order(len(dataset), REFILLS + (self.data_seed or 0))
         rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
         self._refills += groups
-        return self._rollouts(rows)
+        return self._generate_rollouts(rows)
 
     # the data order
 
     def _start_at(self, data_seed: int | None, start: int) -> None:
         self.data_seed = data_seed
-        # TRL's micro-batch counter decides when to generate anew; set, it puts a second life in phase with the first.
+        # TRL's micro-batch counter decides when to generate anew; set, it puts a later session in phase with the first.
         self._step = start * self.args.gradient_accumulation_steps
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
@@ -118,28 +118,28 @@ class GenerationTrainer(LeanToolLoop):
             self._rewards = total_rewards(by_function, self.reward_weights)
         return by_function
 
-    def _unscored(self) -> list[int]:
+    def _unscored_rows(self) -> list[int]:
         return self._reward_calls.take_failed() if self._reward_calls is not None else []
 
     # 2. attach the lessons to the batch
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        batch = self._rollouts(inputs)
+        batch = self._generate_rollouts(inputs)
         if not self.dynamic_sampling or self._mode() == "eval":
             return batch
         group: int = cast(Any, self.args).num_generations
-        batch, informative, more = refill(batch, self._more_rollouts, group, self.dynamic_sampling)
-        self._note("dynamic/informative", informative * group / len(inputs))
-        self._note("dynamic/generations", more)
+        batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
+        self._record_metric("dynamic/informative", informative * group / len(inputs))
+        self._record_metric("dynamic/generations", more)
         return batch
 
-    def _rollouts(self, inputs: Any) -> Any:
+    def _generate_rollouts(self, inputs: Any) -> Any:
         self._turns = None
         return super()._generate_and_score_completions(inputs)
 
     # numbers and templates
 
-    def _note(self, name: str, value: float) -> None:
+    def _record_metric(self, name: str, value: float) -> None:
         # Append only: self.log() inside the loss would clear everybody's metrics.
         self._metrics[self._mode()][name].append(float(value))
 
@@ -149,10 +149,10 @@ class GenerationTrainer(LeanToolLoop):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._note("grad_norm", float(norm))
+        self._record_metric("grad_norm", float(norm))
         return norm
 
-    def _render(self, messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
+    def _render_ids(self, messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
         tokenizer: Any = self.processing_class
         options: Any = self.chat_template_kwargs
         return tokenizer.apply_chat_template(

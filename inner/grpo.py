@@ -1,14 +1,14 @@
-"""The RL inner loop: one ComposerReplicationTrainer for the life of the process, stopped from outside.
+"""The RL inner loop: one ComposerReplicationTrainer for the whole process, stopped from outside.
 
     train(stop):   generate ─ reward ─ loss ─ backward ─▶ optimizer.step() ─▶ stop()? ─▶ …
                    └ every `boundary` inner steps         └ hooks on the raw optimizer
 
-One trainer per life, because a second one on the same model nests its forward once more, and starting `train` costs
+One trainer per process, because a second one on the same model nests its forward once more, and starting `train` costs
 half a second. The optimizer is ours and raw, because accelerate's wrapper has no step hooks.
 
 Quiet: no prints, no progress bars, no reports, no files but a temporary folder that goes away.
 
-Not promised: a second life with the same bits; sampling is seeded by `seeds.noise`.
+Not promised: a second session with the same bits; sampling is seeded by `seeds.noise`.
 """
 
 import os
@@ -27,18 +27,18 @@ from transformers.utils import logging as transformers_logging
 
 from inner.base import InnerConfig, Seeds, Theta
 from inner.host import Host
+from inner.metric_means import MetricMeans
 from inner.objectives import make_po_config
 from inner.optim import make_optimizer, warm_up
 from inner.poconfig import POConfig
 from inner.reward_calls import RewardCalls
+from inner.rollout_sample import RolloutSample, secrets_here
 from inner.settings import channels_of
-from inner.tally import Tally
 from inner.task import Task
 from inner.trainer import ComposerReplicationTrainer
-from inner.watched import RolloutSample, secrets_here
 
 FOREVER = 10**9  # inner steps; the real end is `stop`
-HARVESTED = {
+METRIC_NAMES = {
     "loss/total": "loss",
     "loss/grpo": "loss/grpo",
     "loss/sdpo_kl": "loss/sdpo_kl",
@@ -67,7 +67,7 @@ HARVESTED = {
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_libraries() -> Iterator[None]:
     """TRL 1.16 uses names that transformers 5.23 deprecates, and says at each construction that environments may
     change."""
     transformers_logging.set_verbosity_error()
@@ -89,23 +89,24 @@ class GrpoLoop:
         seeds: Seeds,
         warmup_steps: int = 0,
     ) -> None:
-        self.config, self.boundary = config, config.boundary
+        self.config = config
+        self.boundary = config.boundary
         self.model: nn.Module = model
         self.optimizer: Optimizer = make_optimizer(config, model)
-        self._tally = Tally()
+        self._means = MetricMeans()
         self._reward_calls = RewardCalls(
             config.reward_retries, config.reward_timeout_s, config.num_generations, time.monotonic
         )
         self._folder = tempfile.TemporaryDirectory(prefix="inner-")
-        self.trainer = self._trainer(model, tokenizer, task, seeds, warmup_steps)
+        self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
         self.trainer.remove_callback(PrinterCallback)
-        self._watch = _Watch(self.trainer, self.optimizer, self._tally, config, self._reward_calls)
+        self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
-        self.trainer.on_rollouts = self._rollouts.see
+        self.trainer.on_rollouts = self._rollouts.add_batch
 
-    @_quietly()
-    def _trainer(
+    @_silence_libraries()
+    def _build_trainer(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -118,7 +119,7 @@ class GrpoLoop:
             model=model,
             reward_funcs=task.reward,
             args=trainer_arguments(config, seeds, self._folder.name),
-            train_dataset=_dataset(task.rows),
+            train_dataset=_to_dataset(task.rows),
             processing_class=tokenizer,
             optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),
             environment_factory=task.environment,
@@ -138,11 +139,11 @@ class GrpoLoop:
     def train(self, stop: Callable[[], bool]) -> None:
         """Inner steps until `stop()`."""
         self._watch.stop = stop
-        with _quietly():
+        with _silence_libraries():
             self.trainer.train()
 
-    def harvest(self) -> dict[str, float]:
-        return self._tally.harvest()
+    def pop_metrics(self) -> dict[str, float]:
+        return self._means.pop_metrics()
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
         self.trainer.follow(step, theta)
@@ -160,24 +161,27 @@ class _Watch(TrainerCallback):
         self,
         trainer: ComposerReplicationTrainer,
         optimizer: Optimizer,
-        tally: Tally,
+        means: MetricMeans,
         config: InnerConfig,
         reward_calls: RewardCalls,
     ) -> None:
-        self.trainer, self.optimizer, self.tally, self.reward_calls = trainer, optimizer, tally, reward_calls
+        self.trainer = trainer
+        self.optimizer = optimizer
+        self.means = means
+        self.reward_calls = reward_calls
         self.rollouts = config.batch_size * config.gradient_accumulation_steps
         self.stop: Callable[[], bool] = lambda: True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics = self.trainer._metrics["train"]
-        for source, name in HARVESTED.items():
+        for source, name in METRIC_NAMES.items():
             for value in metrics.get(source, ()):
-                self.tally.note(name, value)
+                self.means.note(name, value)
         metrics.clear()  # nobody else reads them: TRL's own log is off
-        self.tally.note("lr", self.optimizer.param_groups[0]["lr"])
-        self.tally.count("samples", self.rollouts)
+        self.means.note("lr", self.optimizer.param_groups[0]["lr"])
+        self.means.count("samples", self.rollouts)
         if missing := self.reward_calls.take_missing():
-            self.tally.count("reward_missing", missing)
+            self.means.count("reward_missing", missing)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.stop():
@@ -216,7 +220,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
     )
 
 
-def _dataset(rows: list[dict[str, Any]]) -> Any:
+def _to_dataset(rows: list[dict[str, Any]]) -> Any:
     from datasets import Dataset
 
     return Dataset.from_list(rows)

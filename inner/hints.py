@@ -1,4 +1,4 @@
-"""What to tell the self-teacher in front of a turn that failed, and when to tell it nothing.
+"""The hint that the self-teacher reads in front of a turn that failed, and when it reads none.
 
     hint(row, error) -> text or None        row: the prompt's columns, or a TraceState; and where they are known
                                             student_action, tools, state_messages, error_kind, hint_template_key
@@ -12,7 +12,7 @@
     refused         "Error: gift card balance is not enough"            which rule is in the way
     exception       a traceback, and everything else                    the error itself
 
-A hint is given only when it would change the action: a hint that recommends just what failed would teach the model its
+A hint is given only when it would change the action: a hint that recommends the failed action would teach the model its
 own mistake with more confidence (with the live teacher that is how runs collapse).
 
 The hint stands before the failed turn, so it speaks of the call as of one that is still to come.
@@ -33,7 +33,7 @@ LONGEST = 400  # characters of an error that a hint repeats
 _TOOL_NAME = re.compile(r"Tool (\S+) not found|Unknown (?:action|tool|function):? ['\"]?([\w.-]+)")
 _ARGUMENTS = re.compile(r"\b(\w+)\(\) (?:got an unexpected|got multiple values|missing \d+ required|takes )")
 
-# The first that matches. What a program says when it breaks comes before what a rule may say in the same words.
+# The first match counts. Messages of broken programs come before those of rules, which may use the same words.
 _KINDS = [
     ("unknown_tool", _TOOL_NAME),
     ("bad_arguments", _ARGUMENTS),
@@ -68,7 +68,7 @@ TEMPLATES = {
 
 
 class Hint(Protocol):
-    """What is known of the turn (above), the error's text -> what to tell, or None for nothing."""
+    """(facts about the turn, as above; the error's text) -> the hint's text, or None for no hint."""
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None: ...
 
@@ -83,7 +83,7 @@ def failed_tool(error: str, student_action: str = "") -> str | None:
     if missing := _TOOL_NAME.search(error):
         return next(name for name in missing.groups() if name)
     function = found.group(1) if (found := _ARGUMENTS.search(error)) else None
-    names = [call["name"] for call in _calls(student_action)]
+    names = [call["name"] for call in _parse_calls(student_action)]
     return function if function in names or not names else names[0]
 
 
@@ -99,68 +99,72 @@ def template_hint(
 ) -> str | None:
     """A hint from the error's kind and the tools' JSON schemas. None where it would not change the action.
 
-    kind  what the environment says it was; one that has no template is read from the text"""
+    kind  the environment's own name for the error; if TEMPLATES lacks it, the kind is read from the text"""
     kind = kind if kind in TEMPLATES else error_kind(error)
     functions = {f["name"]: f for f in (schema.get("function", schema) for schema in schemas)}
     tool = failed_tool(error, student_action)
     if kind == "unknown_tool" and functions:
         others = ", ".join(name for name in functions if name != tool)
         return TEMPLATES[kind].format(tool=tool, tools=others) if others else None
-    if kind == "bad_arguments" and tool in functions and not _fits(_calls(student_action), functions[tool]):
-        return TEMPLATES[kind].format(tool=tool, arguments=_listed(functions[tool]))
+    if (
+        kind == "bad_arguments"
+        and tool in functions
+        and not _fits_schema(_parse_calls(student_action), functions[tool])
+    ):
+        return TEMPLATES[kind].format(tool=tool, arguments=_list_parameters(functions[tool]))
     if kind in ("unknown_tool", "bad_arguments"):  # nothing to list, or nothing new in it: the error itself
         kind = "exception"
-    return TEMPLATES[kind].format(call=f"Calling {tool}" if tool else "The next step", error=_sentence(error))
+    return TEMPLATES[kind].format(call=f"Calling {tool}" if tool else "The next step", error=_error_sentence(error))
 
 
-def gate(hint: str | None, recommended: str | None, error: str) -> str | None:
+def filter_hint(hint: str | None, recommended: str | None, error: str) -> str | None:
     """The hint, unless the tool it recommends is the one that just failed."""
     return None if hint is None or recommended == failed_tool(error) else hint
 
 
 def same_action(recommended: str, student_action: str) -> bool:
-    """Both as action_text writes them: the calls count, not the words around them."""
+    """Both as action_text writes them: the calls are compared, not the text around them."""
     return bool(student_action) and action_key(recommended) == action_key(student_action)
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
-    """Beginning and end: a traceback says at its end what happened."""
+def shorten_middle(text: str, longest: int = LONGEST) -> str:
+    """The beginning and the end of a text: a traceback names its error at the end."""
     text = text.strip()
     head = longest // 4
     return text if len(text) <= longest else f"{text[:head]} […] {text[head + 5 - longest :]}"
 
 
-def _parameters(function: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+def _parameter_schema(function: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
     parameters = function.get("parameters") or {}
     return parameters.get("properties") or {}, parameters.get("required") or ()
 
 
-def _listed(function: Mapping[str, Any]) -> str:
-    properties, _ = _parameters(function)
+def _list_parameters(function: Mapping[str, Any]) -> str:
+    properties, _ = _parameter_schema(function)
     return ", ".join(f"{name} ({spec.get('type', 'any')})" for name, spec in properties.items()) or "nothing"
 
 
-def _fits(calls: Sequence[Mapping[str, Any]], function: Mapping[str, Any]) -> bool:
+def _fits_schema(calls: Sequence[Mapping[str, Any]], function: Mapping[str, Any]) -> bool:
     """The call has just the arguments that the schema lists: to list them again would change nothing."""
-    properties, required = _parameters(function)
+    properties, required = _parameter_schema(function)
     given = next((call["arguments"] for call in calls if call["name"] == function["name"]), None)
     if not isinstance(given, dict) or not set(required) <= set(given) <= set(properties):
         return False
-    return all(_is(value, properties[name].get("type")) for name, value in given.items())
+    return all(_has_json_type(value, properties[name].get("type")) for name, value in given.items())
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _has_json_type(value: Any, kind: Any) -> bool:
     return not isinstance(kind, str) or kind not in _TYPES or type(value) is _TYPES[kind]
 
 
 _TYPES = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
 
 
-def _calls(student_action: str) -> list[Mapping[str, Any]]:
+def _parse_calls(student_action: str) -> list[Mapping[str, Any]]:
     """[{"name", "arguments"}] of the action; none where it is text."""
     return [call["function"] for call in action_message(student_action).get("tool_calls") or ()]
 
 
-def _sentence(error: str) -> str:
-    text = shortened(error).removeprefix("Error: ")
+def _error_sentence(error: str) -> str:
+    text = shorten_middle(error).removeprefix("Error: ")
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,7 +1,7 @@
-"""What an inner loop may say to whoever drives it, and ask of it, when the user's own code has a bad moment.
+"""The messages and requests of an inner loop to its driver when the user's own code fails.
 
     inner loop ── note("reward failed: 429 (64 of 64 completions, try 2 of 4)") ──▶ heartbeat ──▶ `diloco status`
-               ── tell("reward_failed", …) ──▶ log                └ and the watchdog hears that nothing hangs
+               ── emit("reward_failed", …) ──▶ log                └ and the watchdog hears that nothing hangs
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
 Not promised: that anybody listens. Without a run around it a loop warns, and sleeps.
@@ -14,24 +14,24 @@ from typing import Any, Protocol
 
 class Host(Protocol):
     def note(self, text: str) -> None:
-        """What holds up the present inner step, for whoever looks; "" once it goes on.  From any thread."""
+        """Show why the present inner step waits (in `diloco status`); "" once it goes on.  From any thread."""
         ...
 
-    def tell(self, event: str, text: str, **fields: Any) -> None:
-        """Something to write down.   fields: numbers."""
+    def emit(self, event: str, text: str, **fields: Any) -> None:
+        """Write an event to the log.   fields: numbers."""
         ...
 
     def pause(self, seconds: float) -> None:
-        """Wait, but not longer than this life is wanted."""
+        """Wait, and return early if this replica is asked to leave."""
         ...
 
 
-class Nobody:
+class StandaloneHost:
     """No run around the loop."""
 
     def note(self, text: str) -> None: ...
 
-    def tell(self, event: str, text: str, **fields: Any) -> None:
+    def emit(self, event: str, text: str, **fields: Any) -> None:
         warnings.warn(text, stacklevel=2)
 
     def pause(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Is the start model there?  Looked at without loading it: file names, sizes, headers, and one request to the Hub.
+"""Checks that the start model exists, without loading it: file names, sizes, headers, and one request to the Hub.
 
     inner.model   toolworld, tiny ─▶ built in code
                   a folder        ─▶ config.json · weights, each as long as its header says · tokenizer · chat template
@@ -26,40 +26,45 @@ LFS = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownModel:
     """folder: where its files are on this machine (None: nowhere).   note: what was not checked, and why."""
 
     folder: Path | None = None
     note: str = ""
 
 
-def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> Known:
+def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> KnownModel:
     """Raises InnerError if the model cannot be loaded for certain.   ask(model, revision): the Hub (default: online)"""
     model = config.model
     if model in BUILT_IN_MODELS:
-        return Known()
+        return KnownModel()
     if Path(model).is_dir():
         _check_folder(Path(model), f"model = {model!r}")
-        return Known(Path(model))
+        return KnownModel(Path(model))
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
         raise InnerError(
             f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is no name on the "
             "Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model."
         )
-    if (folder := cached(model, config.revision)) is not None:
+    if (folder := cached_snapshot(model, config.revision)) is not None:
         _check_folder(folder, f"model = {model!r}, as cached in {folder}", whole=False)
-        return Known(folder)
-    return Known(note=_asked(model, config.revision, ask or ask_hub))
+        return KnownModel(folder)
+    return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
 
 
-def cached(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
+def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
     """The snapshot of a Hub model in the cache of this machine; None if it is not there."""
-    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
+    cache = cache_folder(environ) / f"models--{model.replace('/', '--')}"
     name = cache / "refs" / (revision or "main")
     commit = name.read_text().strip() if name.is_file() else revision or ""
     folder = cache / "snapshots" / commit
     return folder if commit and (folder / "config.json").is_file() else None
+
+
+def cache_folder(environ: Any = os.environ) -> Path:
+    """Where the Hub's client keeps what it has downloaded."""
+    home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or home) / "hub")
 
 
 # -------------------------------------------------------------------- a folder
@@ -121,7 +126,7 @@ def _check_index(index: Path, there: Iterable[str], what: str) -> None:
 
 
 def chat_template(folder: Path) -> bool | None:
-    """Does its tokenizer have one?  None: nobody can tell from here."""
+    """Does its tokenizer have one?  None: the files do not say."""
     if any(folder.glob("chat_template*")):
         return True
     path = folder / "tokenizer_config.json"
@@ -131,7 +136,9 @@ def chat_template(folder: Path) -> bool | None:
 # -------------------------------------------------------------------- the Hub
 
 
-def _asked(model: str, revision: str | None, ask: Callable[[str, str | None], None], timeout_s: float = ASK_S) -> str:
+def _ask_in_time(
+    model: str, revision: str | None, ask: Callable[[str, str | None], None], timeout_s: float = ASK_S
+) -> str:
     """ "" if the Hub knows it; else why that was not checked.  Raises InnerError if the Hub says no."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return f"not checked: offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"

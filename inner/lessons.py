@@ -1,4 +1,4 @@
-"""What the self-teacher gets to see of a rollout, and which of the rollout's tokens it is asked about.
+"""The context that the self-teacher gets for a rollout, and the tokens of the rollout that it scores.
 
     hint      prompt … hint … <assistant>                       │ a turn that failed        one lesson per such turn
     rollout   prompt … a sibling's success, the errors … <assistant> │ the whole response   one lesson per rollout
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inner.hints import Hint, shortened
+from inner.hints import Hint, shorten_middle
 from inner.spans import HintSplicer, Lesson, Turn
 
 SOLUTION = "Correct solution:\n\n{}\n\n"
@@ -41,15 +41,15 @@ class Rollout:
 
 
 def hint_lessons(
-    rollouts: Sequence[Rollout], hint: Hint, told: Callable[..., dict[str, Any]], splice: HintSplicer
+    rollouts: Sequence[Rollout], hint: Hint, hint_context: Callable[..., dict[str, Any]], splice: HintSplicer
 ) -> list[list[Lesson]]:
-    """told(row, turn) -> what the hint gets to see. A hint that asks somebody is told of all failures at once."""
-    failed = [[(turn, told(r.row, turn)) for turn in r.turns if turn.error is not None] for r in rollouts]
+    """hint_context(row, turn) -> the first argument of `hint`. A hint with `prepare` gets all failures at once."""
+    failed = [[(turn, hint_context(r.row, turn)) for turn in r.turns if turn.error is not None] for r in rollouts]
     if prepare := getattr(hint, "prepare", None):
         prepare([(seen, turn.error) for each in failed for turn, seen in each])
     return [
         [
-            aligned_lesson(r, turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, _tokens(r, turn)))
+            aligned_lesson(r, turn.start, turn.end, splice(r.prompt + r.ids[: turn.start], text, _turn_tokens(r, turn)))
             for turn, seen in each
             if (text := hint(seen, str(turn.error))) is not None
         ]
@@ -57,7 +57,7 @@ def hint_lessons(
     ]
 
 
-def _tokens(rollout: Rollout, turn: Turn) -> list[int]:
+def _turn_tokens(rollout: Rollout, turn: Turn) -> list[int]:
     return rollout.ids[turn.start : turn.end]
 
 
@@ -95,7 +95,7 @@ def rollout_lessons(
 
 
 def reprompt(solution: str, errors: Sequence[str]) -> str | None:
-    """What the paper appends to the question; None where there is nothing to tell."""
+    """The text that the paper appends to the question; None without a solution and without errors."""
     parts = [SOLUTION.format(solution.strip())] if solution.strip() else []
-    parts += [FEEDBACK.format("\n".join(shortened(error) for error in errors))] if errors else []
+    parts += [FEEDBACK.format("\n".join(shorten_middle(error) for error in errors))] if errors else []
     return "".join([*parts, AGAIN]) if parts else None

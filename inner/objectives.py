@@ -55,7 +55,7 @@ class Objective:
     on_policy: str = "itself"
 
 
-def _is(loss_type: str, level: str = "token", **more: Any) -> dict[str, Any]:
+def _fixed_settings(loss_type: str, level: str = "token", **more: Any) -> dict[str, Any]:
     return {"loss_type": loss_type, "importance_sampling_level": level, **more}
 
 
@@ -67,7 +67,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2402.03300",
         formula=f"-mean_i mean_t {_CLIP}, A / std of the group",
         when="the baseline of most papers; favours short right answers and long wrong ones",
-        fixed=_is("grpo", scale_rewards="group"),
+        fixed=_fixed_settings("grpo", scale_rewards="group"),
         values={"epsilon": 0.2, "beta": 0.0},
     ),
     "dr_grpo": Objective(
@@ -76,7 +76,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         formula=f"-Σ_i Σ_t {_CLIP} / (B · max_completion_length), A not scaled",
         when="the default: no bias from length or from the group's spread; the loss shrinks as "
         "max_completion_length grows",
-        fixed=_is("dr_grpo", scale_rewards="none"),
+        fixed=_fixed_settings("dr_grpo", scale_rewards="none"),
         values={"epsilon": 0.2, "beta": 0.0, "num_iterations": 1},
     ),
     "bnpo": Objective(
@@ -84,7 +84,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="TRL's loss of that name",
         formula=f"-Σ_i Σ_t {_CLIP} / tokens of the micro-batch, A / std of the batch",
         when="sparse rewards at a large micro-batch; the result depends on the micro-batch's size",
-        fixed=_is("bnpo", scale_rewards="batch"),
+        fixed=_fixed_settings("bnpo", scale_rewards="batch"),
         values={"epsilon": 0.2, "beta": 0.0},
     ),
     "dapo": Objective(
@@ -93,7 +93,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         formula=f"-Σ_i Σ_t {_CLIP} / tokens of the inner step; only groups with different rewards; "
         "R - how far y reaches into the last tokens",
         when="long answers and falling entropy; costs further generations where groups agree",
-        fixed=_is("dapo", scale_rewards="group"),
+        fixed=_fixed_settings("dapo", scale_rewards="group"),
         values={
             "epsilon": 0.2,
             "epsilon_high": 0.28,
@@ -109,7 +109,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2507.18071",
         formula="-mean_i min(s A, clip(s, 1-ε, 1+ε_high) A)",
         when="mixtures of experts and long answers, where single tokens' ratios are noise",
-        fixed=_is("grpo", "sequence"),
+        fixed=_fixed_settings("grpo", "sequence"),
         values={"epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0},
         ratio=("importance_sampling_level", "epsilon", "epsilon_high"),
         stale=4,
@@ -120,7 +120,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2506.13585",
         formula="-Σ_i Σ_t sg(min(r, ε_high)) A log π / tokens of the inner step",
         when="rare but decisive tokens: a capped weight, and every token keeps its gradient",
-        fixed=_is("cispo"),
+        fixed=_fixed_settings("cispo"),
         values={"epsilon_high": 5.0, "beta": 0.0},
         ratio=("epsilon_high",),
         ignores=("epsilon", "delta"),
@@ -131,7 +131,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2602.05261",
         formula="-mean_i |y_i| min(s A, clip(s, 1-ε, 1+ε_high) A)",
         when="gspo, where answers shrink: each sequence counts by its length",
-        fixed=_is("luspo", "sequence"),
+        fixed=_fixed_settings("luspo", "sequence"),
         values={"epsilon": 2e-3, "epsilon_high": 2.5e-3, "beta": 0.0},
         ratio=("importance_sampling_level", "epsilon", "epsilon_high"),
         stale=4,
@@ -142,7 +142,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2511.20347",
         formula="-mean_i mean_t (4/τ) σ(τ (r - 1)) A, τ by the sign of A",
         when="a clip that fades instead of cutting",
-        fixed=_is("sapo"),
+        fixed=_fixed_settings("sapo"),
         values={"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "beta": 0.0},
         ratio=("sapo_temperature_pos", "sapo_temperature_neg"),
         ignores=("epsilon", "epsilon_high", "delta"),
@@ -153,7 +153,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2602.10693",
         formula="-Σ_i Σ_t sg(w^k exp(λ (1 - w))) A log π / tokens of the inner step, w = Π_t r; k, λ by A's sign",
         when="very stale data: a smooth weight per sequence",
-        fixed=_is("vespo"),
+        fixed=_fixed_settings("vespo"),
         values={
             "vespo_k_pos": 2.0,
             "vespo_lambda_pos": 3.0,
@@ -170,7 +170,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2507.20673",
         formula="-mean_i exp(mean_t clip(log r, -ε, ε_high, on the side that A pushes to)) A",
         when="outlier tokens: the geometric mean hardly feels them; ε is in log space",
-        fixed=_is("gmpo"),
+        fixed=_fixed_settings("gmpo"),
         values={"epsilon": 0.4, "epsilon_high": 0.4, "beta": 0.0},
         ratio=("epsilon", "epsilon_high"),
         ignores=("delta", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
@@ -181,7 +181,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         paper="arXiv 2508.08221",
         formula=f"-Σ_i Σ_t {_CLIP} / tokens of the inner step, A / std of the batch",
         when="small models and plain rewards: two tricks of many, the ones that held up",
-        fixed=_is("dapo", scale_rewards="batch"),
+        fixed=_fixed_settings("dapo", scale_rewards="batch"),
         values={"epsilon": 0.2, "beta": 0.0},
     ),
 }
@@ -190,7 +190,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
 # From a name and overrides to settings
 
 
-def objective(name: str) -> Objective:
+def find_objective(name: str) -> Objective:
     if name not in PO_OBJECTIVES:
         near = get_close_matches(name, PO_OBJECTIVES, n=1)
         guess = f" Did you mean {near[0]!r}?" if near else ""
@@ -200,8 +200,9 @@ def objective(name: str) -> Objective:
 
 
 def po_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What the preset and the overrides come to, checked. None as an override is the preset's value."""
-    preset, given = objective(name), {k: v for k, v in overrides.items() if v is not None}
+    """The preset's settings with the overrides applied, checked. None as an override is the preset's value."""
+    preset = find_objective(name)
+    given = {k: v for k, v in overrides.items() if v is not None}
     if "scale_rewards" in given:  # TRL takes booleans, too
         given["scale_rewards"] = {True: "group", False: "none"}.get(given["scale_rewards"], given["scale_rewards"])
     for knob in given:
@@ -222,8 +223,8 @@ def _refuse_unread(name: str, preset: Objective, knob: str) -> None:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what is not the objective `name`, whatever it is called."""
-    preset = objective(name)
+    """Raise ObjectiveError if `settings` are not those of the objective `name`."""
+    preset = find_objective(name)
     scale = settings.get("scale_rewards")
     if scale not in SCALE_REWARDS:
         raise ObjectiveError(f"scale_rewards = {scale!r} is not known. One of: {', '.join(SCALE_REWARDS)}.")
@@ -276,19 +277,19 @@ def inert_knobs(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]
     """The knobs that do nothing in a run with these settings, of those that the objective or the user counts on."""
     if not exactly_on_policy(settings):
         return ()
-    counted = [*objective(name).ratio, *(knob for knob in RATIO_KNOBS if (asked or {}).get(knob) is not None)]
+    counted = [*find_objective(name).ratio, *(knob for knob in RATIO_KNOBS if (asked or {}).get(knob) is not None)]
     return tuple(dict.fromkeys(counted))
 
 
 def inert_text(name: str, knobs: tuple[str, ...]) -> str:
     return (
         f"objective = {name!r}: this run is exactly on-policy, so {', '.join(knobs)} "
-        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {objective(name).on_policy}. Set "
+        f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
         "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
     )
 
 
-def _warn(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def _warn_if_inert(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     if knobs := inert_knobs(name, settings, asked):
         warnings.warn(inert_text(name, knobs), stacklevel=3)
     if name in ("gspo", "luspo") and settings["epsilon"] >= NEVER_CLIPS:
@@ -321,7 +322,7 @@ def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> "POConfig":
                 f"objective = {objective!r} did not apply: {knob} = {settings[knob]!r} was asked for and TRL holds "
                 f"{held!r}. This TRL version is not supported; use trl 1.16."
             )
-    _warn(objective, vars(config), overrides)
+    _warn_if_inert(objective, vars(config), overrides)
     return config
 
 
@@ -333,15 +334,15 @@ def make_dr_grpo_config(**overrides: Any) -> "POConfig":
 # The menu
 
 
-def menu(settings: Mapping[str, Any] | None = None) -> str:
+def format_menu(settings: Mapping[str, Any] | None = None) -> str:
     """Every objective: formula, knobs, when, and what is inert under these settings (without any: on-policy).
 
     `settings`: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing is the preset's."""
     here = {k: v for k, v in (settings or {}).items() if v is not None}
-    return "\n\n".join(_entry(name, preset, here) for name, preset in PO_OBJECTIVES.items())
+    return "\n\n".join(_menu_entry(name, preset, here) for name, preset in PO_OBJECTIVES.items())
 
 
-def _entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
+def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
     run = dict(here)
     accumulated = run.get("gradient_accumulation_steps", 1)
     if preset.stale > 1 and run.get("num_iterations", 1) == 1:

@@ -1,9 +1,10 @@
 """The inner optimizer: AdamW at a constant rate, with a linear warm-up.
 
-    rate(s) = lr · min(1, (s + 1) / warmup_steps, (start + s + 1) / lr_warmup_steps)      s = steps of this life
+    rate(s) = lr · min(1, (s + 1) / warmup_steps, (start + s + 1) / lr_warmup_steps)      s = steps of this session
 
-`lr_warmup_steps` belongs to the data order (a later life is past it), `warmup_steps` to this life (fresh Adam state).
-No decay: a schedule over a life would anneal once per life.
+`lr_warmup_steps` belongs to the data order (a later session is past it), `warmup_steps` to this session (fresh Adam
+state).
+No decay: a schedule over a session would anneal once per session.
 """
 
 from torch import nn
@@ -24,5 +25,5 @@ def make_optimizer(config: InnerConfig, model: nn.Module) -> AdamW:
 
 
 def warm_up(optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> LambdaLR:
-    life, run = max(1, warmup_steps), max(1, config.lr_warmup_steps)
-    return LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / life, (start + s + 1) / run))
+    session, run = max(1, warmup_steps), max(1, config.lr_warmup_steps)
+    return LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / session, (start + s + 1) / run))

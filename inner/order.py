@@ -1,4 +1,4 @@
-"""Which data an inner step sees: a pure function of (data seed, index), so that a second life goes on where the first
+"""The data of an inner step: a pure function of (data seed, index), so that a replaced replica goes on where the first
 stopped.
 
     prompts      epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | …      one endless line
@@ -17,14 +17,16 @@ import numpy as np
 
 
 def prompt_order(n_prompts: int, seed: int) -> Callable[[int], int]:
-    """position in the endless line -> prompt index. Remembers one epoch at a time."""
-    epoch_now, order = -1, np.empty(0, dtype=np.int64)
+    """position in the endless line -> prompt index. Keeps the permutation of one epoch at a time."""
+    epoch_now = -1
+    order = np.empty(0, dtype=np.int64)
 
     def at(position: int) -> int:
         nonlocal epoch_now, order
         epoch, offset = divmod(position, n_prompts)
         if epoch != epoch_now:
-            epoch_now, order = epoch, np.random.default_rng([seed, epoch]).permutation(n_prompts)
+            epoch_now = epoch
+            order = np.random.default_rng([seed, epoch]).permutation(n_prompts)
         return int(order[offset])
 
     return at

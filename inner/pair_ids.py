@@ -40,7 +40,7 @@ class PairIds:
         return self.prompt + self.chosen, self.prompt + self.rejected
 
 
-def fitting(
+def encode_fitting_pairs(
     pairs: Sequence[DPOPair],
     render: Callable[..., list[int]],
     tokenizer: Any,
@@ -52,10 +52,12 @@ def fitting(
 
     render(messages, opened, tools) -> ids.   Raises InnerError for the first that does not fit, or if none does.
     """
-    marks, found, left_out = turn_marks(render, tokenizer), list[PairIds](), list[str]()
+    marks = turn_marks(render, tokenizer)
+    found = list[PairIds]()
+    left_out = list[str]()
     for pair in pairs:
         try:
-            found.append(encoded(pair, render, tokenizer, limit, marks))
+            found.append(encode_pair(pair, render, tokenizer, limit, marks))
         except InnerError as error:
             if not skip_unfit:
                 raise
@@ -67,7 +69,7 @@ def fitting(
     return found
 
 
-def encoded(
+def encode_pair(
     pair: DPOPair, render: Callable[..., list[int]], tokenizer: Any, limit: int | None, marks: Set[str] = frozenset()
 ) -> PairIds:
     """limit: how many positions the model has. marks: what `chosen` must not contain."""
@@ -76,7 +78,7 @@ def encoded(
             f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
             f"The student would learn to end its turn there and to write another's. {SKIP}"
         )
-    (prompt, chosen), (_, rejected) = (_written(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
+    (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
     for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not ids:
             raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template.")
@@ -88,7 +90,7 @@ def encoded(
             f"pair {pair['state_id']}: chosen and rejected are the same tokens to this model's tokenizer, so there is "
             "nothing to prefer. Take the pair out, or use a tokenizer that tells them apart."
         )
-    return PairIds(prompt, chosen, rejected, _weight(pair))
+    return PairIds(prompt, chosen, rejected, _checked_weight(pair))
 
 
 def _marks_in(action: str, marks: Set[str]) -> str | None:
@@ -105,14 +107,16 @@ def turn_marks(render: Callable[..., list[int]], tokenizer: Any) -> set[str]:
     return {special[i] for i in render(talk, False) if i in special} | {end for end in ends if end}
 
 
-def _weight(pair: DPOPair) -> float:
+def _checked_weight(pair: DPOPair) -> float:
     weight = pair.get("weight", 1.0)
     if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
         raise InnerError(f"pair {pair['state_id']} has weight {weight!r}: it must be a number of 0 or more.")
     return float(weight)
 
 
-def _written(pair: DPOPair, side: str, render: Callable[..., list[int]], tokenizer: Any) -> tuple[list[int], list[int]]:
+def _encode_side(
+    pair: DPOPair, side: str, render: Callable[..., list[int]], tokenizer: Any
+) -> tuple[list[int], list[int]]:
     """The ids of the state and of one side, by a template that may raise anything."""
     try:
         return context_and_action(pair, pair[side], render, tokenizer)

@@ -1,4 +1,4 @@
-"""Which numbers the weights that are trained may be.
+"""The dtypes that trained weights may have.
 
     float32    as it should be
     bfloat16   8 bits of significand: an AdamW step that is smaller than about |w| / 256 is rounded away      warns
@@ -31,7 +31,7 @@ def refuse_float16(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def lost_updates(parameters: Iterable[tuple[str, Tensor]], lr: float | None = None) -> str | None:
-    """What training in bfloat16 loses, for people; None where nothing that is trained is bfloat16."""
+    """A message that says how much training in bfloat16 loses; None if no trained parameter is bfloat16."""
     trained = [p for _, p in parameters if p.requires_grad]
     small = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
     if not small:

@@ -1,12 +1,12 @@
-"""The pairs of the replay channel as token ids, what θ₀ thought of them, and whose turn it is.
+"""The pairs of the replay channel: their token ids, their log-probs under θ₀, and their order.
 
     pairs ──pair_ids.py──▶ ids
 
     reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass without gradient over all pairs, when the trainer
-                is built, in every life; the model is the run's θ₀ then, on every replica. With a fresh adapter (LoRA)
-                that is the base model.
+                is built, in every session; the model is the run's θ₀ then, on every replica. With a fresh adapter
+                (LoRA) that is the base model.
     order       pairs P·m … P·m + P - 1 of an endless permutation, for micro-batch number m: a function of the data
-                seed (which is of the run and the slot) and m
+                seed (one per run and slot) and m
 
 Not promised: pairs that fit into memory however long they are; the batch is as wide as its longest pair.
 """
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inner.channels import backbone_states, evaluating, padded, response_logprobs
+from inner.channels import backbone_states, eval_mode, pad_rows, response_logprobs
 from inner.errors import InnerError
 from inner.order import prompt_order
-from inner.pair_ids import PairIds, fitting
+from inner.pair_ids import PairIds, encode_fitting_pairs
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 
 PAIRS = 2**65  # keeps the order of the pairs apart from that of the prompts
 
 
 class ReplayPairs:
-    """What the replay channel learns from.   skip_unfit: leave out pairs that this model cannot take."""
+    """The pairs that the replay channel learns from.   skip_unfit: leave out pairs that this model cannot take."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class ReplayPairs:
         limit: int | None,
         skip_unfit: bool = False,
     ) -> None:
-        found = training_pairs(pairs) if isinstance(pairs, str | Path) else _checked(pairs)
-        self.pairs = fitting(found, render, tokenizer, limit=limit, skip_unfit=skip_unfit)
+        found = training_pairs(pairs) if isinstance(pairs, str | Path) else _checked_pairs(pairs)
+        self.pairs = encode_fitting_pairs(found, render, tokenizer, limit=limit, skip_unfit=skip_unfit)
         self.reference_N_2: Tensor | None = None
 
-    def order(self, seed: int) -> Callable[[int], int]:
+    def pair_order(self, seed: int) -> Callable[[int], int]:
         return prompt_order(len(self.pairs), PAIRS + seed)
 
-    def measure(self, model: nn.Module, at_once: int, device: torch.device) -> None:
+    def measure_reference(self, model: nn.Module, at_once: int, device: torch.device) -> None:
         """The reference: this model, as it is now."""
         parts = []
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), eval_mode(model):
             for first in range(0, len(self.pairs), at_once):
                 sums_2P, _ = pair_logprobs(model, self.pairs[first : first + at_once], device)
                 parts.append(torch.stack(sums_2P.chunk(2), dim=1).cpu())
@@ -63,13 +63,13 @@ def pair_logprobs(
     tap: gets to see the states."""
     rows = [pair.rows[0] for pair in pairs] + [pair.rows[1] for pair in pairs]
     prompts = [len(pair.prompt) for pair in pairs] * 2
-    states = backbone_states(model, *padded(rows, device))
+    states = backbone_states(model, *pad_rows(rows, device))
     sums = response_logprobs(model, states if tap is None else tap(states), prompts, rows)
     lengths = [len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)]
     return sums, torch.tensor(lengths, dtype=sums.dtype, device=sums.device)
 
 
-def _checked(pairs: Sequence[DPOPair]) -> list[DPOPair]:
+def _checked_pairs(pairs: Sequence[DPOPair]) -> list[DPOPair]:
     found = []
     for i, pair in enumerate(pairs):
         try:

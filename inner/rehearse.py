@@ -1,4 +1,4 @@
-"""The user's own code, tried in a process of its own: it may hang, print, exit, or take the process along.
+"""The user's own code, tried in a process of its own: it may hang, print, exit, or crash the process.
 
     parent ── {"inner": …, "files": …, "tokenizer": folder} ──▶ python -m inner.rehearse ──▶ {"refused", "missing"}
 
@@ -53,26 +53,27 @@ def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: 
             return Rehearsal(late=True)
         if answer.is_file():
             return Rehearsal(**json.loads(answer.read_text(encoding="utf-8")))
-    return Rehearsal(_gone(config, done.returncode, done.stderr))
+    return Rehearsal(_explain_exit(config, done.returncode, done.stderr))
 
 
-def _gone(config: InnerConfig, code: int, said: str) -> str:
+def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
     """It ended the whole process: sys.exit, os._exit, a crash in C."""
-    last = "\n".join(f"  {line}" for line in said.strip().splitlines()[-4:])
+    last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
     return (
-        f"{config.reward or config.environment}: the code ended its process with exit code {code} when it was tried on "
-        f"two prompts.\n{last}\n  next: take the exit out, or see what crashes: `python {Path(_file(config)).name}`."
+        f"{config.reward or config.environment}: the code ended its process with exit code {code} when it was tried "
+        f"on two prompts.\n{last}\n  next: take the exit out, or see what crashes: "
+        f"`python {Path(_user_file(config)).name}`."
     )
 
 
-def _file(config: InnerConfig) -> str:
+def _user_file(config: InnerConfig) -> str:
     return str(config.reward or config.environment).rpartition(":")[0]
 
 
 # -------------------------------------------------------------------- in the other process
 
 
-def tried(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
+def run_checks(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
     from inner.check import check_inner, check_pairs
 
     try:
@@ -99,7 +100,7 @@ def missing_package(error: BaseException) -> str:
 
 def main(asked: Mapping[str, Any]) -> None:
     files = {k: Path(v) for k, v in asked["files"].items()}
-    found = tried(InnerConfig.from_dict(asked["inner"]), files, asked["tokenizer"])
+    found = run_checks(InnerConfig.from_dict(asked["inner"]), files, asked["tokenizer"])
     Path(asked["answer"]).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 

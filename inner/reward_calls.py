@@ -1,14 +1,14 @@
-"""The reward as a replica of a fleet calls it: one bad moment of the user's code ends nothing.
+"""The reward as a replica of a fleet calls it: one failure of the user's code ends nothing.
 
     called once ── fails ──▶ asked again, by parts and with pauses (inner/attempts.py)
-                   └ what still has no finite number counts as None: its completion has no advantage (decision 025)
+                   └ a completion that still has no finite number counts as None and has no advantage (decision 025)
 
-    a batch without one reward ── the first of a life, or three in a row ──▶ RewardFailed: this life ends
+    a batch without one reward ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
 
-A reward that works is called once with TRL's own arguments, so the numbers are TRL's, bit for bit. What passed the
-pre-flight is not the user's mistake any more, so nothing here is an InnerError.
+A reward that works is called once with TRL's own arguments, so the numbers are TRL's, bit for bit. The reward has
+passed the pre-flight by now, so nothing here is an InnerError.
 
-Not promised: an end of an async reward that blocks its event loop; the watchdog ends that life.
+Not promised: an end of an async reward that blocks its event loop; the watchdog ends that session.
 """
 
 import asyncio
@@ -22,93 +22,99 @@ from typing import Any
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
-from inner.attempts import Again, Answer, Ask, Failure, Scored, Value, Values, attempts, read_values, rows_of
-from inner.deadline import TimedOut, remind_after, within
-from inner.host import Host, Nobody
+from inner.attempts import Again, Answer, Ask, Failure, Scored, Value, Values, plan_attempts, read_values, rows_of
+from inner.deadline import TimedOut, call_within, remind_after
+from inner.errors import RewardFailed
+from inner.host import Host, StandaloneHost
 from inner.userfiles import user_lines
 
-BATCHES = 3  # without any reward, one after the other, in a life that has seen rewards
-TELL_EVERY_S = 60.0  # a reward that fails often is told once a minute, with the count
+BATCHES = 3  # without any reward, one after the other, in a session that has had rewards
+EMIT_EVERY_S = 60.0  # a reward that fails often is reported once a minute, with the count
 LOGGERS = {"log_extra", "log_metric"}  # functions that TRL hands to a reward
-
-
-class RewardFailed(RuntimeError):
-    """The reward gives no numbers any more. This life ends; its slot is started again, three times at most."""
 
 
 class RewardCalls:
     """All rewards of one trainer.   retries: further tries.   timeout_s: of one call, 0 for none.   group: completions
-    of one prompt.   host: who hears.
+    of one prompt.   host: receives notes and events.
 
-    `take_failed` and `missing` say what of the last batch, and of all since the last harvest, has no reward."""
+    `take_failed`: completions of the last batch without a reward.  `take_missing`: their number since then."""
 
     def __init__(
         self, retries: int, timeout_s: float, group: int, clock: Callable[[], float], host: Host | None = None
     ):
-        self.tries, self.timeout_s, self.group, self.clock = retries + 1, timeout_s, group, clock
-        self.host: Host = host or Nobody()
+        self.tries = retries + 1
+        self.timeout_s = timeout_s
+        self.group = group
+        self.clock = clock
+        self.host: Host = host or StandaloneHost()
         self._missing = 0
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
         self._worked: set[str] = set()
         self._noted = False
-        self._told_at = -math.inf
-        self._untold = 0
+        self._last_emit_at = -math.inf
+        self._unreported_failures = 0
 
-    def around(self, reward: Any) -> Any:
-        """The same reward, for TRL.  One that is a model stays as it is."""
+    def wrap_reward(self, reward: Any) -> Any:
+        """The same reward, for TRL.  A reward model stays as it is."""
         if isinstance(reward, nn.Module) or not callable(reward):
             return reward
 
         @wraps(reward, updated=())
         def sync(**columns: Any) -> list[Value]:
-            steps = self._begin(columns)
-            return self._finish(reward, _run(steps, lambda step: self._do(reward, columns, step)))
+            steps = self._plan_attempts(columns)
+            return self._finish_batch(reward, _run_attempts(steps, lambda step: self._do_step(reward, columns, step)))
 
         @wraps(reward, updated=())
         async def later(**columns: Any) -> list[Value]:
-            steps = self._begin(columns)
-            return self._finish(reward, await _run_later(steps, lambda step: self._do_later(reward, columns, step)))
+            steps = self._plan_attempts(columns)
+            return self._finish_batch(
+                reward, await _run_attempts_async(steps, lambda step: self._do_step_async(reward, columns, step))
+            )
 
         return later if is_async_callable(reward) else sync
 
     def take_failed(self) -> list[int]:
         """Completions of the batch whose reward, or one of whose rewards, is not known."""
-        failed, self._failed = sorted(self._failed), set()
+        failed = sorted(self._failed)
+        self._failed = set()
         self._missing += len(failed)
         return failed
 
     def take_missing(self) -> int:
         """Completions without a reward since the last time."""
-        missing, self._missing = self._missing, 0
+        missing = self._missing
+        self._missing = 0
         return missing
 
     # one step of a batch
 
-    def _begin(self, columns: Mapping[str, Any]) -> Generator[Ask | Again, Answer, Scored]:
-        return attempts(len(columns["completions"]), self.group, self.tries)
+    def _plan_attempts(self, columns: Mapping[str, Any]) -> Generator[Ask | Again, Answer, Scored]:
+        return plan_attempts(len(columns["completions"]), self.group, self.tries)
 
-    def _do(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
+    def _do_step(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
         if isinstance(step, Again):
-            self._note(step, columns)
+            self._note_failure(step, columns)
             return self.host.pause(step.pause_s) if step.pause_s else None
         call = _Call(reward, columns, step)
         try:
-            return call.read(within(self.timeout_s, call.make, lambda waited: self._remind(reward, waited)))
-        except (Exception, SystemExit) as error:  # a reward that calls sys.exit() is no wish to end the replica
+            return call.read_answer(
+                call_within(self.timeout_s, call.call_reward, lambda waited: self._note_waiting(reward, waited))
+            )
+        except (Exception, SystemExit) as error:  # a reward that calls sys.exit() does not mean to end the replica
             return Failure(error)
 
-    async def _do_later(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
+    async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
         if isinstance(step, Again):
-            self._note(step, columns)
+            self._note_failure(step, columns)
             return await asyncio.to_thread(self.host.pause, step.pause_s) if step.pause_s else None
         call = _Call(reward, columns, step)
         first = remind_after(self.timeout_s)
-        reminder = asyncio.get_running_loop().call_later(first, self._remind, reward, first)
+        reminder = asyncio.get_running_loop().call_later(first, self._note_waiting, reward, first)
         limit = asyncio.timeout(self.timeout_s or None)
         try:
             async with limit:
-                return call.read(await call.make())
+                return call.read_answer(await call.call_reward())
         except TimeoutError as error:
             return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
         except (Exception, SystemExit) as error:
@@ -116,78 +122,88 @@ class RewardCalls:
         finally:
             reminder.cancel()
 
-    # what is said
+    # notes and events
 
-    def _remind(self, reward: Any, waited: float) -> None:
+    def _note_waiting(self, reward: Any, waited: float) -> None:
         until = f"; interrupted after {self.timeout_s:g} s (inner.reward_timeout_s)" if self.timeout_s else ""
-        self._say(f"waits for the reward {_name(reward)}, {waited:.0f} s so far{until}")
+        self._send_note(f"waits for the reward {_reward_name(reward)}, {waited:.0f} s so far{until}")
 
-    def _note(self, step: Again, columns: Mapping[str, Any]) -> None:
+    def _note_failure(self, step: Again, columns: Mapping[str, Any]) -> None:
         of = f"{step.missing} of {len(columns['completions'])} completions, try {step.number} of {self.tries}"
         wait = f"; again in {step.pause_s:.0f} s" if step.pause_s else ""
-        self._say(f"reward failed: {step.failure.words} ({of}){wait}")
+        self._send_note(f"reward failed: {step.failure.summary} ({of}){wait}")
 
-    def _say(self, text: str) -> None:
+    def _send_note(self, text: str) -> None:
         self._noted = True
         self.host.note(text)
 
-    def _finish(self, reward: Any, scored: Scored) -> list[Value]:
+    def _finish_batch(self, reward: Any, scored: Scored) -> list[Value]:
         self._failed.update(scored.failed)
         if scored.why:
-            self._tell(reward, scored)
+            self._emit_failure(reward, scored)
         if self._noted:
             self._noted = False
             self.host.note("")
-        self._judge(reward, scored)
+        self._refuse_rewardless(reward, scored)
         return scored.values
 
-    def _tell(self, reward: Any, scored: Scored) -> None:
+    def _emit_failure(self, reward: Any, scored: Scored) -> None:
         """At once the first time, then once a minute."""
-        now, self._untold = self.clock(), self._untold + 1
-        if now - self._told_at < TELL_EVERY_S:
+        now = self.clock()
+        self._unreported_failures = self._unreported_failures + 1
+        if now - self._last_emit_at < EMIT_EVERY_S:
             return
-        before = f"; {self._untold} batches with failures since this was last said" if self._untold > 1 else ""
+        before = (
+            f"; {self._unreported_failures} batches with failures since the last report"
+            if self._unreported_failures > 1
+            else ""
+        )
         lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward"
-        self._told_at, self._untold = now, 0
-        text = f"{_name(reward)}: {scored.why} ({lost} after {scored.tries} of {self.tries} tries){before}"
-        self.host.tell(
+        self._last_emit_at = now
+        self._unreported_failures = 0
+        text = f"{_reward_name(reward)}: {scored.why} ({lost} after {scored.tries} of {self.tries} tries){before}"
+        self.host.emit(
             "reward_failed", text,
             completions=len(scored.values), failed=len(scored.failed), tries=scored.tries,
         )  # fmt: skip
 
-    def _judge(self, reward: Any, scored: Scored) -> None:
+    def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
         """Raises RewardFailed where going on would train on nothing."""
-        name = _name(reward)
+        name = _reward_name(reward)
         if len(scored.failed) < len(scored.values):
             self._in_a_row[name] = 0
             self._worked.add(name)
             return
         self._in_a_row[name] = count = self._in_a_row.get(name, 0) + 1
         if count >= (BATCHES if name in self._worked else 1):
-            raise RewardFailed(_verdict(reward, scored, count)) from (scored.failure.error if scored.failure else None)
+            raise RewardFailed(_explain_end(reward, scored, count)) from (
+                scored.failure.error if scored.failure else None
+            )
 
 
 class _Call:
-    """One call of the user's function.  What it logs for a whole batch is passed on when it has ended well."""
+    """One call of the user's function.  Its logs of a whole batch are passed on once it has returned."""
 
     def __init__(self, reward: Any, columns: Mapping[str, Any], step: Ask) -> None:
-        self._reward, self._step, self._given = reward, step, columns
+        self._reward = reward
+        self._step = step
+        self._given = columns
         self._logs: list[tuple[str, tuple[Any, ...]]] = []
         self._columns = dict(columns) if step.first else rows_of(columns, step.rows, len(columns["completions"]))
         for name in LOGGERS & set(columns):
-            self._columns[name] = lambda *said, name=name: self._logs.append((name, said))
+            self._columns[name] = lambda *logged, name=name: self._logs.append((name, logged))
 
-    def make(self) -> Any:
+    def call_reward(self) -> Any:
         return self._reward(**self._columns)
 
-    def read(self, answer: Any) -> Values:
+    def read_answer(self, answer: Any) -> Values:
         values = read_values(answer, len(self._step.rows))
-        for name, said in self._logs if self._step.first else ():
-            self._given[name](*said)
+        for name, logged in self._logs if self._step.first else ():
+            self._given[name](*logged)
         return values
 
 
-def _run(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Answer]) -> Scored:
+def _run_attempts(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Answer]) -> Scored:
     answer = None
     while True:
         try:
@@ -196,7 +212,9 @@ def _run(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Agai
             return end.value
 
 
-async def _run_later(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Any]) -> Scored:
+async def _run_attempts_async(
+    steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Any]
+) -> Scored:
     answer = None
     while True:
         try:
@@ -206,19 +224,24 @@ async def _run_later(steps: Generator[Ask | Again, Answer, Scored], do: Callable
         answer = await do(step)
 
 
-def _name(reward: Any) -> str:
+def _reward_name(reward: Any) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def _verdict(reward: Any, scored: Scored, batches: int) -> str:
+def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
     often = "the first batch of this life" if batches == 1 else f"{batches} batches in a row"
     shown = f"  {scored.why}"
     if scored.failure is not None:
         shown = user_lines(scored.failure.error, _file_of(reward))
     return (
-        f"the reward {_name(reward)} gave no number for any completion of {often}, {scored.tries} tries each.\n"
-        f"{shown}\n  This life ends, and its slot is started again. After three such lives in a row the run ends; "
-        "`diloco resume` goes on from its last commit. More patience: inner.reward_retries, inner.reward_timeout_s."
+        f"the reward {_reward_name(reward)} gave no number for any completion of {often}, {scored.tries} tries each.\n"
+        f"{shown}\n"
+        "  This life ends, and its slot is started again; after three such lives in a row whose work never counted the "
+        "run ends.\n"
+        "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
+        "  A run keeps its files. A mended one needs `diloco train CONFIG --run RUN --again` while nothing was trained "
+        "there,\n  and another --run afterwards.\n"
+        "  More patience: inner.reward_retries, inner.reward_timeout_s."
     )
 
 

@@ -1,4 +1,4 @@
-"""Two things that TRL asks for, made strict: which prompts come next, and what a reward says.
+"""Two things that TRL asks for, made strict: the order of prompts, and the values of a reward.
 
     prompts   generation g = micro-batch // micro-batches per generation: its prompts are a function of (seed, g)
     reward    one finite number per completion, or None for "cannot say"; else an error that names the function
@@ -26,7 +26,8 @@ class GenerationSampler(Sampler):
     its buffer. Endless, since an inner loop has no last step."""
 
     def __init__(self, trainer: Any, n_prompts: int, seed: int) -> None:
-        self.trainer, self.at = trainer, prompt_order(n_prompts, seed)
+        self.trainer = trainer
+        self.at = prompt_order(n_prompts, seed)
 
     def __iter__(self) -> Iterator[int]:
         args: Any = self.trainer.args
@@ -42,11 +43,12 @@ class GenerationSampler(Sampler):
         return 2**40
 
 
-def guarded(reward: Any) -> Any:
+def guard_answers(reward: Any) -> Any:
     """The same reward, with its answers checked. TRL would take a NaN for "cannot say"."""
     if isinstance(reward, nn.Module) or not callable(reward):
         return reward
-    name, function = getattr(reward, "__name__", type(reward).__name__), cast(Any, reward)
+    name = getattr(reward, "__name__", type(reward).__name__)
+    function = cast(Any, reward)
 
     def check(values: Any, kwargs: Any) -> list[float | None]:
         if isinstance(values, list | tuple):  # of scalars of numpy or torch, perhaps

@@ -6,7 +6,8 @@
     β(t)   beta_replay ──▶ beta_replay_end      ▏ then constant; without an end, constant from the start
     TAID   taid_t_start ──▶ taid_t_end         ╱
 
-A function of t alone, so all replicas that stand at t optimise the same thing, and a new life goes on where the run is.
+A function of t alone, so all replicas that stand at t optimise the same thing, and a new session goes on where the run
+is.
 
 Not promised: that a weight means the same under another kernel: the scale of the divergence jumps at sdpo_jsd_beta = 0
 and 1, and DPO's gradient grows with the length of the responses.
@@ -37,7 +38,7 @@ class ChannelSettings:
     """sdpo_context   "hint": a hint in front of each failed turn, Σ over the turns' tokens / rollouts
                    "rollout": the SDPO paper: the whole response again, behind a sibling's success and the errors
     sdpo_teacher   whose weights: "round" θ_t as committed, the same on every replica (without a run: as they came in)
-                   · "frozen" θ₀ · "ema" this life's own average · "live" those of this very step
+                   · "frozen" θ₀ · "ema" this session's own average · "live" those of this very step
     sdpo_wrapper   "none" generalized JSD · "taid" · "entropy_opd"
     dpo_variant    "dpo" against θ₀, with anchors: label smoothing, NLL, DPO-Positive · "simpo" without a reference
     """
@@ -78,28 +79,28 @@ class ChannelSettings:
     # the menu at a step
 
     @property
-    def distils(self) -> bool:
+    def uses_sdpo(self) -> bool:
         return self.alpha_sdpo > 0 or (self.alpha_sdpo_end or 0) > 0
 
     @property
-    def replays(self) -> bool:
+    def uses_replay(self) -> bool:
         return self.beta_replay > 0 or (self.beta_replay_end or 0) > 0
 
     @property
-    def collapses(self) -> bool:
+    def may_collapse(self) -> bool:
         """A model that follows itself at full weight: measured, reward .94 to 0."""
         return self.sdpo_teacher == "live" and max(self.alpha_sdpo, self.alpha_sdpo_end or 0) >= 1
 
     def alpha_at(self, step: int) -> float:
-        return ramp(self.alpha_sdpo, self.alpha_sdpo_end, step, self.schedule_steps)
+        return linear_ramp(self.alpha_sdpo, self.alpha_sdpo_end, step, self.schedule_steps)
 
     def beta_at(self, step: int) -> float:
-        return ramp(self.beta_replay, self.beta_replay_end, step, self.schedule_steps)
+        return linear_ramp(self.beta_replay, self.beta_replay_end, step, self.schedule_steps)
 
     def taid_t_at(self, step: int) -> float:
-        return ramp(self.taid_t_start, self.taid_t_end, step, self.schedule_steps)
+        return linear_ramp(self.taid_t_start, self.taid_t_end, step, self.schedule_steps)
 
-    # what contradicts itself
+    # contradictions
 
     def check_channels(self) -> None:
         """Raises ChannelError."""
@@ -121,12 +122,13 @@ class ChannelSettings:
         """A setting that nothing reads would leave a run that is not the one that was asked for."""
         for condition, holds, names in READ_ONLY_WHERE:
             refuse_unread(self, names, holds(self), condition)
-        if self.policy_weight == 0 and not (self.distils or self.replays):
+        if self.policy_weight == 0 and not (self.uses_sdpo or self.uses_replay):
             raise ChannelError(
                 "policy_weight = 0 with alpha_sdpo = 0 and beta_replay = 0 learns nothing. Set alpha_sdpo = 1 for the "
                 "SDPO paper's method, or leave policy_weight out."
             )
-        clip, highest = self.sdpo_token_clip, highest_jsd_entry(self.sdpo_jsd_beta)
+        clip = self.sdpo_token_clip
+        highest = highest_jsd_entry(self.sdpo_jsd_beta)
         if clip is not None and clip >= highest:
             raise ChannelError(
                 f"sdpo_token_clip = {clip} never clips: at sdpo_jsd_beta = {self.sdpo_jsd_beta} no vocabulary entry "
@@ -183,7 +185,7 @@ class ChannelSettings:
 READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, ...]], ...] = (
     (
         "alpha_sdpo or alpha_sdpo_end is above 0",
-        lambda s: s.distils,
+        lambda s: s.uses_sdpo,
         ("sdpo_context", "sdpo_teacher", "sdpo_ema_rate", "sdpo_wrapper", "sdpo_jsd_beta", "sdpo_temperature",
          "sdpo_token_clip", "sdpo_top_k", "sdpo_success", "taid_t_start", "taid_t_end", "entropy_opd_h_max"),
     ),
@@ -194,7 +196,7 @@ READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, 
     ('sdpo_wrapper = "entropy_opd"', lambda s: s.sdpo_wrapper == "entropy_opd", ("entropy_opd_h_max",)),
     (
         "beta_replay or beta_replay_end is above 0",
-        lambda s: s.replays,
+        lambda s: s.uses_replay,
         ("dpo_variant", "replay_batch_size", "replay_skip_unfit", "replay_dpo_beta", "replay_label_smoothing",
          "replay_nll_weight", "replay_dpop_lambda", "simpo_beta", "simpo_gamma"),
     ),
@@ -234,12 +236,12 @@ def channels_of(config: object) -> dict[str, Any]:
     return {name: getattr(config, name) for name in CHANNEL_FIELDS}
 
 
-def taken(options: dict[str, Any]) -> Mapping[str, Any]:
+def pop_channel_settings(options: dict[str, Any]) -> Mapping[str, Any]:
     """The channel settings among keyword arguments, taken out of them."""
     return {name: options.pop(name) for name in CHANNEL_FIELDS if name in options}
 
 
-def ramp(start: float, end: float | None, step: int, steps: int | None) -> float:
+def linear_ramp(start: float, end: float | None, step: int, steps: int | None) -> float:
     if end is None or steps is None:
         return start
     return start + (end - start) * min(1.0, max(0, step) / steps)

@@ -16,8 +16,8 @@ it. Pure functions but for the tokenizer's template.
     TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
     recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
 
-Not promised: error turns that TRL rolled back because the result did not fit; nobody sees those. On recorded traces the
-ids are the tokenizer's, not the ones that some model sampled.
+Not promised: error turns that TRL rolled back because the result did not fit; TRL does not report those. On recorded
+traces the ids are the tokenizer's, not the ones that some model sampled.
 """
 
 import ast
@@ -97,7 +97,7 @@ def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) 
     failures: list[Mapping[str, Any] | None] = []
     for at, message in enumerate(messages):
         if message.get("role") == "assistant":
-            failures.append(_failure(messages, at))
+            failures.append(_failure_behind(messages, at))
     spans = model_turns(tool_mask)
     failures += [None] * (len(spans) - len(failures))
     return [
@@ -106,8 +106,8 @@ def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) 
     ]
 
 
-def _failure(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[str, Any] | None:
-    """What is known of the assistant's message `at`, if one of the calls in it failed. The first that failed counts."""
+def _failure_behind(messages: Sequence[Mapping[str, Any]], at: int) -> Mapping[str, Any] | None:
+    """The facts about the assistant's message `at` if one of its calls failed. The first failed call counts."""
     for i, result in enumerate(messages[at + 1 :]):
         if result.get("role") != "tool":
             return None
@@ -129,12 +129,12 @@ def error_record(content: object) -> dict[str, Any] | None:
     if not isinstance(content, str):
         return None
     if content.startswith(("{'error':", '{"error":')):
-        record = _parsed(content)
+        record = _parse_record(content)
         return record if record is not None and record["error"] else None
     return {"error": content} if _SAYS_ERROR.match(content) else None
 
 
-def _parsed(content: str) -> dict[str, Any] | None:
+def _parse_record(content: str) -> dict[str, Any] | None:
     for parse in (ast.literal_eval, json.loads):
         try:
             record = parse(content)
@@ -232,18 +232,19 @@ def context_and_action(
     """The ids of a state's messages with the assistant's turn opened, and those of the action behind them.
 
     render(messages, opened, tools) -> ids"""
-    messages, tools = [_for_template(m) for m in state["state_messages"]], state.get("tools")
+    messages = [_for_template(m) for m in state["state_messages"]]
+    tools = state.get("tools")
     context = render(messages, True, tools)
     turn = action_message(action)
     whole, mute = (render([*messages, t], False, tools) for t in (turn, _without_calls(turn)))
     shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
-    return context, whole[len(context) :] if shown else _plain(action, tokenizer)
+    return context, whole[len(context) :] if shown else _plain_ids(action, tokenizer)
 
 
 def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
     """The spans as compose_loss takes them: padded on the right, the loss on the spans' own tokens."""
-    student_ids, student_mask, marked = _padded([s.student_ids for s in spans], [s.length for s in spans], pad_id)
-    teacher_ids, teacher_mask, teacher_marked = _padded(
+    student_ids, student_mask, marked = _pad_and_mark([s.student_ids for s in spans], [s.length for s in spans], pad_id)
+    teacher_ids, teacher_mask, teacher_marked = _pad_and_mark(
         [s.teacher_ids for s in spans], [s.length for s in spans], pad_id
     )
     return {
@@ -257,7 +258,7 @@ def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
     }
 
 
-def _padded(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int) -> tuple[Any, Any, Any]:
+def _pad_and_mark(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int) -> tuple[Any, Any, Any]:
     """ids, attention mask, and the mask of each row's last tokens; each (B, T)."""
     import torch
 
@@ -277,7 +278,7 @@ def _without_calls(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _plain(action: str, tokenizer: Any) -> list[int]:
+def _plain_ids(action: str, tokenizer: Any) -> list[int]:
     """The action's own text, where the template leaves calls out or writes a finished turn unlike an opened one."""
     ids = tokenizer(action, add_special_tokens=False)["input_ids"]
     return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from inner.base import InnerConfig, InnerError, Seeds, Theta
 from inner.host import Host
+from inner.metric_means import MetricMeans
 from inner.optim import make_optimizer, warm_up
 from inner.order import window_starts
 from inner.precision import check_precision
-from inner.tally import Tally
 
 
 class SupervisedLoop:
@@ -44,24 +44,26 @@ class SupervisedLoop:
             )
         check_precision(model)
         torch.manual_seed(seeds.noise)
-        self.config, self.tokens, self.seeds = config, tokens, seeds
+        self.config = config
+        self.tokens = tokens
+        self.seeds = seeds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: nn.Module = model.to(self.device)
         self.optimizer: Optimizer = make_optimizer(config, self.model)
         self._schedule = warm_up(self.optimizer, config, seeds.start, warmup_steps)
         self._next = seeds.start
-        self._tally = Tally()
+        self._means = MetricMeans()
 
     def train(self, stop: Callable[[], bool]) -> None:
         """Inner steps until `stop()`."""
         self.model.train()
         while True:
-            self._step()
+            self._train_step()
             if stop():
                 return
 
-    def harvest(self) -> dict[str, float]:
-        return self._tally.harvest()
+    def pop_metrics(self) -> dict[str, float]:
+        return self._means.pop_metrics()
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
         """Nothing here depends on where the run stands."""
@@ -74,26 +76,27 @@ class SupervisedLoop:
 
     def batch(self, micro: int) -> Tensor:
         """Micro-batch number `micro` of the data order -> ids (B, context_length + 1)."""
-        width, size = self.config.context_length + 1, self.config.batch_size
+        width = self.config.context_length + 1
+        size = self.config.batch_size
         starts = window_starts(len(self.tokens), width, size, self.seeds.data, micro)
         ids_B_T = np.stack([self.tokens[start : start + width] for start in starts]).astype(np.int64)
         return torch.from_numpy(ids_B_T).to(self.device)
 
-    def _step(self) -> None:
+    def _train_step(self) -> None:
         ga = self.config.gradient_accumulation_steps
         self.optimizer.zero_grad(set_to_none=True)
-        loss = sum(self._backward(self._next * ga + k) for k in range(ga))
+        loss = sum(self._backward_pass(self._next * ga + k) for k in range(ga))
         limit = self.config.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self._tally.note("loss", loss)
-        self._tally.note("grad_norm", float(norm))
-        self._tally.note("lr", self.optimizer.param_groups[0]["lr"])
-        self._tally.count("samples", ga * self.config.batch_size)
-        self._next += 1  # before the hooks: what they see as done is done
+        self._means.note("loss", loss)
+        self._means.note("grad_norm", float(norm))
+        self._means.note("lr", self.optimizer.param_groups[0]["lr"])
+        self._means.count("samples", ga * self.config.batch_size)
+        self._next += 1  # before the hooks: they see this step as done
         self.optimizer.step()
         self._schedule.step()
 
-    def _backward(self, micro: int) -> float:
+    def _backward_pass(self, micro: int) -> float:
         ids_B_T = self.batch(micro)
         logits = self.model(input_ids=ids_B_T[:, :-1]).logits.float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids_B_T[:, 1:].flatten())

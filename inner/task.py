@@ -1,7 +1,6 @@
-"""What is to be learned by rollouts: prompts, how a completion is scored, what it may call, what to tell after an
-error.
+"""The task that rollouts learn: prompts, the reward, the tools, the hints after an error, the preference pairs.
 
-    the user's files, and where the user gave none and the model is "toolworld": ToolWorld's own
+the user's files, and where the user gave none and the model is "toolworld": ToolWorld's own
 """
 
 from collections.abc import Callable, Sequence

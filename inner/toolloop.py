@@ -1,4 +1,4 @@
-"""TRL's tool loop without what it does again and again, and with a window to look through.
+"""TRL's tool loop without its repeated work, and with a callback for each generation.
 
     per step of 64 rollouts            as shipped      here
     JSON schemas of the tools          every prompt    once
@@ -44,7 +44,7 @@ class LeanToolLoop(GRPOTrainer):
         self._schemas = [] if by_environment else [t if isinstance(t, dict) else get_json_schema(t) for t in self.tools]
 
     def tool_schemas(self) -> dict[str, list[Any]]:
-        """What a rollout may call, by its environment's name; "" where there is one environment or none."""
+        """The tools that a rollout may call, by its environment's name; "" where there is one environment or none."""
         by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
         return {name or "": schemas for name, schemas in by_environment.items() if schemas}
 
@@ -92,7 +92,7 @@ class LeanToolLoop(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        for row in self._unscored():  # a sum without one of its parts would be a reward that nobody gave
+        for row in self._unscored_rows():  # a sum without one of its parts would be a reward that nobody gave
             rewards[row] = torch.nan
         if self.on_rollouts is not None:
             model: Any = self.model
@@ -102,7 +102,7 @@ class LeanToolLoop(GRPOTrainer):
                 self.on_rollouts(prompts, completions, totals, names)
         return rewards
 
-    def _unscored(self) -> list[int]:
+    def _unscored_rows(self) -> list[int]:
         """Completions of which a reward failed."""
         return []
 

@@ -11,8 +11,8 @@
 "hint" is Composer's shape (a hint at the failing turn, added to RL) with OPSD's kernel; "rollout" is the SDPO paper's
 method, which scores whole responses again (and replaces the policy gradient: policy_weight = 0).
 
-α = β = 0 adds nothing: TRL's loss and gradients, bit for bit, and no forward beyond TRL's. A term that has nothing to
-say in a batch is 0 on the graph and runs no forward.
+α = β = 0 adds nothing: TRL's loss and gradients, bit for bit, and no forward beyond TRL's. A term without tokens or
+pairs in a batch is 0 on the graph and runs no forward.
 
 Not promised: more than one process per model, vision models, or that α carries over to another `sdpo_jsd_beta`.
 """
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from inner.base import InnerError, Theta
 from inner.channels import (
     causal_lm,
-    distillation,
+    distillation_loss,
     logits_at,
-    preference,
-    self_distillation,
-    tapped,
+    preference_loss,
+    self_distillation_loss,
+    tap_gradient_norm,
 )
 from inner.generation import GenerationTrainer
 from inner.hint_calls import ForgivingHint
@@ -47,9 +47,9 @@ from inner.order import step_in_generation
 from inner.precision import check_precision
 from inner.reference import ReplayPairs, pair_logprobs
 from inner.replay.pairs import DPOPair
-from inner.settings import ChannelSettings, ramp, taken
+from inner.settings import ChannelSettings, linear_ramp, pop_channel_settings
 from inner.spans import HintSplicer, Lesson, Turn
-from inner.teacher import Teacher
+from inner.teacher import DistillationTeacher
 
 # In TRL's batches: one list of lessons per rollout, so that its shuffle and split keep them aligned.
 LESSONS = "sdpo_lessons"
@@ -58,7 +58,7 @@ LESSONS = "sdpo_lessons"
 class ComposerReplicationTrainer(GenerationTrainer):
     """GRPOTrainer plus:
 
-    objective         the name in the menu that `args` must hold (make_po_config makes such); None: whatever args say
+    objective         the name in the menu that `args` must hold (make_po_config makes such); None: not checked
     alpha_sdpo        weight of the distillation; 0 is off
     beta_replay       weight of the preference term on `pairs`; 0 is off
     pairs             DPOPairs, or the .jsonl that has them
@@ -99,9 +99,9 @@ class ComposerReplicationTrainer(GenerationTrainer):
             sdpo_teacher="frozen" if isinstance(sdpo_teacher, nn.Module) else sdpo_teacher,
             sdpo_wrapper=sdpo_wrapper,
             dpo_variant=dpo_variant,
-            **taken(kwargs),
+            **pop_channel_settings(kwargs),
         )
-        self.reads_turns = self.channels.distils
+        self.reads_turns = self.channels.uses_sdpo
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
         check_precision(self.accelerator.unwrap_model(self.model))
         self.alpha_sdpo, self.beta_replay, self.hint = alpha_sdpo, beta_replay, hint or templates
@@ -111,43 +111,43 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self._take_over_truncation()
         self._open_channels(pairs, other)
 
-    # the channels: what they need besides a batch
+    # the channels: their needs besides a batch
 
     def _open_channels(self, pairs: Sequence[DPOPair] | str | Path | None, other: nn.Module | None) -> None:
         channels = self.channels
-        self._splice = HintSplicer(self._render) if channels.distils else None
-        self._teacher = self._new_teacher(other) if channels.distils else None
+        self._splice = HintSplicer(self._render_ids) if channels.uses_sdpo else None
+        self._teacher = self._new_teacher(other) if channels.uses_sdpo else None
         self._replay: ReplayPairs | None = None
-        if channels.distils and channels.sdpo_context == "hint":
+        if channels.uses_sdpo and channels.sdpo_context == "hint":
             self._refuse_without_errors()
-        if channels.collapses:
+        if channels.may_collapse:
             warnings.warn(
                 f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set it "
                 'to .1 or less, or sdpo_teacher = "round".',
                 stacklevel=3,
             )
-        if pairs is not None and not channels.replays:
+        if pairs is not None and not channels.uses_replay:
             raise InnerError("pairs with beta_replay = 0 would teach nothing. Set beta_replay, or leave pairs out.")
-        if channels.replays:
+        if channels.uses_replay:
             if pairs is None:
                 raise InnerError(f"beta_replay = {self.beta_replay} has no pairs to learn from. Pass pairs.")
             self._replay = self._read_pairs(pairs)
 
-    def _new_teacher(self, other: nn.Module | None) -> Teacher:
+    def _new_teacher(self, other: nn.Module | None) -> DistillationTeacher:
         student = self.accelerator.unwrap_model(self.model)
         other = other.to(self.accelerator.device) if other is not None else None
-        return Teacher(self.channels.sdpo_teacher, student, self.channels.sdpo_ema_rate, other)
+        return DistillationTeacher(self.channels.sdpo_teacher, student, self.channels.sdpo_ema_rate, other)
 
     def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
         student: Any = self.accelerator.unwrap_model(self.model)
         limit = getattr(causal_lm(student).config.get_text_config(), "max_position_embeddings", None)
         skip = self.channels.replay_skip_unfit
-        replay = ReplayPairs(pairs, self._render, self.processing_class, limit, skip)
+        replay = ReplayPairs(pairs, self._render_ids, self.processing_class, limit, skip)
         if self.channels.dpo_variant == "dpo":
             with self.accelerator.autocast():
-                replay.measure(student, self.channels.replay_batch_size, self.accelerator.device)
+                replay.measure_reference(student, self.channels.replay_batch_size, self.accelerator.device)
         seed = self.data_seed if self.data_seed is not None else cast(Any, self.args).seed
-        self._pair_at = replay.order(seed)
+        self._pair_at = replay.pair_order(seed)
         return replay
 
     def _refuse_without_errors(self) -> None:
@@ -162,13 +162,14 @@ class ComposerReplicationTrainer(GenerationTrainer):
         """The run that this trainer is a part of: its committed outer step, and θ of that step by parameter name.
 
         Without one, the committed step is the trainer's own global_step, and θ stays what came in."""
-        self._step_of_run, self._theta = step, theta
+        self._step_of_run = step
+        self._theta = theta
 
     def report_to(self, host: Host) -> None:
-        """An error in a hint costs that hint from now on, and is told to `host`."""
+        """An error in a hint from now on costs only that hint, and is reported to `host`."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
 
-    def _committed(self) -> int:
+    def _committed_step(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()
 
     # the lessons
@@ -176,22 +177,22 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _take_over_truncation(self) -> None:
         """TRL masks a truncated rollout out of the attention too, so at its turns the student would not see its own
         tokens. Where lessons need these states, we keep such a rollout out of the policy loss alone."""
-        self._masks_truncated = self.channels.distils and self.mask_truncated_completions
+        self._masks_truncated = self.channels.uses_sdpo and self.mask_truncated_completions
         if self._masks_truncated:
             self.mask_truncated_completions = False
 
-    def _rollouts(self, inputs: Any) -> Any:
-        batch = super()._rollouts(inputs)
-        if not self.channels.distils:
+    def _generate_rollouts(self, inputs: Any) -> Any:
+        batch = super()._generate_rollouts(inputs)
+        if not self.channels.uses_sdpo:
             return batch
         turns = self._turns or [[] for _ in inputs]
-        lessons = self._lessons(_rollouts_of(inputs, batch, turns, self._rewards))
+        lessons = self._make_lessons(_rollouts_of(inputs, batch, turns, self._rewards))
         if self._masks_truncated:
             batch |= self._without_truncated(batch)
         batch[LESSONS] = lessons
         errors = sum(turn.error is not None for rollout in turns for turn in rollout)
-        self._note("sdpo/error_turns", errors / len(inputs))
-        self._note("sdpo/coverage", sum(bool(rollout) for rollout in lessons) / len(inputs))
+        self._record_metric("sdpo/error_turns", errors / len(inputs))
+        self._record_metric("sdpo/coverage", sum(bool(rollout) for rollout in lessons) / len(inputs))
         return batch
 
     def _without_truncated(self, batch: Any) -> dict[str, Tensor]:
@@ -203,18 +204,18 @@ class ComposerReplicationTrainer(GenerationTrainer):
         total = self.accelerator.gather((batch["completion_mask"] * counted).sum())
         return {"tool_mask": counted, "num_items_in_batch": cast(Tensor, total).sum()}
 
-    def _lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
+    def _make_lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
         assert self._splice is not None
         if self.channels.sdpo_context == "hint":
             hint = self.hint if self._forgiving is None else self._forgiving
-            return hint_lessons(rollouts, hint, self._told, self._splice)
+            return hint_lessons(rollouts, hint, self._hint_context, self._splice)
         tokenizer: Any = self.processing_class
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
         return rollout_lessons(rollouts, group, self.channels.sdpo_success, decode, self._splice)
 
-    def _told(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
-        """What a hint gets to see: the prompt's columns and what is known of the failed turn."""
+    def _hint_context(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+        """The first argument of a hint: the prompt's columns and the facts about the failed turn."""
         tools: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {None: self._schemas}
         prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
         messages = [*prompt, *turn.seen.get("state_messages", ())]
@@ -224,31 +225,35 @@ class ComposerReplicationTrainer(GenerationTrainer):
     # the loss
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        alpha, beta = self._weights(inputs)
+        alpha, beta = self._channel_weights(inputs)
         if not alpha and not beta:
-            grpo, sdpo, replay = self._policy_loss(model, inputs), None, None
+            grpo = self._policy_loss(model, inputs)
+            sdpo = None
+            replay = None
         else:
             with self._caught_states(model) as caught:
                 grpo = self._policy_loss(model, inputs)
-            self._note("grpo/coverage", (inputs["advantages"] != 0).float().mean().item())
+            self._record_metric("grpo/coverage", (inputs["advantages"] != 0).float().mean().item())
             sdpo = self._sdpo_loss(caught, inputs) if alpha else None
             replay = self._replay_loss() if beta else None
-        weight, divisor = self.channels.policy_weight, self._loss_divisor()
+        weight = self.channels.policy_weight
+        divisor = self._loss_divisor()
         total = grpo if weight == 1 else weight * grpo
         for factor, term in ((alpha, sdpo), (beta, replay)):
             total = total if term is None else total + factor * term / divisor
         self._note_losses(grpo, total, sdpo, replay)
-        self._note("loss/alpha_sdpo", alpha)
-        self._note("loss/beta_replay", beta)
+        self._record_metric("loss/alpha_sdpo", alpha)
+        self._record_metric("loss/beta_replay", beta)
         return total
 
-    def _weights(self, inputs: Any) -> tuple[float, float]:
+    def _channel_weights(self, inputs: Any) -> tuple[float, float]:
         """α and β of this micro-batch. Pairs are training data: there is no replay in evaluation."""
         if not (self.alpha_sdpo or self.beta_replay or self.channels.schedule_steps):
             return 0.0, 0.0
-        step, channels = self._committed(), self.channels
-        alpha = ramp(self.alpha_sdpo, channels.alpha_sdpo_end, step, channels.schedule_steps)
-        beta = ramp(self.beta_replay, channels.beta_replay_end, step, channels.schedule_steps)
+        step = self._committed_step()
+        channels = self.channels
+        alpha = linear_ramp(self.alpha_sdpo, channels.alpha_sdpo_end, step, channels.schedule_steps)
+        beta = linear_ramp(self.beta_replay, channels.beta_replay_end, step, channels.schedule_steps)
         if self._mode() == "eval":
             return alpha if LESSONS in inputs else 0.0, 0.0
         if (alpha and LESSONS not in inputs) or (beta and self._replay is None):
@@ -269,7 +274,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
         def catch(module: Any, arguments: Any, output: Any) -> Any:
             caught.append(output.last_hidden_state)
-            output.last_hidden_state = self._tapped("grpo", output.last_hidden_state)
+            output.last_hidden_state = self._tap_states("grpo", output.last_hidden_state)
             return output
 
         hook = causal_lm(self.accelerator.unwrap_model(model)).base_model.register_forward_hook(catch)
@@ -278,9 +283,9 @@ class ComposerReplicationTrainer(GenerationTrainer):
         finally:
             hook.remove()
 
-    def _tapped(self, channel: str, states: Tensor) -> Tensor:
+    def _tap_states(self, channel: str, states: Tensor) -> Tensor:
         divisor = self._loss_divisor()
-        return tapped(states, lambda norm: self._note(f"{channel}/grad_norm", norm * divisor))
+        return tap_gradient_norm(states, lambda norm: self._record_metric(f"{channel}/grad_norm", norm * divisor))
 
     def _sdpo_loss(self, caught: list[Tensor], inputs: Any) -> Tensor:
         prompt_width, width = inputs["prompt_ids"].size(1), inputs["completion_ids"].size(1)
@@ -291,18 +296,26 @@ class ComposerReplicationTrainer(GenerationTrainer):
                 f"{[tuple(h.shape[:2]) for h in caught]}. This TRL version is not supported; use trl 1.16."
             )
         flat = [(row, lesson) for row, lessons in enumerate(inputs[LESSONS]) for lesson in lessons]
-        self._note("sdpo/batch_coverage", sum(bool(lessons) for lessons in inputs[LESSONS]) / rollouts)
+        self._record_metric("sdpo/batch_coverage", sum(bool(lessons) for lessons in inputs[LESSONS]) / rollouts)
         if not flat:
             return zero_on_graph(caught[0])
         # The state at token i - 1 predicts token i.
         turns = [(row, prompt_width + lesson.start - 1, lesson.end - lesson.start) for row, lesson in flat]
-        student = logits_at(self.accelerator.unwrap_model(self.model), self._tapped("sdpo", caught[0]), turns)
+        student = logits_at(self.accelerator.unwrap_model(self.model), self._tap_states("sdpo", caught[0]), turns)
         teacher = self._teacher_logits([lesson for _, lesson in flat], caught[0].device)
         if self.channels.sdpo_context == "hint":
-            taid_t = self.channels.taid_t_at(self._committed())
-            return distillation(student, teacher, self.channels, taid_t) / rollouts
-        ids, written, old = _responses(flat, inputs)
-        return self_distillation(student, teacher, ids, written, old, self.channels, self._tokens_to_learn(inputs))
+            taid_t = self.channels.taid_t_at(self._committed_step())
+            return distillation_loss(student, teacher, self.channels, taid_t) / rollouts
+        ids, written, old = _response_tensors(flat, inputs)
+        return self_distillation_loss(
+            student,
+            teacher,
+            ids_N=ids,
+            written_N=written,
+            old_N=old,
+            settings=self.channels,
+            tokens=self._tokens_to_learn(inputs),
+        )
 
     def _tokens_to_learn(self, inputs: Any) -> float:
         """Of "rollout", per micro-batch: the mean over the inner step, so that each token counts alike however the step
@@ -318,7 +331,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
         """Logits of the turns' tokens in the teacher's context: the one extra forward."""
         assert self._teacher is not None
-        self._teacher.advance(self._committed(), self._step // self._loss_divisor(), self._theta)
+        self._teacher.advance(self._committed_step(), self._step // self._loss_divisor(), self._theta)
         rows = [lesson.teacher_ids for lesson in lessons]
         lengths = [lesson.end - lesson.start for lesson in lessons]
         turns = [(i, len(row) - n - 1, n) for i, (row, n) in enumerate(zip(rows, lengths, strict=True))]
@@ -326,17 +339,19 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
     def _replay_loss(self) -> Tensor:
         """The pairs that are due at this micro-batch."""
-        replay, size = self._replay, self.channels.replay_batch_size
+        replay = self._replay
+        size = self.channels.replay_batch_size
         assert replay is not None
         due = [self._pair_at(self._step * size + i) for i in range(size)]
-        pairs, device = [replay.pairs[i] for i in due], self.accelerator.device
+        pairs = [replay.pairs[i] for i in due]
+        device = self.accelerator.device
         student = self.accelerator.unwrap_model(self.model)
-        sums, lengths = pair_logprobs(student, pairs, device, partial(self._tapped, "replay"))
+        sums, lengths = pair_logprobs(student, pairs, device, partial(self._tap_states, "replay"))
         weights = torch.tensor([pair.weight for pair in pairs], dtype=sums.dtype, device=sums.device)
         reference = None if replay.reference_N_2 is None else replay.reference_N_2[due].to(device)
-        loss, told = preference(sums, lengths, reference, weights, self.channels)
-        for name, value in {**told, "coverage": (weights > 0).float().mean().item()}.items():
-            self._note(f"replay/{name}", value)
+        loss, metrics = preference_loss(sums, lengths, reference, weights, self.channels)
+        for name, value in {**metrics, "coverage": (weights > 0).float().mean().item()}.items():
+            self._record_metric(f"replay/{name}", value)
         return loss
 
     # numbers
@@ -345,12 +360,12 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self, grpo: Tensor, total: Tensor, sdpo: Tensor | None = None, replay: Tensor | None = None
     ) -> None:
         divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
-        self._note("loss/grpo", grpo.item() * divisor)
-        self._note("loss/total", total.item() * divisor)
+        self._record_metric("loss/grpo", grpo.item() * divisor)
+        self._record_metric("loss/total", total.item() * divisor)
         if sdpo is not None:
-            self._note("loss/sdpo_kl", sdpo.item())
+            self._record_metric("loss/sdpo_kl", sdpo.item())
         if replay is not None:
-            self._note("loss/trace_replay_dpo", replay.item())
+            self._record_metric("loss/trace_replay_dpo", replay.item())
 
 
 def _rollouts_of(rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float]) -> list[Rollout]:
@@ -372,9 +387,10 @@ def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 
-def _responses(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _response_tensors(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sampled ids, which of them the model wrote, and old log-probs where they are not those of now; each (N,)."""
-    completions, old = inputs["completion_ids"], inputs.get("old_per_token_logps")
+    completions = inputs["completion_ids"]
+    old = inputs.get("old_per_token_logps")
     ids = torch.cat([completions[row, lesson.start : lesson.end] for row, lesson in flat])
     written = torch.cat([torch.tensor(lesson.written, device=ids.device) for _, lesson in flat])
     if old is not None:

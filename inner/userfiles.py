@@ -123,9 +123,9 @@ def _prompt_row(spelling: str, number: int, line: str, first: dict[str, Any] | N
             "columns of your reward."
         )
     if first is not None and set(row) != set(first):
-        odd = ", ".join(sorted(set(row) ^ set(first)))
+        differing = ", ".join(sorted(set(row) ^ set(first)))
         raise InnerError(
-            f"prompts = {spelling!r}, line {number}: column {odd} is not in every line. Write it everywhere."
+            f"prompts = {spelling!r}, line {number}: column {differing} is not in every line. Write it everywhere."
         )
     return row
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from rendezvous.clock import SystemClock
     from rendezvous.rendezvous import Rendezvous
     from rendezvous.rules import Rules, Timing
-    from rendezvous.store import open_store, put_once
+    from rendezvous.store import put_once
     from rendezvous.stores.files import FileStore
     from rendezvous.stores.memory import MemoryStore
+    from rendezvous.stores.open import open_store
 
 _HOMES = {
     "FileStore": "stores.files",
@@ -28,7 +29,7 @@ _HOMES = {
     "Rules": "rules",
     "SystemClock": "clock",
     "Timing": "rules",
-    "open_store": "store",
+    "open_store": "stores.open",
     "put_once": "store",
 }
 

@@ -26,7 +26,8 @@ from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.seal import run_key, under_key
 from rendezvous.snapshots import Arrays
-from rendezvous.store import Store, open_store
+from rendezvous.store import Store
+from rendezvous.stores.open import open_store
 
 Floats = NDArray[np.floating[Any]]
 STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform", announce=False)

@@ -19,7 +19,8 @@ Not promised: that a job is done when its process ends without `drain`; a killed
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from rendezvous.errors import HeartbeatLost, RendezvousError
@@ -29,6 +30,7 @@ Tell = Callable[..., None]  # (event, **fields): where remarks for people go
 WAITING = 2  # jobs beside the one under way; each may hold a copy of the model
 TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
 Together = Callable[..., None]  # of jobs
+AT_ONCE = 16  # small requests; a thread each
 
 
 def no_tell(event: str, **fields: object) -> None:
@@ -74,6 +76,19 @@ def at_once(*jobs: Job) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def gather(together: Together, ask: Callable[[str], bytes | None], keys: Iterable[str]) -> dict[str, bytes | None]:
+    """key -> answer, a few requests at the same time."""
+    answers: dict[str, bytes | None] = {}
+
+    def one(key: str) -> None:
+        answers[key] = ask(key)
+
+    keys = list(keys)
+    for at in range(0, len(keys), AT_ONCE):
+        together(*(partial(one, key) for key in keys[at : at + AT_ONCE]))
+    return answers
 
 
 def together_on(store: object) -> Together:

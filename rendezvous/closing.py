@@ -1,6 +1,6 @@
 """Closing the open step: who has offered, is it time, and what the decision says.
 
-    at every poll   fresh offers ── fewer than m ──────────────────▶ wait
+    at every look   fresh offers ── fewer than m ──────────────────▶ wait
                          │ m or more
                     is anybody worth waiting for? ── yes ──────────▶ wait          rules.waiting_for
                          │ no
@@ -8,14 +8,19 @@
                          │ no
                     put_once commit.json: fresh and late offers, weights, fence, pace
 
-Everybody whose own offer is durable does this, staggered by rank; put_once picks one of them.
+Every replica whose own offer is durable looks at once; the one that came last finds all others, and closes.  Three
+lead: they look again when it may be time (rules.resolved_in).  The others ask by one LIST whether a look is worth it,
+and from then on only for commit.json.  LIST is a hint: before a commit every absent offer is asked for by GET.
+put_once picks one of several that close.
 
 Not promised: that the closer lives to read its own decision.  Nobody needs it for that.
 """
 
 from collections.abc import Callable, Iterable
+from statistics import median
 
 from rendezvous import layout, rules
+from rendezvous.background import Together, gather, in_turn
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
 from rendezvous.digests import is_digest, needed
@@ -25,24 +30,55 @@ from rendezvous.records import Commit, Listed, Offer, WireError, nonce
 from rendezvous.rules import Rules, Timing
 from rendezvous.store import VOID, Store, put_once
 
+FEW = 2  # missing offers that are worth a look of those who do not lead
+LED_BEATS = 4  # until they look all the same, about `dead_after`; in a crowd, where a look costs more, twice as many
+
 
 class Vigil:
     """How long a replica has watched one step.  Its own pauses do not count: a sleeper has not waited.
 
+    due: seconds until the decision, if this step lasts as long as the one before; 0 if that is not known.
     idle: seconds since it began to look.   waited: since it saw m fresh offers.   again: no attempt before this `idle`.
+    why: what spoke against closing at the last attempt.
     """
 
-    def __init__(self, clock: Clock, timing: Timing) -> None:
-        self._clock, self._timing = clock, timing
+    def __init__(self, clock: Clock, timing: Timing, due: float = 0.0) -> None:
+        self._clock, self._timing, self._due = clock, timing, due
         self._looked_at, self._elapsed = clock.now(), 0.0
         self._since: float | None = None  # `idle` when m fresh offers were last seen
+        self._ripe: float | None = None  # `idle` since when nothing speaks against closing
         self._long = 0.0  # `idle` when `long` was last true
-        self.idle, self.waited, self.again = 0.0, 0.0, 0.0
+        self.idle, self.waited, self.again, self.why = 0.0, 0.0, 0.0, "waits"
 
     @property
     def pause(self) -> float:
-        """An eighth of what was waited so far: polling adds little to any wait, and little is asked of the store."""
-        return min(4 * self._timing.poll, max(self._timing.poll / 8, self.idle / 8))
+        """An eighth of what was waited so far: polling adds little to any wait, and little is asked of the store.
+
+        Where it is known when the decision is due: half of what is left until then, and then twice as often.
+        """
+        poll, often = self._timing.poll, self.idle / 16 if self._due > 0 else self.idle / 8
+        pause = min(4 * poll, max(poll / 8, often, (self._due - self.idle) / 2))
+        return min(pause, max(poll / 8, self.again - self.idle)) if self.again > self.idle else pause
+
+    @property
+    def often(self) -> float:
+        """The least seconds between two looks for offers, when one was in vain: an eighth of the wait so far."""
+        return max(self._timing.poll, self.idle / 8)
+
+    def attempt_in(self, seconds: float, at_most: float) -> None:
+        """Set `again`; 0 seconds: it is not known when something changes."""
+        self.again = self.idle + min(max(seconds or self.often, self._timing.poll / 8), at_most)
+
+    def ripe_for(self, seconds: float) -> bool:
+        """Does nothing speak against closing since so many seconds?  If not yet, then comes the next attempt."""
+        if self._ripe is None:
+            self._ripe = self.idle
+        if self.idle < self._ripe + seconds:
+            self.again = self._ripe + seconds
+        return self.idle >= self._ripe + seconds
+
+    def not_ripe(self) -> None:
+        self._ripe = None
 
     def look(self) -> None:
         now = self._clock.now()
@@ -70,6 +106,7 @@ class Closer:
 
     alien(offer): called when somebody's offer for the open step started from another θ than ours.
     skipped(key, why): called once for each record that lies where an offer belongs and is none.
+    together: runs requests that go together.
     """
 
     def __init__(
@@ -82,7 +119,9 @@ class Closer:
         timing: Timing,
         alien: Callable[[Offer], None],
         skipped: Callable[[str, str], None],
+        together: Together = in_turn,
     ) -> None:
+        self._together = together
         self._store, self._clock, self._chain, self._members = store, clock, chain, members
         self._rules, self._timing, self._alien, self._skipped = rules_, timing, alien, skipped
         self._odd, self._claimed = set[str](), set[tuple[str, int]]()
@@ -99,22 +138,70 @@ class Closer:
 
         snapshot: step of the newest one known.
         """
-        wishes = self._members.wanted
-        rank = rules.rank(self.step, layout.slot_index(self._members.slot), wishes.universe)
-        apart = rules.stagger(rank, wishes.universe) * self._timing.poll
-        if vigil.idle < max(apart, vigil.again):
-            return "lets others close first"
-        vigil.again = vigil.idle + apart if wishes.universe > rules.CROWD and rank == 3 else 0.0
-        fresh = self._fresh(wishes)
+        if vigil.idle < vigil.again:
+            return vigil.why
+        wishes, first = self._members.wanted, vigil.again == 0.0  # at the first look the last to come sees everybody
+        rank = rules.rank(self.step, layout.slot_index(self._members.slot), wishes.replicas or wishes.universe)
+        if rank == rules.LED and not self._looks_though_led(vigil, wishes):
+            vigil.why = "lets others close first"
+            return vigil.why
+        fresh, vigil.why = self._look(vigil, wishes)
+        if vigil.why:
+            vigil.not_ripe()
+        elif not first and not vigil.ripe_for(rank * self._timing.poll / 2):
+            vigil.why = "lets others close first"
+        else:
+            vigil.why = self._news(wishes) or self._decide(fresh, wishes, snapshot)
+        return vigil.why
+
+    def _looks_though_led(self, vigil: Vigil, wishes: Wanted) -> bool:
+        """When nearly everybody has offered; or when the leaders had time enough to find out that somebody is dead."""
+        patience = LED_BEATS * self._timing.beat * (1 + self._crowd(wishes))
+        if vigil.idle >= patience or self._nearly_complete(wishes):
+            return True
+        vigil.attempt_in(patience, at_most=patience)
+        return False
+
+    def _nearly_complete(self, wishes: Wanted) -> bool:
+        """Are at most a few missing of those that are expected?  One request; nobody's beat is asked for."""
+        recent, dead_after = self._chain.recent(self.step, 2), self._timing.dead_after
+        wanted = wishes.slots[: wishes.replicas]
+        expected = rules.expected(self.step, recent, self._members.peers, dead_after, wanted)
+        return len(expected - self._listed()) <= FEW
+
+    def _listed(self) -> set[str]:
+        """Slots that have offered the open step, as far as LIST knows, which may be late."""
+        known = {slot for step, slot in self._offers if step == self.step}
+        return known | {layout.offer_slot(key) for key in self._store.list(layout.offers(self.step))}
+
+    def _look(self, vigil: Vigil, wishes: Wanted) -> tuple[dict[str, Offer], str]:
+        """Fresh offers, and what speaks against closing; "" only if the absent were asked for by GET."""
+        crowd = self._crowd(wishes)
+        fresh, why_not, soon = self._judged(
+            self._listed_offers(wishes) if crowd else self._fresh(wishes), vigil, wishes
+        )
+        if crowd and soon == 0.0:
+            fresh, why_not, soon = self._judged(self._fresh(wishes), vigil, wishes)
+        vigil.attempt_in(0.0 if crowd else soon, at_most=2 * self._timing.beat)
+        return fresh, why_not
+
+    def _judged(self, fresh: dict[str, Offer], vigil: Vigil, wishes: Wanted) -> tuple[dict[str, Offer], str, float]:
+        """-> the offers, what speaks against closing with them, and for how long (0: nothing, or nobody knows)."""
         vigil.quorum(len(fresh) >= wishes.min_replicas)
-        why_not = self._why_not(fresh, wishes, vigil.waited) or self._news(wishes)
-        if not why_not:
-            self._chain.refuse_gap(self.step)
-            self.refuse_lower_quorum()
-            commit = self._proposal(fresh, wishes, snapshot)
-            _, stands = put_once(self._store, self._clock, layout.commit(self.step), commit.encode())
-            self._chain.accept(self.step, stands)
-        return why_not
+        awaited = self._awaited(fresh, wishes)
+        why_not = self._why_not(fresh, awaited, wishes, vigil.waited)
+        return fresh, why_not, self._may_close_in(fresh, awaited, wishes, vigil) if why_not else 0.0
+
+    def _crowd(self, wishes: Wanted) -> bool:
+        return wishes.universe > rules.CROWD
+
+    def _decide(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> str:
+        self._chain.refuse_gap(self.step)
+        self.refuse_lower_quorum()
+        commit = self._proposal(fresh, wishes, snapshot)
+        _, stands = put_once(self._store, self._clock, layout.commit(self.step), commit.encode())
+        self._chain.accept(self.step, stands)
+        return ""
 
     def refuse_lower_quorum(self) -> None:
         """Raises RecordsLost if wishes that earlier closers went by are gone."""
@@ -126,15 +213,26 @@ class Closer:
     # ------------------------------------------------------------------ offers
 
     def mine(self, offer: Offer) -> None:
-        """Ours is durable and eligible."""
+        """Count this replica's own offer: it is durable, and eligible."""
         self._offers[offer.step, offer.slot] = offer
 
     def standing(self, s: int, slot: str) -> Offer | None:
         """A slot's offer for step s: its first eligible record.  Which one is eligible depends on the chain alone."""
+        return self._standing(s, [slot]).get(slot)
+
+    def _standing(self, s: int, slots: Iterable[str]) -> dict[str, Offer]:
+        """The same of several slots, of those who have one; their first records are asked for together."""
+        slots = list(slots)
+        first = [layout.offer(s, slot, 0) for slot in slots if (s, slot) not in self._offers]
+        bodies = gather(self._together, self._store.get, first)
+        found = {slot: self._first_eligible(s, slot, bodies) for slot in slots}
+        return {slot: offer for slot, offer in found.items() if offer is not None}
+
+    def _first_eligible(self, s: int, slot: str, bodies: dict[str, bytes | None]) -> Offer | None:
         attempt = 0
         while (s, slot) not in self._offers:
             key = layout.offer(s, slot, attempt)
-            body = self._store.get(key)
+            body = bodies[key] if key in bodies else self._store.get(key)
             if body is None:
                 return None
             if (offer := self.read(key, body, s, slot)) is not None:
@@ -189,15 +287,19 @@ class Closer:
 
     def _fresh(self, wishes: Wanted) -> dict[str, Offer]:
         """Eligible offers for the open step, by slot, as far as they are durable now."""
-        found: dict[str, Offer] = {}
-        for slot in self._slots(wishes):
-            known = (self.step, slot) in self._offers
-            offer = self.standing(self.step, slot)
-            if offer is not None:
-                found[slot] = offer
-                if not known:
-                    self._members.arrived(offer)
+        return self._arrived(self._slots(wishes))
+
+    def _arrived(self, slots: Iterable[str]) -> dict[str, Offer]:
+        known = {slot for step, slot in self._offers if step == self.step}
+        found = self._standing(self.step, slots)
+        for slot in found.keys() - known:
+            self._members.arrived(found[slot])
         return found
+
+    def _listed_offers(self, wishes: Wanted) -> dict[str, Offer]:
+        """The same as far as LIST knows, which may be late: one request says who has offered, new ones are read."""
+        there = self._listed()
+        return self._arrived(slot for slot in self._slots(wishes) if slot in there)
 
     def _late(self, s: int, wishes: Wanted) -> list[Offer]:
         """Eligible offers for step s that no commit has listed.  Each may be listed once, by the chain alone."""
@@ -205,7 +307,7 @@ class Closer:
             return []
         since = self._chain.recent(self.step, self.step - s)
         missing = [slot for slot in self._slots(wishes) if not any(c.lists(s, slot) for c in since)]
-        return [o for slot in missing if (o := self.standing(s, slot)) is not None]
+        return [*self._standing(s, missing).values()]
 
     def _slots(self, wishes: Wanted) -> list[str]:
         """All slots that can exist, ours at least."""
@@ -213,23 +315,47 @@ class Closer:
 
     # ------------------------------------------------------------------ is it time?
 
-    def _why_not(self, fresh: dict[str, Offer], wishes: Wanted, waited: float) -> str:
-        """What speaks against closing now; "" when nothing does."""
+    def _awaited(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
+        """Slots that have not offered and are expected to; their beats are looked at."""
+        members, wanted = self._members, wishes.slots[: wishes.replicas]
+        recent, dead_after = self._chain.recent(self.step, 2), self._timing.dead_after
+        needed = set(wanted) if len(fresh) < wishes.min_replicas else set[str]()
+        expected = rules.expected(self.step, recent, members.peers, dead_after, wanted)
+        members.look((expected | needed) - set(fresh))
+        expected = rules.expected(self.step, recent, members.peers, dead_after, wanted)
+        return expected - set(fresh) - {members.slot}
+
+    def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
+        """Say why the step should not be closed now; "" if it may be."""
         members, m = self._members, wishes.min_replicas
         if members.slot not in fresh:
             return "has no offer of its own that counts"  # only who has one knows the θ that the step is about
         if len(fresh) < m:
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {self._silence(fresh, wishes)}"
-        recent, wanted = self._chain.recent(self.step, 2), wishes.slots[: wishes.replicas]
-        expected = rules.expected(self.step, recent, members.peers, self._timing.dead_after, wanted)
-        members.awaited = expected - set(fresh)
         reasons = rules.waiting_for(
-            self.step, fresh, expected - {members.slot}, members.peers, waited, self._rules, self._timing
+            t=self.step,
+            fresh=fresh,
+            expected_slots=awaited,
+            peers=members.peers,
+            waited=waited,
+            rules=self._rules,
+            timing=self._timing,
         )
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
+    def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, vigil: Vigil) -> float:
+        """Seconds until looking again is of use, if all goes on as it does; 0 for at once, or not known."""
+        mine, status, missing = fresh.get(self._members.slot), self._members.status, wishes.min_replicas - len(fresh)
+        if self.step == 0 or mine is None or len(awaited) < missing:
+            return 0.0
+        upload = min(mine.took / 2, max(0.0, mine.took - status.inner * status.rate))
+        wait = rules.StepWait(vigil.waited, median(o.took for o in fresh.values()), upload, vigil.often)
+        peers = [self._members.by_now(slot) for slot in awaited]
+        times = rules.resolved_in(self.step, peers, wait, self._rules, self._timing)
+        return times[missing - 1] if missing > 0 else max(times, default=0.0)
+
     def _silence(self, fresh: dict[str, Offer], wishes: Wanted) -> str:
-        """Who is missing, and what was last seen of them."""
+        """Name the slots that are missing, each with the last sign of it."""
         missing = [s for s in wishes.slots[: wishes.replicas] if s not in fresh]
         peers, limit = self._members.peers, self._timing.dead_after
         words = [f"{s} {peers[s].words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
@@ -252,19 +378,32 @@ class Closer:
             offers += self._late(t - age * self._rules.fragments, wishes)
         listed = rules.weighed([_listed(o) for o in offers], t, r)
         return Commit(
-            t, self._chain.digest(t - 1), self.base, listed, self._fence(listed, wishes), wishes.min_replicas,
-            rules.pace(tooks, self._timing.poll), snapshot, self._members.name, nonce(), self._clock.wall(),
-            "sharded" if owners else "direct", owners,
-        )  # fmt: skip
+            t=t,
+            prev=self._chain.digest(t - 1),
+            base=self.base,
+            offers=listed,
+            fence=self._fence(listed, wishes),
+            m=wishes.min_replicas,
+            pace=rules.pace(tooks, self._timing.poll),
+            snapshot=snapshot,
+            by=self._members.name,
+            nonce=nonce(),
+            at=self._clock.wall(),
+            mode="sharded" if owners else "direct",
+            owners=owners,
+        )
 
     def _fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
         """Nobody below the newest claim of its slot may offer after this step."""
         fence = dict(self._chain.fence(self.step))
         for o in listed:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
-        for slot in self._slots(wishes):
+        slots = self._slots(wishes)
+        later = gather(self._together, self._store.get, (layout.claim(s, fence.get(s, 0) + 1) for s in slots))
+        for slot in slots:
             known = fence.get(slot, 0)
-            newest = max((c.generation for c in claims(self._store, slot, known)), default=known)
+            taken = later[layout.claim(slot, known + 1)] is not None
+            newest = max((c.generation for c in claims(self._store, slot, known)), default=known) if taken else known
             if newest:
                 fence[slot] = newest
         return fence
@@ -273,9 +412,22 @@ class Closer:
 def _listed(o: Offer) -> Listed:
     """Not weighed yet."""
     return Listed(
-        o.step, o.slot, o.generation, o.nonce, o.blob, o.size, o.digest, o.h, 0.0, o.zero, o.leaving, o.shards,
-        o.samples, o.norm, o.scale,
-    )  # fmt: skip
+        step=o.step,
+        slot=o.slot,
+        generation=o.generation,
+        nonce=o.nonce,
+        blob=o.blob,
+        size=o.size,
+        digest=o.digest,
+        h=o.h,
+        weight=0.0,
+        zero=o.zero,
+        leaving=o.leaving,
+        shards=o.shards,
+        samples=o.samples,
+        norm=o.norm,
+        scale=o.scale,
+    )
 
 
 def refuse_misweighed(commit: Commit, rules_: Rules) -> None:

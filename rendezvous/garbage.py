@@ -1,11 +1,16 @@
 """Blobs that are beyond what is kept, and that no reader needs; never anything else.
 
-    complete snapshots   …      ●          ●          ●         manifest and blob are there, digest confirmed
-                                           f          └ newest  if it is damaged, f still heals
-    step                 …    d−1 │ d  …  f−1 │ f … head        d = f − F·max_carry
-      delta/*.bin          may go │    kept   │  kept           commit f may list a delta of step d, none before
-      mean/*.bin           may go │   may go  │  kept           a replay starts at f or later
-      *.safetensors        may go │   may go  │  kept           all manifests stay
+    complete snapshots   …      ●          ●          ●              manifest and blob are there, digest confirmed
+                                           f          s: the newest  if it is damaged, f still heals
+    step                 …    d−1 │ d … f−1 │ f … s−1 │ s … head     d = f − F·max_carry
+      delta/*.bin          may go │ listed  │ replaced│  kept        listed: by a commit before f, so that it may go
+      mean/*.bin           may go │  may go │   kept  │  kept        replaced: by its commit's announced mean
+      *.safetensors        may go │  may go │   kept  │  kept        all manifests stay
+
+A delta that no commit has listed may yet be, for F·max_carry steps; it goes with its step, below d.  One that commit t
+lists is read by who has not taken step t: from its own memory and the others' bodies if it takes part, by the announced
+mean if not, or where a body is gone.  Before s nobody needs it, unless the mean and s are both damaged; from s on it
+mends a mean that is damaged.
 
 How much of what may go does go, the budget says (rendezvous/keeping.py); a budget of 0 keeps nothing that may go.
 
@@ -24,16 +29,18 @@ Not promised: that nothing old is left.  LIST is a hint, and a writer that slept
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from itertools import takewhile
+from typing import Any, TypeVar
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreError, Terminal
-from rendezvous.keeping import Kept, Sizes, Window, kept, sizes_of
-from rendezvous.records import Commit, Snapshot, WireError
+from rendezvous.keeping import Kept, Sizes, Window, kept, parts_of, sizes_of
+from rendezvous.records import Commit, Mean, Snapshot, WireError
 from rendezvous.rules import Rules
 from rendezvous.store import Store
 
 T = TypeVar("T")
+_TOLD = 64  # older snapshots that are named in a log
 _BACK = 16  # earlier commits that are read at a time, each a request
 
 
@@ -72,7 +79,7 @@ def _blob(key: str) -> tuple[str, int] | None:
 
 def complete(store: Store, snapshot: Snapshot) -> bool:
     """Can a replica heal from it, as far as one byte tells?"""
-    return snapshot.confirmed and stands(store, snapshot.blob, snapshot.size)
+    return snapshot.confirmed and (not snapshot.blob or stands(store, snapshot.blob, snapshot.size))
 
 
 def stands(store: Store, key: str, size: int) -> bool:
@@ -80,17 +87,48 @@ def stands(store: Store, key: str, size: int) -> bool:
     return store.get_into(key, memoryview(bytearray(1)), max(0, size - 1))
 
 
-def floor(store: Store, hint: int = 0, at_least: int = 0) -> int:
-    """Step of the second-newest complete snapshot.   hint: a step that may have one.   at_least: an earlier floor."""
+def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Snapshot | None]:
+    """-> step of the second-newest complete snapshot, and the newest, if it is after `at_least`, an earlier floor.
+
+    hint: a step that may have one.
+    """
     newest = None
     for snapshot in snapshots.newest_first(store, hint):
         if snapshot.t <= at_least:
             break
         if complete(store, snapshot):
             if newest is not None:
-                return snapshot.t
+                return snapshot.t, newest
             newest = snapshot
-    return at_least
+    return at_least, newest
+
+
+def announced_stands(store: Store, commit: Commit) -> bool:
+    """Is the mean written down, in all its parts?"""
+    parts = parts_of(commit)
+    return bool(parts) and all(_part_stands(store, commit.t, j) for j in parts)
+
+
+def replaced(store: Store, commit: Commit, hint: int) -> bool:
+    """May a collector have taken the bodies that it lists?  Its mean stands, and so does a newer snapshot.
+
+    hint: a step that may have one.
+    """
+    if not announced_stands(store, commit):
+        return False
+    newer = takewhile(lambda snapshot: snapshot.t > commit.t, snapshots.newest_first(store, hint))
+    return any(complete(store, snapshot) for snapshot in newer)
+
+
+def _part_stands(store: Store, t: int, j: int) -> bool:
+    body = store.get(layout.mean(t, j))
+    if body is None:
+        return False
+    try:
+        record = Mean.decode(body)
+    except WireError:
+        return False
+    return record.t == t and stands(store, record.blob, record.size)
 
 
 # ---------------------------------------------------------------------- the loop
@@ -115,7 +153,7 @@ class Collector:
         self._store, self._rules, self._tell = store, rules, tell
         self._budget, self._elements = budget, elements
         self.floor = 0
-        self._window = Window(0, 0, 0, 1)
+        self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
         self._heard = 0  # the newest snapshot that anybody told us of
         self._news: deque[tuple[int, Sizes]] = deque()  # of commits, from another thread
@@ -123,6 +161,8 @@ class Collector:
         self._head = 0  # the newest commit that was heard of, and one
         self._next: dict[str, int] = {}  # kind -> every step before this one was seen without such blobs
         self._thinned = (0, frozenset[int]())  # the floor, and the older snapshots that stayed, at the last look
+        self._replaced = set[int]()  # steps in the window whose listed bodies went
+        self._unannounced = set[int]()  # those whose mean did not stand when it was looked at
         self._warned = False
 
     def saw(self, commit: Commit) -> None:
@@ -142,17 +182,19 @@ class Collector:
             self._tell("garbage_stays", trouble=str(error))
             return 0
         if gone:
-            self._tell("collected", blobs=gone, below=self.floor)
+            self._tell("collected", blobs=gone, below=self.floor, **_left(answer, self.floor))
         return gone
 
     def _renew_floor(self, snapshot: int) -> None:
         if snapshot <= self._heard:
             return
-        found = floor(self._store, snapshot, self.floor)
-        if found > self.floor and (manifest := snapshots.read(self._store, found)) is not None:
+        self.floor, newest = two_newest(self._store, snapshot, self.floor)
+        if newest is not None and newest.t > self._window.newest:
             self._snapshots = self._store.list(layout.SNAPSHOTS)
             carry, every = self._rules.fragments * self._rules.max_carry, self._rules.snapshot_every
-            self.floor, self._window = found, Window(found, carry, manifest.size, every)
+            self._window = Window(self.floor, newest.t, carry, newest.size, every)
+            self._unannounced.clear()
+            self._replaced = {t for t in self._replaced if t >= self._window.unlisted}
         self._heard = snapshot
 
     # ------------------------------------------------------------------ how much stays
@@ -160,7 +202,7 @@ class Collector:
     def _answer(self, at_most: int) -> Kept | None:
         """What stays; None as long as everything does, or not enough commits are known."""
         self._learn()
-        if not self.floor:
+        if not self._window.newest:
             return None
         older = [t for t in snapshots.steps_of(self._snapshots) if t < self.floor]
         ask = lambda: kept(self._budget, self._head, self._known, self._window, older)  # noqa: E731
@@ -198,9 +240,29 @@ class Collector:
 
     def _collect(self, answer: Kept, at_most: int) -> int:
         gone = self._thin(answer)
-        for kind, end in (("delta", answer.deltas_from), ("mean", answer.means_from)):
+        for kind, end in (("delta", min(answer.deltas_from, self._window.unlisted)), ("mean", answer.means_from)):
             gone += self._steps(kind, end, at_most)
-        return gone
+        return gone + self._listed(answer.deltas_from, at_most)
+
+    def _listed(self, end: int, at_most: int) -> int:
+        """In the window, before `end`: the bodies that commits list, where nobody needs them.
+
+        A step whose mean is not announced yet is looked at again when there is a newer snapshot."""
+        due = [t for t in range(self._window.unlisted, end) if t not in self._replaced | self._unannounced]
+        return sum(self._replace(t) for t in due[:at_most])
+
+    def _replace(self, t: int) -> int:
+        """Without a LIST: the commit names them.  -> how many went, or had gone."""
+        body = self._store.get(layout.commit(t))
+        try:
+            commit = None if body is None else Commit.decode(body)
+        except WireError:
+            commit = None
+        if commit is not None and t >= self.floor and not announced_stands(self._store, commit):
+            self._unannounced.add(t)
+            return 0
+        self._replaced.add(t)
+        return 0 if commit is None else self._delete([o.blob for o in commit.offers])
 
     def _thin(self, answer: Kept) -> int:
         """Older snapshots that have no room; and, beside those that have, what no manifest names."""
@@ -240,6 +302,14 @@ class Collector:
 
 def _folder(t: int, kind: str) -> str:
     return layout.commit(t).rpartition("/")[0] + f"/{kind}/"
+
+
+def _left(answer: Kept | None, floor: int) -> dict[str, Any]:
+    """The fields of the event `collected` that say what stays; diloco/runlog/kept.py makes a sentence of them."""
+    if answer is None:
+        return {}
+    stay = sorted({*answer.snapshots, floor})[-_TOLD:]
+    return {"deltas_from": answer.deltas_from, "means_from": answer.means_from, "snapshots": stay}
 
 
 def _over(over: int, budget: int) -> str:

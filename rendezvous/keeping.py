@@ -3,8 +3,10 @@
     snapshots   ●               ●               ●       ●   ●   ●       ages of about powers of two
     means                                   ├───────────────────▶       as far back as fits: means_from
     deltas                                          ├───────────▶       with what is left: deltas_from
-                                                        ├───────▶       the window: kept whatever the budget is
-                                                        f       head
+                                                        ├───┼───▶       the window: kept whatever the budget is
+                                                        f   s   head    the two newest complete snapshots
+    of a step from f to s the window has the mean alone, where it is announced: deltas would be needed only if both that
+    mean and snapshot s were damaged; from s on, where the mean is
     spent in this order: window, older snapshots, means, deltas
     so the deltas go first (oldest first), then the means, then the snapshots thin out
 
@@ -45,11 +47,13 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
     return Sizes(sum(bodies), mean if announced(sum(bodies), mean, rules) else 0)
 
 
-def parts_of(commit: Commit) -> int:
-    """In how many blobs its mean is written down, if it is."""
+def parts_of(commit: Commit) -> list[int]:
+    """The parts in which its mean is written down, if it is; one with no shard in it is never (reduce.py: parts)."""
     if commit.mode != "sharded":
-        return 1
-    return min(len(commit.owners), max([1, *(len(o.shards) for o in commit.offers)]))
+        return [0]
+    shards, owners = max(len(o.shards) for o in commit.offers), len(commit.owners)
+    cuts = [round(j * shards / owners) for j in range(owners + 1)]
+    return [j for j in range(owners) if cuts[j] < cuts[j + 1]]
 
 
 def announced(bodies: int, mean: int, rules: Rules) -> bool:
@@ -61,25 +65,33 @@ def announced(bodies: int, mean: int, rules: Rules) -> bool:
 class Window:
     """What a reader may need whatever the budget is: that of the two newest complete snapshots.
 
-    floor: step of the older one.   carry: steps for which a delta may still be listed.
+    floor, newest: their steps.   carry: steps for which a delta may still be listed.
     snapshot: bytes of one.   every: steps from one to the next.
     """
 
     floor: int
+    newest: int
     carry: int
     snapshot: int
     every: int
 
     @property
-    def deltas(self) -> int:
-        """The first step whose deltas are in it."""
+    def unlisted(self) -> int:
+        """The first step of which a commit in the window may list a delta."""
         return max(0, self.floor - self.carry)
+
+    def needs(self, t: int, step: Sizes) -> int:
+        """Bytes of a committed step that stay whatever the budget is."""
+        if t < self.floor:
+            return 0
+        return step.mean + (step.deltas if t >= self.newest or not step.mean else 0)
 
 
 @dataclass(frozen=True)
 class Kept:
     """The answer.   snapshots: those below the floor that stay.   means_from, deltas_from: first steps that keep any.
 
+    A step in the window whose mean is not announced keeps its deltas.
     over: bytes by which the window alone exceeds the budget; 0 if it does not.
     """
 
@@ -98,14 +110,14 @@ def kept(budget: int, head: int, known: Mapping[int, Sizes], window: Window, old
     """
     newest = known.get(head - 1, Sizes(0, 0))
     room: float = _SHARE * budget - 3 * window.snapshot - 3 * (newest.deltas + newest.mean)
-    for t in range(head - 1, window.deltas - 1, -1):
+    for t in range(head - 1, window.floor - 1, -1):
         if t not in known and room >= 0:
             return None
         if t not in known:
             break
-        room -= known[t].deltas + (known[t].mean if t >= window.floor else 0)
+        room -= window.needs(t, known[t])
     if room < 0:
-        return Kept(frozenset(), window.floor, window.deltas, over=int(-room))
+        return Kept(frozenset(), window.floor, window.newest, over=int(-room))
     most = max(one.deltas + one.mean for one in known.values())
     if FULL_ENOUGH * (head * most + len(older) * window.snapshot) <= room:
         return Kept(frozenset(older), 0, 0)
@@ -114,7 +126,8 @@ def kept(budget: int, head: int, known: Mapping[int, Sizes], window: Window, old
     means_from, room = _back(window.floor, room, {t: one.mean for t, one in known.items()})
     if means_from and means_from - 1 not in known:
         return None
-    deltas_from, _ = _back(window.deltas, room, {t: one.deltas for t, one in known.items()})
+    bodies = {t: one.deltas + one.mean * (t >= window.floor) - window.needs(t, one) for t, one in known.items()}
+    deltas_from, _ = _back(window.newest, room, bodies)
     if deltas_from and deltas_from - 1 not in known:
         return None
     return Kept(frozenset(snapshots), means_from, deltas_from)

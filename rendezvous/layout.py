@@ -118,6 +118,16 @@ def offer(t: int, slot: str, attempt: int) -> str:
     return f"steps/{t:010d}/offer/{slot}.{attempt}.json"
 
 
+def offers(t: int) -> str:
+    """What the keys of step t's offers begin with."""
+    return f"steps/{t:010d}/offer/"
+
+
+def offer_slot(key: str) -> str:
+    """steps/0000000005/offer/r01.0.json -> "r01" """
+    return key.rpartition("/")[2].partition(".")[0]
+
+
 def commit(t: int) -> str:
     return f"steps/{t:010d}/commit.json"
 

@@ -7,27 +7,30 @@
 `Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
 The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
 fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the life ends.
-Every tick beats and reads the others' beats.  It asks for the rest as rarely as it may, because a fleet asks all day:
+Every tick beats; it asks for everything else as rarely as it may, because a fleet asks all day:
 
     control       every 2 beats: a stop may take so long to be heard
     successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
     commit        while training, when it can be there (rules.may_be_decided); now and then before
+    other beats   while starting, and in steps 0 and 1: of all.  Later of the slots that a step waits for (`look`), and
+                  once per step of those that may still miss this replica's last body (`owed`)
 
 Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rendezvous import layout
 from rendezvous.background import Parts, Tell, no_tell
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, RecordsLost, StoreError
+from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError
 from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, nonce
-from rendezvous.rules import CROWD, Peer, Timing, may_be_decided
-from rendezvous.store import Store, put_once
+from rendezvous.rules import CROWD, STARTING, Peer, Timing, beat_age, may_be_decided
+from rendezvous.store import Readable, Store, put_once
 
 R = TypeVar("R", bound=Record)
 
@@ -96,7 +99,7 @@ class Wanted:
         return [layout.slot_name(i) for i in range(self.universe)]
 
 
-def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
+def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
     """All control records from `wanted.records` on, folded.  What is none takes its number, and is worth nothing.
 
     The first one is not passed over: raises RecordsLost if something else stands there.
@@ -112,7 +115,7 @@ def read_control(store: Store, wanted: Wanted | None = None) -> Wanted:
     return wanted
 
 
-def _refuse_first(store: Store, n: int) -> None:
+def _refuse_first(store: Readable, n: int) -> None:
     """Garbage stands under control/{n}: raises RecordsLost if that is the first."""
     if n == 0:
         raise RecordsLost(
@@ -136,7 +139,7 @@ _RESTORE = (
 )
 
 
-def refuse_lost(store: Store, wanted: Wanted) -> None:
+def refuse_lost(store: Readable, wanted: Wanted) -> None:
     """Raises RecordsLost if control records have vanished: what is left would lower the quorum and drop the budget.
 
     A later record shows a gap; a committed step shows that there was a first one.  Anybody may have put something else
@@ -152,7 +155,7 @@ def refuse_lost(store: Store, wanted: Wanted) -> None:
         )
 
 
-def controls_above(store: Store, n: int) -> list[Control]:
+def controls_above(store: Readable, n: int) -> list[Control]:
     """The control records with a higher number than n, in order, as far as a LIST shows them."""
     numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
     bodies = [(m, store.get(layout.control(m))) for m in numbers if m > n]
@@ -160,7 +163,7 @@ def controls_above(store: Store, n: int) -> list[Control]:
     return [control for m, control in found if control is not None and control.n == m]
 
 
-def refuse_lower_quorum(store: Store, wanted: Wanted, commits: Iterable[Commit]) -> None:
+def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
     """Raises RecordsLost if a commit has a higher quorum than any control record that stands ever asked for.
 
     A commit goes by wishes that were durable before it, so such a wish was there, and is not any more.
@@ -203,7 +206,7 @@ def _check_wishes(record: Control) -> None:
         layout.slot_index(record.drain)
 
 
-def claims(store: Store, slot: str, above: int = 0) -> Iterator[Claim]:
+def claims(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
     """Claims of those who took the slot after generation `above`, in order.
 
     What stands there and is no claim of this slot and generation takes its number, and is worth nothing.
@@ -215,12 +218,12 @@ def claims(store: Store, slot: str, above: int = 0) -> Iterator[Claim]:
         generation += 1
 
 
-def newest_claim(store: Store, slot: str) -> Claim | None:
+def newest_claim(store: Readable, slot: str) -> Claim | None:
     """Who took the slot last; None if nobody has."""
     return max(claims(store, slot), key=lambda c: c.generation, default=None)
 
 
-def read_claim(store: Store, slot: str, generation: int) -> Claim | None:
+def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
     """Who took this generation of the slot; None if nobody did."""
     body = store.get(layout.claim(slot, generation))
     return None if body is None else _claim_in(body, slot, generation)
@@ -231,7 +234,7 @@ def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
-def read_leave(store: Store, slot: str, generation: int) -> Leave | None:
+def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
     """The goodbye of this generation; None if there is none."""
     body = store.get(layout.leave(slot, generation))
     found = None if body is None else decoded(Leave, body)
@@ -273,7 +276,7 @@ def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
 
 
 @dataclass
-class Status:
+class BeatStatus:
     """What this replica says of itself in its next beat; its owner overwrites the fields."""
 
     phase: str = "boot"
@@ -300,12 +303,13 @@ class Membership:
     ) -> None:
         self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
         self._timing, self._host, self._pid = timing, host, pid
-        self._beats, self._began, self._round = 0, clock.now(), 0
-        self._looked_at: dict[str, float] = {}
-        self.awaited: set[str] = set()  # whom the open step waits for
+        self._beats = 0
+        self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
-        self._opened, self._pace = clock.now(), 0.0  # of the open step: when it began here, how long it should take
-        self.status, self.wanted = Status(), Wanted()
+        self._read_at: dict[str, float] = {}  # slot -> `awake` when its beat was last asked for
+        self._opened, self._pace = 0.0, 0.0  # of the open step: `awake` when we began it, seconds that it should take
+        self.owed: set[str] = set()  # slots that may still miss our body of the step before
+        self.status, self.wanted = BeatStatus(), Wanted()
         self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
         self._liars: dict[str, int] = {}
         self.fenced_by = 0  # the generation that took the slot, once seen
@@ -338,13 +342,24 @@ class Membership:
             self._liars[offer.slot] = offer.generation
             self.peers[offer.slot] = replace(peer, liar=offer.generation)
 
-    def open(self, pace: float) -> None:
-        """This replica begins to train for the open step.   pace: seconds that it should take, 0: not known."""
-        self._opened, self._pace = self._clock.now(), pace
+    def open(self, pace: float, owed: set[str]) -> None:
+        """This replica begins to train for the open step.
+
+        pace: seconds that an outer step should take, 0 if that is not known.
+        owed: slots that may still miss this replica's body of the step before.
+        """
+        self._opened, self._pace, self.owed = self.awake, pace, owed
         self._done_at.pop(self._read_commit.__name__, None)
+
+    @property
+    def awake(self) -> float:
+        """Seconds since this life began, without its own pauses: at most four beats per tick."""
+        awake, ticked = self._ticked
+        return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
 
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
+        self._ticked = self.awake, self._clock.now()
         self._parts.run(self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen)
 
     def _every(self, period: float, act: Callable[[], object]) -> None:
@@ -364,9 +379,18 @@ class Membership:
         self._beats += 1
         s = self.status
         beat = Beat(
-            self.slot, self.generation, self._beats, s.phase, s.step, s.inner, s.rate,
-            self._clock.wall(), self._host, self._pid, s.note,
-        )  # fmt: skip
+            slot=self.slot,
+            generation=self.generation,
+            n=self._beats,
+            phase=s.phase,
+            step=s.step,
+            inner=s.inner,
+            rate=s.rate,
+            at=self._clock.wall(),
+            host=self._host,
+            pid=self._pid,
+            note=s.note,
+        )
         self._store.put(layout.beat(self.slot), beat.encode())
 
     def goodbye(self) -> None:
@@ -387,7 +411,7 @@ class Membership:
     def _look_for_commit(self) -> None:
         if self.status.phase == "wait" or self.decided >= self.status.step:
             return  # a replica that waits for the decision reads it itself
-        often = may_be_decided(self._clock.now() - self._opened, self._pace)
+        often = may_be_decided(self.awake - self._opened, self._pace)
         self._every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
 
     def _read_commit(self) -> None:
@@ -396,24 +420,46 @@ class Membership:
             self.decided = step
 
     def _look_around(self) -> None:
-        now = self._clock.now()
-        for slot in self._in_view():
-            elapsed = min(now - self._looked_at.get(slot, self._began), 4 * self._timing.beat)
-            self._looked_at[slot] = now
-            old, beat = self.peers.get(slot), read_beat(self._store, slot)
-            if beat is None and old is not None:
-                beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
-            if beat is not None:
-                self.peers[slot] = seen(old, beat, elapsed, self._liars.get(slot, 0))
+        if self.status.phase in STARTING or self.status.step < 2:
+            self.look(self.wanted.slots, apart=0.0)
+        elif self.owed and self.awake - self._opened >= self._pace / 2:
+            self.look(self.owed)
+            self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
-    def _in_view(self) -> list[str]:
-        """Whom to look at now: everybody, or in a crowd some of those that the step waits for and the rest in turn."""
-        others = [slot for slot in self.wanted.slots if slot != self.slot]
-        if len(others) <= CROWD:
-            return others
-        self._round += 1
-        awaited = sorted(self.awaited.intersection(others))
-        return list(dict.fromkeys([*_some(awaited, self._round), *_some(others, self._round)]))
+    def look(self, slots: Iterable[str], apart: float | None = None) -> None:
+        """Read these slots' beats, each at most once per beat (or `apart` seconds), and when it may have died by now.
+
+        In a crowd a dozen per beat: those that were not read for longest.  Advisory: what fails is read the next time.
+        """
+        a_beat, now = JITTER * self._timing.beat, self.awake
+        asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
+        due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
+        recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
+        for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, CROWD - recent)]:
+            when = self.awake, self._clock.wall()  # before the request: one that is slow makes nobody look dead
+            with suppress(RendezvousError):
+                self._see(slot, read_beat(self._store, slot), when)
+
+    def _is_due(self, slot: str, ago: float, apart: float) -> bool:
+        peer, limit = self.peers.get(slot), self._timing.dead_after
+        dies = peer is not None and peer.beating(limit) and peer.later(ago).dead(limit)
+        return dies or ago >= apart
+
+    def _see(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
+        """This is what stood there; it was asked for at `when`, seconds awake and the wall clock."""
+        old = self.peers.get(slot)
+        if old is not None and when[0] < old.read[0]:
+            return  # another thread has asked since
+        self._read_at[slot] = when[0]
+        if beat is None and old is not None:
+            beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
+        if beat is not None:
+            self.peers[slot] = seen(old, beat, when, self._timing.beat, self._liars.get(slot, 0))
+
+    def by_now(self, slot: str) -> Peer | None:
+        """What was last seen of a slot's beat, as it is if nothing has moved since."""
+        peer = self.peers.get(slot)
+        return peer and peer.later(self.awake - peer.read[0])
 
     def _listen(self) -> None:
         self._every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
@@ -422,34 +468,32 @@ class Membership:
         self.listen(self._store)
 
 
-def read_beat(store: Store, slot: str) -> Beat | None:
+def read_beat(store: Readable, slot: str) -> Beat | None:
     """What stands in a slot's heartbeat; None if there is none.  Anybody may have written there."""
     body = store.get(layout.beat(slot))
     beat = None if body is None else decoded(Beat, body)
     return beat if beat is not None and beat.slot == slot else None
 
 
-def _some(slots: list[str], turn: int) -> list[str]:
-    """At most CROWD of them, others at every turn."""
-    at = turn * CROWD % max(1, len(slots))
-    return (slots[at:] + slots[:at])[:CROWD]
+def seen(old: Peer | None, beat: Beat, read: tuple[float, float], period: float, liar: int = 0) -> Peer:
+    """The observation `old`, later, when `beat` is what stands there.
 
-
-def seen(old: Peer | None, beat: Beat, elapsed: float, liar: int = 0) -> Peer:
-    """The observation `old`, `elapsed` seconds later, when `beat` is what stands there.
-
+    read: (seconds awake, wall clock) of the observer when it asked.   period: seconds between two beats.
     Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.
     """
     if old is None:
-        return Peer(beat)
+        return Peer(beat, read=read)
+    elapsed, wall = read[0] - old.read[0], read[1] - old.read[1]
     if (beat.generation, beat.n) < (old.beat.generation, old.beat.n):
-        return replace(old, silent=old.silent + elapsed, still=old.still + elapsed, liar=liar)
+        return replace(old.later(elapsed), liar=liar, read=read)
     changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
     moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)
+    age = beat_age(old, beat, elapsed, wall, period)
     return Peer(
         beat,
         changes=old.changes + changed,
-        silent=0.0 if changed else old.silent + elapsed,
-        still=0.0 if moved else old.still + elapsed,
+        silent=age if changed else old.silent + elapsed,
+        still=age if moved else old.still + elapsed,
         liar=liar,
+        read=read,
     )

@@ -357,7 +357,16 @@ def sync_estimate(probe: Probe, parameters: int, replicas: int, codec: str = "fp
     price = _price(probe.url)
     dollars = None if price is None else puts * price[0] + gets * price[1]
     egress = None if price is None else n * down / 1e9 * price[2]
-    return Estimate(seconds, puts, gets, n * up, n * down, dollars, egress, "sharded" if sharded else "direct")
+    return Estimate(
+        seconds=seconds,
+        puts=puts,
+        gets=gets,
+        upload_bytes=n * up,
+        download_bytes=n * down,
+        dollars=dollars,
+        egress_dollars=egress,
+        mode="sharded" if sharded else "direct",
+    )
 
 
 def _requests_to_put(blob: int) -> int:

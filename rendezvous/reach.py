@@ -13,9 +13,8 @@ Not promised: that a blob which is there is whole.  Who reads it compares its di
 from dataclasses import dataclass
 
 from rendezvous import layout, snapshots
-from rendezvous.garbage import stands
-from rendezvous.keeping import parts_of
-from rendezvous.records import Commit, Mean, WireError
+from rendezvous.garbage import announced_stands, stands
+from rendezvous.records import Commit, Snapshot
 from rendezvous.store import Store
 
 
@@ -49,9 +48,13 @@ def _snapshots(store: Store) -> list[int]:
     """Steps of the snapshots that are there, in order.  LIST tells of few that are not, and of all that matter."""
     keys = store.list(layout.SNAPSHOTS)
     with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
-    steps = [t for t in snapshots.steps_of(keys) if layout.snapshot(t).rpartition("/")[0] in with_blob]
+    steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot(t).rpartition("/")[0] in with_blob]
     found = ((t, snapshots.read(store, t)) for t in steps)
-    return [t for t, snapshot in found if snapshot is not None and stands(store, snapshot.blob, snapshot.size)]
+    return [t for t, snapshot in found if snapshot is not None and _is_there(store, snapshot)]
+
+
+def _is_there(store: Store, snapshot: Snapshot) -> bool:
+    return not snapshot.blob or stands(store, snapshot.blob, snapshot.size)
 
 
 def _first_told(store: Store, end: int) -> int:
@@ -73,19 +76,3 @@ def mean_stands(store: Store, t: int) -> bool:
         return False
     commit = Commit.decode(body)
     return announced_stands(store, commit) or all(stands(store, o.blob, o.size) for o in commit.offers)
-
-
-def announced_stands(store: Store, commit: Commit) -> bool:
-    """Is the mean written down, in all its parts?"""
-    return all(_part_stands(store, commit.t, j) for j in range(parts_of(commit)))
-
-
-def _part_stands(store: Store, t: int, j: int) -> bool:
-    body = store.get(layout.mean(t, j))
-    if body is None:
-        return False
-    try:
-        record = Mean.decode(body)
-    except WireError:
-        return False
-    return record.t == t and stands(store, record.blob, record.size)

@@ -249,6 +249,7 @@ class Snapshot(Record):
 
     base: their digest (equal to commit t's base).   prev: digest of commit t−1, so that a reader can check the
     chain from here.   confirmed: two replicas had this digest.
+    blob: "" in snapshot 0 of a run whose start model is not in the bucket: θ₀ is that model, and all else is zero.
     """
 
     kind = "snapshot"
@@ -262,7 +263,8 @@ class Snapshot(Record):
     confirmed: bool = True
 
     def check(self) -> None:
-        check_blob(self.blob, layout.snapshot_blob(self.t, ""))
+        if self.t or self.blob:
+            check_blob(self.blob, layout.snapshot_blob(self.t, ""))
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ class Leave(Record):
 class Control(Record):
     """What the operator wants; absent fields leave things as they are.
 
-    places: where replicas run, in the words of who launches them (executors/mixed.py); opaque here.
+    places: where replicas run, in the words of who launches them (executors/platforms/multi.py); opaque here.
     max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
     names a later one; 0 for none.
     """

@@ -21,13 +21,14 @@ import numpy as np
 
 from rendezvous import layout
 from rendezvous.background import Together, in_turn
+from rendezvous.body_checks import divide, settle, sound
 from rendezvous.clock import Clock
-from rendezvous.codecs import codec, one_pass_mean
+from rendezvous.codecs import codec
+from rendezvous.codecs.kernels import load_mean_kernel
 from rendezvous.digests import digest, has_digest, needed
 from rendezvous.errors import Corrupt
 from rendezvous.records import Commit, Listed, Mean, WireError, nonce
 from rendezvous.rules import Rules
-from rendezvous.sound import divide, settle, sound
 from rendezvous.store import Store, put_once
 from rendezvous.wire import Piece, Range, alignment, body_size, byte_range, differs, exact, fetch, grid, payload, roomy
 
@@ -64,7 +65,7 @@ class Reducer:
         self._store, self._clock, self._tell, self.rules = store, clock, tell, rules or Rules()
         self._codec, self._bytes, self._kept = self.rules.codec, roomy(0), 0
         self._together = together
-        self._one_pass = one_pass_mean(self._codec)
+        self._one_pass = load_mean_kernel(self._codec)
         self._odd = set[str]()  # blobs that were told of
 
     def mean(self, commit: Commit, out: np.ndarray, mine: Mine | None = None) -> None:
@@ -280,7 +281,11 @@ class Reducer:
         """All parts of a step that is long decided: as announced, or computed."""
         for j, part in enumerate(self.parts(commit, out.size)):
             if not self.take_part(commit, j, part, out):
-                self.make_part(commit, part, out)
+                try:
+                    self.make_part(commit, part, out)
+                except Corrupt:  # announced in between, perhaps, and its bodies collected
+                    if not self.take_part(commit, j, part, out):
+                        raise
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: Mine | None = None) -> np.ndarray:
         """The mean of these shards, into `out`; -> it as it travels, good until the next read.  Raises Corrupt."""

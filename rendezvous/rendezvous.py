@@ -8,7 +8,7 @@ has no timer: the store and the clock are its only ways to wait.  Work beside it
 same time (`together`) are arguments: threads in a replica, greenlets in the simulator, which therefore runs thousands
 of schedules of exactly this code.
 
-It knows flat fp32 vectors and a `State` that holds and steps them (rendezvous/state.py); it has never heard of models.
+It knows flat fp32 vectors and a `ReplicatedState` that holds and steps them (state.py); it has never heard of models.
 Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
 """
 
@@ -18,7 +18,7 @@ from math import isfinite
 
 import numpy as np
 
-from rendezvous import bequest, garbage, layout, rules, snapshots
+from rendezvous import garbage, layout, residuals, rules, snapshots
 from rendezvous.background import Background, Inline, Together, in_turn, no_tell
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
@@ -31,7 +31,7 @@ from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.sharded import Sharer
 from rendezvous.snapshot_writer import SnapshotWriter
-from rendezvous.state import Digests, State, all_arrays, base_of
+from rendezvous.state import Digests, ReplicatedState, all_arrays, base_of
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
 
@@ -79,12 +79,14 @@ class Rendezvous:
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
         self._began = clock.now()  # of this outer step's work
+        self._lasted: list[float] = []  # seconds from there to the decision, of the last two that we waited for
         self._announcement: Callable[[], None] | None = None
         self._mine: list[Mine] = []  # what we offered last, and before if somebody may still miss it
         self._rederived = -1  # the step for which we last replayed our own θ
         self._snapshot = 0  # newest snapshot known
         self._rate = 0.0  # bytes per second of the last upload
         self._first = -1  # the step in whose middle we joined
+        self._theta_0: Callable[[], snapshots.Arrays] | None = None
 
     @property
     def name(self) -> str:
@@ -102,7 +104,15 @@ class Rendezvous:
         self._encoder = Encoder(rules_.codec, digests=needed(self.store))
         self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._rest, self._bad)
         self._closer = Closer(
-            self.store, self.clock, self.chain, self.members, rules_, self.timing, self._alien, self._odd
+            store=self.store,
+            clock=self.clock,
+            chain=self.chain,
+            members=self.members,
+            rules_=rules_,
+            timing=self.timing,
+            alien=self._alien,
+            skipped=self._odd,
+            together=self._together,
         )
         return self
 
@@ -113,12 +123,13 @@ class Rendezvous:
         self.generation = self.members.claim(self.store)
         return self.generation
 
-    def join(self, state: State) -> None:
+    def join(self, state: ReplicatedState, theta_0: Callable[[], snapshots.Arrays] | None = None) -> None:
         """Heal before the first inner step: newest snapshot, then every later mean.
 
+        theta_0: the state's arrays as the run began, where they lie elsewhere; then snapshot 0 has no blob.
         If a predecessor of this slot has already offered the open step, wait for that step without training.
         """
-        self.state = state
+        self.state, self._theta_0 = state, theta_0
         self._phase("heal")
         self._found()
         self._heal()
@@ -141,25 +152,26 @@ class Rendezvous:
         if left is None or not left.residual:
             return
         sizes = [self.state.size(f) for f in range(self.rules.fragments)]
-        if (unsent := bequest.take(self.store, left, sizes)) is None:
+        if (unsent := residuals.take(self.store, left, sizes)) is None:
             self.tell("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
             return
         self._encoder.inherit(unsent)
         self.tell("inherited", of=left.generation, bytes=sum(e.nbytes for e in unsent.values()))
 
-    def resume_at(self, state: State, step: int) -> None:
+    def resume_at(self, state: ReplicatedState, step: int) -> None:
         """Begin at `step` with `state` as it is, for states that need no history."""
         self.state, self._digests = state, Digests(state, self.rules.fragments, self.name)
         self._replay(step, step, {})
 
     def _found(self) -> None:
-        """Snapshot 0 is θ₀ from whoever came first; without it nobody could ever replay.
+        """Snapshot 0 is θ₀ of whoever came first; without it nobody could ever replay.
 
         One that was lost when steps had been taken is not replaced: nobody knows any more that ours is the same.
         """
         if all(self.store.get(key) is None for key in (layout.snapshot(0), layout.commit(0))):
             base = base_of(self.state, self.rules.fragments)
-            snapshots.write(self.store, self.clock, 0, self._arrays(0), base=base, prev=None)
+            elsewhere = self._theta_0 is not None
+            snapshots.write_first(self.store, self.clock, self._arrays(0), base=base, elsewhere=elsewhere)
 
     def _heal(self, upto: int | None = None) -> None:
         garbage.look_again(lambda: self._heal_once(upto), self.tell)
@@ -185,15 +197,24 @@ class Rendezvous:
 
     def _load(self, snapshot: snapshots.Snapshot) -> bool:
         """Become this snapshot, if its bytes are what was announced and mean what the chain confirmed."""
-        arrays = snapshots.load(self.store, snapshot, self.tell, self._arrays(0))
-        if arrays is None:
-            return False
-        self.state.load(arrays)
+        if snapshot.blob or base_of(self.state, self.rules.fragments) != snapshot.base:
+            arrays = self._arrays_of(snapshot)
+            if arrays is None:
+                return False
+            self.state.load(dict(arrays))
         self._digests = Digests(self.state, self.rules.fragments, self.name)
         base = self._digests.base
         if base != snapshot.base:
             self.tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
         return base == snapshot.base
+
+    def _arrays_of(self, snapshot: snapshots.Snapshot) -> snapshots.Arrays | None:
+        if snapshot.blob:
+            return snapshots.load(self.store, snapshot, self.tell, self._arrays(0))
+        if self._theta_0 is None:
+            self.tell("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
+            return None
+        return self._theta_0()
 
     def _replay(self, start: int, upto: int | None, damaged: dict[int, snapshots.Snapshot]) -> None:
         self.chain.read_before(start)  # a closer must know what these listed
@@ -273,11 +294,26 @@ class Rendezvous:
         self._rate = written.body.nbytes / max(self.clock.now() - began, 1e-6)
         self._mine.append(Mine(self.step, key, written.body, in_pieces(written, codec, ranges)))
         return Offer(
-            self.step, self.slot, self.generation, n, self.base, int(h), key, written.body.size, written.digest,
-            took=self.clock.now() - self._began, at=self.clock.wall(), samples=float(samples), norm=written.norm,
-            scale=written.scale, zero=written.norm == 0.0, leaving=self.leaving, codec=codec,
-            shards=written.shards, stats={k: float(v) for k, v in stats.items() if isfinite(v)},
-        )  # fmt: skip
+            step=self.step,
+            slot=self.slot,
+            generation=self.generation,
+            nonce=n,
+            base=self.base,
+            h=int(h),
+            blob=key,
+            size=written.body.size,
+            digest=written.digest,
+            took=self.clock.now() - self._began,
+            at=self.clock.wall(),
+            samples=float(samples),
+            norm=written.norm,
+            scale=written.scale,
+            zero=written.norm == 0.0,
+            leaving=self.leaving,
+            codec=codec,
+            shards=written.shards,
+            stats={k: float(v) for k, v in stats.items() if isfinite(v)},
+        )
 
     def _announce_offer(self, record: Offer) -> None:
         body, attempt = record.encode(), 0
@@ -300,7 +336,7 @@ class Rendezvous:
         """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
         self._phase("wait")
         self._turn()
-        vigil = Vigil(self.clock, self.timing)
+        vigil = Vigil(self.clock, self.timing, self._due())
         while (commit := self.chain.read(self.step)) is None:
             self._alert()
             vigil.look()
@@ -311,7 +347,12 @@ class Rendezvous:
                 if vigil.long():
                     self._mend_mine()
                 vigil.sleep()
+        self._lasted = [*self._lasted[-1:], self.clock.now() - self._began]
         return self._checked(commit)
+
+    def _due(self) -> float:
+        """Seconds until the open step is decided, if it lasts as long as the shorter of the last two; 0: not known."""
+        return max(0.0, self._began + min(self._lasted, default=0.0) - self.clock.now())
 
     def _rest(self, vigil: Vigil, normal: float) -> None:
         """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
@@ -333,7 +374,6 @@ class Rendezvous:
         self._check_state(self.fragment)
         if commit.base != self.base:
             self._rederive(f"commit {commit.t} by {commit.by}", commit.base)
-            self.chain.read(commit.t)  # the replay went up to it, not through it
         return commit
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
@@ -384,10 +424,14 @@ class Rendezvous:
         """May another replica still need our blob of that step?
 
         One that was listed and is not known to be dead or past the step; we may never have seen its beat.
+        In a crowd nobody looks at everybody.  Small bodies are kept; others are reduced in shards, whose means are all
+        announced when ours is made, so that they serve instead.
         """
         commit = self.chain.known(mine.step)
         if commit is None or not commit.lists(mine.step, self.slot):
             return False
+        if self.wanted.universe > rules.CROWD:
+            return commit.mode == "direct"
         peers = [self.members.peers.get(o.slot) for o in commit.fresh if o.slot != self.slot]
         return any(p is None or not (p.dead(self.timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
@@ -404,8 +448,19 @@ class Rendezvous:
     def _mend_mine(self) -> None:
         """Others are long in coming: is a blob of ours what they miss?"""
         for mine in self._mine:
-            if self._missing(mine):
+            if (self._missing(mine) or self._is_replayed(mine.step)) and not self._collected(mine):
                 self._reducer.mend_mine(mine)
+
+    def _collected(self, mine: Mine) -> bool:
+        """May its blob be gone because nobody needs it?  Then nobody would delete it a second time."""
+        commit = self.chain.known(mine.step)
+        hint = self.step if self.done else self._snapshot
+        return self._keep is not None and commit is not None and garbage.replaced(self.store, commit, hint)
+
+    def _is_replayed(self, step: int) -> bool:
+        """Does somebody heal who has not made this step yet?  He reads every body that it lists."""
+        peers, limit = [*self.members.peers.values()], self.timing.dead_after
+        return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.dead(limit) for p in peers)
 
     def _mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
         """The mean, once its blobs are what they should be.   Raises Corrupt when nobody could mend them any more."""
@@ -427,6 +482,7 @@ class Rendezvous:
 
     def _writers_hold(self, commit: Commit) -> bool:
         """Have its writers their bodies in memory still?  Until the step after the next, if they live."""
+        self.members.look(o.slot for o in commit.offers)
         peers = [self.members.peers.get(o.slot) for o in commit.offers]
         alive = any(p and p.beating(self.timing.dead_after) for p in peers)
         return alive and self.store.get(layout.commit(commit.t + 2)) is None
@@ -456,7 +512,8 @@ class Rendezvous:
         self._snapshot_if_due(commit)
         self._phase("train")
         self._began = self.clock.now()
-        self.members.open(commit.pace)
+        small = bool(self._mine) and self.wanted.universe <= rules.CROWD
+        self.members.open(commit.pace, {o.slot for o in commit.fresh} - {self.slot} if small else set())
         self._alert_fenced()
 
     def complete(self, commit: Commit) -> None:
@@ -527,6 +584,7 @@ class Rendezvous:
         self._rederived = step = self.step
         mine, began = self.base, self._began
         self._heal(upto=step)
+        self.chain.read(step)  # where it is decided already: the replay went up to it, not through it
         self._began = began
         self.tell("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
         if self.base != mine:
@@ -580,8 +638,17 @@ class Rendezvous:
             self._check_state()  # our digest may confirm the last snapshot
         try:
             self._mend_mine()
+            residual, digest = self._bequeath()
             record = Leave(
-                self.slot, self.generation, self.step, self.base, reason, nonce(), self.clock.wall(), *self._bequeath()
+                slot=self.slot,
+                generation=self.generation,
+                step=self.step,
+                base=self.base,
+                reason=reason,
+                nonce=nonce(),
+                at=self.clock.wall(),
+                residual=residual,
+                residual_digest=digest,
             )
             put_once(self.store, self.clock, layout.leave(self.slot, self.generation), record.encode())
             if self.done:
@@ -604,7 +671,7 @@ class Rendezvous:
         if size > self._rate * left / 2:
             self.tell("residual_dropped", bytes=size, rate=self._rate, left_s=left)
             return "", ""
-        return bequest.put(self.store, self.slot, self.generation, unsent)
+        return residuals.put(self.store, self.slot, self.generation, unsent)
 
     def _final_snapshot(self) -> None:
         """θ_T has no commit to confirm it: two leave records with one digest do, or m = 1 without (marked so)."""
@@ -616,6 +683,9 @@ class Rendezvous:
                 self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.digest(self.step - 1),
                 confirmed=agree,
             )  # fmt: skip
+            if self._keep is not None:  # nobody closes a step after it: what a finished run leaves stays for ever
+                self._later(self._sweep)
+                self._background.drain()
 
     def _others_who_left_with(self, base: str) -> bool:
         left = [r for slot in self.wanted.slots if slot != self.slot for r in self._goodbyes(slot)]

@@ -4,6 +4,7 @@
     factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (gate)
     P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience)
     pace  = median took + P/2                              what an outer step should take       (pace)
+    look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
     h_cap = max(1, ⌊h·pace/took⌋) when left out, +1 when listed fresh, at most H                (next_cap)
             in the first round: what the others have left to do of theirs                       (first_cap)
 
@@ -20,6 +21,8 @@ from statistics import median
 from rendezvous.records import Beat, Commit, Listed, Offer
 
 CROWD = 12  # slots; with more of them not everybody looks at everybody all the time
+LED = 3  # the rank of those who let others look first
+DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times what a quartz does
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
 UNSUSPICIOUS = 0.01  # of ‖θ‖: what `gate` takes for typical at least
@@ -77,7 +80,7 @@ class Peer:
 
     silent: seconds since the counter last changed, not counting the observer's own pauses.
     still: the same for (step, inner).   liar: a generation that offered while its beat stood still; its beat is
-    never trusted again.
+    never trusted again.   read: (seconds awake, wall clock) of the observer when it looked.
     """
 
     beat: Beat
@@ -85,6 +88,7 @@ class Peer:
     silent: float = 0.0
     still: float = 0.0
     liar: int = 0
+    read: tuple[float, float] = (0.0, 0.0)
 
     def dead(self, dead_after: float) -> bool:
         if self.beat.phase == "left":
@@ -93,6 +97,10 @@ class Peer:
 
     def beating(self, dead_after: float) -> bool:
         return self.changes > 0 and not self.dead(dead_after)
+
+    def later(self, seconds: float) -> "Peer":
+        """The same if nothing has moved since, so many seconds after it was read."""
+        return replace(self, silent=self.silent + seconds, still=self.still + seconds)
 
     def words(self, dead_after: float) -> str:
         """What to say of a slot that is missing."""
@@ -106,6 +114,27 @@ class Peer:
 def fp32(x: float) -> float:
     """x, rounded to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
     return array("f", [x])[0]
+
+
+def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
+    """Seconds for which `new` has stood there at least, if the same observer read `old` there `elapsed` seconds before.
+
+    Between the two beats their writer lived for as long as its own clock says, and for as many beats as it counted; the
+    rest of the observer's time it was silent, and `old` had been there for `old.silent` by then.  The least of these
+    answers counts, so that one wrong clock never makes a living replica look dead.  From look to look this keeps the
+    least age that any look has found: it is short by that, and by what `DRIFT` takes off, so that clocks that do not go
+    alike do not add up either.  A beat that was not there yet at the look before is no older than that look.
+    wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
+
+    >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
+    >>> beat_age(Peer(one, silent=3.0), two, 60.0, 60.0, 5.0)
+    52.94
+    """
+    if new.generation != old.beat.generation:
+        return 0.0
+    lived = new.at - old.beat.at, (new.n - old.beat.n) * beat
+    before = max(0.0, old.silent - DRIFT * elapsed)
+    return max(0.0, min(elapsed, before + min(min(elapsed, wall) - lived[0], elapsed - lived[1])))
 
 
 def may_be_decided(open_s: float, pace: float) -> bool:
@@ -285,20 +314,44 @@ def waiting_for(
     return reasons
 
 
-def rank(t: int, slot: int, slots: int) -> int:
-    """Who tries to close step t first (0), second (1), …; spread by a hash, at most 4 apart.
+@dataclass(frozen=True)
+class StepWait:
+    """How a replica waits for the others' offers, in seconds.
 
-    In a crowd three lead, and all others are 3: if everybody looked for everybody's offers, a step would ask N².
+    waited: since there were m.   took: the median of those that there are.   upload: from the last inner step to the
+    offer.   often: the least between two looks when one was in vain.
     """
-    if slots < 2:
-        return 0
+
+    waited: float
+    took: float
+    upload: float = 0.0
+    often: float = 0.0
+
+
+def resolved_in(t: int, peers: Iterable[Peer | None], wait: StepWait, rules: Rules, timing: Timing) -> list[float]:
+    """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
+
+    By then the slot has offered, is dead, or has had all the patience there is: nothing else changes the decision, so a
+    look before is in vain.  (The replica that offers last looks at once, and closes.)
+    """
+    return sorted(_resolved_in(t, peer, wait, rules, timing) for peer in peers)
+
+
+def _resolved_in(t: int, peer: Peer | None, wait: StepWait, rules: Rules, timing: Timing) -> float:
+    limit = max(2 * timing.poll, 0.5 * wait.took)
+    due = None if peer is None else arrival(peer, t, rules, limit)
+    arrives = limit - wait.waited if due is None or due > 1.5 * wait.took else due + wait.upload + 2 * timing.poll
+    dies = timing.dead_after - peer.silent if peer and peer.changes and peer.liar != peer.beat.generation else math.inf
+    return max(0.0, min(max(arrives, wait.often), dies))
+
+
+def rank(t: int, slot: int, slots: int) -> int:
+    """Who tries to close step t first (0), second (1), third (2); spread by a hash.
+
+    These three lead, all others are 3: if everybody looked for everybody's offers, a step would ask N².
+    """
     mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
-    return min(3, mixed % slots) if slots > CROWD else mixed % min(slots, 4)
-
-
-def stagger(rank: int, slots: int) -> int:
-    """Polls until a replica of that rank looks for offers; in a crowd those who do not lead look as rarely again."""
-    return 16 if rank == 3 and slots > CROWD else 2 * rank
+    return min(LED, mixed % max(1, slots))
 
 
 def snapshot_due(t: int, newest: int, every: int, *, closed: bool) -> bool:

@@ -19,10 +19,10 @@ from rendezvous.clock import Clock
 from rendezvous.errors import Forged, RecordsLost
 from rendezvous.membership import Wanted, controls_above, read_control, refuse_lost, write_control
 from rendezvous.records import Control, nonce
-from rendezvous.store import Store, put_once
+from rendezvous.store import Readable, Store, put_once
 
 
-def readable(store: Store) -> tuple[Wanted, str]:
+def readable(store: Readable) -> tuple[Wanted, str]:
     """-> the operator's wishes, and what was lost: "" if nothing, else the wishes are only those that still stand."""
     try:
         wanted = read_control(store)
@@ -32,7 +32,7 @@ def readable(store: Store) -> tuple[Wanted, str]:
     return wanted, ""
 
 
-def _what_stands(store: Store) -> Wanted:
+def _what_stands(store: Readable) -> Wanted:
     wanted = Wanted()
     with suppress(RecordsLost, Forged):
         wanted = read_control(store)  # up to the first that is missing

@@ -29,7 +29,8 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256
 from rendezvous.errors import Forged, WrongRun
 from rendezvous.records import Record, UnixTime, Word, nonce
-from rendezvous.store import VOID, Body, Buffer, Store, open_store, put_once
+from rendezvous.store import VOID, Body, Buffer, Readable, Store, put_once
+from rendezvous.stores.open import open_store
 
 KEY = "DILOCO_RUN_KEY"
 LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
@@ -51,12 +52,16 @@ def say(event: str, **fields: Any) -> None:
     print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
 
 
-class SealedStore:
-    """A store that seals the records it writes and verifies those it reads.   tell: hears of what was passed over."""
+def _say_nothing(event: str, **fields: Any) -> None:
+    pass
+
+
+class VerifiedStore:
+    """The records of a sealed run, each verified when it is read.   tell: hears of those that were passed over."""
 
     digests = SHA256  # of blobs: who can overwrite them must not be able to make another one with the same digest
 
-    def __init__(self, store: Store, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
+    def __init__(self, store: Readable, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
         self.url, self.tell = store.url, tell
         self._store, self._key, self._run = store, key, run
         self._told: set[str] = set()
@@ -64,15 +69,13 @@ class SealedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)  # what only some stores have: root, near
 
-    def over(self, store: Store) -> "SealedStore":
+    def over(self, store: Readable) -> "VerifiedStore":
         """The same run, read through `store`."""
-        return SealedStore(store, self._key, self._run, self.tell)
+        return VerifiedStore(store, self._key, self._run, self.tell)
 
-    def put(self, key: str, body: Body) -> None:
-        self._store.put(key, self._sealed(key, body) if isinstance(body, Buffer) else body)  # a Stream is a blob
-
-    def create(self, key: str, body: Buffer) -> None:
-        self._store.create(key, self._sealed(key, body))
+    def silent(self) -> "VerifiedStore":
+        """The same run, whose forged records are passed over without a word: for a look before there is a journal."""
+        return VerifiedStore(self._store, self._key, self._run, _say_nothing)
 
     def get(self, key: str) -> bytes | None:
         body = self._store.get(key)
@@ -96,16 +99,30 @@ class SealedStore:
     def list(self, prefix: str) -> list[str]:
         return self._store.list(prefix)
 
-    def delete(self, keys: Iterable[str]) -> None:
-        self._store.delete(keys)
-
-    def _sealed(self, key: str, body: Buffer) -> Buffer:
-        return body if layout.kind(key) is None else sealed(bytes(body), self._key, self._run, key)
-
     def _pass_over(self, kind: str, key: str) -> None:
         if key not in self._told:
             self._told.add(key)
             self.tell("forged", record=kind, key=key, text="not written with this run's key; passed over")
+
+
+class SealedStore(VerifiedStore):
+    """A store that seals the records it writes and verifies those it reads."""
+
+    def __init__(self, store: Store, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
+        super().__init__(store, key, run, tell)
+        self._bucket = store
+
+    def put(self, key: str, body: Body) -> None:
+        self._bucket.put(key, self._sealed(key, body) if isinstance(body, Buffer) else body)  # a Stream is a blob
+
+    def create(self, key: str, body: Buffer) -> None:
+        self._bucket.create(key, self._sealed(key, body))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._bucket.delete(keys)
+
+    def _sealed(self, key: str, body: Buffer) -> Buffer:
+        return body if layout.kind(key) is None else sealed(bytes(body), self._key, self._run, key)
 
 
 def sealed(record: bytes, secret: bytes, run: str, key: str) -> bytes:
@@ -155,6 +172,14 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
         return store
     ask = ask or store
     stands = ask.get(layout.SEAL)
+    if stands is None and secret is not None and not _holds_a_run(ask):
+        mine = sealed(Seal(nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
+        _, stands = put_once(ask, clock, layout.SEAL, mine)
+    return under_seal(store, secret, stands)
+
+
+def under_seal(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
+    """The store of a run whose seal.json is `stands`, None where it has none, under this key.   Raises WrongRun."""
     if stands is None and secret is None:
         return store
     if secret is None:
@@ -163,9 +188,10 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
             "founded with; nobody can join, read or stop the run without it"
         )
     if stands is None:
-        _refuse_unsealed(ask)
-        mine = sealed(Seal(nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
-        _, stands = put_once(ask, clock, layout.SEAL, mine)
+        raise WrongRun(
+            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
+            "Unset it to go on with that run, or use another URL for a run under this key"
+        )
     record = opened(stands, secret, "", layout.SEAL)
     if record is None:
         raise WrongRun(
@@ -175,10 +201,6 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
     return SealedStore(store, secret, Seal.decode(record).nonce)
 
 
-def _refuse_unsealed(store: Store) -> None:
+def _holds_a_run(store: Store) -> bool:
     first = (layout.RUN, layout.control(0), layout.commit(0), layout.claim(layout.slot_name(0), 1))
-    if any(store.get(key) is not None for key in first):
-        raise WrongRun(
-            f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
-            "Unset it to go on with that run, or use another URL for a run under this key"
-        )
+    return any(store.get(key) is not None for key in first)

@@ -70,6 +70,7 @@ class Sharer:
             missing -= {j for j in sorted(missing - ours) if self._turn(commit, j, vigil.idle) and made(j)}
             if not missing:
                 return
+            self._look(commit, missing, vigil.idle)
             self._rest(vigil, _PATIENCE * commit.pace)
 
     def _make(
@@ -91,15 +92,29 @@ class Sharer:
             self._took = took
         return True
 
+    def _look(self, commit: Commit, missing: set[int], waited: float) -> None:
+        """Read the beats on which `_turn` depends: of owners that are later than we were with ours, every two beats and
+        when one may have died by now; if one is gone or very late, of all, who may be in line before us."""
+        owners = {commit.owners[j] for j in missing} - {self._members.slot}
+        if waited > min(self._needed + 4 * self._timing.poll, self._patience(commit) / 2):
+            self._members.look(owners, apart=2 * self._timing.beat)
+        overdue = waited > self._patience(commit) / 2
+        if overdue or any(self._gone(layout.slot_index(owner), commit.t) for owner in owners):
+            self._members.look(self._members.wanted.slots)
+
     def _turn(self, commit: Commit, j: int, waited: float) -> bool:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
         owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
-        patience = max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
+        patience = self._patience(commit)
         gone = self._gone(owner, commit.t)
         if not gone and waited <= patience:
             return False
         rank = in_line(us, owner, max(2, self._members.wanted.universe), lambda i: self._waits(i, commit.t))
         return (gone and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
+
+    def _patience(self, commit: Commit) -> float:
+        """Seconds that an owner may take for a part before others do it."""
+        return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _gone(self, index: int, t: int) -> bool:
         """Will that slot announce no part of step t any more?

@@ -29,7 +29,7 @@ from rendezvous.clock import Clock
 from rendezvous.digests import Hasher, needed
 from rendezvous.errors import Diverged, RendezvousError
 from rendezvous.records import Snapshot, nonce
-from rendezvous.state import UNVERIFIED, State, digest_of_digests
+from rendezvous.state import UNVERIFIED, ReplicatedState, digest_of_digests
 from rendezvous.store import Buffer, Store
 from rendezvous.tensors import PIECE, TensorFile
 from rendezvous.wire import payload
@@ -148,13 +148,15 @@ class SnapshotWriter:
     def busy(self) -> bool:
         return self._now is not None
 
-    def start(self, state: State, fragments: int, t: int, *, base: str, prev: str | None) -> None:
+    def start(self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None) -> None:
         """Write θ_t in the background.  Visible it becomes when commit t confirms it."""
         self._now, self.owes = self._begun(state, fragments, t, base=base, prev=prev, confirmed=True), False
         writing = self._now
         self._uploads.submit(lambda: self._upload(writing))
 
-    def write(self, state: State, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool) -> None:
+    def write(
+        self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
+    ) -> None:
         """Write θ_t at once, and make it visible.   Raises Diverged if its bytes are not what they should be."""
         writing = self._begun(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
         self._put(writing)
@@ -187,10 +189,24 @@ class SnapshotWriter:
 
     # ------------------------------------------------------------------ in the background
 
-    def _begun(self, state: State, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool) -> _Writing:
+    def _begun(
+        self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
+    ) -> _Writing:
         turns, n = [(t + i) % fragments for i in range(fragments)], nonce()
         file = LiveFile([(f, dict(state.arrays(f))) for f in turns], needed(self._store))
-        return _Writing(Snapshot(t, base, prev, layout.snapshot_blob(t, n), file.size, "", n, confirmed), file)
+        return _Writing(
+            Snapshot(
+                t=t,
+                base=base,
+                prev=prev,
+                blob=layout.snapshot_blob(t, n),
+                size=file.size,
+                digest="",
+                nonce=n,
+                confirmed=confirmed,
+            ),
+            file,
+        )
 
     def _upload(self, writing: _Writing) -> None:
         try:

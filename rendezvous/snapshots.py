@@ -4,8 +4,10 @@
     snapshots/{t}/manifest.json         last, by put_once: a writer that is killed between leaves nothing visible
 
 A manifest of step t is written only after commit t confirmed its digest, so that a corrupt writer cannot become
-the truth.  Snapshot 0 is θ₀, from whoever came first.  In the file the fragments stand in the order of their turns
-from step t on, so that what is stepped first is read first (rendezvous/snapshot_writer.py).
+the truth.  Snapshot 0 is θ₀, from whoever came first.  It does not have what is zero then, as all momentum is; and of a
+start model that the replicas take from elsewhere it has a manifest alone, with its digest.  In the file the fragments
+stand in the order of their turns from step t on, so that what is stepped first is read first
+(rendezvous/snapshot_writer.py).
 
 Not promised: that the newest one is good.  `load` checks the digest; callers fall back to an older one.
 """
@@ -32,7 +34,37 @@ def write(
     n, body = nonce(), TensorFile(arrays)
     digest = digest_of(body, needed(store))
     store.put(layout.snapshot_blob(t, n), body)
-    return publish(store, clock, Snapshot(t, base, prev, layout.snapshot_blob(t, n), body.size, digest, n, confirmed))
+    return publish(
+        store,
+        clock,
+        Snapshot(
+            t=t,
+            base=base,
+            prev=prev,
+            blob=layout.snapshot_blob(t, n),
+            size=body.size,
+            digest=digest,
+            nonce=n,
+            confirmed=confirmed,
+        ),
+    )
+
+
+def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewhere: bool) -> Snapshot:
+    """Snapshot 0, without what is zero.   elsewhere: replicas have θ₀ from another place; then without a blob."""
+    if elsewhere:
+        return publish(store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=nonce()))
+    return write(store, clock, 0, {name: a for name, a in arrays.items() if not _is_zero(a)}, base=base, prev=None)
+
+
+def _is_zero(array: np.ndarray) -> bool:
+    """Are all its bits 0?  (−0.0 is not.)"""
+    return not array.view(np.dtype(f"i{array.itemsize}")).any()
+
+
+def with_zeros(arrays: Arrays, like: Arrays) -> dict[str, np.ndarray]:
+    """Snapshot 0's arrays, and zeros for those that it does not have."""
+    return {name: arrays[name] if name in arrays else np.zeros_like(array) for name, array in like.items()}
 
 
 def publish(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
@@ -75,6 +107,7 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None], like: Arra
     """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
 
     like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
+    Those that snapshot 0 does not have are zeros.
     Each array is read into its own memory: nothing else of that size is made.
     """
     found = ""
@@ -85,8 +118,9 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None], like: Arra
             found = str(error)
             continue
         if file is not None and has_digest_of(file, snapshot.digest, needed(store)):
-            if not (found := misfit(file.arrays, like)):
-                return file.arrays
+            arrays = with_zeros(file.arrays, like) if snapshot.t == 0 and like else file.arrays
+            if not (found := misfit(arrays, like)):
+                return arrays
             break
         found = f"not {snapshot.size} bytes" if file is None else f"digest {digest_of(file, needed(store))}"
     tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
@@ -106,6 +140,8 @@ def misfit(arrays: Arrays, like: Arrays) -> str:
 
 def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
     """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
+    if not snapshot.blob:
+        return False
     body = TensorFile(arrays)
     if not has_digest_of(body, snapshot.digest, needed(store)):
         return False

@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 UNVERIFIED = "unverified"
 
 
-class State(Protocol):
+class ReplicatedState(Protocol):
     """θ and the outer momentum, per fragment.  Its owner applies means to it."""
 
     def size(self, fragment: int) -> int:
@@ -45,7 +45,7 @@ class State(Protocol):
         ...
 
 
-def all_arrays(state: State, fragments: int, t: int = 0) -> Arrays:
+def all_arrays(state: ReplicatedState, fragments: int, t: int = 0) -> Arrays:
     """Every fragment's arrays, by name, in the order of their turns from step t on."""
     turns = [(t + i) % fragments for i in range(fragments)]
     return {name: array for f in turns for name, array in state.arrays(f).items()}
@@ -59,7 +59,7 @@ def digest_of_digests(digests: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
-def base_of(state: State, fragments: int) -> str:
+def base_of(state: ReplicatedState, fragments: int) -> str:
     """The digest of everything, from the bytes as they are now."""
     return Digests(state, fragments).base
 
@@ -70,7 +70,7 @@ class Digests:
     name: whose state it is, for the error.
     """
 
-    def __init__(self, state: State, fragments: int, name: str = "") -> None:
+    def __init__(self, state: ReplicatedState, fragments: int, name: str = "") -> None:
         self._state, self._name = state, name
         self._right = [self._now(f) for f in range(fragments)]
 

@@ -18,7 +18,6 @@ Not promised: that a key seen by `list` can be read, or that one which can be re
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rendezvous import layout
@@ -46,19 +45,10 @@ VOID = b""  # reads for a register that somebody else than the run has written: 
 T = TypeVar("T")
 
 
-class Store(Protocol):
-    """An object store: whole objects under keys, read-after-write consistent, thread-safe."""
+class Readable(Protocol):
+    """The half of a store that reads: all that a view of a run needs."""
 
     url: str
-
-    def put(self, key: str, body: Body) -> None:
-        """Write a whole object; readers see the old one or the new one.  An error of a Stream is passed on, and nothing
-        is seen.  (PUT)"""
-        ...
-
-    def create(self, key: str, body: Buffer) -> None:
-        """Write a whole object if there is none, else KeyExists.  (PUT, If-None-Match: *)"""
-        ...
 
     def get(self, key: str) -> bytes | None:
         """The whole object, or None.  (GET)"""
@@ -70,6 +60,19 @@ class Store(Protocol):
 
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted.  A hint: may lag behind.  (LIST)"""
+        ...
+
+
+class Store(Readable, Protocol):
+    """An object store: whole objects under keys, read-after-write consistent, thread-safe."""
+
+    def put(self, key: str, body: Body) -> None:
+        """Write a whole object; readers see the old one or the new one.  An error of a Stream is passed on, and nothing
+        is seen.  (PUT)"""
+        ...
+
+    def create(self, key: str, body: Buffer) -> None:
+        """Write a whole object if there is none, else KeyExists.  (PUT, If-None-Match: *)"""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -118,55 +121,6 @@ def in_pieces(body: Body) -> Iterable[memoryview]:
 def body_bytes(body: Body) -> int:
     """How many they are."""
     return memoryview(body).nbytes if isinstance(body, Buffer) else body.size
-
-
-def open_store(url: str) -> Store:
-    """A store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or what fsspec reads.
-
-    `fsspec+s3://…` is s3fs instead of our own client; memory:// is ours, fsspec's is `fsspec+memory://`.
-    """
-    scheme, colon, rest = url.partition("://")
-    if not colon:
-        scheme, rest = "file", url
-    if scheme == "file":
-        from rendezvous.stores.files import FileStore
-
-        return FileStore(rest)
-    if scheme == "memory":
-        from rendezvous.stores.memory import MemoryStore
-
-        return MemoryStore.named(rest)
-    if scheme in ("s3", "gs", "az", "hf"):
-        from rendezvous.stores.cloud import CloudStore
-
-        return CloudStore(url)
-    if scheme == "modal":
-        from rendezvous.stores.modal_store import ModalStore
-
-        return ModalStore(url)
-    from rendezvous.stores.adapter import AdapterStore, served
-
-    if scheme.startswith("fsspec+") or served(scheme):
-        return AdapterStore(url.removeprefix("fsspec+"))
-    raise ValueError(
-        f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
-        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and for "
-        "files what fsspec can read"
-    )
-
-
-def urls_above(url: str) -> list[str]:
-    """The URLs of the folders or prefixes that `url` lies in, nearest first; none for memory://.
-
-    "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
-    """
-    scheme, colon, rest = url.partition("://")
-    if not colon or scheme == "file":
-        return [str(folder) for folder in Path(rest if colon else url).absolute().parents][:-1]
-    path, mark, query = rest.partition("?")
-    first = {"memory": len(path), "hf": 3}.get(scheme, 1)  # parts that name the bucket itself
-    parts = path.rstrip("/").split("/")
-    return [f"{scheme}://{'/'.join(parts[:n])}{mark}{query}" for n in range(len(parts) - 1, first - 1, -1)]
 
 
 class PatientStore:

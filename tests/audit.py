@@ -31,6 +31,7 @@ class Audit:
     lrs: list[float] = field(default_factory=list)  # the outer lr of each step that was taken
     empty: list[int] = field(default_factory=list)  # steps whose mean was zero
     gated: list[tuple[int, str]] = field(default_factory=list)
+    unchecked: list[int] = field(default_factory=list)  # steps whose mean was taken as announced
 
 
 @dataclass
@@ -57,6 +58,12 @@ class Auto:
         return [self.some, np.array([self.rho, self.count])]
 
 
+def _no_mean(elements: int) -> np.ndarray:
+    """The sample of a mean of so many elements, before there is one."""
+    every = elements // 65536 + (elements // 65536 + 1) % 2
+    return np.zeros(len(range(0, elements, every)), np.float32)
+
+
 def _total(products: np.ndarray) -> float:
     """Σ in 2^14 lanes, from the front; then exactly."""
     lanes = np.zeros(1 << 14)
@@ -81,25 +88,42 @@ def is_named(body: bytes, announced: str) -> bool:
     return kinds[kind](body).hexdigest() == digits
 
 
-def audit(root: Path) -> Audit:
-    """Replay a run's folder.  AssertionError at the first thing that does not add up."""
+def audit(root: Path, model: Path | None = None) -> Audit:
+    """Replay a run's folder.  AssertionError at the first thing that does not add up.
+
+    model: model.safetensors of a run whose start model is on the Hub; it has one fragment then.
+    Where pseudogradients were collected, the announced mean is taken as it is; where means were, the replay begins at
+    the first snapshot from which all can be told.  Steps that were not computed again are in `unchecked`.
+    """
     outer = json.loads((root / "run.json").read_bytes())["config"]["outer"]
-    start = root / "snapshots" / f"{0:010d}"
-    arrays = load_file(root / json.loads((start / "manifest.json").read_bytes())["blob"])
-    fragments = outer["fragments"]
+    fragments, start = outer["fragments"], _start(root)
+    arrays = _first(root, model) if start == 0 else load_file(next((root / f"snapshots/{start:010d}").glob("*.saf*")))
     theta = [arrays[f"theta.{i}"].copy() for i in range(fragments)]
-    momentum = [arrays[f"momentum.{i}"].copy() for i in range(fragments)]
+    momentum = [arrays[f"momentum.{i}"].copy() if start else np.zeros_like(t) for i, t in enumerate(theta)]
+    assert start or not any(name.startswith("momentum") for name in arrays), "snapshot 0 has zeros written down"
+    assert start == 0 or outer["lr"] != "auto", "what auto has learned is not read here"
     found, prev, mu = Audit(theta=theta, momentum=momentum), None, np.float32(outer["momentum"])
-    autos = [Auto(arrays[f"last_mean.{i}"]) for i in range(fragments)] if outer["lr"] == "auto" else []
+    autos = [Auto(_no_mean(t.size)) for t in theta] if outer["lr"] == "auto" else []
     while (path := root / "steps" / f"{found.steps:010d}" / "commit.json").exists():
         body = path.read_bytes()
         commit, f = json.loads(body), found.steps % fragments
         assert commit["prev"] == prev, f"chain broken at {found.steps}"
+        if found.steps < start:
+            found.digests.append(commit["base"])
+            _check_listed(commit, found)
+            _check_weights(commit, outer, found)
+            found.unchecked.append(found.steps)
+            prev, found.steps = f"sha256:{hashlib.sha256(body).hexdigest()}", found.steps + 1
+            continue
         found.digests.append(digest_of(theta, momentum, autos))
         assert commit["base"] == found.digests[-1], f"commit {found.steps} started from another θ than the replay"
         _check_listed(commit, found)
         _check_weights(commit, outer, found)
-        mean = _mean(root, commit, outer.get("codec", "fp32"), theta[f].size)
+        if all((root / o["blob"]).exists() for o in commit["offers"]):
+            mean = _mean(root, commit, outer.get("codec", "fp32"), theta[f].size)
+        else:
+            found.unchecked.append(found.steps)
+            mean = _announced(root, commit, outer.get("codec", "fp32"), theta[f].size)
         if not np.count_nonzero(mean):
             found.empty.append(found.steps)  # no round: nothing moves, nothing is learned
         else:
@@ -109,6 +133,32 @@ def audit(root: Path) -> Audit:
         prev, found.steps = f"sha256:{hashlib.sha256(body).hexdigest()}", found.steps + 1
     found.digests.append(digest_of(theta, momentum, autos))
     return found
+
+
+def _start(root: Path) -> int:
+    """The first step with a snapshot from which on every step has its bodies or its mean."""
+    steps = sorted(int(p.parent.name) for p in root.glob("steps/*/commit.json"))
+    lost = [t for t in steps if not _has_bodies(root, t) and not list(root.glob(f"steps/{t:010d}/mean/*.bin"))]
+    first = max(lost, default=-1) + 1
+    return min(t for p in root.glob("snapshots/*/manifest.json") if (t := int(p.parent.name)) >= first)
+
+
+def _has_bodies(root: Path, t: int) -> bool:
+    commit = json.loads((root / f"steps/{t:010d}/commit.json").read_bytes())
+    return all((root / o["blob"]).exists() for o in commit.get("offers", []))
+
+
+def _first(root: Path, model: Path | None) -> dict[str, np.ndarray]:
+    """θ₀: what snapshot 0 has, or the start model's weights in the order of the manifest."""
+    blob = json.loads((root / "snapshots" / f"{0:010d}" / "manifest.json").read_bytes())["blob"]
+    if blob:
+        return load_file(root / blob)
+    assert model is not None, "the start model is on the Hub, and nobody says where it can be read"
+    manifest, weights = json.loads((root / "model" / "manifest.json").read_bytes()), load_file(model)
+    for name, stored in manifest["files"].items():
+        assert is_named((model.parent / name).read_bytes(), stored["digest"]), name
+    flat = [weights[name].astype(np.float32).reshape(-1) for name, _, _ in manifest["layout"]]
+    return {"theta.0": np.concatenate(flat)}
 
 
 def _check_listed(commit: dict[str, Any], found: Audit) -> None:
@@ -169,19 +219,27 @@ def _check_body(body: bytes, o: dict[str, Any], name: str) -> None:
 
 def _requantised(root: Path, commit: dict[str, Any], name: str, mean: np.ndarray) -> np.ndarray:
     """What was announced for a mean that was reduced in shards: its own, second, rounding, and no more than that."""
-    parts, at = [], 0
+    announced = _announced(root, commit, name, mean.size)
+    steps = {"bf16": 256, "int8": 254, "int4": 14}[name]
+    assert announced.size == mean.size and np.abs(announced - mean).max() <= 1.01 * np.abs(mean).max() / steps
+    return announced
+
+
+def _announced(root: Path, commit: dict[str, Any], name: str, size: int) -> np.ndarray:
+    """The mean that was written down; of a direct step in fp32, of a sharded one in the codec of the bodies."""
+    parts, at = list[np.ndarray](), 0
     for path in sorted((root / "steps" / f"{commit['t']:010d}" / "mean").glob("*.json")):
         record = json.loads(path.read_bytes())
         body = (root / record["blob"]).read_bytes()
         assert is_named(body, record["digest"])
-        per = {"bf16": (1, 2), "int8": (1024, 1028), "int4": (512, 260)}[name]
-        elements = min(len(body) // per[1] * per[0], mean.size - at)
-        parts.append(decoded(name, body, elements))
-        at += elements
-    announced = np.concatenate(parts)
-    steps = {"bf16": 256, "int8": 254, "int4": 14}[name]
-    assert announced.size == mean.size and np.abs(announced - mean).max() <= 1.01 * np.abs(mean).max() / steps
-    return announced
+        if commit["mode"] == "direct" or name == "fp32":
+            parts.append(np.frombuffer(body, "<f4"))
+        else:
+            per = {"bf16": (1, 2), "int8": (1024, 1028), "int4": (512, 260)}[name]
+            parts.append(decoded(name, body, min(len(body) // per[1] * per[0], size - at)))
+        at += parts[-1].size
+    assert at == size, f"step {commit['t']}: neither its pseudogradients nor its mean can be read any more"
+    return np.concatenate(parts)
 
 
 def logged_digests(root: Path) -> dict[int, set[str]]:
@@ -195,9 +253,9 @@ def logged_digests(root: Path) -> dict[int, set[str]]:
     return seen
 
 
-def check_run(root: Path, steps: int) -> Audit:
+def check_run(root: Path, steps: int, model: Path | None = None) -> Audit:
     """The whole check: the replay, and that every replica held the replayed θ after every commit it reported."""
-    found = audit(root)
+    found = audit(root, model)
     assert found.steps == steps, f"{found.steps} of {steps} outer steps were committed"
     for step, digests in logged_digests(root).items():
         assert digests == {found.digests[step + 1]}, f"after step {step} replicas held {digests}"

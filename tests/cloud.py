@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco import exitcodes
-from executors.base import (
+from executors.platforms.base import (
     RANK_ENV,
     REPLICA,
     ExecutorError,

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from diloco.launch import ModelRecord, RunRecord
-from diloco.outer import Nesterov, OuterState
+from diloco.optimizer import Nesterov, OuterState
 from diloco.superseded import Superseded
 from rendezvous import records
 from rendezvous.clock import SystemClock

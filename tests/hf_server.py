@@ -34,8 +34,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from executors.base import Handle, ReplicaSpec
-from executors.on_hf_jobs import HFJobsExecutor
+from executors.platforms.base import Handle, ReplicaSpec
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from tests.hf_http import ENDED, Handler, Http
 
 TOKEN = "hf_test_token"
@@ -339,7 +339,7 @@ class HFPlatform:
     """For the contract test (tests/platforms.py)."""
 
     name = "hf-jobs"
-    recipe = "from executors.on_hf_jobs import HFJobsExecutor\nexecutor = HFJobsExecutor()"
+    recipe = "from executors.platforms.on_hf_jobs.executor import HFJobsExecutor\nexecutor = HFJobsExecutor()"
 
     def __init__(self) -> None:
         self.hub = HFServer(grace_s=2.0)

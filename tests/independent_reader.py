@@ -381,7 +381,8 @@ def replay(root: Path, rules: dict[str, Any], secret: bytes = b"") -> Replay:
     folder, found, fragments = Folder(root, secret), Replay(), rules["fragments"]
     start = json.loads(folder.record(f"snapshots/{0:010d}/manifest.json"))
     arrays = safetensors(folder.blob(start))
-    state = [[arrays[f"theta.{f}"], arrays[f"momentum.{f}"]] for f in range(fragments)]
+    theta = [arrays[f"theta.{f}"] for f in range(fragments)]
+    state = [[t, arrays.get(f"momentum.{f}", np.zeros_like(t))] for f, t in enumerate(theta)]
     prev = None
     while True:
         t = len(found.commits)

@@ -21,6 +21,7 @@ import inspect
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -38,8 +39,8 @@ from grpclib import GRPCError, Status
 from modal_proto import api_pb2
 from modal_proto.api_grpc import ModalClientBase
 
-from executors.base import Handle, ReplicaSpec
-from executors.on_modal import ModalExecutor
+from executors.platforms.base import Handle, ReplicaSpec
+from executors.platforms.on_modal.executor import ModalExecutor
 from tests.modal_venv import packages_of, stub_driver, venv_of
 from tests.modal_volumes import Volumes
 
@@ -343,6 +344,10 @@ class Objects:
         metadata = api_pb2.SecretMetadata(name=r.deployment_name, keys=list(self.secrets[id][1]))
         return api_pb2.SecretGetOrCreateResponse(secret_id=id, metadata=metadata)
 
+    def SecretDelete(self, r: Any, who: str) -> Any:
+        del self.secrets[r.secret_id]
+        return Empty()
+
     def DictGetOrCreate(self, r: Any, who: str) -> Any:
         found = [id for id, (name, _) in self.dicts.items() if name == r.deployment_name]
         if not found and r.object_creation_type != api_pb2.OBJECT_CREATION_TYPE_CREATE_IF_MISSING:
@@ -351,6 +356,10 @@ class Objects:
         self.dicts.setdefault(id, (r.deployment_name, {}))
         metadata = api_pb2.DictMetadata(name=r.deployment_name)
         return api_pb2.DictGetOrCreateResponse(dict_id=id, metadata=metadata)
+
+    def DictDelete(self, r: Any, who: str) -> Any:
+        del self.dicts[r.dict_id]
+        return Empty()
 
     def DictGet(self, r: Any, who: str) -> Any:
         value = self.dicts[r.dict_id][1].get(r.key)
@@ -445,6 +454,7 @@ class ModalServer(Volumes, Logs):
         self.refused: list[bytes] = []  # inputs with these bytes in them cannot be started
         self.hooks: dict[str, Callable[[], object]] = {}
         self.requests = Counter[str]()
+        self.watch: Callable[[str, Any, str], object] = lambda name, request, who: None  # called before each answer
         self.has_gpus = True  # machines with GPUs show them, to whoever looks at the driver
         self.deploys: list[str] = []  # what containers asked for, though only a laptop may
         self.token = "ts-secret"
@@ -508,6 +518,7 @@ class ModalServer(Volumes, Logs):
         fault = self._fault(name)
         if fault and fault[1] == "refuse":
             raise _refuse(fault[2] or Status.UNAVAILABLE, "injected")
+        self.watch(name, request, who)
         handler = getattr(self, name, None)
         if handler is None:
             raise _refuse(Status.UNIMPLEMENTED, f"{name} is not in the test server")
@@ -694,16 +705,34 @@ class ModalServer(Volumes, Logs):
         )  # fmt: skip
         path = self.folder / "args" / id
         path.write_bytes(arguments.SerializeToString())
+        views = self._mount_volumes(id, function.definition)
         process = await asyncio.create_subprocess_exec(
             self._python(function.definition), "-P", "-m", "modal._container_entrypoint",
-            env=self._environ(id, function.definition, path), cwd=self.folder / "home", start_new_session=True,
+            env=self._environ(id, function.definition, path, views), cwd=self.folder / "home", start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             limit=1 << 24, preexec_fn=_heeds_sigint,
         )  # fmt: skip
         container = call.container = Container(id, call, process, asyncio.Event())
         self.containers[id] = container
         self._spawn(self._pump(container))
+        self._spawn(self._commit_volumes(container, views))
         return container
+
+    def _mount_volumes(self, id: str, definition: api_pb2.Function) -> dict[str, tuple[Path, Path]]:
+        """Path in the container -> (what it sees there: the volume as it was committed, what is committed)."""
+        found: dict[str, tuple[Path, Path]] = {}
+        for mount in definition.volume_mounts:
+            committed, view = (self.folder / "volumes" / mount.volume_id / name for name in ("committed", id))
+            committed.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(committed, view, symlinks=True)
+            found[mount.mount_path] = (view, committed)
+        return found
+
+    async def _commit_volumes(self, container: Container, views: dict[str, tuple[Path, Path]]) -> None:
+        """When it has ended, however it did: Modal commits in the background.  Of two writers the last one wins."""
+        await container.process.wait()
+        for view, committed in views.values():
+            subprocess.run(["cp", "-af", f"{view}/.", str(committed)], check=True)
 
     def _gpu(self, definition: api_pb2.Function) -> bool:
         return self.has_gpus and bool(definition.resources.gpu_config.gpu_type)
@@ -719,8 +748,12 @@ class ModalServer(Volumes, Logs):
         before = [c for base in image.base_images for c in self._commands(base.image_id)]
         return [*before, *image.dockerfile_commands]
 
-    def _environ(self, id: str, definition: api_pb2.Function, arguments: Path) -> dict[str, str]:
+    def _environ(
+        self, id: str, definition: api_pb2.Function, arguments: Path, views: dict[str, tuple[Path, Path]]
+    ) -> dict[str, str]:
+        """A mount is a folder of ours here, so variables that name its path name that."""
         secrets = {k: v for s in definition.secret_ids for k, v in self.secrets[s][1].items()}
+        secrets = {k: str(views[v][0]) if v in views else v for k, v in secrets.items()}
         mounts = [self.mounted(m) for m in definition.mount_ids if m != "mo-client"]
         driver = {"LD_LIBRARY_PATH": str(stub_driver(self.folder / "driver"))} if self._gpu(definition) else {}
         return {
@@ -786,7 +819,7 @@ class ModalPlatform:
     """The contract test's view of the server.   environ: what another process needs to reach it."""
 
     name = "modal"
-    recipe = "from executors.on_modal import ModalExecutor\nexecutor = ModalExecutor()"
+    recipe = "from executors.platforms.on_modal.executor import ModalExecutor\nexecutor = ModalExecutor()"
 
     def __init__(self) -> None:
         self.server = ModalServer()
@@ -863,6 +896,11 @@ class ModalPlatform:
     def drop_logs(self) -> bool:
         self.server.drop_logs_after = 5
         return True
+
+    def with_gpus(self) -> list[Container]:
+        """Containers that bill a GPU now."""
+        found = [c.container for c in list(self.server.calls.values()) if c.container is not None]
+        return [c for c in found if c.call.function.definition.resources.gpu_config.gpu_type]
 
     def live(self) -> int:
         """Containers with a replica in them."""

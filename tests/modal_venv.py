@@ -3,7 +3,8 @@
     FROM … / RUN uv pip install torch==2.13.0 …  ──packages_of──▶ {torch, …} + modal and what it needs
                                                       └─venv_of──▶ bin/python, lib/…/site-packages: links to ours
 
-    with_gpu: its torch says that it was built for CUDA; stub_driver: a libcuda.so.1 that shows one GPU
+    with_gpu: its torch says that it was built for CUDA, else for the CPU alone, whichever is installed here
+    stub_driver: a libcuda.so.1 that shows one GPU
 
 This project is installed here (its dist-info, an editable path); it is in no image of Modal's, so it is never linked.
 
@@ -11,6 +12,7 @@ Not promised: other versions than those that are installed here.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -43,8 +45,8 @@ def venv_of(packages: set[str] | None, folder: Path, with_gpu: bool = False) -> 
         for top, source in _tops(_installed()[name]):
             if not (home / top).exists():
                 os.symlink(source, home / top)
-    if with_gpu and (home / "torch").exists():
-        _say_cuda(home / "torch")
+    if (home / "torch").exists():
+        _say_build(home / "torch", "'13.0'" if with_gpu else "None")
     base = Path(sys.base_prefix) / "bin"
     (folder / "pyvenv.cfg").write_text(f"home = {base}\ninclude-system-site-packages = false\n")
     python.parent.mkdir()
@@ -52,8 +54,8 @@ def venv_of(packages: set[str] | None, folder: Path, with_gpu: bool = False) -> 
     return python
 
 
-def _say_cuda(torch: Path) -> None:
-    """The same torch, whose version.py tells of CUDA 13; it goes on computing on the CPU."""
+def _say_build(torch: Path, cuda: str) -> None:
+    """The same torch, whose version.py says for which CUDA it was built ("None": for the CPU alone)."""
     source = torch.readlink()
     torch.unlink()
     torch.mkdir()
@@ -61,7 +63,8 @@ def _say_cuda(torch: Path) -> None:
         if file.name != "version.py":
             os.symlink(file, torch / file.name)
     text = (source / "version.py").read_text()
-    (torch / "version.py").write_text(text.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'"))
+    said = re.sub(r"^cuda: Optional\[str\] = .*$", f"cuda: Optional[str] = {cuda}", text, flags=re.M)
+    (torch / "version.py").write_text(said)
 
 
 DRIVER = """

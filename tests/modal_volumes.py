@@ -10,6 +10,7 @@ Not promised: whether listing keys counts as reading them (here it does not); ho
 """
 
 import hashlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -34,6 +35,7 @@ class Volumes:
         super().__init__()
         self.volumes: dict[str, tuple[str, Any, dict[str, tuple[int, list[bytes]]]]] = {}  # id -> name, version, files
         self.blocks: dict[bytes, bytes] = {}
+        self._volume_numbers = itertools.count()
         self.block_faults: list[str] = []
         self.block_requests = Counter[str]()
         self.ahead_s = 0.0
@@ -45,10 +47,14 @@ class Volumes:
         found = [id for id, (name, _, _) in self.volumes.items() if name == r.deployment_name]
         if not found and r.object_creation_type != api_pb2.OBJECT_CREATION_TYPE_CREATE_IF_MISSING:
             raise GRPCError(Status.NOT_FOUND, f"Volume '{r.deployment_name}' not found in environment 'main'")
-        id = found[0] if found else f"vo-{len(self.volumes):022d}"
+        id = found[0] if found else f"vo-{next(self._volume_numbers):022d}"
         _, version, _ = self.volumes.setdefault(id, (r.deployment_name, r.version or 1, {}))
         metadata = api_pb2.VolumeMetadata(name=r.deployment_name, version=version)
         return api_pb2.VolumeGetOrCreateResponse(volume_id=id, version=version, metadata=metadata)
+
+    def VolumeDelete(self, r: Any, who: str) -> Any:
+        del self.volumes[r.volume_id]
+        return Empty()
 
     def _files(self, id: str) -> dict[str, tuple[int, list[bytes]]]:
         if id not in self.volumes:

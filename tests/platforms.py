@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self
 
-from executors import processes
-from executors.base import Handle, ReplicaSpec, ServerlessExecutor
-from executors.local import LocalProcessExecutor
-from executors.slurm import SlurmExecutor
-from executors.slurm_job import card_of, kill_tree
+from executors.platforms import processes
+from executors.platforms.base import Handle, ReplicaSpec, ServerlessExecutor
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.on_slurm.executor import SlurmExecutor
+from executors.platforms.on_slurm.job import kill_tree, read_card
 
 
 class Platform(Protocol):
@@ -113,12 +113,12 @@ class OwnMachine(ABC):
 
     def live(self) -> int:
         found = [h for run in self.folder.iterdir() if run.is_dir() for h in self.executor().find(f"file://{run}")]
-        return sum(processes.alive(h.pid, h.started) for h in found)
+        return sum(processes.is_alive(h.pid, h.started) for h in found)
 
 
 class LocalPlatform(OwnMachine):
     name = "local"
-    recipe = "from executors.local import LocalProcessExecutor\nexecutor = LocalProcessExecutor(method='spawn')"
+    recipe = "from executors import LocalProcessExecutor\nexecutor = LocalProcessExecutor(method='spawn')"
 
     def executor(self) -> LocalProcessExecutor:
         made = LocalProcessExecutor(["tests.entrypoints"])
@@ -139,7 +139,7 @@ class SlurmPlatform(OwnMachine):
     def recipe(self) -> str:
         jobs = str(self.folder / "jobs")
         return (
-            "from pathlib import Path\nfrom executors.slurm import SlurmExecutor\n"
+            "from pathlib import Path\nfrom executors.platforms.on_slurm.executor import SlurmExecutor\n"
             f"executor = SlurmExecutor(cluster='local', folder=Path({jobs!r}))"
         )
 
@@ -153,5 +153,5 @@ class SlurmPlatform(OwnMachine):
         kill_tree(handle.pid, handle.started)
 
     def live(self) -> int:
-        cards = [card for folder in self.folder.glob("jobs/*/*") if (card := card_of(folder)) is not None]
-        return sum(processes.alive(h.pid, h.started) for h in cards)
+        cards = [card for folder in self.folder.glob("jobs/*/*") if (card := read_card(folder)) is not None]
+        return sum(processes.is_alive(h.pid, h.started) for h in cards)

@@ -331,8 +331,16 @@ def announces_again(reducer: Any, commit: Any, j: int, body: np.ndarray) -> None
     reducer._store.put(layout.mean(commit.t, j), record.encode())
 
 
-def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> int:
-    return max([s.t for s in snapshots.newest_first(store, hint) if garbage.complete(store, s)], default=at_least)
+def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> tuple[int, Any]:
+    newest = next((s for s in snapshots.newest_first(store, hint) if garbage.complete(store, s)), None)
+    return (at_least, None) if newest is None or newest.t <= at_least else (newest.t, newest)
+
+
+replaced_before = garbage.Collector._listed
+
+
+def bodies_after_the_newest(collector: Any, end: int, at_most: int) -> int:
+    return replaced_before(collector, collector._head, at_most)
 
 
 def everything_old(keys: Any, kind: str, below: int) -> list[str]:
@@ -347,9 +355,9 @@ def a_snapshot_early(keys: Any, kind: str, below: int) -> list[str]:
     return doomed(keys, kind, below + (kind == "snapshot"))
 
 
-def waits_for_all(t: int, fresh: Any, expected: set[str], peers: Any, *rest: Any) -> dict[str, str]:
+def waits_for_all(*, fresh: Any, expected_slots: set[str], peers: Any, timing: Any, **_: Any) -> dict[str, str]:
     """For ever for everybody whose heart beats."""
-    return {s: "lives" for s in expected - set(fresh) if s in peers and not peers[s].dead(rest[2].dead_after)}
+    return {s: "lives" for s in expected_slots - set(fresh) if s in peers and not peers[s].dead(timing.dead_after)}
 
 
 def old_fence(closer: Any, listed: Any, wishes: Any) -> dict[str, int]:
@@ -402,8 +410,8 @@ def waiting_long(seed: int) -> Schedule:
 
 
 def expiring(seed: int) -> Schedule:
-    """Registers vanish, and one replica is slow."""
-    return replace(unequal(seed), vanish=0.3, speeds=(0.6, 0.6, 5.0), pause=0.004)
+    """Registers vanish, one replica is slow, and all sleep often."""
+    return replace(unequal(seed), vanish=0.5, speeds=(0.6, 0.6, 5.0), pause=0.012)
 
 
 def scribbled(seed: int) -> Schedule:
@@ -472,10 +480,12 @@ BUGS: dict[str, Bug] = {
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),
     "residual used twice": Bug(lambda: [residual_taken_back()], lossy),
     "GC deletes registers": Bug(attr(garbage, "doomed", everything_old), sweeping),
-    "early GC, by a step": Bug(attr(Window, "deltas", property(a_step_early)), sweeping),
+    "early GC, by a step": Bug(attr(Window, "unlisted", property(a_step_early)), sweeping),
+    "a body goes before its mean stands": Bug(attr(garbage, "announced_stands", lambda store, commit: True), sweeping),
+    "a body goes that mends a mean": Bug(attr(garbage.Collector, "_listed", bodies_after_the_newest), sweeping),
     "a budget that bounds nothing": Bug(attr(keeping, "_back", lambda end, room, sizes: (0, room)), thrifty),
     "early GC, by a snapshot": Bug(attr(garbage, "doomed", a_snapshot_early), sweeping),
-    "early GC, newest snapshot": Bug(attr(garbage, "floor", newest_is_the_floor), sweeping),
+    "early GC, newest snapshot": Bug(attr(garbage, "two_newest", newest_is_the_floor), sweeping),
     "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
     "bytes are not verified": Bug(attr(reduce, "fetch", trusting), rotting),
     "repair is not verified": Bug(attr(snapshots, "mend", mends_blindly), rotting_in_bad_memory),
@@ -493,7 +503,7 @@ BUGS: dict[str, Bug] = {
         without=lambda s: replace(s, rules=replace(s.rules, codec="bf16")),
     ),
     "a lost commit is decided again": Bug(
-        attr(Chain, "refuse_gap", nothing), expiring, without=lambda s: replace(s, vanish=0.0)
+        attr(Chain, "refuse_gap", nothing), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "a lost θ₀ is replaced": Bug(
         attr(Rendezvous, "_found", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)

@@ -28,6 +28,7 @@ from tests.sim_replica import LR, MU, Process, SimState, digest_of
 if TYPE_CHECKING:
     from tests.sim import World
 
+STATE = "theta", "momentum"
 RECOVERY = 60.0  # seconds after the last fault within which steps must be made again
 
 
@@ -65,6 +66,8 @@ class Observer:
         self.snapshots: list[int] = []  # steps of confirmed ones
         self.snapshot_blobs: list[str] = []  # that a manifest names
         self.gone: set[str] = set()  # collected blobs
+        self.listed_by: dict[str, int] = {}  # a body -> the commit that lists it
+        self.parts: dict[int, set[int]] = {}  # step -> parts of its mean that were announced
         self.lost: set[str] = set()  # registers that vanished at some time
         self.residuals: dict[str, bytes] = {}  # left by who went
         self.inherited: dict[str, bytes] = {}
@@ -140,32 +143,57 @@ class Observer:
         self.w.fired[f"repaired: a vanished {'register' if key.endswith('.json') else 'blob'}"] += 1
 
     def deleted(self, process: Process, key: str) -> None:
-        """A collector must leave whatever a reader may need that starts at the second-newest snapshot."""
+        """A collector must leave whatever a reader may need that starts at the second-newest snapshot.
+
+        A body goes when its commit is older, or older than the newest one, and its mean was announced in all parts."""
         if key.startswith("residuals/"):
             return
         if key.endswith(".json"):
             self.broken("registers stay", f"{process.slot} deletes {key}")
         floor = sorted(self.snapshots)[-2] if len(self.snapshots) > 1 else 0
         ends = floor - ("/delta/" in key) * self.rules.fragments * self.rules.max_carry
-        if int(key.split("/")[1]) >= ends:
+        if int(key.split("/")[1]) >= ends and not self._is_replaced(key, floor):
             self.broken("nothing is collected that is needed", f"{process.slot} deletes {key}, the floor is {floor}")
         self.gone.add(key)
+
+    def _is_replaced(self, key: str, floor: int) -> bool:
+        t = self.listed_by.get(key)
+        if t is None or t >= max(self.snapshots, default=0):
+            return False
+        self.w.fired["a body in the window goes"] += t >= floor
+        return t < floor or self._announced_in_full(t)
+
+    def _announced_in_full(self, t: int) -> bool:
+        parts = self.parts.get(t, set[int]())
+        return parts >= set(range(max(1, len(self.commits[t].owners)))) - self._empty_parts(t)
+
+    def _empty_parts(self, t: int) -> set[int]:
+        """Parts without a shard, where there are more owners than shards: nobody announces them."""
+        owners = len(self.commits[t].owners)
+        if not owners:
+            return set()
+        count = len(shards(self.rules.codec, len(self.means[t]), self.rules.shard_elements))
+        cuts = [round(j * count / owners) for j in range(owners + 1)]
+        return {j for j in range(owners) if cuts[j] == cuts[j + 1]}
 
     def _bounded(self) -> None:
         """What a record names, and may go, fits into the budget; but for the last steps and a snapshot on its way.
 
-        Needed is here what was when the newest snapshot was not there yet: who closes the next step deletes.
+        Needed is here what was when the newest snapshot was not there yet: who closes the next step deletes, and
+        where there is none, who writes the last snapshot.
         """
         budget, objects = self.w.plan.keep, self.w.objects
         if not budget or len(self.snapshots) < 3 or self.w.plan.list_lag > 5:  # what is not listed is deleted later
             return
-        floor, carry = sorted(self.snapshots)[-3], self.rules.fragments * self.rules.max_carry
+        floor, newest = sorted(self.snapshots)[-3:-1]
+        carry = self.rules.fragments * self.rules.max_carry
         named = [o.blob for c in self.commits for o in c.offers] + self.snapshot_blobs
         means = [k for k in objects if "/mean/" in k and k.endswith(".bin")]
         size = {key: len(objects[key]) for key in {*named, *means} - self.gone if key in objects}
         ends = {"delta": floor - carry, "mean": floor, "snaps": floor}
         kind = {key: "snaps" if key.startswith("snap") else key.split("/")[2] for key in size}
-        need = sum(n for key, n in size.items() if int(key.split("/")[1]) >= ends[kind[key]])
+        old = {key for key, t in self.listed_by.items() if t < floor or (t < newest and self._announced_in_full(t))}
+        need = sum(n for key, n in size.items() if int(key.split("/")[1]) >= ends[kind[key]] and key not in old)
         slack = 3 * max(n for key, n in size.items() if kind[key] == "snaps") + sum(
             n for key, n in size.items() if int(key.split("/")[1]) >= len(self.commits) - 2
         )
@@ -236,6 +264,7 @@ class Observer:
     def _announced(self, process: Process, step: int, part: int, mean: Mean) -> None:
         owners = self.commits[step].owners if step < len(self.commits) else ()
         self.w.fired["mean announced"] += 1
+        self.parts.setdefault(step, set()).add(part)
         self.w.fired["part taken over"] += bool(owners) and process.slot != owners[part]
         if mean.blob in self.gone:
             return
@@ -264,6 +293,9 @@ class Observer:
         if blob is None:
             self.broken("blob before manifest", str(snapshot))
         arrays = load(blob)
+        if snapshot.t == 0:  # zeros are not written down, all momentum among them
+            zeros = {f"{name}.{i}": np.zeros(n, "f4") for i, n in enumerate(self.w.plan.sizes) for name in STATE}
+            arrays = zeros | arrays
         theta = [arrays[f"theta.{i}"].copy() for i in range(self.rules.fragments)]
         momentum = [arrays[f"momentum.{i}"].copy() for i in range(self.rules.fragments)]
         if snapshot.t == 0 and not self.bases:
@@ -358,6 +390,7 @@ class Observer:
             self.theta[f] = self.theta[f] - LR * (mean + MU * self.momentum[f])
         self.means.append(mean)
         self.commits.append(commit)
+        self.listed_by |= {o.blob: t for o in commit.offers}
         self.digests.append(f"sha256:{hashlib.sha256(body).hexdigest()}")
         self.bases.append(digest_of(self.theta, self.momentum))
         self.applied += len(commit.offers)

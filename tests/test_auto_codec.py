@@ -7,8 +7,8 @@ import pytest
 
 from diloco import launch, sizing
 from diloco.config import load_config
-from diloco.launch import agree, open_run, read_run
-from executors import cli
+from diloco.launch import agree_on_run, open_run, read_run
+from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
@@ -77,21 +77,21 @@ def test_two_found_at_once_and_both_go_by_the_first(link: list[Any]) -> None:
     """The other one's run.json comes between our look and our write; we had chosen something else."""
     clock, rival = ManualClock(), MemoryStore()
     link.append(FAST)
-    agree(rival, clock, {"codec": "auto", "sync_every": 10}, LAYOUT, replicas=3)
+    agree_on_run(rival, clock, {"codec": "auto", "sync_every": 10}, LAYOUT, replicas=3)
     link.append(SLOW)
     inner = MemoryStore()
     between = Fault("create", "run.json", None, before=lambda: inner.put(layout.RUN, rival.get(layout.RUN) or b""))
-    stands = agree(FaultyStore(inner, [between]), clock, {"codec": "auto", "sync_every": 10}, LAYOUT, replicas=3)
+    stands = agree_on_run(FaultyStore(inner, [between]), clock, {"codec": "auto", "sync_every": 10}, LAYOUT, replicas=3)
     assert stands.codec == "fp32"
 
 
 def test_a_library_run_resolves_it_too(link: list[Any]) -> None:
     store, clock = MemoryStore(), ManualClock()
-    first = agree(store, clock, {"codec": "auto", "sync_every": 10}, LAYOUT, replicas=3)
+    first = agree_on_run(store, clock, {"codec": "auto", "sync_every": 10}, LAYOUT, replicas=3)
     assert first.codec == "topk" and "0.1 M parameters, 3 replicas" in first.why_codec
-    assert agree(store, clock, {"codec": "topk", "sync_every": 10}, LAYOUT) == first
+    assert agree_on_run(store, clock, {"codec": "topk", "sync_every": 10}, LAYOUT) == first
     with pytest.raises(WrongRun, match="'topk' there, 'int8' here"):
-        agree(store, clock, {"codec": "int8", "sync_every": 10}, LAYOUT)
+        agree_on_run(store, clock, {"codec": "int8", "sync_every": 10}, LAYOUT)
 
 
 def test_a_model_that_cannot_be_counted_asks_for_a_name(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_run_of_make_diloco_with_auto(link: list[Any], tmp_path: Path) -> None
     """The manager asks, and its encoder is the one that was chosen."""
     import torch
 
+    from diloco.make import make_diloco
     from diloco.manager import StoreManager
-    from diloco.outer import make_diloco
 
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -130,6 +130,6 @@ def test_a_run_of_make_diloco_with_auto(link: list[Any], tmp_path: Path) -> None
             optimizer.zero_grad()
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
-    assert manager.life.rv.rules.codec == "fp32", "one replica exchanges nothing"
+    assert manager.session.rv.rules.codec == "fp32", "one replica exchanges nothing"
     assert put_once(manager.store, SystemClock(), layout.RUN, b"")[0] is False
     assert '"codec":"fp32"' in (tmp_path / "run.json").read_text()

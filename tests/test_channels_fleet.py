@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from diloco.report import read_report, summary
+from diloco.runlog.report import read_report, summary
 from inner import Teacher, ToolWorld, TraceState, extract_dpo_pairs, replay_trace, save_pairs
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fleet import PRELOAD, Fleet, context
 from tests.teacher_server import Reply, TeacherServer, says

@@ -12,8 +12,9 @@ import pytest
 
 from diloco.config import load_config
 from diloco.launch import Run, open_run
-from executors import cli, demo
-from executors.lease import Lease
+from executors.cli import demo
+from executors.cli import main as cli
+from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control
@@ -74,7 +75,7 @@ def python(code: str, *argv: object) -> subprocess.CompletedProcess[str]:
 
 QUICK = """
 import sys
-from executors.cli import main
+from executors.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit:
@@ -110,7 +111,7 @@ def test_plan_of_a_local_run_needs_no_torch_and_no_platform(config):
 
 
 def test_help_documents_every_verb_and_exit_code():
-    text = python("from executors.cli import make_parser; make_parser().print_help()").stdout
+    text = python("from executors.cli.main import make_parser; make_parser().print_help()").stdout
     assert all(f"\n    {verb}" in text for verb in VERBS)
     assert all(f"\n  {code} " in text for code in ("0", "1", "2", "3", "4", "75", "130"))
     assert "DILOCO_DEBUG" in text
@@ -225,7 +226,7 @@ def test_debugging_shows_the_traceback(monkeypatch, tmp_path):
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch, run):
-    monkeypatch.setattr("diloco.report.Reader.refresh", lambda reader: 1 / 0)
+    monkeypatch.setattr("diloco.runlog.report.Reader.refresh", lambda reader: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["status", run.url])
 
@@ -287,9 +288,9 @@ def test_train_looks_on_when_somebody_else_supervises(capsys, run, config):
 
 def test_a_finished_demo_is_left_alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    first = demo._open(None)
+    first = demo._open_demo_run(None)
     assert first.url.endswith("runs/demo") and not first.resumed
-    assert demo._open(None).resumed  # unfinished: the same one goes on
+    assert demo._open_demo_run(None).resumed  # unfinished: the same one goes on
     open_run(load_config("runs/demo/demo.toml"), "runs/demo", SystemClock(), steps=6)
     killed_and_replaced(first.store)
-    assert demo._open(None).url.endswith("runs/demo-2")
+    assert demo._open_demo_run(None).url.endswith("runs/demo-2")

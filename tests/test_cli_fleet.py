@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from diloco.journal import Journal
-from executors import cli, intent, parser
-from executors.base import LaunchPlan
-from executors.lease import Lease
-from executors.mixed import Place
-from executors.money import Budget, Costs
+from executors.cli import main as cli
+from executors.cli import parser
+from executors.platforms.base import LaunchPlan
+from executors.platforms.multi import Place
+from executors.preflight import quote
+from executors.supervision.costs import Budget, Costs
+from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control, write_control
@@ -31,7 +33,7 @@ PAID = ("--executor", "slurm", "--option", "cluster=local", "--option", "usd_per
 
 def outcome(argv: list[object], **environ: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, without a terminal."""
-    code = "import sys\nfrom executors.cli import main\nsys.exit(main(sys.argv[1:]))"
+    code = "import sys\nfrom executors.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     command = [sys.executable, "-c", code, *map(str, argv)]
     return subprocess.run(command, input="", capture_output=True, text=True, env=env, timeout=180)
@@ -86,7 +88,7 @@ def test_words_that_mean_nothing(capsys, argv, told):
 
 
 def wanted(*argv: str) -> tuple[Place, ...]:
-    return intent.wanted_places(parser.make_parser().parse_args(["plan", "c", "--run", "r", *argv]))
+    return quote.wanted_places(parser.make_parser().parse_args(["plan", "c", "--run", "r", *argv]))
 
 
 def test_one_executor_with_what_belongs_to_it():
@@ -98,15 +100,15 @@ def test_a_mixed_fleet_with_options_for_one_of_its_places():
     modal, local = wanted("--place", "modal:2:H100", "--place", "local", "--option", "modal.region=eu", "--timeout=1h")
     assert (modal.executor, modal.count, modal.gpu, modal.options) == ("modal", 2, ("H100",), {"region": "eu"})
     assert (local.executor, local.options, local.timeout_s) == ("local", {}, 3600.0)
-    assert intent.replicas_in((modal, local)) is None  # the last one takes the rest
-    assert intent.replicas_in((modal, Place("local", 1))) == 3
+    assert quote.replicas_in((modal, local)) is None  # the last one takes the rest
+    assert quote.replicas_in((modal, Place("local", 1))) == 3
 
 
 def test_a_run_keeps_its_places_and_they_can_be_refined():
     before = [Place("modal", 0, ("H100",)).to_dict()]
     args = parser.make_parser().parse_args(["resume", "r", "--timeout", "2h"])
-    assert intent.wanted_places(args, before) == (Place("modal", 0, ("H100",), 7200.0),)
-    assert intent.wanted_places(parser.make_parser().parse_args(["resume", "r"]), before) == (
+    assert quote.wanted_places(args, before) == (Place("modal", 0, ("H100",), 7200.0),)
+    assert quote.wanted_places(parser.make_parser().parse_args(["resume", "r"]), before) == (
         Place("modal", 0, ("H100",)),
     )
 
@@ -149,8 +151,9 @@ def test_an_sdk_that_is_not_installed_is_named_with_its_extra(config, executor, 
     url = config.parent / "run" if executor == "slurm" else "s3://bucket/run"
     options = {"cluster": "local"} if executor == "slurm" else {}
     code = (
-        "from executors.mixed import Place, build\nfrom executors.base import ReplicaSpec\n"
-        f"build([Place({executor!r}, options={options!r})])"
+        "from executors.platforms.multi import Place, build_executor\n"
+        "from executors.platforms.base import ReplicaSpec\n"
+        f"build_executor([Place({executor!r}, options={options!r})])"
         f".launch_replicas([ReplicaSpec({str(url)!r}, 'r00')])"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -200,13 +203,13 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("typed", "agreed"), [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False)])
 def test_the_question(capsys, typed, agreed):
-    asked = intent.Offer((Place(),), LaunchPlan((), 8.0), Budget(), Costs())
-    assert intent.agree(asked, False, Terminal(typed)) is agreed
+    asked = quote.Quote((Place(),), LaunchPlan((), 8.0), Budget(), Costs())
+    assert quote.ask_agreement(asked, False, Terminal(typed)) is agreed
     assert "start it? [y/N]" in capsys.readouterr().err
 
 
 def test_what_costs_nothing_is_not_asked_for():
-    assert intent.agree(intent.Offer((Place(),), LaunchPlan(()), Budget(), Costs()), False, io.StringIO())
+    assert quote.ask_agreement(quote.Quote((Place(),), LaunchPlan(()), Budget(), Costs()), False, io.StringIO())
 
 
 # -------------------------------------------------------------------- into the bucket
@@ -313,9 +316,9 @@ def test_costs(capsys, run):  # noqa: F811
     clock = SystemClock()
     journal = Journal(run.store, clock, "supervisor", 1)
     began = clock.wall() - 3600
-    journal.tell("launched", slot="r00", attempt=1, executor="modal", usd_per_hour=3.0, launched_at=began)
-    journal.tell("lost", slot="r00", attempt=1)
-    journal.tell("launched", slot="r01", attempt=1, executor="local", usd_per_hour=0.0, launched_at=began)
+    journal.emit("launched", slot="r00", attempt=1, executor="modal", usd_per_hour=3.0, launched_at=began)
+    journal.emit("lost", slot="r00", attempt=1)
+    journal.emit("launched", slot="r01", attempt=1, executor="local", usd_per_hour=0.0, launched_at=began)
     journal.flush()
     write_control(run.store, clock, max_usd=20.0)
     code, out, _ = say(capsys, "costs", run.url)

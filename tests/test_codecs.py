@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rendezvous.codecs import NAMES, Codec, auto, codec, nominal_ratio
 from rendezvous.codecs.choose import sync_seconds
 from rendezvous.codecs.gate import _from_gaps, _gaps
-from rendezvous.codecs.pieces import Outbox, fused
+from rendezvous.codecs.kernels import load_kernels
+from rendezvous.codecs.pieces import Outbox
 from rendezvous.errors import BadDelta, Corrupt
 
 ROOT = Path(__file__).parents[1]
@@ -300,7 +301,7 @@ def test_ranges_are_bytes_of_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", FIXED)
 def test_ranges_one_after_the_other_are_the_whole(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
-        monkeypatch.setattr("rendezvous.codecs.pieces.fused", lambda name, kind: None)
+        monkeypatch.setattr("rendezvous.codecs.pieces.load_kernels", lambda name, kind: None)
     n, c = 70_000, codec(name)
     x, whole_e, e = normal(n, 8), normal(n, 9), normal(n, 9)
     x[:8192] = 0  # a square of 0 is no end
@@ -355,7 +356,7 @@ def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytes
             self._near = torch.empty(most, out.shape[1], dtype=torch.uint8)
 
     monkeypatch.setattr("rendezvous.codecs.pieces.Outbox", Far)
-    monkeypatch.setattr("rendezvous.codecs.pieces.fused", lambda name, kind: None)
+    monkeypatch.setattr("rendezvous.codecs.pieces.load_kernels", lambda name, kind: None)
     monkeypatch.setattr("rendezvous.codecs.pieces._CPU_PIECE", 1 << 16)
     assert encoded(codec(name), x, e) == straight
     assert e.tobytes() == straight_e.tobytes()
@@ -449,20 +450,20 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_one_pass_makes_the_bits_of_many(name: str, kind: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fused(name, kind) is None:
+    if load_kernels(name, kind) is None:
         pytest.skip("there are no such kernels here")
     for n in (1, 511, 513, 1024, 9000, 100_000):
         x = torch.from_numpy(normal(n, n, size, 0.1)).clamp_(-1e38, 1e38)
         found = worked(name, x, kind)
         with monkeypatch.context() as patch:
-            patch.setattr("rendezvous.codecs.pieces.fused", lambda name, kind: None)
+            patch.setattr("rendezvous.codecs.pieces.load_kernels", lambda name, kind: None)
             assert found == worked(name, x, "cpu"), n
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_one_pass_refuses_what_many_refuse(name: str, kind: str) -> None:
-    c, kernels = codec(name), fused(name, kind)
+    c, kernels = codec(name), load_kernels(name, kind)
     if kernels is None:
         pytest.skip("there are no such kernels here")
     n = 3 * c.align * 64 - 5

@@ -1,4 +1,4 @@
-"""executors/container.py with real processes: what a rented container does, without the platform around it."""
+"""platforms/container.py with real processes: what a rented container does, without the platform around it."""
 
 import io
 import json
@@ -15,9 +15,18 @@ from typing import Any
 import pytest
 
 from diloco import exitcodes
-from executors import processes
-from executors.base import REPLICA, ReplicaSpec
-from executors.container import CRASHED, ENDED, PIECE, end_lines, read_end, run_replica, spoken, unreachable
+from executors.platforms import processes
+from executors.platforms.base import REPLICA, ReplicaSpec
+from executors.platforms.container import (
+    CRASHED,
+    ENDED,
+    PIECE,
+    end_lines,
+    read_end,
+    replica_lines,
+    run_replica,
+    why_unreachable,
+)
 from tests.s3_server import S3Server
 
 HERE = __name__
@@ -90,7 +99,7 @@ def spec(function: str, **more: Any) -> ReplicaSpec:
 
 def start(wanted: ReplicaSpec) -> subprocess.Popen[str]:
     """As a platform that starts a command does."""
-    command = [sys.executable, "-m", "executors.container", json.dumps(wanted.to_dict()), "somewhere"]
+    command = [sys.executable, "-m", "executors.platforms.container", json.dumps(wanted.to_dict()), "somewhere"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -108,7 +117,7 @@ def wait_for(happens: Callable[[], bool]) -> None:
 
 def gone(pid: int) -> bool:
     started = processes.start_ticks(pid)
-    return started is None or not processes.alive(pid, started)
+    return started is None or not processes.is_alive(pid, started)
 
 
 def ended(container: subprocess.Popen[str]) -> tuple[dict[str, Any], list[str]]:
@@ -116,7 +125,7 @@ def ended(container: subprocess.Popen[str]) -> tuple[dict[str, Any], list[str]]:
     lines = container.communicate(timeout=WAIT_S)[0].splitlines()
     end = read_end(lines)
     assert end is not None and lines[0] == "diloco-started: r01.3" and lines[-1].startswith(ENDED)
-    return end, spoken(lines)
+    return end, replica_lines(lines)
 
 
 def test_it_runs_the_entry_point_in_a_process_of_its_own() -> None:
@@ -333,7 +342,7 @@ def test_a_replica_looks_at_its_store_first_and_tells_why_it_cannot_run(keys, mo
 def test_a_good_store_is_reachable(keys, monkeypatch) -> None:
     with S3Server(access_key="AKIDTEST") as s3:
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
-        assert unreachable("s3://bucket/run") is None
+        assert why_unreachable("s3://bucket/run") is None
 
 
 @pytest.mark.parametrize(
@@ -348,13 +357,13 @@ def test_a_refusal_is_the_users_to_mend(keys, monkeypatch, url: str, key: str, w
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     with S3Server(access_key="AKIDTEST") as s3:
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
-        found = unreachable(url)
+        found = why_unreachable(url)
     assert found is not None and found[0] == exitcodes.USER_ERROR and why in found[1]
 
 
 def test_a_store_that_does_not_answer_is_waited_for_and_then_a_crash_like_others(keys, monkeypatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    found = unreachable("s3://bucket/run", patience_s=0.0)
+    found = why_unreachable("s3://bucket/run", patience_s=0.0)
     assert found is not None and found[0] == CRASHED and "gave no answer for 0 s" in found[1]
 
 
@@ -362,4 +371,4 @@ def test_a_store_that_comes_back_is_good(keys, monkeypatch) -> None:
     with S3Server(access_key="AKIDTEST") as s3:
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
         s3.fault("503", op="GetObject", key="run.json", times=12)
-        assert unreachable("s3://bucket/run") is None and s3.count("GetObject", "run.json") > 12
+        assert why_unreachable("s3://bucket/run") is None and s3.count("GetObject", "run.json") > 12

@@ -15,7 +15,7 @@ from tests.audit import check_run
 @pytest.mark.demo
 def test_the_demo_does_what_it_says(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "executors.cli", "demo", "--run", "run"],
+        [sys.executable, "-m", "executors.cli.main", "demo", "--run", "run"],
         cwd=tmp_path, capture_output=True, text=True, timeout=170,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )  # fmt: skip

@@ -23,8 +23,10 @@ from diloco.config import ConfigError, RunConfig
 from diloco.history import state_at
 from diloco.journal import read_journal
 from diloco.lighthouse import own_address
-from diloco.outer import OuterLoop, make_diloco, nesterov
-from diloco.report import read_report
+from diloco.make import make_diloco
+from diloco.optimizer import nesterov
+from diloco.outer import OuterLoop
+from diloco.runlog.report import read_report
 from rendezvous.errors import GaveUp
 from tests.fleet import Fleet
 

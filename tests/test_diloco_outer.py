@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from diloco.config import ConfigError, OuterConfig, OuterError
-from diloco.flat import FlatFragment, cut, layout_of
+from diloco.flat import FlatFragment, cut_fragments, layout_of
 from diloco.launch import read_run
+from diloco.make import make_diloco
 from diloco.manager import MockManager, StoreManager, Work, likely_cause
-from diloco.outer import Nesterov, OuterLoop, OuterState, make_diloco, nesterov
+from diloco.optimizer import Nesterov, OuterState, nesterov
+from diloco.outer import OuterLoop
 from diloco.watchdog import Watchdog
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -115,16 +117,16 @@ def test_layout_has_every_trainable_parameter_once() -> None:
 
 
 def test_cut_keeps_order_and_balances() -> None:
-    assert cut([1, 1, 1, 1], 2) == [slice(0, 2), slice(2, 4)]
-    assert cut([100, 1, 1, 1], 2) == [slice(0, 1), slice(1, 4)]
-    assert cut([5], 1) == [slice(0, 1)]
+    assert cut_fragments([1, 1, 1, 1], 2) == [slice(0, 2), slice(2, 4)]
+    assert cut_fragments([100, 1, 1, 1], 2) == [slice(0, 1), slice(1, 4)]
+    assert cut_fragments([5], 1) == [slice(0, 1)]
     for sizes in ([3, 9, 2, 2, 8, 1], list(range(1, 20)), [1] * 7):
         for fragments in range(1, len(sizes) + 1):
-            parts = cut(sizes, fragments)
+            parts = cut_fragments(sizes, fragments)
             assert [i for p in parts for i in range(p.start, p.stop)] == list(range(len(sizes)))
             assert all(p.start < p.stop for p in parts)
     with pytest.raises(OuterError, match="cannot be cut"):
-        cut([1, 1], 3)
+        cut_fragments([1, 1], 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -324,7 +326,7 @@ def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragm
         with make_diloco(model, optimizer, manager, **settings, codec="int8") as loop:
             for _ in range(8):
                 steps = plain_steps(model, optimizer, 6)
-                bases.append(manager.life.rv.base)
+                bases.append(manager.session.rv.base)
         manager.shutdown()
         return loop, steps, bases
 

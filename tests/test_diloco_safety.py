@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.outer import Nesterov, OuterState, nesterov
+from diloco.optimizer import Nesterov, OuterState, nesterov
 from diloco.safety import (
     AutoLR,
     Finding,
     Memory,
     Tracker,
+    commit_findings,
     cosine,
     dot,
     effective_step,
-    moved,
+    moved_share,
     norm,
-    of_commit,
-    of_replica,
-    pairwise,
+    pairwise_cosine,
+    replica_findings,
 )
 from rendezvous.errors import BadDelta
 from rendezvous.records import Commit, Listed
@@ -271,11 +271,11 @@ def test_settings_that_cannot_be(target: float, mu: float) -> None:
 
 def test_the_cosine_between_replicas_of_known_ones() -> None:
     eye = [np.eye(4, dtype=np.float32)[i] for i in range(4)]
-    assert pairwise([1] * 4, [1] * 4, norm(mean_of(eye, [1] * 4))) == pytest.approx(0.0, abs=1e-7)
-    assert pairwise([1] * 3, [1] * 3, norm(mean_of([eye[0]] * 3, [1] * 3))) == pytest.approx(1.0)
+    assert pairwise_cosine([1] * 4, [1] * 4, norm(mean_of(eye, [1] * 4))) == pytest.approx(0.0, abs=1e-7)
+    assert pairwise_cosine([1] * 3, [1] * 3, norm(mean_of([eye[0]] * 3, [1] * 3))) == pytest.approx(1.0)
     opposite = mean_of([eye[0], -eye[0]], [1, 1])
-    assert pairwise([1, 1], [1, 1], norm(opposite)) == pytest.approx(-1.0)
-    assert pairwise([1], [2], 2.0) is None and pairwise([1, 1], [0, 0], 0.0) is None
+    assert pairwise_cosine([1, 1], [1, 1], norm(opposite)) == pytest.approx(-1.0)
+    assert pairwise_cosine([1], [2], 2.0) is None and pairwise_cosine([1, 1], [0, 0], 0.0) is None
 
 
 def test_it_equals_the_float64_reference_from_all_pairs() -> None:
@@ -287,7 +287,7 @@ def test_it_equals_the_float64_reference_from_all_pairs() -> None:
     pairs = list(combinations(range(4), 2))
     cosines = [wide[i] @ wide[j] / norms[i] / norms[j] for i, j in pairs]
     reference = np.average(cosines, weights=[lengths[i] * lengths[j] for i, j in pairs])
-    assert pairwise(weights, norms, norm(mean)) == pytest.approx(reference, rel=1e-4)
+    assert pairwise_cosine(weights, norms, norm(mean)) == pytest.approx(reference, rel=1e-4)
 
 
 # ---------------------------------------------------------------------- no-ops
@@ -310,18 +310,18 @@ def kinds(found: Sequence[Finding]) -> list[str]:
      ({"lr": 1e-7, "grad_norm": 1.0, "moved": 2e-4}, False, False, [])],
 )  # fmt: skip
 def test_what_a_replica_did_for_nothing(stats: Mapping[str, float], zero: bool, small: bool, said: list[str]) -> None:
-    assert kinds(of_replica(stats, 4, zero, small)) == said
+    assert kinds(replica_findings(stats, 4, zero, small)) == said
 
 
 def test_the_share_that_moved() -> None:
     delta = np.zeros(200_000, np.float32)
-    assert moved(delta) == 0.0 and moved(np.zeros(0, np.float32)) == 0.0
+    assert moved_share(delta) == 0.0 and moved_share(np.zeros(0, np.float32)) == 0.0
     delta[::2] = 1.0
-    assert moved(delta) == pytest.approx(0.5, abs=0.01)
+    assert moved_share(delta) == pytest.approx(0.5, abs=0.01)
 
 
 def about(c: Commit, wanted: int = 2, cos: float | None = 0.5, **settings: object) -> list[Finding]:
-    return of_commit(c, wanted, cos, Rules(**settings))  # type: ignore[arg-type]
+    return commit_findings(c, wanted, cos, Rules(**settings))  # type: ignore[arg-type]
 
 
 def test_replicas_that_train_on_the_same_are_found() -> None:
@@ -386,11 +386,11 @@ def test_a_lasting_finding_is_said_a_few_times() -> None:
     tracker, said = Tracker([1], 0.5, Rules()), list[int]()
     lasting, at_once = Finding("zero_lr", "…"), Finding("solo", "…", 1)
     for _ in range(101):
-        said += [n for f, n in tracker.lasting([lasting]) if f is lasting]
+        said += [n for f, n in tracker.lasting_findings([lasting]) if f is lasting]
     assert said == [3, 6, 12, 24, 50, 100]
-    assert tracker.lasting([]) == []
-    assert [tracker.lasting([lasting]) for _ in range(2)] == [[], []], "an interruption begins anew"
-    assert [n for _, n in tracker.lasting([at_once])] == [1]
+    assert tracker.lasting_findings([]) == []
+    assert [tracker.lasting_findings([lasting]) for _ in range(2)] == [[], []], "an interruption begins anew"
+    assert [n for _, n in tracker.lasting_findings([at_once])] == [1]
 
 
 # ---------------------------------------------------------------------- what is absurd is not even offered

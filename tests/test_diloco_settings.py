@@ -196,7 +196,7 @@ def test_what_a_lighthouse_has_not_is_refused_in_the_configs_words(setting: dict
 
 def test_a_slot_that_was_claimed_for_a_standing_run_needs_the_name_of_its_codec() -> None:
     first = StoreManager(MemoryStore(), replicas=1)
-    model, second = nn.Linear(2, 2), StoreManager(first.life)
+    model, second = nn.Linear(2, 2), StoreManager(first.session)
     loop = make_diloco(model, torch.optim.SGD(model.parameters(), lr=0.1), second, codec="auto")
     with pytest.raises(OuterConfigError, match="Name the codec of that run"):
         loop.__enter__()

@@ -10,7 +10,8 @@ import pytest
 
 from diloco import sizing
 from diloco.config import ConfigError, RunConfig
-from executors import cli, doctor
+from executors.cli import doctor
+from executors.cli import main as cli
 from inner import InnerConfig
 from tests.s3_server import S3Server
 
@@ -119,7 +120,7 @@ def test_sizes_that_mean_nothing(capsys, text: str) -> None:
 
 def test_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom executors.cli import main\nmain(sys.argv[1:])\n"
+        "import sys\nfrom executors.cli.main import main\nmain(sys.argv[1:])\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     command = [sys.executable, "-c", code, "doctor", str(tmp_path / "x"), "--parameters", "1M"]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.report import checks, headline, read_report, summary
-from diloco.runlog.ends import LONGEST, joined_words, own_words, seen_words, telling_line
+from diloco.runlog.ends import LONGEST, joined_words, most_telling_line, observed_words, own_words
+from diloco.runlog.report import checks, headline, read_report, summary
 from diloco.runlog.scope import COSTS, STATUS
-from executors import watch
-from executors.base import Handle
-from executors.completion import slots_of
-from executors.watch import Screen, table
+from executors.cli import status
+from executors.cli.completion import slots_of
+from executors.cli.status import Screen, status_table
+from executors.platforms.base import Handle
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Claim
@@ -59,7 +59,7 @@ def test_a_life_knows_why_it_ended(scope) -> None:
 
 def test_status_shows_the_last_end_of_each_slot_with_its_reason() -> None:
     """Before: "lost at 20.0 s, counted in 0 steps", and r01 "starting", with no word of why."""
-    lines = table(read_report(out_of_memory().store), now=T0 + 40)
+    lines = status_table(read_report(out_of_memory().store), now=T0 + 40)
     at = next(i for i, line in enumerate(lines) if "r00-1" in line)
     assert "lost at" in lines[at] and "exit code 1; torch.OutOfMemoryError: CUDA out of memory" in lines[at + 1]
     at = next(i for i, line in enumerate(lines) if line.startswith("  r01 "))
@@ -70,7 +70,7 @@ def test_status_shows_the_last_end_of_each_slot_with_its_reason() -> None:
 def test_a_launch_that_followed_and_lives_takes_the_failed_one_off_the_table() -> None:
     b = out_of_memory()
     lived(b, "r01", 1, 2, 35.0)
-    assert "before it joined" not in "\n".join(table(read_report(b.store), now=T0 + 40))
+    assert "before it joined" not in "\n".join(status_table(read_report(b.store), now=T0 + 40))
 
 
 def test_an_end_is_given_to_the_life_of_its_launch_where_no_generation_is_told() -> None:
@@ -89,9 +89,9 @@ def test_a_lifes_own_last_words_are_better_than_a_line_of_its_log() -> None:
 
 
 def test_words_are_short_telling_and_said_once() -> None:
-    assert telling_line(TAIL) == OOM and telling_line(["all", "well"]) == "" == telling_line("no list")
-    assert telling_line(["2026-11-22T10:00:01.5 ValueError: x"]) == "ValueError: x"
-    assert seen_words({"exit_code": -9}) == "exit code -9" and seen_words({}) == ""
+    assert most_telling_line(TAIL) == OOM and most_telling_line(["all", "well"]) == "" == most_telling_line("no list")
+    assert most_telling_line(["2026-11-22T10:00:01.5 ValueError: x"]) == "ValueError: x"
+    assert observed_words({"exit_code": -9}) == "exit code -9" and observed_words({}) == ""
     assert own_words({"reason": "asked to leave"}) == "" and own_words({"text": "a\nb"}) == "a b"
     assert len(own_words({"error": "x" * 5000})) == LONGEST
     assert joined_words("", "own") == "own" and joined_words("seen; line", "") == "seen; line"
@@ -104,7 +104,7 @@ def test_a_goodbye_that_was_asked_for_needs_no_reason() -> None:
 
 
 def test_the_report_shows_the_reasons_and_the_page_too(tmp_path: Path) -> None:
-    from diloco.drawing import write_report
+    from diloco.runlog.charts import write_report
 
     report = read_report(out_of_memory().store)
     text = summary(report)
@@ -115,7 +115,7 @@ def test_the_report_shows_the_reasons_and_the_page_too(tmp_path: Path) -> None:
 
 
 def test_programs_are_told_the_reason_too() -> None:
-    told = watch.status(read_report(out_of_memory().store), T0 + 40)
+    told = status.status_dict(read_report(out_of_memory().store), T0 + 40)
     assert "CUDA out of memory" in told["lives"][0]["why"] and told["lives"][1]["why"] == ""
 
 
@@ -134,7 +134,7 @@ def test_the_log_of_a_dead_life_on_this_machine(capsys, run, tmp_path):  # noqa:
     handle = Handle(run.url, "r01", 1, "local", socket.gethostname(), 4242, 1, str(stem))
     run.store.put(layout.claim("r01", 1), Claim("r01", 1, "n", T0, handle.host, 4242).encode())
     journal = Journal(run.store, SystemClock(), "supervisor", 1)
-    journal.tell("launched", slot="r01", attempt=1, pid=4242, executor="local", handle=handle.to_dict())
+    journal.emit("launched", slot="r01", attempt=1, pid=4242, executor="local", handle=handle.to_dict())
     journal.flush()
     assert say(capsys, "logs", run.url, "r01-1", "--tail", "2")[1] == "two\nCUDA out of memory\n"
     assert say(capsys, "logs", run.url, "r01-1", "-f")[1] == "one\ntwo\nCUDA out of memory\n"
@@ -175,11 +175,11 @@ def test_the_clock_of_a_stopped_run_stands() -> None:
     b.claim("r00", 1, 0.0)
     b.commit(0, 30.0, [b.offer(0, "r00", 1, 0.1)])
     b.store.put(layout.beat("r00"), Beat("r00", 1, 9, "train", 1, 3, 0.2, T0 + 40).encode())
-    going = [table(read_report(b.store), now=T0 + at)[0] for at in (41, 42, 400)]
+    going = [status_table(read_report(b.store), now=T0 + at)[0] for at in (41, 42, 400)]
     assert [line.split("  ")[-1] for line in going] == ["41 s", "42 s", "400 s"]
     write_control(b.store, b.clock, stop=True)
     b.store.put(layout.beat("r00"), Beat("r00", 1, 10, "left", 1, 3, 0.2, T0 + 45).encode())
-    assert {table(read_report(b.store), now=T0 + at)[0].split("  ")[-1] for at in (46, 500, 9000)} == {"45 s"}
+    assert {status_table(read_report(b.store), now=T0 + at)[0].split("  ")[-1] for at in (46, 500, 9000)} == {"45 s"}
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -19,7 +19,7 @@ def ran(*command: str, cwd: Path = ROOT, code: int = 0) -> str:
 
 
 def diloco(*words: str, cwd: Path = ROOT) -> str:
-    return ran("-m", "executors.cli", *words, cwd=cwd)
+    return ran("-m", "executors.cli.main", *words, cwd=cwd)
 
 
 def test_quickstart() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from executors import processes
-from executors.base import ExecutorError, Handle, ReplicaSpec, Result, ServerlessExecutor, State, Status
-from executors.container import ENDED
+from executors.platforms import processes
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, ServerlessExecutor, State, Status
+from executors.platforms.container import ENDED
 from tests.entrypoints import marks
 from tests.platforms import Platform
 
@@ -129,7 +129,7 @@ def wait_for(happens: Callable[[], bool], otherwise: str | Callable[[], str]) ->
 
 def running(pid: int) -> bool:
     started = processes.start_ticks(pid)
-    return started is not None and processes.alive(pid, started)
+    return started is not None and processes.is_alive(pid, started)
 
 
 def same(a: Handle, b: Handle) -> bool:

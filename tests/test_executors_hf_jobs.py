@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco import exitcodes
-from executors.base import REPLICA, ExecutorError, Handle, ReplicaSpec, State
-from executors.container import end_lines
-from executors.hf_recipe import START_S
-from executors.hub import Job, run_label
-from executors.on_hf_jobs import END_LINES, HFJobsExecutor
-from executors.on_hf_jobs import ended as how_it_ended
-from executors.wheel import pack
+from executors.platforms.base import REPLICA, ExecutorError, Handle, ReplicaSpec, State
+from executors.platforms.container import end_lines
+from executors.platforms.on_hf_jobs.client import HubJob, run_label
+from executors.platforms.on_hf_jobs.executor import END_LINES, HFJobsExecutor
+from executors.platforms.on_hf_jobs.executor import ended as how_it_ended
+from executors.platforms.on_hf_jobs.job_spec import START_S
+from executors.platforms.wheel import pack_code
 from rendezvous.clock import SystemClock
 from rendezvous.stores.memory import MemoryStore
 from tests.hf_http import NAMESPACE
@@ -122,7 +123,9 @@ def test_a_job_is_asked_for_once_with_its_labels_its_limit_and_its_secrets_apart
 
 
 def test_the_code_of_this_tree_is_shipped_once(hub, executor, monkeypatch) -> None:
-    monkeypatch.setattr("executors.hf_recipe.pack", cache(pack))  # somebody may be editing this tree
+    monkeypatch.setattr(
+        "executors.platforms.on_hf_jobs.job_spec.pack_code", cache(pack_code)
+    )  # somebody may be editing this tree
     handles = executor.launch_replicas([spec("where", f"r{i:02d}") for i in range(3)])
     sites = {json.dumps(r.value["from"]) for r in executor.collect(handles, timeout=WAIT_S)}
     assert all(str(hub.root / "sites") in path for path in json.loads(only(list(sites))).values())
@@ -130,6 +133,14 @@ def test_the_code_of_this_tree_is_shipped_once(hub, executor, monkeypatch) -> No
     other = made()
     assert ended(other, only(other.launch_replicas([spec("where", "r04")]))).ok
     assert hub.count("POST", "/batch$") == 1, "what is in the bucket is not sent again"
+
+
+def test_a_job_gets_the_packages_that_pip_names(hub) -> None:
+    hub.held = True
+    handle = only(made(pip=["judge<2", "numpy"]).launch_replicas([spec()]))
+    command = hub.jobs[handle.native].asked["command"]
+    named = [word for before, word in pairwise(command[: command.index("python")]) if before == "--with"]
+    assert named == ["judge<2", "numpy"] and "--with-requirements" in command
 
 
 def test_a_requirement_can_stand_for_the_code_and_an_image_that_lacks_it_tells_its_last_lines(hub) -> None:
@@ -151,7 +162,7 @@ def test_the_plan_tells_prices_limits_and_names_of_secrets_and_starts_nothing(hu
 
 
 def test_an_unknown_unit_of_price_is_a_price_that_nobody_knows(hub, executor, monkeypatch) -> None:
-    monkeypatch.setattr("executors.hub.PER_HOUR", {})
+    monkeypatch.setattr("executors.platforms.on_hf_jobs.client.PER_HOUR", {})
     plan = executor.plan([spec()])
     assert plan.usd_per_hour is None and "nobody knows its price" in plan.lines[0]
 
@@ -267,7 +278,7 @@ def test_a_launch_that_was_given_up_leaves_no_job_behind(hub, executor, tmp_path
 
 LAUNCHER = """
 import sys
-from executors.on_hf_jobs import HFJobsExecutor
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from tests.test_executors_hf_jobs import waiting
 from pathlib import Path
 HFJobsExecutor(packages=("tests",)).launch_replicas(waiting(Path(sys.argv[1]), "r00", "r01", "r02"))
@@ -384,7 +395,7 @@ def test_a_deleted_job_is_lost(hub, executor, tmp_path) -> None:
     ],
 )
 def test_what_last_words_mean(stage: str, message: str, lines: list[str], state: State, reason: str) -> None:
-    found = how_it_ended(Handle(RUN, "r00", 1, "hf-jobs", native="x"), Job("x", "r00", 1, stage, message), lines)
+    found = how_it_ended(Handle(RUN, "r00", 1, "hf-jobs", native="x"), HubJob("x", "r00", 1, stage, message), lines)
     assert found.state is state and reason in found.reason
 
 
@@ -474,7 +485,7 @@ def test_one_supervisor_job_per_run(hub, executor, memory) -> None:
     job = hub.jobs[first.native]
     assert job.asked["flavor"] == "cpu-basic" and job.asked["labels"]["slot"] == "supervisor"
     *_, module, told, _, options = job.asked["command"]
-    assert module == "executors.on_hf_jobs" and json.loads(told)["argv"] == [RUN]
+    assert module == "executors.platforms.on_hf_jobs.executor" and json.loads(told)["argv"] == [RUN]
     assert HFJobsExecutor(**json.loads(options)) and hub.token not in options
     executor.cancel([first])
     assert executor.supervise(RUN).attempt == 2 and job.stage == "CANCELED"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
-from executors import processes
-from executors.base import ExecutorError, Handle, ReplicaSpec, State, Status
-from executors.local import LocalProcessExecutor, process_folder
+from executors.platforms import processes
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
+from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import claim, write_control
@@ -127,7 +127,7 @@ def wait_for_line(executor: LocalProcessExecutor, handle: Handle) -> None:
 
 
 def kill(handle: Handle) -> None:
-    processes.send(handle.pid, handle.started, signal.SIGKILL)
+    processes.send_signal(handle.pid, handle.started, signal.SIGKILL)
 
 
 def test_kill_9_is_real_and_told(executor, tmp_path):
@@ -272,7 +272,7 @@ def test_plan_starts_nothing(forks, tmp_path):
 
 PARENT = """
 import sys
-from executors.local import LocalProcessExecutor
+from executors.platforms.on_host.executor import LocalProcessExecutor
 from tests.test_executors_local import spec, wait_for_line
 from pathlib import Path
 executor = LocalProcessExecutor([], method=sys.argv[2])
@@ -323,17 +323,17 @@ def living(folder: Path) -> list[int]:
 DIES_AT = """
 import os, signal, sys
 from pathlib import Path
-from executors import local
+from executors.platforms.on_host import executor as local
 from tests.test_executors_local import spec
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "after":
-    local._introduced = die
+    local._registered_handle = die
 executor = local.LocalProcessExecutor(["tests.test_executors_local"], method=sys.argv[2])
 if sys.argv[3] == "before":  # the server has the request, but is still importing
     server = executor._start_server()
     print(server._process.pid, flush=True)
-    server._send(executor._request(spec(Path(sys.argv[1]), "sleeps")))
+    server._send(executor._make_request(spec(Path(sys.argv[1]), "sleeps")))
     die()
 executor.launch_replicas([spec(Path(sys.argv[1]), "sleeps")])
 """
@@ -361,7 +361,7 @@ def test_a_fork_that_nobody_waits_for_any_more_does_not_happen(tmp_path):
     done = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
     server, until = int(done.stdout), time.monotonic() + 60
     started = processes.start_ticks(server)
-    while started is not None and processes.alive(server, started):
+    while started is not None and processes.is_alive(server, started):
         assert time.monotonic() < until, "the fork server has not ended"
         time.sleep(0.05)
     assert list((tmp_path / "processes").iterdir()) == [] and living(tmp_path) == []
@@ -370,7 +370,7 @@ def test_a_fork_that_nobody_waits_for_any_more_does_not_happen(tmp_path):
 RIVAL = """
 import sys
 from pathlib import Path
-from executors.local import LocalProcessExecutor
+from executors.platforms.on_host.executor import LocalProcessExecutor
 from tests.test_executors_local import spec
 executor = LocalProcessExecutor([], method=sys.argv[2])
 specs = [spec(Path(sys.argv[1]), "sleeps", slot=f"r{i:02d}") for i in range(4)]
@@ -407,7 +407,7 @@ def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
     (handle,) = forks.launch_replicas([spec(tmp_path, "exits", "5")])
     forks.collect([handle], timeout=20)
     rival = LocalProcessExecutor([HERE])
-    request = rival._request(spec(tmp_path, "exits", "6"))
+    request = rival._make_request(spec(tmp_path, "exits", "6"))
     (pid,) = rival._fork([request])
     assert isinstance(pid, tuple) and rival._server is not None
     while pid[0] not in rival._server.exits:
@@ -444,7 +444,7 @@ def test_what_a_replica_leaves_behind_ends_with_it(executor, tmp_path):
     assert executor.collect([handle], timeout=20)[0].ok
     pid = int(executor.logs(handle)[0])
     until = time.monotonic() + 10
-    while (started := processes.start_ticks(pid)) is not None and processes.alive(pid, started):
+    while (started := processes.start_ticks(pid)) is not None and processes.is_alive(pid, started):
         assert time.monotonic() < until, "its child still runs"
         time.sleep(0.02)
 
@@ -527,7 +527,7 @@ def test_a_zombie_is_not_alive():
     child = subprocess.Popen([sys.executable, "-c", ""])
     started = processes.start_ticks(child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert started is not None and not processes.alive(child.pid, started)
+    assert started is not None and not processes.is_alive(child.pid, started)
     child.wait()
     assert processes.start_ticks(child.pid) is None
 

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from diloco import exitcodes
-from executors.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, State
-from executors.intent import Offer, remember
-from executors.local import LocalProcessExecutor
-from executors.mixed import Mixed, Place, build, place_of, places_of
-from executors.money import Budget, Costs
-from executors.stop import stop_run
-from executors.supervisor import Supervisor
+from executors.platforms.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, State
+from executors.platforms.multi import Mixed, Place, build_executor, place_of, places_of
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.preflight.quote import Quote, write_quote
+from executors.supervision.costs import Budget, Costs
+from executors.supervision.shutdown import stop_run
+from executors.supervision.supervisor import Supervisor
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.records import WIRE, Control
 from rendezvous.stores.memory import MemoryStore
@@ -82,26 +82,28 @@ def test_former_places_are_remembered():
 
 
 def test_one_kind_of_place_is_that_executor():
-    one = build([Place("local", 2, ("any",)), Place("local", options={})])
+    one = build_executor([Place("local", 2, ("any",)), Place("local", options={})])
     assert isinstance(one, LocalProcessExecutor)
     one.close()
 
 
 def test_places_with_other_options_are_other_executors():
-    both = build([Place("local", 1, options={"method": "spawn"}).to_dict(), Place("local", options={"method": "fork"})])
+    both = build_executor(
+        [Place("local", 1, options={"method": "spawn"}).to_dict(), Place("local", options={"method": "fork"})]
+    )
     assert isinstance(both, Mixed) and len({id(e) for e in both._all}) == 2
     both.close()
 
 
 def test_unknown_executors_and_options_are_named_with_the_known_ones():
     with pytest.raises(ExecutorError, match=r"no executor 'moddal'; there are local, modal, hf-jobs"):
-        build([Place("moddal")])
+        build_executor([Place("moddal")])
     with pytest.raises(ExecutorError, match=r"local takes no option regoin; it takes .*cores"):
-        build([Place("local", options={"regoin": "us"})])
+        build_executor([Place("local", options={"regoin": "us"})])
 
 
 def test_a_former_place_that_cannot_be_built_does_not_stop_the_run():
-    one = build([Place("local")], former=[Place("nowhere").to_dict()])
+    one = build_executor([Place("local")], former=[Place("nowhere").to_dict()])
     gone = Handle(RUN, "r00", 1, "nowhere", native="job-1")
     status = one.poll([gone])[0]
     assert status.stale and not status.state.ended
@@ -128,10 +130,10 @@ def test_a_place_in_the_bucket_that_is_none_is_named_and_can_be_replaced(raw):
         ExecutorError, match=rf"a place that is none \(its {next(iter(raw))} is .*Name the places again"
     ):
         places_of(read_control(store).places)
-    remember(store, clock, Offer((Place("local", 2),), LaunchPlan((), 0.0), Budget(), Costs()))
+    write_quote(store, clock, Quote((Place("local", 2),), LaunchPlan((), 0.0), Budget(), Costs()))
     wanted = read_control(store)
     assert places_of(wanted.places) == (Place("local", 2),) and wanted.former == (raw,)
-    build(wanted.places, wanted.former).close()
+    build_executor(wanted.places, wanted.former).close()
 
 
 # -------------------------------------------------------------------- routing

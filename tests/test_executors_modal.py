@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ import pytest
 from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run
-from diloco.report import SUPERVISOR, read_report
-from executors.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
-from executors.mixed import Place, build
-from executors.modal_app import CRASHES, app_name
-from executors.modal_image import pins
-from executors.modal_kinds import USD_PER_HOUR, Kind
-from executors.on_modal import ModalExecutor
-from executors.supervisor import Supervisor
+from diloco.runlog.report import SUPERVISOR, read_report
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
+from executors.platforms.multi import Place, build_executor
+from executors.platforms.on_modal.app import CRASHES, app_name
+from executors.platforms.on_modal.executor import ModalExecutor
+from executors.platforms.on_modal.image import pinned_requirements
+from executors.platforms.on_modal.kinds import USD_PER_HOUR, Kind
+from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control, write_control
 from tests.audit import check_run
@@ -74,10 +74,11 @@ def spec(run: str, folder: Path, function: str, slot: str = "r00", attempt: int 
     return ReplicaSpec(run, slot, attempt, f"{ENTRY}:{function}", kwargs=kwargs, **more)
 
 
-def until(happens: Any, otherwise: str, seconds: float = WAIT_S) -> None:
+def until(happens: Any, otherwise: str | Callable[[], str], seconds: float = WAIT_S) -> None:
+    """Returns once it happens.   otherwise: the complaint, or a function that words it at the end of the wait."""
     end = time.monotonic() + seconds
     while not happens():
-        assert time.monotonic() < end, otherwise
+        assert time.monotonic() < end, otherwise() if callable(otherwise) else otherwise
         time.sleep(0.02)
 
 
@@ -104,7 +105,7 @@ def test_one_app_per_run_with_a_function_per_kind_of_container(platform, executo
     asked = by_gpu["H100", "A100-80GB"]
     assert (asked.timeout_secs, asked.retry_policy.retries, asked.single_use_containers) == (3600, 0, True)
     assert asked.startup_timeout_secs == 1800 and not by_gpu["",].secret_ids
-    assert handle.usd_per_hour == pytest.approx(USD_PER_HOUR["H100"] + 2 * 0.0472 + 8 * 0.008)
+    assert handle.usd_per_hour == pytest.approx(USD_PER_HOUR["H100"] + 4 * 0.0472 + 16 * 0.008)
     assert json.loads(json.dumps(handle.to_dict())) == handle.to_dict()
     (result,) = executor.collect([handle], timeout=WAIT_S)
     assert result.value["STORE_KEY"] == "opensesame" and result.value["DILOCO_PLACE"] == handle.place == "modal/r00.1"
@@ -119,9 +120,13 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
     for name in ("torch", "trl", "torchft", "obstore", "transformers", "safetensors"):
         version = importlib.import_module("importlib.metadata").version(name).partition("+")[0]
         assert f"{name}=={version}" in install.replace("'", "").split()
-    assert not [p for p in pins() if "+" in p or p.startswith(("modal==", "pytest==", "serverless-diloco=="))]
+    assert not [
+        p for p in pinned_requirements() if "+" in p or p.startswith(("modal==", "pytest==", "serverless-diloco=="))
+    ]
     files = {f.filename for mount in platform.server.mounts.values() for f in mount}
-    assert {f"{HOME}/{name}" for name in ("diloco/demo.toml", "rendezvous/codecs/native.c", "inner/build.py")} <= files
+    assert {
+        f"{HOME}/{name}" for name in ("diloco/demo.toml", "rendezvous/codecs/kernels/cpu.c", "inner/build.py")
+    } <= files
     assert f"{HOME}/tests/entrypoints.py" in files and not [f for f in files if f.endswith(".pyc")]
 
 
@@ -169,7 +174,7 @@ def test_prices(executor) -> None:
     def planned(**more: Any) -> float | None:
         return ModalExecutor(**more.pop("made", {})).plan([ReplicaSpec("s3://b/r", "r00", **more)]).usd_per_hour
 
-    base = 2 * 0.0472 + 8 * 0.008
+    base = 4 * 0.0472 + 16 * 0.008  # at the hard limits: what is used is billed, too
     assert planned() == pytest.approx(base, abs=1e-3)
     assert planned(gpu=("T4", "H100")) == pytest.approx(3.95 + base, abs=1e-3)  # the dearest that it may become
     assert planned(gpu=("H100:8",)) == pytest.approx(8 * 3.95 + base, abs=1e-3)
@@ -248,8 +253,8 @@ def test_an_old_attempt_that_begins_late_goes(platform, executor, run, tmp_path)
 
 LAUNCHER = """
 import sys, json
-from executors.base import ReplicaSpec
-from executors.on_modal import ModalExecutor
+from executors.platforms.base import ReplicaSpec
+from executors.platforms.on_modal.executor import ModalExecutor
 specs = [ReplicaSpec.from_dict(raw) for raw in json.loads(sys.argv[1])]
 print("launching", flush=True)
 ModalExecutor().launch_replicas(specs)
@@ -325,7 +330,8 @@ def test_short_trouble_is_nothing_and_long_trouble_is_stale(platform, executor, 
     assert not executor.poll([handle])[0].stale
 
 
-def test_a_service_that_is_away_is_told_before_anything_is_started(platform, run, tmp_path) -> None:
+def test_a_service_that_is_away_is_told_before_anything_is_started(platform, run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("executors.platforms.on_modal.client.PATIENCE_S", 0.0)
     platform.refuse("DictGetOrCreate", 4)
     with pytest.raises(Unavailable, match=r"Modal did not answer.*try again"):
         platform.executor().launch_replicas([spec(run, tmp_path, "waits")])
@@ -499,7 +505,7 @@ def test_three_replicas_of_toolworld_one_preempted_and_no_bit_is_lost(platform, 
             preempted.append(handle)
             platform.preempt(handle)
 
-    executor = build(read_control(found.store).places)
+    executor = build_executor(read_control(found.store).places)
     outcome = Supervisor(found, executor, SystemClock(), each_tick=preempt_once).supervise()
     assert outcome.code == 0, outcome.text + "".join(line.data for line in platform.server.lines[-60:])
     assert [h.attempt for h in executor.find(run) if h.slot == "r01"] == [1], "Modal restarts it, and we do not"

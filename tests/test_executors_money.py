@@ -6,9 +6,9 @@ from bisect import bisect_left
 
 import pytest
 
-from diloco.life import Life as ReplicaLife
-from diloco.report import Life, Report
-from executors.money import END_S, LEASE_S, Bill, Budget, Costs, costs, lease, over, refusal
+from diloco.runlog.report import Life, Report
+from diloco.session import Session as ReplicaLife
+from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
 from rendezvous.clock import SystemClock
 from rendezvous.membership import Wanted, write_control
 from rendezvous.records import Beat
@@ -122,6 +122,7 @@ def spent(usd: float = 0.0, rate: float = 0.0, hours: float = 0.0) -> Costs:
 NONE, TEN, DAY = Budget(), Budget(max_usd=10.0), Budget(max_hours=24.0)
 ANY = Budget(allow_unknown_price=True)
 END = END_S / HOUR
+BOOT = BOOT_S / HOUR
 REFUSALS = [
     # budget   spent                         prices          a word of the refusal
     (NONE, spent(1e6, 100.0), [4.0], ""),
@@ -133,9 +134,9 @@ REFUSALS = [
     (TEN, spent(), [11.0], ""),  # for nearly an hour
     (TEN, spent(), [11.0 / END], "max_usd = 10"),
     (TEN, spent(9.99), [4.0], "max_usd = 10"),
-    (TEN, spent(10.0 - 4.0 * END - 0.001), [4.0], ""),
-    (TEN, spent(10.0 - 4.0 * END + 0.001), [4.0], "max_usd = 10"),
-    (TEN, spent(10.0 - 8.0 * END + 0.001, 4.0), [4.0], "max_usd = 10"),  # the others must end too
+    (TEN, spent(10.0 - 4.0 * (END + BOOT) - 0.001), [4.0], ""),
+    (TEN, spent(10.0 - 4.0 * (END + BOOT) + 0.001), [4.0], "until it has booted"),
+    (TEN, spent(10.0 - 8.0 * END - 4.0 * BOOT + 0.001, 4.0), [4.0], "max_usd = 10"),  # the others must end too
     (TEN, spent(10.0), [0.0], ""),  # this machine
     (DAY, spent(1e6), [4.0], ""),
     (DAY, spent(hours=24.0 - END - 0.001), [0.0], ""),
@@ -145,7 +146,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("budget", "so_far", "prices", "word"), REFUSALS)
 def test_refusal(budget, so_far, prices, word):
-    text = refusal(budget, so_far, prices)
+    text = launch_refusal(budget, so_far, prices)
     assert word in text and bool(text) == bool(word)
 
 
@@ -167,7 +168,7 @@ def test_over(budget, so_far, word):
 
 
 LEASES = [
-    (NONE, spent(5.0, 4.0), None, 0.0),
+    (NONE, spent(5.0, 4.0), None, T + LEASE_S),
     (TEN, spent(), None, T + LEASE_S),  # nobody runs yet
     (TEN, spent(0.0, 4.0), None, T + LEASE_S),
     (TEN, spent(9.0, 4.0), None, T + 900.0 - END_S),
@@ -182,7 +183,9 @@ def test_a_budget_reckons_with_those_that_wait_for_a_machine():
     waits = costs(report(launched(), event("pending", 1.0, first=True)), T + HOUR)
     assert (waits.usd, waits.rate, waits.rate_soon) == (0.0, 0.0, 4.0)
     assert lease(Budget(max_usd=1.0), waits, T) == pytest.approx(T + 900.0 - END_S)
-    assert refusal(Budget(max_usd=7.0 * END), waits, [4.0]) and not refusal(Budget(max_usd=8.01 * END), waits, [4.0])
+    assert launch_refusal(Budget(max_usd=7.0 * END), waits, [4.0]) and not launch_refusal(
+        Budget(max_usd=8.01 * END + 4.0 * BOOT), waits, [4.0]
+    )
 
 
 @pytest.mark.parametrize(("budget", "so_far", "rate", "until"), LEASES)

@@ -3,8 +3,8 @@
 import pytest
 
 from diloco import exitcodes
-from executors.base import State
-from executors.plan import Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, Seen, Wait, plan
+from executors.platforms.base import State
+from executors.supervision.plan import Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, Seen, Wait, plan
 
 WANTED = Desired(frozenset({"r00"}))
 NOBODY = Desired(frozenset())

@@ -7,14 +7,14 @@ import pytest
 from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run
-from diloco.report import read_report
-from executors.base import State
-from executors.mixed import Place
-from executors.money import END_S, LEASE_S, costs
-from executors.plan import Limits
-from executors.stop import stop_run
-from executors.supervisor import Outcome, Supervisor
-from executors.track import past
+from diloco.runlog.report import read_report
+from executors.platforms.base import State
+from executors.platforms.multi import Place
+from executors.supervision.costs import END_S, LEASE_S, costs
+from executors.supervision.plan import Limits
+from executors.supervision.shutdown import stop_run
+from executors.supervision.slot_state import past
+from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous import layout
 from rendezvous.errors import Fenced
 from rendezvous.membership import claim, launch_of, newest_claim, read_control, write_control
@@ -440,10 +440,57 @@ def test_waiting_for_machines_writes_few_records(tmp_path):
     assert world.outcome is None and len(world.run.store.list("control/")) < 40
 
 
-def test_without_a_budget_there_is_no_lease(world):
+def test_a_rented_fleet_has_a_lease_without_a_budget_too(world):
+    """Nobody looks after it any more: it bills no longer than half an hour."""
+    world.tick()
+    assert world.cloud.jobs and read_control(world.run.store).until > world.clock.wall(), "before anything can run"
+    world.started()
+    world.pass_time(2 * LEASE_S)
+    assert len(world.cloud.running("r00") + world.cloud.running("r01")) == 2
+    world.pass_time(LEASE_S + 8, supervised=False)
+    assert all(j.code == exitcodes.LEFT for j in world.cloud.jobs.values())
+
+
+def test_no_lease_lets_a_rented_fleet_go_on(tmp_path):
+    world = World(tmp_path, places=[Place("cloud", gpu=("H100",), lease=False).to_dict()])
     world.started()
     world.pass_time(100)
     assert read_control(world.run.store).until == 0.0
+    world.pass_time(2 * LEASE_S, supervised=False)
+    assert len(world.cloud.running("r00") + world.cloud.running("r01")) == 2
+
+
+def test_what_costs_nothing_has_no_lease(tmp_path):
+    world = World(tmp_path)
+    world.cloud.price = 0.0
+    world.started()
+    world.pass_time(100)
+    assert read_control(world.run.store).until == 0.0
+
+
+def test_rented_gpus_are_not_launched_before_the_model_is_there(tmp_path):
+    world = World(tmp_path, places=[Place("modal", gpu=("H100",)).to_dict()])
+    world.run.store.delete([layout.MODEL_MANIFEST])
+    world.tick()
+    assert {slot for slot, _ in world.cloud.jobs} == {"publish"}
+    world.pass_time(20)
+    assert {slot for slot, _ in world.cloud.jobs} == {"publish"}
+    world.run.store.put(layout.MODEL_MANIFEST, b"{}")
+    world.cloud.begin("publish")
+    world.cloud.end("publish", 0, State.SUCCEEDED)
+    world.pass_time(3)
+    assert {slot for slot, _ in world.cloud.jobs} == {"publish", "r00", "r01"}
+
+
+def test_no_launch_follows_when_less_than_a_boot_is_affordable(tmp_path):
+    """At $4 an hour the last dollar is 15 minutes of one; of a new one 5 are its boot."""
+    world = World(tmp_path, max_usd=2.0)
+    world.started()
+    world.pass_time(780)  # $1.74 of $2
+    world.cloud.end("r00", None, State.LOST)
+    world.pass_time(120)
+    assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}, "it would be billed, and end while it boots"
+    assert any("until it has booted" in e["text"] for e in world.told("refused"))
 
 
 # -------------------------------------------------------------------- stop

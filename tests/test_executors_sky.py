@@ -1,14 +1,15 @@
 """What SkyExecutor asks SkyPilot for, and what it makes of the answers; a stand-in for its client, whose calls give
 request ids, as the real one's do."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from executors import on_sky
-from executors.base import ExecutorError, Handle, Refused, State, Unavailable
-from executors.on_sky import NoController, SkyExecutor, job_name
+from executors.platforms import on_sky
+from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Unavailable
+from executors.platforms.on_sky import NoController, SkyExecutor, job_name
 
 
 class Sky:
@@ -37,6 +38,12 @@ class Sky:
             raise self.fails["logs"]
         return []
 
+    def Task(self, **more: Any) -> SimpleNamespace:
+        return SimpleNamespace(**more, set_resources=lambda kinds: None)
+
+    def Resources(self, **more: Any) -> SimpleNamespace:
+        return SimpleNamespace(**more)
+
     def get(self, request: str) -> Any:
         self.awaited.append(request)
         if request in self.fails:
@@ -62,6 +69,14 @@ def sky(monkeypatch: pytest.MonkeyPatch) -> Sky:
 
 def handle(native: str = "7", slot: str = "r00", attempt: int = 1) -> Handle:
     return Handle("s3://bucket/run", slot, attempt, "sky", native=native)
+
+
+def test_a_machine_gets_the_packages_that_pip_names(sky: Sky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    task = SkyExecutor(pip=["judge<2"], setup="apt-get install -y git").task(ReplicaSpec("s3://b/run", "r00"))
+    install, own = task.setup.splitlines()
+    assert install.startswith("pip install -q -r ") and install.endswith(" 'judge<2'"), "quoted for the shell"
+    assert own == "apt-get install -y git"
 
 
 def test_the_reasons_are_asked_for_and_shown(sky: Sky) -> None:
@@ -109,12 +124,12 @@ def test_its_errors_are_ours(sky: Sky, name: str, kind: type[ExecutorError]) -> 
 def test_without_a_controller_there_are_no_jobs(sky: Sky) -> None:
     sky.fails["queue"] = error("ClusterNotUpError")
     assert SkyExecutor().find("s3://bucket/run") == [] and SkyExecutor().sweep("s3://bucket/run") == []
-    with pytest.raises(NoController), on_sky.translated():
+    with pytest.raises(NoController), on_sky.translated_errors():
         raise sky.fails["queue"]
 
 
 def test_jobs_of_one_name_are_twins_and_a_sweep_ends_all_of_a_run(sky: Sky) -> None:
-    from executors.base import ReplicaSpec
+    from executors.platforms.base import ReplicaSpec
 
     name = job_name(ReplicaSpec("s3://bucket/run", "r00", 1))
     sky.rows = [row(8, "RUNNING", name), row(7, "RUNNING", name), row(9, "SUCCEEDED", name), row(5, "RUNNING", "other")]

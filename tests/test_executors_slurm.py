@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
-from executors import processes
-from executors.base import ExecutorError, Handle, ReplicaSpec, State
-from executors.slurm import SlurmExecutor
-from executors.slurm_job import CANCELLED, CARD, END, ended_as
+from executors.platforms import processes
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State
+from executors.platforms.on_slurm.executor import SlurmExecutor
+from executors.platforms.on_slurm.job import CANCELLED, CARD, END, ended_as
 from rendezvous.clock import SystemClock
 from tests.entrypoints import marks
 
@@ -79,7 +79,7 @@ def test_the_default_folder_is_in_the_run(tmp_path):
 
 def test_a_bucket_run_keeps_its_files_at_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert SlurmExecutor()._root("s3://bucket/run") == tmp_path / ".diloco" / "slurm" / "s3_bucket_run"
+    assert SlurmExecutor()._run_folder("s3://bucket/run") == tmp_path / ".diloco" / "slurm" / "s3_bucket_run"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
@@ -96,17 +96,17 @@ def test_slurms_warning_before_the_time_limit_makes_it_leave_to_be_started_again
 def test_the_jobs_own_clock_comes_before_slurms(jobs, tmp_path):
     (handle,) = jobs.launch_replicas([spec(tmp_path, "polite", timeout_s=45.0)])
     wait_for_start(tmp_path, jobs, handle)
-    assert (jobs._minutes(spec(tmp_path, timeout_s=45.0)), jobs._minutes(spec(tmp_path))) == (1, 24 * 60)
+    assert (jobs._limit_minutes(spec(tmp_path, timeout_s=45.0)), jobs._limit_minutes(spec(tmp_path))) == (1, 24 * 60)
     jobs.cancel([handle], grace_s=30.0)
     assert jobs.collect([handle], timeout=60)[0].state is State.CANCELLED
 
 
 DIES = """
 import os, sys
-from executors import slurm
+from executors.platforms.on_slurm import executor as slurm
 from tests.test_executors_slurm import spec
 from pathlib import Path
-slurm.SlurmExecutor._submit = lambda *_: os._exit(9)  # after it has taken the turn, before sbatch
+slurm.SlurmExecutor._submit_job = lambda *_: os._exit(9)  # after it has taken the turn, before sbatch
 slurm.SlurmExecutor(cluster="local", folder=Path(sys.argv[1]) / "jobs").launch_replicas([spec(Path(sys.argv[1]))])
 """
 
@@ -114,7 +114,7 @@ slurm.SlurmExecutor(cluster="local", folder=Path(sys.argv[1]) / "jobs").launch_r
 def test_a_launcher_that_died_over_it_does_not_keep_the_slot(jobs, tmp_path, monkeypatch):
     died = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": "."})
     assert died.returncode == 9 and jobs.find(f"file://{tmp_path}/run") == []
-    monkeypatch.setattr("executors.slurm.PATIENCE_S", 0.3)
+    monkeypatch.setattr("executors.platforms.on_slurm.executor.PATIENCE_S", 0.3)
     (handle,) = jobs.launch_replicas([spec(tmp_path)])
     wait_for_start(tmp_path, jobs, handle)
     (tmp_path / "go").touch()
@@ -237,7 +237,7 @@ class Later(SystemClock):
 
 def test_the_pid_of_a_local_job_names_it_for_ever(jobs, tmp_path):
     (handle,) = jobs.launch_replicas([spec(tmp_path)])
-    assert handle.pid == int(handle.native) and processes.alive(handle.pid, handle.started)
+    assert handle.pid == int(handle.native) and processes.is_alive(handle.pid, handle.started)
     (tmp_path / "go").touch()
     assert jobs.collect([handle], timeout=60)[0].ok
 

@@ -16,14 +16,14 @@ from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.journal import Journal
 from diloco.launch import Run, open_run, read_run
-from diloco.report import SUPERVISOR, Report, checks, read_report
-from executors import processes
-from executors.base import State
-from executors.lease import Lease, Supervised, supervisor_of
-from executors.local import LocalProcessExecutor
-from executors.plan import Limits
-from executors.stop import stop_run
-from executors.supervisor import Supervisor, main
+from diloco.runlog.report import SUPERVISOR, Report, checks, read_report
+from executors.platforms import processes
+from executors.platforms.base import State
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.supervision.lease import Lease, Supervised, supervisor_of
+from executors.supervision.plan import Limits
+from executors.supervision.shutdown import stop_run
+from executors.supervision.supervisor import Supervisor, main
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Fenced, Leaving
@@ -75,7 +75,7 @@ class Toy:
 
     def tell(self, event: str, **fields) -> None:
         if self.journal:
-            self.journal.tell(event, **fields)
+            self.journal.emit(event, **fields)
 
     def live(self) -> int:
         rv, state = self.rv, Numbers()
@@ -429,7 +429,7 @@ def test_our_own_lease_is_seen_by_others():
 
 
 def test_a_process_name_is_what_a_replica_can_check():
-    from diloco.life import process_alive
+    from diloco.session import process_alive
 
-    pid, _, started = processes.name(os.getpid()).partition(":")
+    pid, _, started = processes.process_name(os.getpid()).partition(":")
     assert process_alive(int(pid), started) and not process_alive(int(pid), "1")

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from diloco.report import Reader, read_report
-from executors import watch
-from executors.demo import due, extra_checks, next_commands
-from executors.watch import Lines, Screen, table, view_for
+from diloco.runlog.report import Reader, read_report
+from executors.cli import status
+from executors.cli.demo import extra_checks, is_kill_due, next_commands
+from executors.cli.status import Lines, Screen, status_table, view_for
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
@@ -53,12 +53,12 @@ def test_lines_are_in_the_order_of_time():
 
 
 def test_values_with_spaces_are_quoted():
-    told = watch.key_values({"why": 'killed by "SIGKILL"', "n": 3, "none": ""})
+    told = status.key_values({"why": 'killed by "SIGKILL"', "n": 3, "none": ""})
     assert told == """why="killed by 'SIGKILL'" n=3 none="" """.strip()
 
 
 def test_the_table_shows_lives_and_who_was_lost():
-    text = "\n".join(table(read_report(killed_and_replaced().store), now=T0 + 16.1))
+    text = "\n".join(status_table(read_report(killed_and_replaced().store), now=T0 + 16.1))
     assert "outer step 6 of 6" in text and "reward 0.1" in text
     assert "r01-1     killed at 9.1 s" in text
     assert "r01-2     train      5    3/6   1.000        2  0.1 s" in text
@@ -75,7 +75,7 @@ def test_the_table_says_what_is_waited_for_who_is_silent_and_what_is_wrong():
     beating(b, "r00", 60.0, note="has offers of ['r00'], needs min_replicas=2; r01 silent for 30 s at step 0")
     beating(b, "r01", 30.0, phase="train")
     b.tell("r00", 1, 59.0, "nothing_learned", steps=3, cause="all rewards are equal")
-    text = "\n".join(table(read_report(b.store), now=T0 + 60.5))
+    text = "\n".join(status_table(read_report(b.store), now=T0 + 60.5))
     assert "r00 has offers of ['r00'], needs min_replicas=2" in text
     assert "r01-1     silent" in text and "30.5 s" in text
     assert "r02       starting" in text
@@ -85,15 +85,15 @@ def test_the_table_says_what_is_waited_for_who_is_silent_and_what_is_wrong():
 def test_a_stop_is_shown():
     b = Bucket()
     write_control(b.store, b.clock, stop=True)
-    assert any("stop was asked" in line for line in table(read_report(b.store)))
+    assert any("stop was asked" in line for line in status_table(read_report(b.store)))
 
 
 def test_many_lives_do_not_flood_the_table():
     b = Bucket(replicas=1)
     for generation in range(1, 30):
         b.claim("r00", generation, generation)
-    lives = [line for line in table(read_report(b.store)) if line.startswith("  r00-")]
-    assert len(lives) == 1 + watch.OLD_LIVES and "r00-29" in lives[-1]
+    lives = [line for line in status_table(read_report(b.store)) if line.startswith("  r00-")]
+    assert len(lives) == 1 + status.OLD_LIVES and "r00-29" in lives[-1]
 
 
 def test_the_screen_draws_over_itself_and_fits(monkeypatch):
@@ -110,7 +110,7 @@ def test_the_screen_draws_over_itself_and_fits(monkeypatch):
 
 
 def test_status_is_plain_json():
-    told = watch.status(read_report(killed_and_replaced().store), now=T0 + 16.5)
+    told = status.status_dict(read_report(killed_and_replaced().store), now=T0 + 16.5)
     assert told["outer_step"] == 6 and told["done"] and told["mean_reward"] == pytest.approx(0.925)
     assert told["lives"][2]["phase"] == "train" and told["lives"][2]["beat_age_s"] == 0.5
 
@@ -122,7 +122,7 @@ def test_the_demo_kills_in_the_middle_of_step_4_or_later():
     report = read_report(killed_and_replaced().store)  # H = 6
 
     def at(step: int, inner: int, phase: str = "train") -> bool:
-        return due(Beat("r01", 1, 1, phase, step, inner, 0.1, T0), report)
+        return is_kill_due(Beat("r01", 1, 1, phase, step, inner, 0.1, T0), report)
 
     assert at(4, 1) and at(4, 3) and at(7, 2)
     assert not (at(3, 3) or at(4, 0) or at(4, 4) or at(4, 3, "wait"))

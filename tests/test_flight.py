@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.make import make_diloco
 from diloco.manager import StoreManager
-from diloco.outer import OuterLoop, make_diloco
+from diloco.outer import OuterLoop
 from rendezvous import layout
 from rendezvous.errors import Fenced, GaveUp
 from rendezvous.records import Leave, Offer
@@ -79,7 +80,7 @@ class Replica:
 
     def landed(self) -> None:
         """Wait until the round under way has ended, in whatever way."""
-        flight = self.manager._flight
+        flight = self.manager._in_flight
         assert flight is not None
         flight._thread.join(LIMIT)
         assert not flight._thread.is_alive()
@@ -191,13 +192,13 @@ def test_the_block_ends_when_what_is_on_its_way_is_durable() -> None:
     store = Held()
     one = Replica(store, needed=2)
     with one.loop():
-        ask = one.manager.life.rv.ask_to_leave
+        ask = one.manager.session.rv.ask_to_leave
 
         def ask_and_let_through() -> None:
             ask()
             store.through.set()
 
-        one.manager.life.rv.ask_to_leave = ask_and_let_through
+        one.manager.session.rv.ask_to_leave = ask_and_let_through
         store.through.clear()
         one.train(PREPARE + 5)
         assert store.asked.wait(LIMIT)

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco.config import RunConfig
-from diloco.launch import ModelRecord, RunRecord, agree, open_run
-from diloco.life import Life, make_room
-from diloco.report import read_report
+from diloco.launch import ModelRecord, RunRecord, agree_on_run, open_run
+from diloco.runlog.report import read_report
+from diloco.session import Session, ensure_slot
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import ChainBroken, Fenced, RecordsLost
@@ -134,8 +134,8 @@ LINES = [
 
 def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> None:
     """Seen at decbfac: `read_report`, with which every command begins, raised for 8 of these 14."""
-    from executors.money import costs
-    from executors.track import past
+    from executors.supervision.costs import costs
+    from executors.supervision.slot_state import past
 
     clock = ManualClock()
     store, a, b = pair(clock)
@@ -161,8 +161,8 @@ def test_without_its_first_control_record_nobody_joins_a_run() -> None:
     together(a, b)
     store.inner.delete([layout.control(0)])
     for join in (
-        lambda: Life(store, "r02", Timing()),
-        lambda: make_room(store, clock, "r02", replicas=3, min_replicas=1, steps=9),
+        lambda: Session(store, "r02", Timing()),
+        lambda: ensure_slot(store, clock, "r02", replicas=3, min_replicas=1, steps=9),
         lambda: write_control(store, clock, stop=True),
     ):
         with pytest.raises(RecordsLost, match=r"control/000000.json has vanished.*Restore the object"):
@@ -216,7 +216,7 @@ def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: 
     together(a, b)
     store.inner.put(layout.control(0), odd)
     write_down = lambda: write_control(store, clock, stop=True)  # noqa: E731
-    for begin in (lambda: Life(store, "r02", Timing()), lambda: read_control(store), write_down):
+    for begin in (lambda: Session(store, "r02", Timing()), lambda: read_control(store), write_down):
         with pytest.raises(RecordsLost, match=r"control/000000.json is no control record.*Restore the object"):
             begin()
     assert store.inner.get(layout.claim("r02", 1)) is None and store.inner.get(layout.control(1)) is None
@@ -228,7 +228,7 @@ def test_garbage_that_stood_there_before_the_run_ends_its_founder() -> None:
     store, clock = MemoryStore(), ManualClock()
     store.put(layout.control(0), b"{}")
     with pytest.raises(RecordsLost, match="If the run never had one, delete the object"):
-        make_room(store, clock, "r00", replicas=2, min_replicas=2, steps=3)
+        ensure_slot(store, clock, "r00", replicas=2, min_replicas=2, steps=3)
 
 
 def raised_quorum(clock: ManualClock) -> tuple[FaultyStore, list[Seat]]:
@@ -296,12 +296,12 @@ def test_a_library_loop_founds_no_run_below_committed_steps() -> None:
     store, clock = MemoryStore(), ManualClock()
     write_control(store, clock, replicas=2, min_replicas=2, steps=3)  # comes before run.json here
     outer, parameters = {"sync_every": 2, "codec": "none"}, [["w", [3], "float32"]]
-    agree(store, clock, outer, parameters)
-    assert agree(store, clock, outer, parameters).codec == "none"
+    agree_on_run(store, clock, outer, parameters)
+    assert agree_on_run(store, clock, outer, parameters).codec == "none"
     store.put(layout.commit(0), b"x")
     store.delete([layout.RUN])
     with pytest.raises(RecordsLost, match=r"run.json has vanished, though steps/\S+ is there"):
-        agree(store, clock, outer, parameters)
+        agree_on_run(store, clock, outer, parameters)
 
 
 def test_who_takes_the_number_of_a_claim_that_is_gone_ends_by_the_chains_fence() -> None:

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
-from diloco.report import read_report
-from diloco.room import in_room
-from executors.base import ReplicaSpec, Unavailable
-from executors.full_disk import full_words, room_for
-from executors.local import LocalProcessExecutor
-from executors.watch import table
-from rendezvous.clock import Clock
+from diloco.room import retry_when_full
+from diloco.runlog.report import read_report
+from executors.cli.status import status_table
+from executors.platforms.base import ReplicaSpec, Unavailable
+from executors.platforms.full_disk import full_words, room_for
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, StoreFull
+from rendezvous.membership import write_control
 from rendezvous.rules import Timing
-from rendezvous.store import PatientStore, open_store
+from rendezvous.store import PatientStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fakes import ManualClock
 from tests.fleet import Fleet
@@ -40,7 +42,8 @@ class Disk:
         if made.returncode:
             pytest.skip("mounting a file system is not allowed here")
 
-    def fill(self) -> None:
+    def fill(self, but: int = 0) -> None:
+        """All of it, or all but so many bytes."""
         with open(self.folder / "filler", "wb", buffering=0) as filler:
             for size in (1 << 16, 1 << 12):
                 try:
@@ -48,6 +51,7 @@ class Disk:
                         pass
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
+            filler.truncate(filler.tell() - but)
 
     def enlarge(self, kilobytes: int) -> None:
         subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(self.folder)], check=True)
@@ -69,7 +73,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Disk]]:
 
 
 def status_of(url: str) -> str:
-    return "\n".join(table(read_report(open_store(url)), time.time()))
+    return "\n".join(status_table(read_report(open_store(url)), time.time()))
 
 
 @pytest.mark.timeout(300)
@@ -92,6 +96,52 @@ def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     check_run(small.folder / "run", 6)
     told = [e["trouble"] for e in read_report(open_store(fleet.url)).of_kind("store_trouble")]
     assert told and all("Free some space on that disk; trying again until 120 s" in text for text in told)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("left", [0, 8 << 10])
+def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
+    tmp_path: Path, disk: Callable[[int], Disk], left: int
+) -> None:
+    """The disk fills while its replica trains, which needs none of it; the replica's next session finds no room.
+
+    Before, with no byte left: "No usable temporary directory found", exit code 1, and after three of them the end.
+    """
+    scratch = disk(16 << 10)
+    fleet = Fleet(tmp_path, fleet={"steps": 1000, "give_up_s": 120.0})
+    own_disk = {"TMPDIR": str(scratch.folder), "TEST_ONE_DISK": "1"}
+
+    def counted_since(t: int) -> bool:
+        return any(o.slot == "r01" for commit in fleet.commits()[t:] for o in commit.fresh)
+
+    try:
+        for slot, environ in (("r00", {}), ("r01", own_disk), ("r02", {})):
+            fleet.start(slot, **environ)
+        fleet.wait_for(lambda: counted_since(0))
+        scratch.fill(but=left)
+        filled = len(fleet.commits())
+        fleet.wait_for(lambda: counted_since(filled + 1))
+
+        fleet.lives["r01"][0].kill()
+        fleet.start("r01", **own_disk)
+        words = "no space left on this machine's disk for "
+        said = fleet.wait_for(lambda: text if words in (text := status_of(fleet.url)) else "")
+        assert f"r01 {words}" in said and str(scratch.folder) in said
+        stood = len(fleet.commits())
+        fleet.wait_for(lambda: len(fleet.commits()) >= stood + 3)
+        assert not counted_since(stood + 1), "the others go on without it"
+
+        scratch.enlarge(64 << 10)
+        enlarged = len(fleet.commits())
+        fleet.wait_for(lambda: counted_since(enlarged))
+        write_control(fleet.run.store, SystemClock(), steps=len(fleet.commits()) + 3)
+        assert fleet.wait(120.0) == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
+        report = read_report(open_store(fleet.url))
+        assert "no space left" not in status_of(fleet.url) and report.done
+        assert [e["who"] for e in report.of_kind("disk_full")] == ["r01-2"]
+        check_run(tmp_path / "run", report.head)
+    finally:
+        fleet.kill_all()
 
 
 PRINTS = """
@@ -165,34 +215,34 @@ def test_but_not_for_ever() -> None:
         store.put("k", b"v")
 
 
-class FakeLife:
-    """What in_room asks of a Life."""
+class FakeSession:
+    """The part of a Session that retry_when_full uses."""
 
     def __init__(self) -> None:
         self.clock: Clock = ManualClock()
         self.timing = Timing(give_up=30.0)
-        self.told: list[str] = []
+        self.emitted: list[str] = []
         self.rv: Any = type("Rv", (), {})()
         self.rv.members = type("Members", (), {})()
         self.rv.members.status = type("Status", (), {"note": ""})()
 
-    def tell(self, event: str, **fields: Any) -> None:
-        self.told.append(event)
+    def emit(self, event: str, **fields: Any) -> None:
+        self.emitted.append(event)
 
     def flush_soon(self) -> None: ...
 
 
 def test_room_is_waited_for_and_other_errors_are_not() -> None:
-    life: Any = FakeLife()
+    session: Any = FakeSession()
 
     def full(until: float) -> str:
-        if life.clock.now() < until:
+        if session.clock.now() < until:
             raise OSError(errno.ENOSPC, "No space left on device", "/disk/model/w")
         return "there"
 
-    assert in_room(life, "the start model", lambda: full(9.0)) == "there"
-    assert life.told == ["disk_full"] and "(/disk/model)" in life.rv.members.status.note
+    assert retry_when_full(session, "the start model", lambda: full(9.0)) == "there"
+    assert session.emitted == ["disk_full"] and "(/disk/model)" in session.rv.members.status.note
     with pytest.raises(GaveUp, match="no space left on this machine's disk"):
-        in_room(life, "the start model", lambda: full(1e9))
+        retry_when_full(session, "the start model", lambda: full(1e9))
     with pytest.raises(PermissionError):
-        in_room(life, "it", lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+        retry_when_full(session, "it", lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))

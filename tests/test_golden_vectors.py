@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.outer import Nesterov, OuterState
+from diloco.optimizer import Nesterov, OuterState
 from rendezvous.membership import write_control
 from rendezvous.records import Listed, Record
 from rendezvous.rendezvous import Rendezvous

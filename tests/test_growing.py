@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
-from diloco.report import Report, checks, read_report
-from executors.local import LocalProcessExecutor
-from executors.plan import Limits
-from executors.supervisor import PRELOAD, Supervisor
+from diloco.runlog.report import Report, checks, read_report
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.supervision.plan import Limits
+from executors.supervision.supervisor import PRELOAD, Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.store import Store

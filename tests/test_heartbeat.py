@@ -1,7 +1,7 @@
 """The thread that beats: what it may survive, and that nobody trains without it.
 
     a part fails, for whatever reason ──▶ reported once; the other parts, and the next turn, go on
-    a part fails in every turn        ──▶ the life ends: HeartbeatLost at the next inner step, exit code 1
+    a part fails in every turn        ──▶ the session ends: HeartbeatLost at the next inner step, exit code 1
     the thread ends                   ──▶ the same; who hangs in an inner step is ended by force
 
 Not promised: anything about a thread that a request never comes back to; stores have their own time limits.
@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import exitcodes, life
-from diloco.life import Life
+from diloco import exitcodes, session
+from diloco.make import make_diloco
 from diloco.manager import StoreManager
-from diloco.outer import make_diloco
-from diloco.replica import _ended
+from diloco.replica import _end_session
+from diloco.session import Session
 from rendezvous import layout
 from rendezvous.background import TRIES, Parts, Worker
 from rendezvous.clock import SystemClock
@@ -172,14 +172,14 @@ def test_failures_count_in_a_row_only() -> None:
     assert len(told.texts("heartbeat")) == 1, "told once, not each time"
 
 
-# ---------------------------------------------------------------------- the thread of a life
+# ---------------------------------------------------------------------- the thread of a session
 
 
-def gone(store: MemoryStore | FaultyStore, monkeypatch: pytest.MonkeyPatch) -> tuple[Life, list[int]]:
-    """A life, and the exit codes by force instead of an end."""
+def gone(store: MemoryStore | FaultyStore, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, list[int]]:
+    """A session, and the exit codes by force instead of an end."""
     codes = list[int]()
-    monkeypatch.setattr(life.os, "_exit", codes.append)
-    return Life(store, "r00", FAST), codes
+    monkeypatch.setattr(session.os, "_exit", codes.append)
+    return Session(store, "r00", FAST), codes
 
 
 def test_the_beat_goes_on_and_the_lease_holds_beside_a_foreign_beat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_nobody_trains_without_a_heartbeat(error: BaseException, monkeypatch: py
     store = run()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monkeypatch.setattr(life.os, "_exit", lambda code: None)
+    monkeypatch.setattr(session.os, "_exit", lambda code: None)
     manager = StoreManager(store, "r00", replicas=1, min_replicas=1, steps=10**6, timing=FAST)  # type: ignore[arg-type]
     steps = 0
     end = time.monotonic() + LIMIT
@@ -229,11 +229,11 @@ def test_nobody_trains_without_a_heartbeat(error: BaseException, monkeypatch: py
             optimizer.step()
             steps += 1
     assert steps < 10**6
-    assert _ended(manager.life, HeartbeatLost("x")) == exitcodes.CRASHED, "a supervisor starts the slot again"
+    assert _end_session(manager.session, HeartbeatLost("x")) == exitcodes.CRASHED, "a supervisor starts the slot again"
 
 
 def test_who_hangs_in_an_inner_step_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "ORPHAN_GRACE_S", 0.05)
+    monkeypatch.setattr(session, "ORPHAN_GRACE_S", 0.05)
     store = run()
     _, codes = gone(store, monkeypatch)
     store.faults = [Fault("get", "control", error=SystemExit(3), times=10**6)]  # type: ignore[arg-type]

@@ -18,17 +18,17 @@ import pytest
 from diloco import exitcodes
 from diloco.config import load_config
 from diloco.launch import Run, open_run, read_run
-from diloco.report import Report, checks, read_report
-from executors import cli
-from executors.base import ReplicaSpec, State
-from executors.mixed import Place, build
-from executors.on_hf_jobs import HFJobsExecutor
-from executors.plan import Limits
-from executors.supervisor import Supervisor
+from diloco.runlog.report import Report, checks, read_report
+from executors.cli import main as cli
+from executors.platforms.base import ReplicaSpec, State
+from executors.platforms.multi import Place, build_executor
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.supervision.plan import Limits
+from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 from tests.audit import Audit, check_run
 from tests.entrypoints import marks
 from tests.hf_server import HFServer
@@ -124,7 +124,7 @@ def outputs(hub: HFServer) -> str:
 @pytest.mark.timeout(600)
 def test_three_replicas_one_of_them_preempted_finish_the_run(tmp_path: Path, hub: HFServer, s3: S3Server) -> None:
     run = founded(tmp_path, s3)
-    executor = build([Place("hf-jobs")])
+    executor = build_executor([Place("hf-jobs")])
     outcome = Supervisor(run, executor, SystemClock(), each_tick=preempt(hub, "r01", 1)).supervise()
     assert outcome.code == exitcodes.DONE, (outcome.text, outputs(hub))
     report, found = read_report(run.store), audited(tmp_path / "bucket", STEPS)
@@ -162,7 +162,7 @@ def test_a_supervisor_at_its_time_limit_starts_the_next_one(
     tmp_path: Path, hub: HFServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     founded(tmp_path, s3)
-    monkeypatch.setattr("executors.on_hf_jobs.WATCH_S", 10.0)
+    monkeypatch.setattr("executors.platforms.on_hf_jobs.executor.WATCH_S", 10.0)
     hub.plain = {"HF_ENDPOINT": hub.endpoint, "DILOCO_TEST": "yes"}
     executor = HFJobsExecutor(packages=("tests",))
     first = executor.supervise(URL)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
-from diloco.report import read_report
-from executors import cli
-from executors.base import Handle, State
-from executors.container import end_lines, read_end
-from executors.hub import Job
-from executors.lease import Lease
-from executors.on_hf_jobs import SUPERVISOR, WATCHES, HFJobsExecutor, _cut_off, ended
-from executors.track import LOST_LEASE
+from diloco.runlog.report import read_report
+from executors.cli import main as cli
+from executors.platforms.base import Handle, State
+from executors.platforms.container import end_lines, read_end
+from executors.platforms.on_hf_jobs.client import HubJob
+from executors.platforms.on_hf_jobs.executor import SUPERVISOR, WATCHES, HFJobsExecutor, _cut_off, ended
+from executors.supervision.lease import Lease
+from executors.supervision.slot_state import LOST_LEASE
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import newest_claim
@@ -29,7 +29,7 @@ __all__ = ["hub", "s3"]  # fixtures
 def test_a_supervisor_whose_host_dies_again_and_again_takes_over_and_launches_nobody_twice(
     tmp_path: Path, hub, s3, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("executors.launches.LAG_S", 2.0)
+    monkeypatch.setattr("executors.supervision.launches.LAG_S", 2.0)
     run = founded(tmp_path, s3, n=2)
     run.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish
     hub.plain = {"HF_ENDPOINT": hub.endpoint}
@@ -94,7 +94,7 @@ def test_a_goodbye_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
 
 def test_a_supervisors_job_that_ended_well_tells_how_the_supervisor_ended() -> None:
     handle = Handle(URL, SUPERVISOR, 1, "hf-jobs", native="7")
-    job = Job("7", SUPERVISOR, 1, "COMPLETED")
+    job = HubJob("7", SUPERVISOR, 1, "COMPLETED")
     end = {"exit_code": exitcodes.LEFT, "reason": "left", "value": None, "tail": []}
     status = ended(handle, job, ["diloco-started: supervisor.1", *end_lines(end)])
     assert (status.state, status.exit_code) == (State.FAILED, exitcodes.LEFT)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from inner.base import InnerConfig, InnerError
-from inner.grpo import _quietly
+from inner.grpo import _silence_libraries
 from inner.lessons import Rollout
 from inner.order import step_in_generation
 from inner.trainer import LESSONS
@@ -24,7 +24,7 @@ ROLLOUT: dict[str, Any] = {
 
 
 class Recorder(TrainerCallback):
-    """What each inner step did to the gradient, and how many generations had been made by then."""
+    """The gradient after each inner step, and the number of generations made by then."""
 
     def __init__(self, trainer: Any) -> None:
         self.gradients: list[Tensor] = []
@@ -50,17 +50,17 @@ class Recorder(TrainerCallback):
         self.generations.append(len(self.batches))
 
 
-def trained(steps: int, config: dict[str, Any], **options: Any) -> Recorder:
+def run_steps(steps: int, config: dict[str, Any], **options: Any) -> Recorder:
     """Some real inner steps in float64."""
     trainer = make(steps=steps, config={"max_grad_norm": 1e9, **config}, **options)
     trainer.model.double()
     recorder = Recorder(trainer)
-    with _quietly():
+    with _silence_libraries():
         trainer.train()
     return recorder
 
 
-def cut(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any]:
+def batch_shape(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any]:
     return {"batch_size": batch_size, "gradient_accumulation_steps": accumulated, **more}
 
 
@@ -71,8 +71,8 @@ def cut(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any]:
 def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str) -> None:
     """batch_size 2, num_generations 8: the same completions, advantages and gradient as with batch_size 8."""
     config = {"objective": objective, "dynamic_sampling": 0, "num_generations": 8}
-    whole = trained(1, {**config, **cut(8, 1, steps_per_generation=1)})
-    torn = trained(1, {**config, **cut(2, 4, steps_per_generation=4)})
+    whole = run_steps(1, {**config, **batch_shape(8, 1, steps_per_generation=1)})
+    torn = run_steps(1, {**config, **batch_shape(2, 4, steps_per_generation=4)})
     assert len(whole.batches) == len(torn.batches) == 1 and whole.rewards == torn.rewards
     for key in ("completion_ids", "completion_mask", "advantages"):
         assert torch.equal(whole.batches[0][key], torn.batches[0][key])
@@ -98,7 +98,7 @@ def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str)
 def test_a_new_generation_is_made_every_boundary_inner_steps(settings: dict[str, Any]) -> None:
     """`boundary` is what H must be a multiple of: counted in a real run, of whole groups."""
     boundary = InnerConfig(num_generations=8, **settings).boundary
-    seen = trained(2 * boundary + 1, {"num_generations": 8, **settings})
+    seen = run_steps(2 * boundary + 1, {"num_generations": 8, **settings})
     assert seen.generations == [1 + step // boundary for step in range(2 * boundary + 1)]
     for batch in seen.batches:
         sums = batch["advantages"].view(-1, 8).sum(1)
@@ -126,7 +126,7 @@ def test_what_would_tear_a_group_apart_is_refused() -> None:
 def test_the_tokens_of_rollout_count_alike_however_the_step_is_cut() -> None:
     """The same eight rollouts as 8 x 1, 4 x 2 and 2 x 4: one gradient, in float64."""
     varied = {"num_generations": 2, "temperature": 2.0}
-    whole, *others = (trained(1, cut(*shape, **varied), **ROLLOUT) for shape in ((8, 1), (4, 2), (2, 4)))
+    whole, *others = (run_steps(1, batch_shape(*shape, **varied), **ROLLOUT) for shape in ((8, 1), (4, 2), (2, 4)))
     lengths = {sum(lesson.written) for lessons in whole.batches[0][LESSONS] for lesson in lessons}
     assert len(lengths) > 1, "with rollouts of one length a mean per micro-batch is right, too"
     assert whole.gradients[0].norm() > 1e-3
@@ -156,7 +156,9 @@ def test_the_micro_batches_of_an_inner_step(
 
 def test_stale_steps_of_rollout_count_alike_as_well() -> None:
     """One generation of 16 for two inner steps: 8 x 1 against 2 x 4 micro-batches, the first step's gradient."""
-    whole, torn = (trained(2, cut(*shape, steps_per_generation=2 * shape[1]), **ROLLOUT) for shape in ((8, 1), (2, 4)))
+    whole, torn = (
+        run_steps(2, batch_shape(*shape, steps_per_generation=2 * shape[1]), **ROLLOUT) for shape in ((8, 1), (2, 4))
+    )
     assert whole.generations == torn.generations == [1, 1]
     torch.testing.assert_close(torn.gradients[0], whole.gradients[0], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(torn.gradients[1], whole.gradients[1], rtol=1e-2, atol=1e-4)
@@ -182,7 +184,7 @@ def test_evaluation_with_groups_of_another_size(rows: int, monkeypatch: pytest.M
     monkeypatch.setattr(inner.trainer, "rollout_lessons", lessons)
     trainer = make(**ROLLOUT)
     trainer.args.per_device_eval_batch_size, trainer.num_generations_eval = rows, 2
-    with _quietly():
+    with _silence_libraries():
         numbers = trainer.evaluate(eval_dataset=Dataset.from_list(WORLD.rows(rows, seed=2)))
     assert numbers["eval_loss"] >= 0 and set(groups) == {2}
     for rollouts in seen:

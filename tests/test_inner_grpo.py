@@ -1,4 +1,4 @@
-"""GrpoLoop as a driver sees it: stop, hooks, harvest, data order over two lives, quiet, and learning."""
+"""GrpoLoop as a driver sees it: stop, hooks, pop_metrics, data order over two lives, quiet, and learning."""
 
 import json
 from pathlib import Path
@@ -93,10 +93,10 @@ def test_hooks_may_rewrite_the_parameters_in_place() -> None:
     assert len(moved) == 3 and 0 < max(moved) < 1e-3 * 8
 
 
-def test_harvest_in_a_hook_has_the_current_step() -> None:
+def test_metrics_popped_in_a_hook_have_the_current_step() -> None:
     loop = build(alpha_sdpo=0.1)
-    harvests: list[dict[str, float]] = []
-    loop.optimizer.register_step_post_hook(lambda *_: harvests.append(loop.harvest()))
+    popped: list[dict[str, float]] = []
+    loop.optimizer.register_step_post_hook(lambda *_: popped.append(loop.pop_metrics()))
     divergences: list[float] = []
     original = loop.trainer._sdpo_loss
 
@@ -107,12 +107,12 @@ def test_harvest_in_a_hook_has_the_current_step() -> None:
     loop.trainer._sdpo_loss = spy
     loop.train(after(2))
     assert divergences[0] != divergences[1]
-    assert [found["loss/sdpo_kl"] for found in harvests] == pytest.approx(divergences)
-    for found in harvests:
+    assert [found["loss/sdpo_kl"] for found in popped] == pytest.approx(divergences)
+    for found in popped:
         assert found["samples"] == 8 and found["lr"] == 1e-3 and found["grad_norm"] > 0
         assert 0 <= found["reward"] <= 1 and 0 <= found["sdpo_coverage"] <= 1
         assert found["loss"] == pytest.approx(found["loss/grpo"] + 0.1 * found["loss/sdpo_kl"], abs=1e-5)
-    assert loop.harvest() == {"samples": 0}
+    assert loop.pop_metrics() == {"samples": 0}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_samples_count_accumulated_batches() -> None:
     original = loop.trainer._loss_divisor
     loop.trainer._loss_divisor = lambda: divisors.append(original()) or original()
     loop.train(after(1))
-    assert loop.harvest()["samples"] == 16
+    assert loop.pop_metrics()["samples"] == 16
     assert set(divisors) == {2}
 
 
@@ -208,7 +208,7 @@ def test_the_users_reward_environment_hint_and_prompts(tmp_path: Path) -> None:
     names = {"reward": "task.py:score", "environment": "task.py:Env", "prompts": "p.jsonl"}
     loop = build(files=files, alpha_sdpo=0.1, **names)
     loop.train(after(1))
-    found = loop.harvest()
+    found = loop.pop_metrics()
     assert found["reward"] >= 1 and found["sdpo_coverage"] > 0
     tag, error = loop.trainer.hint.__globals__["hints"][0]
     assert tag in ("t0_0", "t0_1", "t0_2") and "not found" in error
@@ -226,5 +226,5 @@ def test_grpo_with_hints_learns_the_small_world() -> None:
     rewards: list[float] = []
     for _ in range(4):
         loop.train(after(5))
-        rewards.append(loop.harvest()["reward"])
+        rewards.append(loop.pop_metrics()["reward"])
     assert rewards[0] < 0.6 and rewards[-1] > rewards[0] + 0.3, rewards

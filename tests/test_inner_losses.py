@@ -278,8 +278,8 @@ def test_taids_t_is_never_behind_the_line_and_never_falls(silent: float, adaptiv
     """A replica whose batches have nothing to distil optimises the same target as the others."""
     schedule = TAIDScheduler(num_train_steps=10, disable_adaptive=not adaptive)
     assert schedule.update_t(silent, 3) == pytest.approx(0.58)  # also before there was any loss
-    told = [(1.0, 5), (silent, 6), (0.5, 7), (silent, 4), (silent, 99)]
-    seen = [schedule.update_t(loss, step) for loss, step in told]
+    losses_and_steps = [(1.0, 5), (silent, 6), (0.5, 7), (silent, 4), (silent, 99)]
+    seen = [schedule.update_t(loss, step) for loss, step in losses_and_steps]
     assert seen == sorted(seen)
     assert seen == pytest.approx([0.7, 0.76, 0.82, 0.82, 1.0], abs=2e-3)
 
@@ -457,7 +457,7 @@ def test_the_teacher_may_learn_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_kernel
 def test_pieces_keep_nothing_but_the_logits(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for the backward pass is the two inputs and a few numbers per position, whatever the loss makes."""
+    """Only the two inputs and a few numbers per position are kept for the backward pass."""
 
     def kept(limit: int) -> int:
         monkeypatch.setattr(chunks, "CHUNK", limit)

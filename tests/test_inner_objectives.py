@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from inner.base import InnerConfig, InnerError
-from inner.dynamic import informative, join, refill
+from inner.dynamic import informative_groups, join_groups, refill_groups
 from inner.objectives import (
     PO_OBJECTIVES,
     ObjectiveError,
     exactly_on_policy,
+    format_menu,
     inert_knobs,
     make_dr_grpo_config,
     make_po_config,
-    menu,
     po_settings,
 )
 from inner.poconfig import POConfig
@@ -371,16 +371,18 @@ def test_the_loop_s_arguments_hold_the_objective() -> None:
 
 
 def test_the_menu() -> None:
-    text = menu()
+    text = format_menu()
     for name, each in PO_OBJECTIVES.items():
         assert name in text and each.formula in text and each.when in text
     assert "here    inert, the run is exactly on-policy: epsilon, epsilon_high" in text
-    assert "inert" not in menu({"num_iterations": 2})
-    assert menu({"steps_per_generation": 1}).count("inert") == sum(bool(each.ratio) for each in PO_OBJECTIVES.values())
+    assert "inert" not in format_menu({"num_iterations": 2})
+    assert format_menu({"steps_per_generation": 1}).count("inert") == sum(
+        bool(each.ratio) for each in PO_OBJECTIVES.values()
+    )
 
 
 def test_the_command_prints_the_menu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from executors.cli import main
+    from executors.cli.main import main
 
     run = tmp_path / "run.toml"
     run.write_text('[inner]\nobjective = "dapo"\nnum_iterations = 2\n')
@@ -392,7 +394,7 @@ def test_the_command_prints_the_menu(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_menu_needs_no_torch() -> None:
-    code = "import inner.objectives, inner.base, sys; inner.objectives.menu(); print('torch' in sys.modules)"
+    code = "import inner.objectives, inner.base, sys; inner.objectives.format_menu(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
@@ -416,7 +418,7 @@ def groups(*rewards: list[float], width: int = 3, ids: int = 1) -> dict[str, Any
 
 def test_a_group_whose_rewards_agree_is_silent() -> None:
     made = groups([0.1, 0.1, 0.1], [0.1, 0.2, 0.1], [1.0, 1.0, 1.0])
-    assert informative(made, 3) == [1]
+    assert informative_groups(made, 3) == [1]
 
 
 def test_silent_groups_are_replaced() -> None:
@@ -428,7 +430,7 @@ def test_silent_groups_are_replaced() -> None:
         return further[len(asked) - 1]
 
     first = groups([0.0, 0.0], [0.0, 1.0], [1.0, 1.0])
-    made, good, tries = refill(first, more, 2, tries=9)
+    made, good, tries = refill_groups(first, more, 2, tries=9)
     assert (good, tries, asked) == (3, 2, [2, 1])
     assert made["completion_ids"][:, 0].tolist() == [1, 1, 2, 2, 3, 3]
     assert made["lessons"] == [[1], [1], [2], [2], [3], [3]]
@@ -440,16 +442,16 @@ def test_silent_groups_are_replaced() -> None:
 
 def test_what_cannot_be_replaced_stays() -> None:
     first = groups([0.0, 0.0], [0.0, 1.0])
-    made, good, tries = refill(first, lambda n: groups([1.0, 1.0]), 2, tries=3)
+    made, good, tries = refill_groups(first, lambda n: groups([1.0, 1.0]), 2, tries=3)
     assert (good, tries) == (1, 3)
     assert made["advantages"].tolist() == [-0.5, 0.5, 0.0, 0.0]
-    untouched, good, tries = refill(groups([0.0, 1.0]), lambda n: pytest.fail("no need"), 2, tries=3)
+    untouched, good, tries = refill_groups(groups([0.0, 1.0]), lambda n: pytest.fail("no need"), 2, tries=3)
     assert (good, tries) == (1, 0) and untouched["num_items_in_batch"] == 6
 
 
 def test_joined_batches_count_only_what_the_loss_counts() -> None:
     tools = {"tool_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
-    made = join([groups([0.0, 1.0]) | tools], [(0, 0)], 2)
+    made = join_groups([groups([0.0, 1.0]) | tools], [(0, 0)], 2)
     assert made["num_items_in_batch"] == 5
 
 
@@ -476,7 +478,10 @@ def test_dapo_in_the_trainer(small_trainer: Any, monkeypatch: pytest.MonkeyPatch
         trainer = small_trainer(reward=reward, objective="dapo")
         made = test_inner_trainer.rollouts(trainer)
     rows = len(made["advantages"])
-    assert calls == [rows, rows] and len(informative(made, trainer.num_generations)) * trainer.num_generations == rows
+    assert (
+        calls == [rows, rows]
+        and len(informative_groups(made, trainer.num_generations)) * trainer.num_generations == rows
+    )
     noted = trainer._metrics["train"]
     assert noted["dynamic/informative"] == [1.0] and noted["dynamic/generations"] == [1.0]
     assert trainer.reward_func_names == ["reward", "soft_overlong_punishment_reward"]
@@ -497,12 +502,12 @@ def test_a_loop_trains_with_it(name: str) -> None:
     loop.optimizer.register_step_pre_hook(lambda *_: clipped.append(sum(watched.get("clip_ratio/region_mean", [0.0]))))
     before = [p.detach().clone() for p in loop.model.parameters()]
     generations: list[int] = []
-    rollouts = loop.trainer._rollouts
-    loop.trainer._rollouts = lambda rows: generations.append(len(rows)) or rollouts(rows)
+    rollouts = loop.trainer._generate_rollouts
+    loop.trainer._generate_rollouts = lambda rows: generations.append(len(rows)) or rollouts(rows)
     loop.train(after(5))
     assert loop.boundary == 4 and generations == [32, 32]
     assert any(not torch.equal(p, q) for p, q in zip(before, loop.model.parameters(), strict=True))
-    assert loop.harvest()["loss"] != 0
+    assert loop.pop_metrics()["loss"] != 0
 
 
 def test_the_trainer_refuses_arguments_of_another_objective(small_trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the weights may be: float16 is refused wherever a model comes from, bfloat16 is said once per life."""
+"""The dtypes of trained weights: float16 is refused for every source of a model, bfloat16 warns once per session."""
 
 import json
 from pathlib import Path

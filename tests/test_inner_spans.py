@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from inner import InnerError
+from inner.metric_means import MetricMeans
 from inner.order import prompt_order, window_starts
 from inner.spans import HintSplicer, Turn, error_text, model_turns, read_turns, splice_hint
-from inner.tally import Tally
 
 FAILED = "{'error': 'Tool t0_1 not found.'}"
 
@@ -69,8 +69,8 @@ def test_a_failed_turn_carries_what_a_hint_needs() -> None:
     (late,) = read_turns([1], [messages[2], messages[5]])
     assert '"name": "late"' in late.seen["student_action"]
     unsupported = {"role": "assistant", "tool_calls": [{"type": "custom", "name": "x"}]}
-    (odd,) = read_turns([1], [unsupported, {"role": "tool", "name": "x", "content": FAILED}])
-    assert odd.error and odd.seen["student_action"] == ""
+    (turn,) = read_turns([1], [unsupported, {"role": "tool", "name": "x", "content": FAILED}])
+    assert turn.error and turn.seen["student_action"] == ""
 
 
 def test_turn_whose_answer_was_cut_away_still_has_its_error() -> None:
@@ -119,10 +119,10 @@ def test_window_starts_reach_both_ends() -> None:
 
 
 def test_tally_means_counts_and_forgets() -> None:
-    tally = Tally()
+    means = MetricMeans()
     for value in (1.0, 3.0, float("nan")):
-        tally.note("loss", value)
-    tally.count("samples", 8)
-    tally.count("samples", 8)
-    assert tally.harvest() == {"loss": 2.0, "samples": 16}
-    assert tally.harvest() == {"samples": 0}
+        means.note("loss", value)
+    means.count("samples", 8)
+    means.count("samples", 8)
+    assert means.pop_metrics() == {"loss": 2.0, "samples": 16}
+    assert means.pop_metrics() == {"samples": 0}

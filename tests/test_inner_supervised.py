@@ -37,18 +37,18 @@ def weights(loop: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in loop.model.parameters()]).clone()
 
 
-def test_the_loss_falls_and_harvest_tells(folder: Path) -> None:
+def test_the_loss_falls_and_pop_metrics_says_so(folder: Path) -> None:
     loop = build(folder)
     loop.train(after(5))
-    first = loop.harvest()
+    first = loop.pop_metrics()
     loop.train(after(40))
-    loop.harvest()
+    loop.pop_metrics()
     loop.train(after(5))
-    last = loop.harvest()
+    last = loop.pop_metrics()
     assert first["samples"] == last["samples"] == 20
     assert first["lr"] == 3e-3 and first["grad_norm"] > 0
     assert 4 < first["loss"] < 6.5 and last["loss"] < 0.6 * first["loss"]
-    assert loop.harvest() == {"samples": 0}
+    assert loop.pop_metrics() == {"samples": 0}
 
 
 def test_accumulated_batches_make_the_same_step_as_one_large_batch(folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_accumulated_batches_make_the_same_step_as_one_large_batch(folder: Path)
     clip = min(1.0, 1.0 / float(torch.stack([g.norm() for g in expected]).norm()))
     for ours, reference in zip(seen, expected, strict=True):
         torch.testing.assert_close(ours, reference * clip, rtol=1e-3, atol=1e-6)
-    assert loop.harvest()["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert loop.pop_metrics()["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_data_is_a_pure_function_of_seed_and_step(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_what_a_hook_raises_leaves_train_unchanged(folder: Path) -> None:
     with pytest.raises(KeyError) as caught:
         loop.train(after(9))
     assert caught.value is error and len(calls) == 2
-    assert loop.harvest()["samples"] == 8  # the step whose hook raised was made
+    assert loop.pop_metrics()["samples"] == 8  # the step whose hook raised was made
 
 
 def test_hooks_may_rewrite_the_parameters(folder: Path) -> None:
@@ -118,9 +118,9 @@ def test_hooks_may_rewrite_the_parameters(folder: Path) -> None:
 
     loop.optimizer.register_step_post_hook(zero)
     loop.train(after(1))
-    loop.harvest()
+    loop.pop_metrics()
     loop.train(after(1))
-    assert loop.harvest()["loss"] == pytest.approx(np.log(257), rel=1e-5)  # a zero model is uniform over 257 tokens
+    assert loop.pop_metrics()["loss"] == pytest.approx(np.log(257), rel=1e-5)  # a zero model is uniform over 257 tokens
 
 
 def test_token_files_give_the_same_training_as_the_text(folder: Path) -> None:

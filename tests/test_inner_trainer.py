@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.base import InnerConfig, InnerError, Seeds
-from inner.grpo import _quietly, trainer_arguments
+from inner.grpo import _silence_libraries, trainer_arguments
 from inner.spans import Turn
 from inner.trainer import LESSONS, ComposerReplicationTrainer
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
@@ -35,7 +35,7 @@ def make(cls: type = ComposerReplicationTrainer, steps: int = 2, reward: Any = W
     own = {"hint": WORLD.hint, **options} if cls is ComposerReplicationTrainer else {}
     arguments = trainer_arguments(config, Seeds(data=0, noise=11), FOLDER.name)
     arguments.max_steps, arguments.max_tool_calling_iterations = steps, iterations
-    with _quietly():
+    with _silence_libraries():
         return cls(
             model=AutoModelForCausalLM.from_pretrained(small_folder()),
             reward_funcs=reward,
@@ -105,7 +105,7 @@ def test_a_whole_run_with_alpha_zero_is_trls_run_bit_for_bit() -> None:
             return found
 
         trainer = make(cls, reward=reward)
-        with _quietly():
+        with _silence_libraries():
             trainer.train()
         ends.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
         rewards.append(scored)
@@ -235,7 +235,7 @@ def test_suffixes_are_cached_per_tool_and_content() -> None:
 def test_without_a_hint_function_the_templates_are_used() -> None:
     trainer = make(alpha_sdpo=0.1, hint=None)
     error = "Tool t0_9 not found."
-    hint = trainer.hint(trainer._told({"prompt": "op0 1 2"}, Turn(0, 1, error)), error)
+    hint = trainer.hint(trainer._hint_context({"prompt": "op0 1 2"}, Turn(0, 1, error)), error)
     names = ", ".join(sorted(WORLD.right_name(k) for k in (0, 1)))
     assert hint == f"The tool t0_9 does not exist. Available tools: {names}."
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inner.base import InnerConfig, Seeds
-from inner.grpo import _quietly, trainer_arguments
+from inner.grpo import _silence_libraries, trainer_arguments
 from inner.lessons import Rollout, aligned_lesson, hint_lessons, rollout_lessons
 from inner.spans import Turn
 from inner.trainer import LESSONS, ComposerReplicationTrainer
@@ -188,7 +188,7 @@ def test_lessons_in_a_real_chat_template_are_aligned(template: str, tmp_path: Pa
         max_completion_length=LENGTH, num_generations=2, batch_size=16, alpha_sdpo=0.5,
     )  # fmt: skip
     folder = scripted_folder(tmp_path, template)
-    with _quietly(), scripted():
+    with _silence_libraries(), scripted():
         trainer = ComposerReplicationTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder),
             reward_funcs=lambda completions, **columns: [float(i % 3) for i in range(len(completions))],

@@ -25,13 +25,13 @@ import pytest
 from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run, read_run
-from diloco.life import Life
-from diloco.replica import _watcher
-from diloco.report import checks, read_report
-from executors import processes
-from executors.local import LocalProcessExecutor
-from executors.plan import Limits
-from executors.supervisor import Supervisor
+from diloco.replica import _parent_check
+from diloco.runlog.report import checks, read_report
+from diloco.session import Session
+from executors.platforms import processes
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.supervision.plan import Limits
+from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import Fenced, Leaving
@@ -46,23 +46,23 @@ REPLICAS = 3
 
 
 def replica(argv: list[str]) -> int:
-    """A replica with a real life: claim, heartbeat, the end of its launcher noticed; without its training."""
+    """A replica with a real session: claim, heartbeat, the end of its launcher noticed; without its training."""
     url, slot, parent = argv[0], argv[2], argv[4] if len(argv) > 4 else ""
     try:
-        life = Life(read_run(url).store, slot, TIMING, parent_alive=_watcher(parent))
+        session = Session(read_run(url).store, slot, TIMING, parent_alive=_parent_check(parent))
     except Fenced:
         return exitcodes.FENCED
-    signal.signal(signal.SIGTERM, lambda *_: life.ask_to_leave())
+    signal.signal(signal.SIGTERM, lambda *_: session.ask_to_leave())
     try:
-        return live(life, Numbers())
+        return live(session, Numbers())
     except Leaving:
-        return end(life, "asked to leave", exitcodes.LEFT)
+        return end(session, "asked to leave", exitcodes.LEFT)
     except Fenced:
         return exitcodes.FENCED
 
 
-def live(life: Life, state: Numbers) -> int:
-    rv = life.rv
+def live(session: Session, state: Numbers) -> int:
+    rv = session.rv
     rv.join(state)
     while not rv.done:
         for rv.members.status.inner in range(1, 4):
@@ -75,21 +75,21 @@ def live(life: Life, state: Numbers) -> int:
         rv.mean(commit, mean)
         state.apply(0, mean)
         rv.advance(commit)
-        life.tell("step", step=commit.t, theta=rv.base)
-        life.flush()
-    return end(life, "done", exitcodes.DONE)
+        session.emit("step", step=commit.t, theta=rv.base)
+        session.flush()
+    return end(session, "done", exitcodes.DONE)
 
 
-def end(life: Life, reason: str, code: int) -> int:
-    life.rv.finish(reason)
-    life.end()
+def end(session: Session, reason: str, code: int) -> int:
+    session.rv.finish(reason)
+    session.end()
     return code
 
 
 def laptop(url: str, detached: bool) -> None:
     """What is killed."""
     executor = LocalProcessExecutor([HERE])
-    parent = "" if detached else processes.name(os.getpid())
+    parent = "" if detached else processes.process_name(os.getpid())
     print("go", flush=True)
     Supervisor(
         read_run(url), executor, SystemClock(), parent, f"{HERE}:replica", Limits(losses=100, backoff_s=0.01)
@@ -178,7 +178,7 @@ class Laptops:
 
 
 def diloco(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "executors.cli", *argv]
+    command = [sys.executable, "-m", "executors.cli.main", *argv]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -191,10 +191,10 @@ def known(run: Run) -> bool:
 
 
 def shown(run: Run) -> set[str]:
-    """Slots whose newest life runs and has its process."""
+    """Slots whose newest session runs and has its process."""
     newest = {x.slot: x for x in read_report(run.store).lives if x.how == "running"}
     there = living(run)
-    return {slot for slot, life in newest.items() if life.pid in [pid for _, pid in there[slot]]}
+    return {slot for slot, session in newest.items() if session.pid in [pid for _, pid in there[slot]]}
 
 
 def end_of_story(run: Run, wrong: list[str]) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
-from diloco.report import checks, read_report
-from executors import cli
+from diloco.runlog.report import checks, read_report
+from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists

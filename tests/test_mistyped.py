@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from executors import cli, mistyped
-from executors.mixed import EXECUTORS
-from executors.parser import PLACES
+from executors.cli import main as cli
+from executors.cli.parser import PLACES
+from executors.platforms.multi import EXECUTORS
+from executors.preflight import mistyped
 from tests.test_cli import config, run, say  # noqa: F401  (fixtures)
 from tests.test_cli_fleet import completed
 
@@ -71,7 +72,7 @@ def test_a_web_page_is_no_place_for_a_run(capsys, config, verb, url):  # noqa: F
 
 
 def test_nothing_near():
-    assert mistyped.nearest("xyz", ["train", "plan"]) == ""
+    assert mistyped.nearest_hint("xyz", ["train", "plan"]) == ""
 
 
 # -------------------------------------------------------------------- TAB
@@ -93,7 +94,7 @@ def test_bash_completes_the_slots_of_a_run(capsys, run, tmp_path, monkeypatch): 
     """The script asks `diloco completion bash --slots RUN`, so a `diloco` must be on the path."""
     program = tmp_path / "bin" / "diloco"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m executors.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m executors.cli.main "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))

@@ -18,15 +18,15 @@ from typing import Any
 import modal
 import pytest
 
-from diloco.report import SUPERVISOR, Report, read_report
-from executors import lease
-from executors.mixed import Place
-from executors.modal_app import app_name
-from executors.on_modal import SUPERVISOR_CRASHES, ModalExecutor
+from diloco.runlog.report import SUPERVISOR, Report, read_report
+from executors.platforms.multi import Place
+from executors.platforms.on_modal.app import app_name
+from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
+from executors.supervision import lease
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_beat, write_control
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.modal_server import ModalPlatform
 from tests.test_executors_modal import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
@@ -58,7 +58,7 @@ def config(folder: Path, steps: int) -> Path:
 
 def diloco(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
-    command = [sys.executable, "-m", "executors.cli", *arguments]
+    command = [sys.executable, "-m", "executors.cli.main", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
 
@@ -75,10 +75,10 @@ def disturbed(platform: ModalPlatform, executor: ModalExecutor, url: str, steps:
     """One replica preempted, another one killed without a word, once both train; -> the run at its end."""
     store, done = open_store(url), list[str]()
     for slot, act in (("r01", platform.preempt), ("r02", platform.crash)):
-        until(lambda s=slot: _trains(store, s), f"{slot} does not train:\n{log_of_all(platform)}", 240)
+        until(lambda s=slot: _takes_part(store, s), lambda s=slot: f"{s} does not train:\n{log_of_all(platform)}", 240)
         act(next(h for h in executor.find(url) if h.slot == slot))
         done.append(slot)
-    until(lambda: read_report(store).done, f"the run did not end:\n{log_of_all(platform)}", 400)
+    until(lambda: read_report(store).done, lambda: f"the run did not end:\n{log_of_all(platform)}", 400)
     report = read_report(store)
     for slot in done:
         assert sum(x.slot == slot for x in report.lives) >= 2, f"{slot} was not started again"
@@ -86,9 +86,10 @@ def disturbed(platform: ModalPlatform, executor: ModalExecutor, url: str, steps:
     return report
 
 
-def _trains(store: Any, slot: str) -> bool:
+def _takes_part(store: Any, slot: str) -> bool:
+    """It trains, or waits for the others between two of its inner phases (a beat shows one moment of five seconds)."""
     beat = read_beat(store, slot)
-    return beat is not None and beat.phase == "train"
+    return beat is not None and beat.phase in ("train", "wait")
 
 
 @pytest.mark.slow
@@ -110,6 +111,20 @@ def test_train_detached_reaches_the_end_without_the_project_in_any_container(
     disturbed(platform, executor, run, 12)
     assert not platform.server.deploys
     check_run(downloaded(run, tmp_path / "bucket"), 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_without_a_bucket_reaches_the_end_as_setup_types_it(platform, executor, tmp_path) -> None:
+    """`diloco setup modal` ends with this command: the run is on Modal's dict and volume, and there is no secret."""
+    url = "modal://diloco/first"
+    where = ("--run", url, "--executor", "modal", "--max-usd", "2", "--yes", "--detach")
+    started = diloco("train", str(config(tmp_path, 60)), *where)
+    assert started.returncode == 0, words(started) + log_of_all(platform)
+    disturbed(platform, executor, url, 60)
+    assert not platform.server.deploys
+    assert "outer step 60 of 60" in (shown := diloco("status", url)).stdout, words(shown)
+    check_run(downloaded(url, tmp_path / "bucket"), 60)
 
 
 @pytest.mark.slow

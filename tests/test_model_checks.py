@@ -12,7 +12,7 @@ from diloco.config import ConfigError, OuterError
 from diloco.launch import refuse_nested
 from diloco.model_checks import ModelGuard, check_model, frozen_digest
 from rendezvous.errors import WrongRun
-from rendezvous.store import open_store, urls_above
+from rendezvous.stores.open import open_store, urls_above
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

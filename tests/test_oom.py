@@ -1,4 +1,4 @@
-"""Out of memory is a replica's own fault, however a platform says it (executors/oom.py)."""
+"""Out of memory is a replica's own fault, however a platform says it (executors/platforms/oom.py)."""
 
 import json
 import os
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from executors import modal_calls, oom
-from executors.base import Handle, ReplicaSpec, State, Status
-from executors.container import read_end
-from executors.hub import Job
-from executors.local import LocalProcessExecutor
-from executors.on_hf_jobs import ended
-from executors.on_sky import Job as SkyJob
-from executors.on_sky import SkyExecutor
-from executors.slurm import SlurmExecutor
-from executors.slurm_job import ended_as
+from executors.platforms import oom
+from executors.platforms.base import Handle, ReplicaSpec, State, Status
+from executors.platforms.container import read_end
+from executors.platforms.on_hf_jobs.client import HubJob
+from executors.platforms.on_hf_jobs.executor import ended
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.on_modal import calls as modal_calls
+from executors.platforms.on_sky import SkyExecutor, SkyJob
+from executors.platforms.on_slurm.executor import SlurmExecutor
+from executors.platforms.on_slurm.job import ended_as
 from tests.test_executors_rented import World
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -38,14 +38,14 @@ def rented(executor: str) -> Handle:
     ],
 )  # fmt: skip
 def test_the_words_of_all_platforms(text: str) -> None:
-    assert oom.said(text) and not oom.from_outside(-9, text)
+    assert oom.says_out_of_memory(text) and not oom.from_outside(-9, text)
 
 
 @pytest.mark.parametrize(
     "text", ["", "killed by SIGKILL", "Job was terminated", "the bloom filter", "room 9", "preempted"]
 )
 def test_other_words(text: str) -> None:
-    assert not oom.said(text) and oom.from_outside(-9, text) and oom.from_outside(-15, text)
+    assert not oom.says_out_of_memory(text) and oom.from_outside(-9, text) and oom.from_outside(-15, text)
     assert not oom.from_outside(1, text)
 
 
@@ -55,17 +55,17 @@ def test_other_words(text: str) -> None:
 def test_the_count_of_both_kinds_of_cgroups(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("9:name=systemd:/\n4:memory:/a/b\n0::/c\n")
-    assert oom.kills(tmp_path, own) is None and oom.kills(tmp_path, tmp_path / "none") is None
+    assert oom.count_kills(tmp_path, own) is None and oom.count_kills(tmp_path, tmp_path / "none") is None
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    assert oom.kills(tmp_path, own) == 3, "a container is shown its cgroup as the root"
+    assert oom.count_kills(tmp_path, own) == 3, "a container is shown its cgroup as the root"
     (tmp_path / "memory/a/b").mkdir(parents=True)
     (tmp_path / "memory/a/b/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert oom.kills(tmp_path, own) == 1
+    assert oom.count_kills(tmp_path, own) == 1
     own.write_text("0::/c\n")
     (tmp_path / "c").mkdir()
     (tmp_path / "c/memory.events").write_text("low 0\nhigh 0\nmax 9\noom 8\noom_kill 7\noom_group_kill 0\n")
-    assert oom.kills(tmp_path, own) == 7
+    assert oom.count_kills(tmp_path, own) == 7
 
 
 def test_each_kill_explains_one_death() -> None:
@@ -87,14 +87,14 @@ def test_a_replica_that_the_kernel_kills_at_its_memory_limit(tmp_path: Path) -> 
         (group / "memory.limit_in_bytes").write_text(str(200 << 20))
         spec = ReplicaSpec("x://none", "r00", 1, "tests.test_oom:swallow", kwargs={"mib": 600})
         code = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        code += "import sys; from executors.container import main; sys.exit(main(sys.argv[1:]))"
+        code += "import sys; from executors.platforms.container import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, json.dumps(spec.to_dict()), "hf-jobs"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     finally:
         group.rmdir()
     end = read_end(done.stdout.splitlines())
     assert end is not None and (end["exit_code"], end["reason"]) == (-9, oom.TEXT), done.stdout + done.stderr
-    status = ended(rented("hf-jobs"), Job("7", "r00", 1, "ERROR", "exit 137"), done.stdout.splitlines())
+    status = ended(rented("hf-jobs"), HubJob("7", "r00", 1, "ERROR", "exit 137"), done.stdout.splitlines())
     assert (status.state, status.exit_code) == (State.FAILED, -9)
 
 
@@ -116,12 +116,12 @@ def test_hugging_face() -> None:
         ("Job was terminated", [*started, f"diloco-ended: {json.dumps(KILLED)}"], State.LOST),
         ("exit 137", [*started, f"diloco-ended: {json.dumps(STARVED)}"], State.FAILED),
     ]:
-        assert ended(h, Job("7", "r00", 1, "ERROR", message), lines).state is state, (message, lines)
+        assert ended(h, HubJob("7", "r00", 1, "ERROR", message), lines).state is state, (message, lines)
 
 
 def test_modal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert modal_calls._of_end(rented("modal"), KILLED).state is State.LOST
-    assert modal_calls._of_end(rented("modal"), STARVED).state is State.FAILED
+    assert modal_calls._status_of_end(rented("modal"), KILLED).state is State.LOST
+    assert modal_calls._status_of_end(rented("modal"), STARVED).state is State.FAILED
     import modal.exception as e
 
     class Modal:
@@ -147,7 +147,7 @@ def test_modal(monkeypatch: pytest.MonkeyPatch) -> None:
         (e.InternalFailure("host lost"), State.LOST),
     ]:
         monkeypatch.setattr(modal_calls, "sdk", lambda error=error: Modal(error))
-        status, _ = modal_calls.look(rented("modal"), Register(), True)  # type: ignore[arg-type]
+        status, _ = modal_calls.look_up_call(rented("modal"), Register(), True)  # type: ignore[arg-type]
         assert status.state is state, error
 
 
@@ -155,16 +155,16 @@ def test_slurm(tmp_path: Path) -> None:
     h = rented("slurm")
     assert ended_as(h, STARVED, asked=False).state is State.FAILED
     assert ended_as(h, KILLED, asked=False).state is State.LOST
-    assert SlurmExecutor(folder=tmp_path)._translated(h, "OUT_OF_MEMORY").state is State.FAILED
+    assert SlurmExecutor(folder=tmp_path)._status_from_word(h, "OUT_OF_MEMORY").state is State.FAILED
 
 
 def test_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
     executor, h = SkyExecutor(), rented("sky")
-    monkeypatch.setattr(executor, "_lines", lambda *_: [])
-    assert executor._seen(h, SkyJob(7, "x", "FAILED", "pod was OOMKilled")).state is State.FAILED
-    assert executor._seen(h, SkyJob(7, "x", "FAILED", "node gone")).state is State.LOST
-    monkeypatch.setattr(executor, "_lines", lambda *_: [f"diloco-ended: {json.dumps(KILLED)}"])
-    assert executor._seen(h, SkyJob(7, "x", "FAILED", "container OOMKilled")).state is State.FAILED
+    monkeypatch.setattr(executor, "_read_log", lambda *_: [])
+    assert executor._status_from(h, SkyJob(7, "x", "FAILED", "pod was OOMKilled")).state is State.FAILED
+    assert executor._status_from(h, SkyJob(7, "x", "FAILED", "node gone")).state is State.LOST
+    monkeypatch.setattr(executor, "_read_log", lambda *_: [f"diloco-ended: {json.dumps(KILLED)}"])
+    assert executor._status_from(h, SkyJob(7, "x", "FAILED", "container OOMKilled")).state is State.FAILED
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         count[0] = kernel
         (handle,) = executor.launch_replicas([ReplicaSpec(f"file://{tmp_path}", f"r0{kernel}", **spec)])
         (result,) = executor.collect([handle], timeout=30)
-        assert (result.state, result.exit_code) == (state, -9) and oom.said(result.reason) == bool(kernel)
+        assert (result.state, result.exit_code) == (state, -9) and oom.says_out_of_memory(result.reason) == bool(kernel)
         assert [s.state for s in executor.poll([handle] * 2)] == [state] * 2, "asked again, the same"
     executor.close()
 
@@ -198,6 +198,6 @@ def test_a_replica_that_runs_out_of_memory_is_started_three_times(tmp_path: Path
         newest = world.cloud.job("r00")
         if not newest.state.ended:
             starts += 1
-            end: Status = ended(handle, Job("7", "r00", 1, "ERROR", "OOMKilled"), ["diloco-started: r00.1"])
+            end: Status = ended(handle, HubJob("7", "r00", 1, "ERROR", "OOMKilled"), ["diloco-started: r00.1"])
             world.cloud.end("r00", end.exit_code, end.state)
     assert starts == 3 and world.outcome is not None and "failed 3 times in a row" in world.outcome.text

@@ -25,8 +25,8 @@ from inner.base import InnerConfig, InnerError, Seeds
 from inner.build import build_inner
 from inner.check import check_inner, tool_names
 from inner.hints import templates
+from inner.rollout_sample import rollout_states
 from inner.spans import error_record
-from inner.watched import watched_states
 from inner.worlds.openenv import OpenEnv, failure_of, observation_text, openenv_environment, tool_method
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
 
@@ -37,7 +37,7 @@ Answer = Callable[[dict[str, Any]], Any]  # a message -> the answer; None drops 
 
 
 @contextmanager
-def speaking(answer: Answer) -> Iterator[str]:
+def serve_openenv(answer: Answer) -> Iterator[str]:
     """A server that speaks OpenEnv's wire format."""
     from websockets.sync.server import serve
 
@@ -56,7 +56,7 @@ def speaking(answer: Answer) -> Iterator[str]:
         server.shutdown()
 
 
-def observed(reward: float | None = 0.0, metadata: Any = None, **fields: Any) -> dict[str, Any]:
+def observation_reply(reward: float | None = 0.0, metadata: Any = None, **fields: Any) -> dict[str, Any]:
     data = {"observation": {"metadata": metadata or {}, **fields}, "reward": reward, "done": False}
     return {"type": "observation", "data": data | ({"metadata": metadata} if metadata else {})}
 
@@ -84,15 +84,15 @@ def calculator(message: dict[str, Any]) -> dict[str, Any]:
     if message["type"] == "state":
         return {"type": "state", "data": {"episode_id": "e", "step_count": 1}}
     if message["type"] == "reset":
-        return observed(text=f"go {sorted(message['data'])}")
+        return observation_reply(text=f"go {sorted(message['data'])}")
     args = message["data"]["args"]
     if args["b"] == 0:
-        return observed(-0.1, {"error_kind": "division", "hint_template_key": "zero"}, text="b is 0")
-    return observed(1.0, text=str(args["a"] + args["b"]))
+        return observation_reply(-0.1, {"error_kind": "division", "hint_template_key": "zero"}, text="b is 0")
+    return observation_reply(1.0, text=str(args["a"] + args["b"]))
 
 
 def test_one_episode_with_an_error_site() -> None:
-    with speaking(calculator) as url:
+    with serve_openenv(calculator) as url:
         environment = type("Here", (Typed,), {"_url": url})()
         assert environment.reset(prompt=[{"role": "user"}], answer=7, odd=object()) == "\ngo ['answer']"
         assert environment.add(3, 4) == "7"
@@ -106,7 +106,7 @@ def test_one_episode_with_an_error_site() -> None:
 
 
 def test_without_the_servers_history_a_teacher_sees_the_conversation() -> None:
-    with speaking(calculator) as url:
+    with serve_openenv(calculator) as url:
         environment = type("Here", (Typed,), {"_url": url})()
         environment.reset()
         environment.add(3, 4)
@@ -122,7 +122,7 @@ def test_without_the_servers_history_a_teacher_sees_the_conversation() -> None:
 
 def test_a_lost_session_ends_the_episode_and_the_next_reset_opens_another() -> None:
     live = [True]
-    with speaking(lambda m: calculator(m) if live[0] or m["type"] == "reset" else None) as url:
+    with serve_openenv(lambda m: calculator(m) if live[0] or m["type"] == "reset" else None) as url:
         environment = type("Here", (Typed,), {"_url": url})()
         environment.reset()
         live[0] = False
@@ -136,13 +136,13 @@ def test_a_lost_session_ends_the_episode_and_the_next_reset_opens_another() -> N
 def test_the_server_refuses_an_action() -> None:
     def refuse(message: dict[str, Any]) -> dict[str, Any]:
         if message["type"] == "reset":
-            return observed()
+            return observation_reply()
         if message["data"]["args"]["b"] == 1:
             return {"type": "error", "data": {"message": "kaputt: KeyError", "code": "EXECUTION_ERROR"}}
         errors = [{"loc": ["args", "a"], "msg": "Input should be a valid integer"}]
         return {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}}
 
-    with speaking(refuse) as url:
+    with serve_openenv(refuse) as url:
         environment = type("Here", (Typed,), {"_url": url})()
         assert environment.reset() is None
         assert environment.add(1, 1) == {"error": "kaputt: KeyError", "error_kind": "exception"}
@@ -164,9 +164,12 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InnerError, match="starts with http"):
         openenv_environment("localhost:80")
     full = {"type": "error", "data": {"message": "64 sessions", "code": "CAPACITY_REACHED"}}
-    with speaking(lambda _: full) as url, pytest.raises(InnerError, match="max_concurrent_envs"):
+    with serve_openenv(lambda _: full) as url, pytest.raises(InnerError, match="max_concurrent_envs"):
         type("Here", (Typed,), {"_url": url})().reset()
-    with speaking(lambda _: observed(text="no tools")) as url, pytest.raises(InnerError, match="lists no tools"):
+    with (
+        serve_openenv(lambda _: observation_reply(text="no tools")) as url,
+        pytest.raises(InnerError, match="lists no tools"),
+    ):
         openenv_environment(url)
 
 
@@ -291,15 +294,15 @@ def test_a_grpo_step_through_a_real_server(server: str, tmp_path: Path) -> None:
     samples: list[Any] = []
 
     def stop() -> bool:
-        numbers.append(loop.harvest())
+        numbers.append(loop.pop_metrics())
         samples.append(loop.sample(16))
         return len(numbers) == 3
 
     loop.train(stop)
     assert any(not torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
     assert sum(n["reward"] for n in numbers) > 0 and all(n["sdpo_coverage"] > 0 for n in numbers)
-    watched = [(rollout, one["tools"]) for one in samples for rollout in one["rollouts"]]
-    states = [state for rollout, tools in watched for state in watched_states(rollout, "r", tools)]
+    sampled = [(rollout, one["tools"]) for one in samples for rollout in one["rollouts"]]
+    states = [state for rollout, tools in sampled for state in rollout_states(rollout, "r", tools)]
     kinds = {state.get("hint_template_key") for state in states if state.get("error")}
     assert kinds == {None, "refused"}  # TRL's own "not found", and the server's
     assert all(len(state["tools"]) == 2 for state in states)

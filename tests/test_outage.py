@@ -1,4 +1,4 @@
-"""Platforms that give no news (executors/outage.py): what is asked, what is said, what `status` shows meanwhile.
+"""Platforms that give no news (supervision/outage.py): what is asked, what is said, what `status` shows meanwhile.
 
 First in virtual time on tests/cloud.py; then the same mechanism on every executor; last a token that is revoked in the
 middle of a run, with the real client, against tests/hf_server.py.
@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from diloco import exitcodes
-from diloco.report import SUPERVISOR, read_report
-from executors import cli
-from executors.base import Handle, Refused, State, Status, Unavailable, unanswered
-from executors.mixed import Mixed, Place
-from executors.on_hf_jobs import HFJobsExecutor
-from executors.on_modal import ModalExecutor
-from executors.on_sky import SkyExecutor
-from executors.outage import TELL_S, Outages
-from executors.slurm import SlurmExecutor
-from executors.supervisor import Supervisor
-from executors.watch import remarks
+from diloco.runlog.report import SUPERVISOR, read_report
+from executors.cli import main as cli
+from executors.cli.status import remark_lines
+from executors.platforms.base import Handle, Refused, State, Status, Unavailable, unanswered
+from executors.platforms.multi import Mixed, Place
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.platforms.on_modal.executor import ModalExecutor
+from executors.platforms.on_sky import SkyExecutor
+from executors.platforms.on_slurm.executor import SlurmExecutor
+from executors.supervision.outage import TELL_S, Outages
+from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_beat
 from tests.cloud import CloudExecutor
@@ -50,7 +50,7 @@ def note(world: World) -> str:
 
 def shown(world: World) -> list[str]:
     """The remarks of `diloco status`, now."""
-    return remarks(read_report(world.run.store), world.clock.wall())
+    return remark_lines(read_report(world.run.store), world.clock.wall())
 
 
 # -------------------------------------------------------------------- in virtual time
@@ -182,14 +182,14 @@ def rented(executor: str) -> Handle:
 def test_modal_tells_a_refusal_from_a_lost_answer(monkeypatch):
     import modal.exception
 
-    monkeypatch.setattr("executors.on_modal.Register.open", lambda name: None)
+    monkeypatch.setattr("executors.platforms.on_modal.executor.Register.open", lambda name, create: None)
     for error, refused in [
         (modal.exception.AuthError("token revoked"), True),
         (modal.exception.PermissionDeniedError("not allowed"), True),
         (modal.exception.ServiceError("unavailable"), False),
         (ConnectionResetError("gone"), False),
     ]:
-        monkeypatch.setattr("executors.modal_calls.sdk", lambda error=error: FailingModal(error))
+        monkeypatch.setattr("executors.platforms.on_modal.calls.sdk", lambda error=error: FailingModal(error))
         executor = ModalExecutor()
         (status,) = executor.poll([rented("modal")])
         executor.close()
@@ -234,7 +234,7 @@ def test_skypilot_tells_why_it_gives_no_news(monkeypatch):
     def jobs(self, ids=None):
         raise Unavailable("SkyPilot does not answer: its API server is gone")
 
-    monkeypatch.setattr(SkyExecutor, "_jobs", jobs)
+    monkeypatch.setattr(SkyExecutor, "_list_jobs", jobs)
     (status,) = SkyExecutor().poll([rented("sky")])
     assert (status.stale, status.refused) == (True, False) and "API server is gone" in status.trouble
 
@@ -284,7 +284,7 @@ def test_an_end_is_told_only_once_the_token_may_read_its_last_lines(hub, tmp_pat
 @pytest.mark.timeout(600)
 def test_a_token_that_is_revoked_in_mid_run_ends_nothing_and_status_says_so(tmp_path, hub, s3, capsys, monkeypatch):
     """Three replicas; the Hub refuses the token for 40 s, and one job is killed meanwhile."""
-    monkeypatch.setattr("executors.outage.REFUSED_PAUSE_S", 4.0)
+    monkeypatch.setattr("executors.supervision.outage.REFUSED_PAUSE_S", 4.0)
     run, seen = founded(tmp_path, s3), dict[str, Any]()
 
     def meddle(supervisor: Supervisor, report) -> None:

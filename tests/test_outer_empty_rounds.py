@@ -23,10 +23,10 @@ from diloco import OuterConfig, make_diloco
 from diloco.config import CODECS
 from diloco.history import state_at
 from diloco.manager import MockManager
-from diloco.outer import Nesterov, OuterState
-from diloco.report import read_report, summary
+from diloco.optimizer import Nesterov, OuterState
+from diloco.runlog.report import read_report, summary
 from diloco.safety import is_zero
-from executors.watch import table
+from executors.cli.status import status_table
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
@@ -201,7 +201,7 @@ def gradients_in(rounds: str, lr: float | str) -> tuple[torch.Tensor, list[dict[
     torch.manual_seed(0)
     model, manager = nn.Linear(6, 1, bias=False), MockManager(f"empty-{rounds}-{lr}", replicas=1)
     told: list[dict[str, Any]] = []
-    manager.life.tell = lambda event, **fields: told.append({"event": event, **fields})
+    manager.session.emit = lambda event, **fields: told.append({"event": event, **fields})
     optimizer, number = torch.optim.SGD(model.parameters(), lr=0.1), 0
     config = OuterConfig(sync_every=2, lr=lr, momentum=0.9, snapshot_every=2)
     with make_diloco(model, optimizer, manager, config) as loop:
@@ -272,5 +272,5 @@ def test_a_fleet_stands_through_empty_rounds_and_its_replay_and_export_agree(
         assert state_at(fleet.run, fleet.model, t)[1].digest() == found.digests[t]
     report = read_report(fleet.store)
     assert "mean was zero, θ stayed: 3 of 8 outer steps (3, 4, 7)" in summary(report)
-    assert any("outer step 7: mean was zero, θ stays" in line for line in table(report))
+    assert any("outer step 7: mean was zero, θ stays" in line for line in status_table(report))
     assert {e["step"] for e in warned(fleet, "empty_round")} >= {3, 7}

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from diloco.history import state_at
+from diloco.make import make_diloco
 from diloco.manager import MockManager
-from diloco.outer import make_diloco
-from diloco.report import read_report, summary
-from executors.watch import status, table
+from diloco.runlog.report import read_report, summary
+from executors.cli.status import status_dict, status_table
 from rendezvous import layout
 from rendezvous.errors import BadCommit
 from rendezvous.rules import Rules
@@ -98,8 +98,8 @@ def test_an_honest_fleet_is_not_gated_and_its_numbers_are_told(tmp_path: Path) -
     told = [e for e in steps if "rho" in e]
     worth = [0.7 * (1 + sum(0.5 ** (k + 1) * e["rho"] ** k for k in range(e["step"] + 1))) for e in told]
     assert len(told) == 15 and [e["effective_step"] for e in told] == pytest.approx(worth)
-    assert "ρ " in summary(report) and any("η_eff" in line for line in table(report))
-    shown = status(report, report.ended)
+    assert "ρ " in summary(report) and any("η_eff" in line for line in status_table(report))
+    shown = status_dict(report, report.ended)
     assert not shown["solo"] and shown["outer"]["rho"] == pytest.approx(steps[-1]["rho"], abs=1e-6)
     assert events(fleet, "warning") == []
 
@@ -147,8 +147,8 @@ def test_a_replica_that_is_left_alone_goes_on_and_says_so(tmp_path: Path) -> Non
     assert [e["steps"] for e in said] == [1, 3, 6], "said, and not in every step"
     assert "r00 alone, of 2 replicas" in said[0]["text"]
     report = read_report(fleet.store)
-    assert status(report, report.ended)["solo"]
-    assert any("solo: outer step 7" in line and "unconfirmed" in line for line in table(report))
+    assert status_dict(report, report.ended)["solo"]
+    assert any("solo: outer step 7" in line and "unconfirmed" in line for line in status_table(report))
     assert "by one replica alone (unconfirmed): 8 of 8" in summary(report)
 
 
@@ -170,7 +170,7 @@ def test_bf16_weights_that_do_not_move_are_told() -> None:
         model.weight.fill_(1.0)[0, 0] = 0.0
     optimizer, told = torch.optim.SGD(model.parameters(), lr=1e-6), list[str]()
     manager = MockManager("bf16-stuck", replicas=1)
-    manager.life.tell = lambda event, **fields: told.append(f"{fields.get('kind')} {fields.get('text')}")
+    manager.session.emit = lambda event, **fields: told.append(f"{fields.get('kind')} {fields.get('text')}")
     with make_diloco(model, optimizer, manager, sync_every=2):
         for _ in range(8):
             optimizer.zero_grad()

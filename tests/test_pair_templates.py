@@ -12,7 +12,7 @@ import pytest
 
 from inner import InnerConfig, InnerError, ToolWorld
 from inner.check import check_pairs
-from inner.pair_ids import fitting
+from inner.pair_ids import encode_fitting_pairs
 from inner.rehearse import rehearse
 
 DEEPSEEK = (
@@ -63,7 +63,7 @@ def tokenizer(template: str) -> Any:
     return found
 
 
-def fitted(template: str, pairs: list[dict[str, Any]], **how: Any) -> list[Any]:
+def encode_for(template: str, pairs: list[dict[str, Any]], **how: Any) -> list[Any]:
     words = tokenizer(template)
 
     def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
@@ -72,7 +72,7 @@ def fitted(template: str, pairs: list[dict[str, Any]], **how: Any) -> list[Any]:
         )
 
     rows: Any = pairs
-    return fitting(rows, render, words, limit=None, **how)
+    return encode_fitting_pairs(rows, render, words, limit=None, **how)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -80,25 +80,25 @@ def test_a_pair_that_a_template_cannot_write_is_named(name: str) -> None:
     """Before: a raw TypeError of the template, after the GPUs had been rented."""
     template, messages, why = TEMPLATES[name]
     with pytest.raises(InnerError, match="pair p7: this model's chat template cannot write it") as refused:
-        fitted(template, [pair("p1", [ASKED]), pair("p7", messages)])
+        encode_for(template, [pair("p1", [ASKED]), pair("p7", messages)])
     assert why in str(refused.value) and "inner.replay_skip_unfit = true" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_it_is_left_out_where_that_was_asked_for(name: str, caplog: pytest.LogCaptureFixture) -> None:
     template, messages, _ = TEMPLATES[name]
-    found = fitted(template, [pair("p1", [ASKED]), pair("p7", messages)], skip_unfit=True)
+    found = encode_for(template, [pair("p1", [ASKED]), pair("p7", messages)], skip_unfit=True)
     assert len(found) == 1 and "1 of 2 pairs are left out. The first: pair p7" in caplog.text
 
 
 def test_no_pair_that_fits_is_an_error_all_the_same() -> None:
     template, messages, _ = TEMPLATES["Cohere"]
     with pytest.raises(InnerError, match="none of the 1 pairs fits this model"):
-        fitted(template, [pair("p7", messages)], skip_unfit=True)
+        encode_for(template, [pair("p7", messages)], skip_unfit=True)
 
 
 @pytest.fixture
-def replaying(tmp_path: Path) -> tuple[InnerConfig, dict[str, Path], Path]:
+def replay_run(tmp_path: Path) -> tuple[InnerConfig, dict[str, Path], Path]:
     """A config with two pairs, and a model folder whose template cannot write the second."""
     template, messages, _ = TEMPLATES["DeepSeek"]
     (tmp_path / "pairs.jsonl").write_text(
@@ -110,13 +110,13 @@ def replaying(tmp_path: Path) -> tuple[InnerConfig, dict[str, Path], Path]:
     return config, {"pairs": tmp_path / "pairs.jsonl"}, tmp_path / "model"
 
 
-def test_the_look_on_the_laptop_finds_it(replaying: tuple[InnerConfig, dict[str, Path], Path]) -> None:
-    config, files, folder = replaying
+def test_the_look_on_the_laptop_finds_it(replay_run: tuple[InnerConfig, dict[str, Path], Path]) -> None:
+    config, files, folder = replay_run
     assert "pair p7: this model's chat template cannot write it" in rehearse(config, files, folder, time_s=60.0).refused
 
 
-def test_the_look_goes_by_the_setting(replaying: tuple[InnerConfig, dict[str, Path], Path]) -> None:
-    config, files, folder = replaying
+def test_the_look_goes_by_the_setting(replay_run: tuple[InnerConfig, dict[str, Path], Path]) -> None:
+    config, files, folder = replay_run
     check_pairs(InnerConfig(**{**config.to_dict(), "replay_skip_unfit": True}), files, str(folder))
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from diloco.config import RunConfig
-from executors import place_faults, platform_options
-from executors.mixed import Place
+from executors.platforms.multi import Place
+from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
-from inner.known import cached, known_model
+from inner.known import cached_snapshot, known_model
 from inner.rehearse import missing_package, rehearse
 from tests.test_cli import ROOT
 
@@ -81,7 +81,7 @@ def where(executor: str, folder: Path) -> list[str]:
 DRIVER = """
 import io, json, sys, time
 from contextlib import redirect_stderr, redirect_stdout
-from executors.cli import main
+from executors.cli.main import main
 told = []
 for argv in json.loads(sys.argv[1]):
     began, out, err = time.monotonic(), io.StringIO(), io.StringIO()
@@ -423,8 +423,8 @@ def test_a_cached_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.Mon
     (cache / "snapshots" / "abc" / "config.json").write_text("{}")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    assert cached("me/mine", None) == cache / "snapshots" / "abc" == cached("me/mine", "abc")
-    assert cached("me/other", None) is None
+    assert cached_snapshot("me/mine", None) == cache / "snapshots" / "abc" == cached_snapshot("me/mine", "abc")
+    assert cached_snapshot("me/other", None) is None
     assert known("me/mine", ask=lambda *_: pytest.fail("the Hub was asked")) == ""
 
 
@@ -502,7 +502,7 @@ def test_devices_in_every_platforms_words() -> None:
         ("hf-jobs", "l4x1"): 1,
         ("slurm", "h100:2"): 2,
     }
-    assert {key: place_faults.devices(*key) for key in told} == told
+    assert {key: place_faults.device_count(*key) for key in told} == told
 
 
 def test_a_partition_that_the_cluster_has_not() -> None:

@@ -454,11 +454,44 @@ def test_a_writer_that_waits_for_a_bad_blob_looks_after_all_of_its_own(clock: Ma
     assert a.state.theta.tolist() == c.state.theta.tolist() == [98.5] * 3
 
 
+def test_a_writer_looks_after_its_last_blob_while_somebody_heals(clock: ManualClock) -> None:
+    """Seed 52001543: all others that the commit lists had left, and the one that had to replay it read a bad body."""
+    store, a, b, _ = trio(clock)
+    a.offer(1, 1, 1)
+    b.offer(2, 2, 2)
+    bad = b.rv.last_offer.blob  # type: ignore[union-attr]
+    a.rv.settle()
+    b.step()
+    b.offer(3, 3, 3)
+    damage(store, bad, "flipped")
+    a.rv.finish("drained")
+    again = Seat(store, "r02", clock)
+    again.rv.members.tick()
+    with pytest.raises(GaveUp):
+        b.rv.settle()
+    assert b.events("repaired")
+    assert again.join().state.theta.tolist() == b.state.theta.tolist()
+
+
+def others_beat_meanwhile(clock: ManualClock, monkeypatch: pytest.MonkeyPatch, *seats: Seat) -> None:
+    """Whoever sleeps from now on finds that these have ticked."""
+    sleep = clock.sleep
+
+    def then_tick(seconds: float) -> None:
+        sleep(seconds)
+        for seat in seats:
+            seat.rv.members.tick()
+
+    monkeypatch.setattr(clock, "sleep", then_tick)
+
+
 SHARDS = replace(RULES, shard_from=1, shard_elements=1)
 
 
 @DAMAGE
-def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(clock: ManualClock, how: str) -> None:
+def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(
+    clock: ManualClock, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, a, b, c = trio(clock, SHARDS)
     for seat in (a, b, c):
         seat.offer(1, 1, 1)
@@ -466,6 +499,7 @@ def test_a_writer_that_waits_for_a_part_looks_after_its_own_blob(clock: ManualCl
     a.rv.settle()
     commit, out = c.rv.settle(), np.empty(3, np.float32)
     assert commit.mode == "sharded"
+    others_beat_meanwhile(clock, monkeypatch, a, b)
     c.rv.mean(commit, out)  # from its own memory, after a while in which nobody else could do his part
     assert c.events("repaired") and out.tolist() == [1.0] * 3
 
@@ -655,6 +689,23 @@ def test_a_replay_that_confirms_ours_goes_on_against_a_wrong_commit(clock: Manua
     b.step()
     assert b.events("base_differs")[0]["theirs"] == "corrupt"
     assert b.rv.step == 1 and b.rv.chain.known(0) is not None
+
+
+def test_who_replays_while_it_catches_up_still_knows_the_commit_that_it_takes(clock: ManualClock) -> None:
+    """A simulated seed ended with a KeyError: the replay had forgotten the commit that catch_up had just read."""
+    store, a, b = pair(clock, m=1)
+    a.offer()
+    b.offer()
+    a.step()
+    commit = b.rv.settle()
+    heir = Seat(store, "r01", clock).join()
+    b.state.apply(0, np.ones(3, np.float32))  # not the mean
+    b.rv.advance(commit)
+    b.offer()
+    a.offer()
+    a.step()
+    assert heir.rv.catch_up(late=lambda t: heir.offer()) == 1 and heir.events("base_differs")
+    assert heir.rv.chain.known(1) is not None and heir.rv.chain.fence(2) is not None
 
 
 # ---------------------------------------------------------------------- the end

@@ -16,7 +16,7 @@ import pytest
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreRefused
-from rendezvous.garbage import Collected, Collector, doomed, floor, look_again, refuse_collected
+from rendezvous.garbage import Collected, Collector, announced_stands, doomed, look_again, refuse_collected, two_newest
 from rendezvous.keeping import Window
 from rendezvous.reach import Reach, reach
 from rendezvous.records import Commit
@@ -98,13 +98,17 @@ def test_what_is_not_known_stays(key: str) -> None:
 def test_no_commit_at_or_above_the_floor_lists_what_goes() -> None:
     for rules in (Rules(), Rules(max_carry=0), RULES, Rules(fragments=3, sync_every=3, max_carry=1)):
         for f in range(12):
-            first = Window(f, rules.fragments * rules.max_carry, 0, 1).deltas
+            first = Window(f, f, rules.fragments * rules.max_carry, 0, 1).unlisted
             for t in range(f, f + 3):
                 carryable = [t - age * rules.fragments for age in range(rules.max_carry + 1)]
                 assert all(s >= first for s in carryable if s >= 0)
 
 
 # ---------------------------------------------------------------------- the floor
+
+
+def floor(store: Store, hint: int = 0, at_least: int = 0) -> int:
+    return two_newest(store, hint, at_least)[0]
 
 
 def test_the_floor_is_the_second_newest_complete_snapshot(store: Store) -> None:
@@ -349,8 +353,31 @@ def test_the_engine_collects_and_a_late_joiner_heals(seats: Any) -> None:
     b.join()
     rounds(a, b, 9)
     assert blobs(store.inner, "snapshots/") == [6, 8] and blobs(store.inner, "mean/")[0] == 6
-    assert blobs(store.inner, "delta/")[0] == 4
+    assert blobs(store.inner, "delta/")[0] == 8, "those of 6 and 7 went: their means stand, and so does snapshot 8"
+    assert announced_stands(store, a.rv.chain.known(6)) and announced_stands(store, a.rv.chain.known(7))
     late.join()
+    assert late.rv.step == 9 and np.array_equal(late.state.theta, a.state.theta)
+
+
+@pytest.mark.parametrize("last", ["ab", "ba"])
+def test_what_a_finished_run_leaves_is_reckoned_from_its_last_snapshot(last: str) -> None:
+    """Seed 978: nobody closed a step after it, so all bodies since the snapshot that the last closer knew of stayed."""
+    from tests.test_rendezvous_engine import Seat, bucket
+
+    clock = ManualClock()
+    store = bucket(clock, replicas=3, m=2, steps=9)
+    with window():
+        a, b, late = (Seat(store, f"r{i:02d}", clock) for i in range(3))
+        a.join()
+        b.join()
+        rounds(a, b, 9)
+        assert blobs(store.inner, "delta/") == [8], "the closer of the last step leaves what snapshot 9 replaces"
+        for seat in last:
+            {"a": a, "b": b}[seat].rv.finish("done")
+        assert not a.events("repaired") + b.events("repaired"), "what was collected is not put back"
+        assert blobs(store.inner, "delta/") == [] and blobs(store.inner, "mean/") == [8]
+        assert blobs(store.inner, "snapshots/") == [8, 9]
+        late.join()
     assert late.rv.step == 9 and np.array_equal(late.state.theta, a.state.theta)
 
 

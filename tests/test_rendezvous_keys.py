@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco.launch import ModelRecord, RunRecord, fetch_model
-from rendezvous import bequest, layout
+from rendezvous import layout, residuals
 from rendezvous.digests import SHA256, digest
 from rendezvous.errors import BadKey, RendezvousError, StoreRefused
 from rendezvous.records import Commit, Leave, Listed, Mean, Offer, Record, Snapshot, WireError
@@ -163,7 +163,7 @@ def test_a_forged_goodbye_deletes_nothing_but_a_residual() -> None:
     store.put(layout.RUN, b"{}")
     forged = replace(NAMING["leave"][0], residual=layout.RUN, residual_digest=digest(b"{}"))  # type: ignore[type-var]
     with pytest.raises(WireError):
-        bequest.take(store, Leave.decode(forged.encode()))
+        residuals.take(store, Leave.decode(forged.encode()))
     assert store.get(layout.RUN) == b"{}"
 
 

@@ -13,13 +13,13 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.background import at_once, in_turn
+from rendezvous.body_checks import divide, settle, sound
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import codec
 from rendezvous.digests import digest
 from rendezvous.errors import Corrupt
 from rendezvous.records import WIRE, Claim, Commit, Offer, WireError
 from rendezvous.reduce import Reducer
-from rendezvous.sound import divide, settle, sound
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.wire import Encoder, digests, grid, payload
 from tests.fakes import FaultyStore, ManualClock

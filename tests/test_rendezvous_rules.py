@@ -287,16 +287,17 @@ def test_ranks_are_at_most_four_apart_and_take_turns() -> None:
 
 
 def test_a_beat_is_believed_while_it_changes() -> None:
-    first = seen(None, beat(n=1), 0.0)
+    first = seen(None, beat(n=1), (0.0, 0.0), 1.0)
     assert not first.beating(4.0) and not first.dead(4.0), "one look says nothing"
-    moving = seen(first, beat(n=2), 1.0)
+    moving = seen(first, beat(n=2), (1.0, 1.0), 1.0)
     assert moving.beating(4.0) and moving.silent == 0.0 and moving.still == 1.0
-    stands = seen(seen(moving, beat(n=2), 3.0), beat(n=2), 3.0)
+    stands = seen(seen(moving, beat(n=2), (4.0, 4.0), 1.0), beat(n=2), (7.0, 7.0), 1.0)
     assert stands.dead(4.0) and stands.silent == 6.0
-    assert seen(stands, beat(n=3, inner=3), 1.0).still == 0.0
+    assert seen(stands, beat(n=10, at=8.0, inner=3), (8.0, 8.0), 1.0).still == 0.0
 
 
 def test_a_zombie_that_writes_its_successors_beat_is_not_seen() -> None:
-    successor = seen(seen(None, beat(n=1, generation=2), 0.0), beat(n=2, generation=2), 1.0)
-    after = seen(successor, beat(n=77, generation=1), 1.0)
+    first = seen(None, beat(n=1, generation=2), (0.0, 0.0), 1.0)
+    successor = seen(first, beat(n=2, generation=2), (1.0, 1.0), 1.0)
+    after = seen(successor, beat(n=77, generation=1), (2.0, 2.0), 1.0)
     assert after.beat.generation == 2 and after.silent == 1.0

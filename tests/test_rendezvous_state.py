@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from diloco.outer import Nesterov, OuterState
+from diloco.optimizer import Nesterov, OuterState
 from rendezvous import layout, snapshots
 from rendezvous.errors import Diverged
 from rendezvous.membership import write_control

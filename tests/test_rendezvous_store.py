@@ -16,9 +16,10 @@ import pytest
 
 from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.seal import SealedStore
-from rendezvous.store import Buffer, PatientStore, Store, open_store, put_once
+from rendezvous.store import Buffer, PatientStore, Store, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.open import open_store
 from tests.fakes import Fault, FaultyStore, ManualClock
 
 STORES: dict[str, Callable[[Path], Store]] = {

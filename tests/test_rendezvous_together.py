@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from diloco import history, life
+from diloco import history, session
 from diloco.config import ConfigError
 from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.background import at_once, in_turn, together_on
@@ -49,7 +49,7 @@ def test_requests_go_at_once_where_each_takes_long() -> None:
 
 @pytest.mark.parametrize(("store", "way"), [(MemoryStore(), in_turn), (far(), at_once)])
 def test_a_replica_and_a_rank_are_built_for_their_store(store: Store, way: object) -> None:
-    replica = life.Life(store, "r00", Timing())
+    replica = session.Session(store, "r00", Timing())
     replica.end()
     rank = ObjectStoreAllReduce("memory://unused", 0, 2, store=store)
     assert rank.step == 0

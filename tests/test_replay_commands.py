@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from inner import InnerError, TraceState, extract_dpo_pairs, pair_outcomes, replay_trace, swe_agent_states
 from inner.replay.actions import action_key, action_text
-from inner.replay.ask import settled
+from inner.replay.ask import is_settled
 from inner.replay.commands import KEYS, form_of, key_of
 from inner.replay.pairs import checked_pair
 from tests.teacher_server import TeacherServer, says
-from tests.test_replay_pairs import USER, call, said
+from tests.test_replay_pairs import USER, call, teacher_actions
 from tests.test_replay_teachers import ask, teacher
 
 DATA = Path(__file__).parent / "data" / "traces"
@@ -99,7 +99,7 @@ def test_a_key_only_makes_actions_equal_and_never_fails(text: str, form: str) ->
 def test_teachers_that_think_differently_and_do_the_same_make_a_pair() -> None:
     """0 pairs before: three texts that all differ are a tie."""
     asked = [state(fence("Mine.", "rm -r a"), "fenced")]
-    answers = said(fence("One.", "ls"), fence("Two.", "ls", "bash"), fence("Three.", "cat a"))
+    answers = teacher_actions(fence("One.", "ls"), fence("Two.", "ls", "bash"), fence("Three.", "cat a"))
     (pair,) = extract_dpo_pairs(asked, answers)
     assert pair["chosen"] == fence("One.", "ls") and pair["n_teachers_agreeing"] == 2
     assert checked_pair(dict(pair)) and pair.get("action_form") == "fenced"
@@ -108,20 +108,20 @@ def test_teachers_that_think_differently_and_do_the_same_make_a_pair() -> None:
 
 def test_teachers_that_do_as_the_student_did_make_none() -> None:
     asked = [state(fence("Mine.", "ls"), "fenced")]
-    assert pair_outcomes(asked, said(fence("One.", "ls"), fence("Two.", "ls"))) == {"agrees_with_student": 1}
+    assert pair_outcomes(asked, teacher_actions(fence("One.", "ls"), fence("Two.", "ls"))) == {"agrees_with_student": 1}
 
 
 def test_a_key_for_all_states_goes_before_their_own() -> None:
     asked = [state("I take (b)", "fenced")]
     last = lambda text: text[-3:]  # noqa: E731
-    assert pair_outcomes(asked, said("Surely (c)", "It is (c)"), key=last) == {"pair": 1}
-    assert pair_outcomes(asked, said("Surely (b)", "It is (b)"), key=last) == {"agrees_with_student": 1}
-    assert pair_outcomes(asked, said("", "x"), 1, key=lambda text: text.strip("x")) == {"no_answer": 1}
+    assert pair_outcomes(asked, teacher_actions("Surely (c)", "It is (c)"), key=last) == {"pair": 1}
+    assert pair_outcomes(asked, teacher_actions("Surely (b)", "It is (b)"), key=last) == {"agrees_with_student": 1}
+    assert pair_outcomes(asked, teacher_actions("", "x"), 1, key=lambda text: text.strip("x")) == {"no_answer": 1}
 
 
 def test_a_key_that_tells_equal_actions_apart_makes_no_pair_that_training_refuses() -> None:
     asked = [state(call("ls", "mine"))]
-    answers = said(call("ls", "one"), call("ls", "one"))
+    answers = teacher_actions(call("ls", "one"), call("ls", "one"))
     assert pair_outcomes(asked, answers, key=str) == {"agrees_with_student": 1}
 
 
@@ -138,14 +138,16 @@ def test_an_unknown_key_is_named_before_anything_is_sent() -> None:
 
 def test_a_tier_is_settled_by_the_command() -> None:
     rows: Any = [{"teacher": str(i), "action": fence(str(i), "ls")} for i in range(2)]
-    assert settled(state(fence("x", "cat"), "fenced"), rows, 2)
-    assert not settled(state(fence("x", "cat")), rows, 2)
-    assert settled(state(fence("x", "cat")), rows, 2, "fenced")
+    assert is_settled(state(fence("x", "cat"), "fenced"), rows, 2)
+    assert not is_settled(state(fence("x", "cat")), rows, 2)
+    assert is_settled(state(fence("x", "cat")), rows, 2, "fenced")
 
 
 def test_no_pairs_among_texts_that_all_differ_says_what_to_try(caplog: pytest.LogCaptureFixture) -> None:
     asked = [state(fence("Mine.", "rm"), state_id=f"s{i}") for i in range(3)]
-    answers = [a for s in asked for a in said(fence("One.", "ls"), fence("Two.", "ls"), state_id=s["state_id"])]
+    answers = [
+        a for s in asked for a in teacher_actions(fence("One.", "ls"), fence("Two.", "ls"), state_id=s["state_id"])
+    ]
     assert extract_dpo_pairs(asked, answers) == []
     assert "in 3 of 3 states the teachers' texts all differ" in caplog.text and "key='fenced'" in caplog.text
     caplog.clear()

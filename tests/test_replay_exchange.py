@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from inner import InnerError, Replay, ReplayStopped, Teacher, extract_dpo_pairs, save_pairs
 from inner.replay.actions import action_key, action_message
-from inner.replay.ask import LONGEST_WAIT_S, Clock
-from inner.replay.exchange import body_limit, unpacked
+from inner.replay.ask import LONGEST_WAIT_S, RequestClock
+from inner.replay.exchange import body_limit, unpack_body
 from inner.replay.ledger import Ledger, LedgerError, LedgerHeld, open_free_ledger
 from inner.replay.pairs import load_pairs
 from inner.replay.teachers import NANO, read_response, request_body, retry_after, worst_cost_nano
-from inner.replay.untrusted import DEEPEST, is_deeper, load_json, shown, unfit_text
+from inner.replay.untrusted import DEEPEST, is_deeper, load_json, printable_start, unfit_text
 from tests.hostile_server import HostileServer, Script, response
 from tests.teacher_server import Reply, TeacherServer, refuses, says
 from tests.test_replay_teachers import ROOT, ask, states, teacher
@@ -37,13 +37,13 @@ WORST = worst_cost_nano(T, request_body(T, states(1)[0]))
 GOOD = json.dumps(says("ls", cost=1e-6).body).encode()
 
 
-def hostile(server: HostileServer) -> Teacher:
+def hostile_teacher(server: HostileServer) -> Teacher:
     return replace(T, base_url=server.url)
 
 
 def ask_hostile(script: Callable[[int], Script], **more: Any) -> tuple[Replay, HostileServer]:
     with HostileServer(script) as server:
-        return ask(states(1), [hostile(server)], **{"tries": 1, "timeout_s": 20.0} | more), server
+        return ask(states(1), [hostile_teacher(server)], **{"tries": 1, "timeout_s": 20.0} | more), server
 
 
 # A real socket with somebody hostile at its other end
@@ -144,7 +144,7 @@ def test_an_answer_that_came_packed_though_nobody_asked_is_read() -> None:
     for packed, name in ((gzip.compress(GOOD), "gzip"), (zlib.compress(GOOD), "deflate")):
         replay, _ = ask_hostile(lambda n, p=packed, e=name: [response(p, content_encoding=e)])
         assert [a["action"] for a in replay] == ["ls"]
-    assert unpacked(b"x", "identity", 1) == b"x"
+    assert unpack_body(b"x", "identity", 1) == b"x"
 
 
 def test_after_a_hostile_answer_the_next_one_counts() -> None:
@@ -275,8 +275,8 @@ class Waits:
         await asyncio.sleep(0)
 
     @property
-    def clock(self) -> Clock:
-        return Clock(lambda: self.at, self.sleep)
+    def clock(self) -> RequestClock:
+        return RequestClock(lambda: self.at, self.sleep)
 
 
 def test_a_teacher_that_asks_for_a_day_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -401,7 +401,7 @@ def test_any_response_whatever_is_a_reading(status: int, headers: dict[str, str]
 
 
 class Wire(httpx.AsyncBaseTransport):
-    """What a socket may bring, without the socket: the same responses, or a transport's exceptions."""
+    """Responses or a transport's exceptions, as from a socket but without one."""
 
     def __init__(self, outcomes: list[Any]) -> None:
         self.outcomes, self.requests = outcomes, 0
@@ -430,11 +430,11 @@ ERRORS = st.sampled_from([*BROKEN, httpx.DecodingError, ValueError, RecursionErr
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(STATUSES, HEADERS, BODIES) | ERRORS, min_size=1, max_size=6), st.integers(0, 6))
-def test_the_books_hold_whatever_the_endpoint_sends(tmp_path: Path, outcomes: list[Any], room: int) -> None:
+def test_the_books_hold_whatever_the_endpoint_sends(tmp_path: Path, outcomes: list[Any], fitting_calls: int) -> None:
     """Nothing but ReplayStopped comes out. Spent never goes down and, overcharges aside, stays under the ceiling."""
     ledger = tmp_path / "l"
     ledger.unlink(missing_ok=True)
-    ceiling = (room * WORST + WORST // 2) / NANO
+    ceiling = (fitting_calls * WORST + WORST // 2) / NANO
     before = 0
     for life in range(3):
         wire, waits = Wire(outcomes[life:] + outcomes[:life]), Waits()
@@ -601,4 +601,4 @@ def test_json_is_read_to_a_depth_and_no_further(depth: int) -> None:
 
 
 def test_shown_is_one_short_line() -> None:
-    assert shown("a\n\x1b[2J\ud800 b" + "x" * 1000, 12) == "a \ufffd[2J\ufffd bxxx"
+    assert printable_start("a\n\x1b[2J\ud800 b" + "x" * 1000, 12) == "a \ufffd[2J\ufffd bxxx"

@@ -21,7 +21,7 @@ from inner import (
     replay_and_normalize_trace,
     replay_and_normalize_trace_sync,
 )
-from inner.replay.normalize import INSTALL, PairsWarning, load_recipe, normalized, pair_kind, passes_of
+from inner.replay.normalize import INSTALL, PairsWarning, load_recipe, normalized_pair, pair_kind, passes_of
 from tests.teacher_server import TeacherServer, says
 from tests.test_replay_pairs import call
 from tests.test_replay_teachers import states
@@ -143,7 +143,7 @@ def test_no_pairs_at_all_is_no_news(prose_drops_all: str, recwarn: pytest.Warnin
 
 def test_both_shapes_and_everything_else_survive() -> None:
     given = pair(call("ls", path="."), OTHER, tools=[{"type": "function"}], weight=0.5)
-    both = normalized(given)
+    both = normalized_pair(given)
     assert {key: both[key] for key in given} == given
     (chosen,) = both["chosen_messages"]
     assert chosen["tool_calls"][0]["function"] == {"name": "ls", "arguments": {"path": "."}}
@@ -194,7 +194,7 @@ def test_the_real_data_juicer_looks_at_both_texts() -> None:
     ]
     normalizer = DJNormalizer(python=JUICER)
     kept = normalizer.normalize(pairs)
-    assert kept == [normalized(pairs[0]), normalized(pairs[7])], [p["state_id"] for p in kept]
+    assert kept == [normalized_pair(pairs[0]), normalized_pair(pairs[7])], [p["state_id"] for p in kept]
     assert normalizer.counts == {"kept": 2, "dropped": 6}
     assert +normalizer.dropped == {
         "text_length_filter of chosen": 1,
@@ -223,8 +223,8 @@ def test_of_tool_calls_the_real_data_juicer_keeps_none_by_the_rules_for_prose_an
     with pytest.warns(PairsWarning, match=r"(?s)kept [01] of 20 pairs: .*use recipe='auto'"):
         DJNormalizer("default", python=JUICER).normalize(short)
     assert DJNormalizer(python=JUICER).normalize([*short, pair(GOOD, OTHER, "prose")]) == [
-        *map(normalized, short),
-        normalized(pair(GOOD, OTHER, "prose")),
+        *map(normalized_pair, short),
+        normalized_pair(pair(GOOD, OTHER, "prose")),
     ]
 
 

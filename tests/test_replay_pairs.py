@@ -36,7 +36,7 @@ def state(action: str = "no", state_id: str = "s") -> TraceState:
     return {"state_id": state_id, "state_messages": USER, "student_action": action}
 
 
-def said(*actions: str, state_id: str = "s") -> list[TeacherAction]:
+def teacher_actions(*actions: str, state_id: str = "s") -> list[TeacherAction]:
     common: Any = {"cost_usd": 0.0, "estimated": True, "seconds": 0.0, "attempts": 1, "model": None}
     return [{"state_id": state_id, "teacher": f"t{i}", "action": action, **common} for i, action in enumerate(actions)]
 
@@ -135,7 +135,7 @@ RULES = [
 def test_the_rules(
     student: str, teachers: list[str], threshold: int, outcome: str, chosen: str | None, agreeing: int
 ) -> None:
-    states, actions = [state(student)], said(*teachers)
+    states, actions = [state(student)], teacher_actions(*teachers)
     assert pair_outcomes(states, actions, threshold) == {outcome: 1}
     expected: list[DPOPair] = []
     if chosen is not None:
@@ -145,21 +145,21 @@ def test_the_rules(
 
 
 def test_a_teacher_votes_once() -> None:
-    twice = said(X) + said(X)
-    assert pair_outcomes([state(Y)], twice + said("", Z), 2) == {"tie": 1}
+    twice = teacher_actions(X) + teacher_actions(X)
+    assert pair_outcomes([state(Y)], twice + teacher_actions("", Z), 2) == {"tie": 1}
 
 
 def test_tools_travel_with_the_pair() -> None:
     tools = [{"type": "function", "function": {"name": "ls"}}]
-    (pair,) = extract_dpo_pairs([{**state(Y), "tools": tools}], said(X, X))
+    (pair,) = extract_dpo_pairs([{**state(Y), "tools": tools}], teacher_actions(X, X))
     assert pair.get("tools") == tools
 
 
 def test_weighted_consensus() -> None:
     weights = {"t0": 3.0, "t1": 1.0, "t2": 1.0}
-    (pair,) = extract_dpo_pairs([state("no")], said(X, Z, Z), 2, shape="weighted", teacher_weights=weights)
+    (pair,) = extract_dpo_pairs([state("no")], teacher_actions(X, Z, Z), 2, shape="weighted", teacher_weights=weights)
     assert (pair["chosen"], pair["n_teachers_agreeing"], pair.get("weight")) == (X, 1, pytest.approx(0.6))
-    (counted,) = extract_dpo_pairs([state("no")], said(X, Z, Z), 2)
+    (counted,) = extract_dpo_pairs([state("no")], teacher_actions(X, Z, Z), 2)
     assert counted["chosen"] == Z and "weight" not in counted
 
 
@@ -168,7 +168,7 @@ def test_weighted_consensus() -> None:
     [([X, X], 1.0), ([X], 1.0), ([X, X, Z], 1 - (4 / 9) / (2 / 3)), ([X, X, Y, Z], 1 - (1 - 6 / 16) / (3 / 4))],
 )
 def test_variance_weight(answers: list[str], weight: float) -> None:
-    (pair,) = extract_dpo_pairs([state("no")], said(*answers), min(2, len(answers)), shape="variance")
+    (pair,) = extract_dpo_pairs([state("no")], teacher_actions(*answers), min(2, len(answers)), shape="variance")
     assert pair.get("weight") == pytest.approx(weight)
 
 
@@ -185,12 +185,12 @@ def test_variance_weight(answers: list[str], weight: float) -> None:
 )
 def test_bad_rules_are_refused(change: dict[str, Any], says_what: str) -> None:
     with pytest.raises(InnerError, match=says_what):
-        extract_dpo_pairs([state()], said(X, X, Z), **change)
+        extract_dpo_pairs([state()], teacher_actions(X, X, Z), **change)
 
 
 def test_an_answer_for_another_trace_is_refused() -> None:
     with pytest.raises(InnerError, match="state 'other', which is not among the 1 states"):
-        extract_dpo_pairs([state()], said(X, X, state_id="other"))
+        extract_dpo_pairs([state()], teacher_actions(X, X, state_id="other"))
 
 
 # On disk
@@ -198,7 +198,7 @@ def test_an_answer_for_another_trace_is_refused() -> None:
 
 def test_states_and_pairs_come_back(tmp_path: Path) -> None:
     states = [state("é\n", "a"), {**state(X, "b"), "reward": 1.0, "error": None, "student_entropy": 0.5}]
-    pairs = extract_dpo_pairs(states, said(Y, Y, state_id="a") + said(Y, Y, state_id="b"))
+    pairs = extract_dpo_pairs(states, teacher_actions(Y, Y, state_id="a") + teacher_actions(Y, Y, state_id="b"))
     save_states(states, tmp_path / "s.jsonl")
     save_pairs(pairs, tmp_path / "p.jsonl")
     assert load_states(tmp_path / "s.jsonl") == states

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from inner import DEFAULT_TEACHERS, InnerError, Replay, ReplayStopped, Teacher, TraceState, replay_trace
-from inner.replay.ask import settled, tiers_of
+from inner.replay.ask import is_settled, tiers_of
 from inner.replay.ledger import Ledger
 from inner.replay.teachers import NANO, OPENROUTER, read_response, request_body, retry_after, worst_cost_nano
 from tests.teacher_server import Reply, TeacherServer, refuses, says
@@ -447,7 +447,7 @@ def test_the_next_tier_is_asked_only_where_the_first_disagrees() -> None:
 )
 def test_when_a_tier_settles_a_state(answers: list[str], done: bool) -> None:
     rows: Any = [{"teacher": str(i), "action": a} for i, a in enumerate(answers)]
-    assert settled(states(1)[0], rows, 2) is done
+    assert is_settled(states(1)[0], rows, 2) is done
 
 
 def test_tiers_are_in_order() -> None:

@@ -173,7 +173,7 @@ def test_the_example_trains_one_step_with_a_local_model(tmp_path: Path) -> None:
     files = {"reward": example / "reward.py", "prompts": example / "prompts.jsonl"}
     loop = build_inner(config, tmp_path, files, Seeds(data=0, noise=0))
     loop.train(lambda: True)
-    seen = loop.harvest()
+    seen = loop.pop_metrics()
     assert (seen["samples"], seen["reward"]) == (8.0, 0.0), "eight completions, none of them right"
 
 

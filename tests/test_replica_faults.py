@@ -19,6 +19,9 @@ from safetensors.numpy import load_file
 from diloco import exitcodes
 from diloco.config import ConfigError
 from diloco.history import state_at
+from diloco.runlog.kept import kept_words
+from diloco.runlog.report import read_report, summary
+from executors.cli.status import status_dict, status_table
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
@@ -253,7 +256,7 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
     run = tmp_path / "run"
     assert len(list(run.glob("steps/*/commit.json"))) == 16
     left = sorted(int(p.parent.parent.name) for p in run.glob("steps/*/delta/*.bin"))
-    assert left and left[0] >= 6, "the deltas of the first steps are gone"
+    assert all(t >= 6 for t in left), "the deltas of the first steps are gone (all of them, if the last sweep was)"
     at, state = state_at(fleet.run, fleet.model, None)
     assert at == 16
     assert {state.digest()} == logged_digests(run)[15]
@@ -262,6 +265,39 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
         match=r"step 3 cannot be exported any more: what is kept \(fleet.keep = window\) reaches back to step",
     ):
         state_at(fleet.run, fleet.model, 3)
+
+
+def test_bodies_go_while_replicas_die_and_means_tell_every_step_of_the_window(tmp_path: Path) -> None:
+    """No room beside the window, and one snapshot after the first: the bodies before it go, where their mean stands."""
+    steps, snapshot = 11, 6
+    fleet = Fleet(tmp_path, outer={"snapshot_every": snapshot}, fleet={"keep": "window", "steps": steps})
+    fleet.start_all()
+    fleet.wait_for(lambda: fleet.commit(2))
+    fleet.lives["r01"][-1].kill()
+    fleet.start("r01")
+    fleet.wait_for(lambda: fleet.commit(7))
+    fleet.lives["r02"][-1].kill()
+    fleet.start("r02")
+    codes = fleet.wait()
+    assert all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    run, report = tmp_path / "run", read_report(fleet.store)
+    last = max(report.of_kind("collected"), key=lambda e: e["deltas_from"])
+    floor, newest = last["below"], last["deltas_from"]
+    whole = {c.t for c in fleet.commits() if all((run / o.blob).exists() for o in c.offers)}
+    announced = {int(p.parent.parent.name) for p in run.glob("steps/*/mean/*.json")}
+    assert floor >= snapshot and newest == steps, "a finished run keeps what its last two snapshots leave"
+    assert whole & set(range(newest)) == set(range(floor, newest)) - announced, "gone, where a mean stands"
+    found = check_run(run, steps)
+    assert found.unchecked == [t for t in range(newest) if t not in whole]
+    for t in (floor, newest, steps):
+        assert state_at(fleet.run, fleet.model, t)[1].digest() == found.digests[t]
+    assert kept_words(report) == [
+        f"kept: every step from {floor} on", f"pseudogradients before {newest} are gone (fleet.keep = window)"
+    ]  # fmt: skip
+    gone = kept_words(report)[1]
+    assert (
+        gone in summary(report) and gone in "\n".join(status_table(report)) and gone in status_dict(report, 0.0)["kept"]
+    )
 
 
 @pytest.mark.parametrize("key", ["", "a key of sixteen"])

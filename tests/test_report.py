@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.drawing import write_report
 from diloco.launch import RunRecord
-from diloco.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
+from diloco.runlog.charts import write_report
+from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.membership import write_control

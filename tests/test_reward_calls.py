@@ -14,9 +14,9 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.attempts import Again, Ask, Failure, Scored, Values, attempts, read_values
+from inner.attempts import Again, Ask, Failure, Scored, Values, plan_attempts, read_values
 from inner.base import InnerConfig
-from inner.deadline import TimedOut, within
+from inner.deadline import TimedOut, call_within
 from inner.hint_calls import ForgivingHint
 from inner.reward_calls import RewardCalls, RewardFailed
 from tests.test_inner_toolworld import WORLD
@@ -36,22 +36,22 @@ class Listener:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def tell(self, event: str, text: str, **fields: Any) -> None:
+    def emit(self, event: str, text: str, **fields: Any) -> None:
         self.events.append((event, text, fields))
 
     def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
 
-def calls(retries: int = 3, timeout_s: float = 5.0, group: int = 4) -> tuple[RewardCalls, Listener]:
+def make_reward_calls(retries: int = 3, timeout_s: float = 5.0, group: int = 4) -> tuple[RewardCalls, Listener]:
     listener = Listener()
     return RewardCalls(retries, timeout_s, group, time.monotonic, listener), listener
 
 
-def scored(reward: Any, n: int = 16, **settings: Any) -> tuple[Any, RewardCalls, Listener]:
-    found, listener = calls(**settings)
+def score_batch(reward: Any, n: int = 16, **settings: Any) -> tuple[Any, RewardCalls, Listener]:
+    found, listener = make_reward_calls(**settings)
     return (
-        found.around(reward)(prompts=["q"] * n, completions=list(range(n)), answer=[str(i) for i in range(n)]),
+        found.wrap_reward(reward)(prompts=["q"] * n, completions=list(range(n)), answer=[str(i) for i in range(n)]),
         found,
         listener,
     )
@@ -60,9 +60,11 @@ def scored(reward: Any, n: int = 16, **settings: Any) -> tuple[Any, RewardCalls,
 # -------------------------------------------------------------------- the decision
 
 
-def play(answer: Callable[[Ask], Any], n: int = 16, group: int = 4, tries: int = 4) -> tuple[list[Any], Scored]:
-    """Every step that `attempts` asks for, and its result."""
-    steps, said = attempts(n, group, tries), None
+def play_attempts(
+    answer: Callable[[Ask], Any], n: int = 16, group: int = 4, tries: int = 4
+) -> tuple[list[Any], Scored]:
+    """Every step that `plan_attempts` asks for, and its result."""
+    steps, said = plan_attempts(n, group, tries), None
     seen: list[Any] = []
     while True:
         try:
@@ -78,13 +80,13 @@ def all_of(rows: Any) -> Values:
 
 
 def test_a_reward_that_works_is_asked_once_for_the_whole_batch() -> None:
-    seen, result = play(lambda step: all_of(step.rows))
+    seen, result = play_attempts(lambda step: all_of(step.rows))
     assert [list(step.rows) for step in seen] == [list(range(16))] and seen[0].first
     assert result.values == [float(i) for i in range(16)] and result.failed == () and result.why == ""
 
 
 def test_one_bad_completion_costs_itself_and_no_pause() -> None:
-    seen, result = play(lambda step: Failure(ValueError("no number")) if 5 in step.rows else all_of(step.rows))
+    seen, result = play_attempts(lambda step: Failure(ValueError("no number")) if 5 in step.rows else all_of(step.rows))
     assert result.failed == (5,) and result.values == [None if i == 5 else float(i) for i in range(16)]
     asked = [list(step.rows) for step in seen if isinstance(step, Ask)]
     assert asked[1:5] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]], "group by group"
@@ -93,7 +95,7 @@ def test_one_bad_completion_costs_itself_and_no_pause() -> None:
 
 
 def test_a_service_that_is_away_is_waited_for_ever_longer_and_then_nothing_counts() -> None:
-    seen, result = play(lambda step: Failure(ConnectionError("429")), tries=5)
+    seen, result = play_attempts(lambda step: Failure(ConnectionError("429")), tries=5)
     assert [s.pause_s for s in seen if isinstance(s, Again)] == [1.0, 4.0, 16.0, 60.0]
     assert result.failed == tuple(range(16)) and result.values == [None] * 16 and "429" in result.why
 
@@ -102,7 +104,7 @@ def test_a_part_that_hangs_ends_its_try_and_goes_last_in_the_next() -> None:
     def answer(step: Ask) -> Any:
         return Failure(TimedOut("slow")) if 0 in step.rows else all_of(step.rows)
 
-    seen, result = play(answer)
+    seen, result = play_attempts(answer)
     asked = [list(step.rows) for step in seen if isinstance(step, Ask)]
     assert asked[1] == [0, 1, 2, 3] and asked[2] == [4, 5, 6, 7], "no second part was risked in the try that hung"
     assert sum(0 in rows for rows in asked) == 4 and 0 in result.failed and set(result.failed) <= {0, 1, 2, 3}
@@ -111,7 +113,7 @@ def test_a_part_that_hangs_ends_its_try_and_goes_last_in_the_next() -> None:
 @pytest.mark.parametrize("tries", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("bad", [set(), {0}, {3, 4, 15}, set(range(16))])
 def test_whatever_fails_each_completion_has_its_own_reward_or_none(tries: int, bad: set[int]) -> None:
-    _, result = play(lambda s: Failure(ValueError("x")) if bad & set(s.rows) else all_of(s.rows), tries=tries)
+    _, result = play_attempts(lambda s: Failure(ValueError("x")) if bad & set(s.rows) else all_of(s.rows), tries=tries)
     good = set(range(16)) - set(result.failed)
     assert all(result.values[i] == i for i in good) and all(result.values[i] is None for i in result.failed)
     assert bad <= set(result.failed), "nobody invents a reward"
@@ -124,7 +126,7 @@ def test_whatever_fails_each_completion_has_its_own_reward_or_none(tries: int, b
 def test_nan_infinity_and_words_count_as_none_and_are_named() -> None:
     found = read_values([1.0, float("nan"), None, math.inf, "good", True], 6)
     assert found.values == [1.0, None, None, None, None, True]
-    assert found.unsound == {1: "returned nan", 3: "returned inf", 4: "returned 'good'"}
+    assert found.invalid == {1: "returned nan", 3: "returned inf", 4: "returned 'good'"}
     assert read_values(torch.tensor([1.0, 2.0]), 2).values == [1.0, 2.0]
     with pytest.raises(ValueError, match="3 values for 2"):
         read_values([1, 2, 3], 2)
@@ -139,7 +141,7 @@ def test_a_nan_is_said_and_is_not_asked_for_again() -> None:
         asked.append(completions)
         return [float("nan") if c == 3 else 1.0 for c in completions]
 
-    values, found, listener = scored(reward)
+    values, found, listener = score_batch(reward)
     assert values == [None if i == 3 else 1.0 for i in range(16)] and len(asked) == 1
     assert found.take_failed() == [3] and found.take_missing() == 1
     assert listener.events[0][0] == "reward_failed" and "returned nan (1 of 16 completions" in listener.events[0][1]
@@ -156,7 +158,7 @@ def test_an_exception_is_tried_again_and_said_in_the_note_while_it_lasts() -> No
             raise ConnectionError("429 Too Many Requests")
         return [float(c) for c in completions]
 
-    values, found, listener = scored(judge)
+    values, found, listener = score_batch(judge)
     assert values == [float(i) for i in range(16)] and found.take_failed() == []
     assert (
         listener.notes[0]
@@ -175,7 +177,7 @@ def test_columns_and_environments_are_cut_with_the_completions() -> None:
             raise ValueError("only alone")
         return [float(a) for a in answer]
 
-    assert scored(reward)[0] == [float(i) for i in range(16)]
+    assert score_batch(reward)[0] == [float(i) for i in range(16)]
 
 
 def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
@@ -188,10 +190,10 @@ def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
             raise ValueError("after it logged")
         return [0.0] * len(completions)
 
-    found, _ = calls()
+    found, _ = make_reward_calls()
     log = lambda *said: logged.append(said)  # noqa: E731
     for _ in range(2):
-        found.around(reward)(prompts=[], completions=[1] * 8, log_metric=log)
+        found.wrap_reward(reward)(prompts=[], completions=[1] * 8, log_metric=log)
     assert logged == [("mean", 1.0)], "not by the call that failed, not by a part of a batch"
 
 
@@ -201,7 +203,7 @@ def test_sys_exit_in_a_reward_is_a_failure_and_no_wish_to_end_the_replica() -> N
             sys.exit(2)
         return [0.0] * len(completions)
 
-    assert scored(reward)[1].take_failed() == [2]
+    assert score_batch(reward)[1].take_failed() == [2]
 
 
 def test_an_async_reward_is_tried_again_interrupted_and_cut_the_same_way() -> None:
@@ -212,8 +214,8 @@ def test_an_async_reward_is_tried_again_interrupted_and_cut_the_same_way() -> No
             raise ValueError("no")
         return [float(c) for c in completions]
 
-    found, listener = calls(timeout_s=0.2)
-    values = asyncio.run(found.around(judge)(prompts=[""] * 16, completions=list(range(16))))
+    found, listener = make_reward_calls(timeout_s=0.2)
+    values = asyncio.run(found.wrap_reward(judge)(prompts=[""] * 16, completions=list(range(16))))
     assert set(found.take_failed()) >= {3, 9} and values[12:] == [12.0, 13.0, 14.0, 15.0]
     assert any("no answer within 0.2 s" in note for note in listener.notes)
 
@@ -230,7 +232,7 @@ def test_a_reward_that_hangs_once_is_interrupted_where_it_stands_and_asked_again
         return [1.0] * len(completions)
 
     began = time.monotonic()
-    values, _, listener = scored(reward, timeout_s=0.3)
+    values, _, listener = score_batch(reward, timeout_s=0.3)
     assert values == [1.0] * 16 and 0.3 <= time.monotonic() - began < 10
     assert listener.notes[0].startswith("waits for the reward reward, 0 s so far; interrupted after 0.3 s")
     assert "TimedOut: no answer within 0.3 s (16 of 16 completions, try 1 of 4)" in listener.notes[1]
@@ -248,7 +250,7 @@ def test_code_that_catches_everything_is_interrupted_until_it_gives_in() -> None
         time.sleep(60)
 
     with pytest.raises(TimedOut, match=r"within 0\.1 s"):
-        within(0.1, stubborn)
+        call_within(0.1, stubborn)
     assert len(caught) == 2
 
 
@@ -264,12 +266,12 @@ def test_a_reward_stays_in_the_main_thread_with_its_alarms_and_its_database() ->
         signal.signal(signal.SIGALRM, before)
         return [float(database.execute("select 1").fetchone()[0]) for _ in completions]
 
-    assert scored(reward)[0] == [1.0] * 16 and scored(reward)[1].take_failed() == []
+    assert score_batch(reward)[0] == [1.0] * 16 and score_batch(reward)[1].take_failed() == []
 
 
 def test_the_signal_of_the_deadline_is_given_back_and_harms_nobody_later() -> None:
     before = signal.getsignal(signal.SIGURG)
-    assert within(0.05, lambda: 7) == 7
+    assert call_within(0.05, lambda: 7) == 7
     time.sleep(0.1)
     assert signal.getsignal(signal.SIGURG) == before
     signal.raise_signal(signal.SIGURG)
@@ -278,7 +280,7 @@ def test_the_signal_of_the_deadline_is_given_back_and_harms_nobody_later() -> No
 def test_whoever_looks_is_told_what_is_being_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inner.deadline.REMIND_S", 0.05)
     said, waited = threading.Event(), []
-    within(10.0, lambda: said.wait(5), lambda seconds: (waited.append(seconds), said.set())[1])
+    call_within(10.0, lambda: said.wait(5), lambda seconds: (waited.append(seconds), said.set())[1])
     assert waited == [0.05]
 
 
@@ -291,19 +293,19 @@ def broken(completions: list[int], **columns: Any) -> list[float]:
 
 def test_the_first_batch_of_a_life_without_any_reward_ends_it_and_shows_the_line() -> None:
     with pytest.raises(RewardFailed, match="the first batch of this life") as caught:
-        scored(broken)
+        score_batch(broken)
     assert "test_reward_calls.py, line" in str(caught.value) and "the judge is gone" in str(caught.value)
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
 def test_a_life_that_has_seen_rewards_ends_at_the_third_batch_without_any() -> None:
-    found, _ = calls()
+    found, _ = make_reward_calls()
     works = iter([True, False, False, True, False, False, False])
 
     def reward(completions: list[int], **columns: Any) -> list[float]:
         return [1.0] * len(completions) if working else broken(completions)
 
-    asked = found.around(reward)
+    asked = found.wrap_reward(reward)
     for working in [next(works) for _ in range(6)]:  # noqa: B007
         asked(prompts=[], completions=[0] * 8)
     working = next(works)
@@ -314,7 +316,7 @@ def test_a_life_that_has_seen_rewards_ends_at_the_third_batch_without_any() -> N
 def test_often_failing_is_told_once_a_minute_with_the_count() -> None:
     now, listener = [0.0], Listener()
     found = RewardCalls(0, 0.0, 4, lambda: now[0], listener)
-    asked = found.around(lambda completions, **columns: [float("nan"), *[1.0] * (len(completions) - 1)])
+    asked = found.wrap_reward(lambda completions, **columns: [float("nan"), *[1.0] * (len(completions) - 1)])
     for _ in range(100):
         asked(prompts=[], completions=[0] * 8)
         now[0] += 1.0
@@ -325,7 +327,7 @@ def test_often_failing_is_told_once_a_minute_with_the_count() -> None:
 
 
 def forgiving(**settings: Any) -> tuple[RewardCalls, Listener]:
-    return calls(group=8, **settings)
+    return make_reward_calls(group=8, **settings)
 
 
 def test_a_reward_that_works_gives_the_bits_of_trl_itself() -> None:

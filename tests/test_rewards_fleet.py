@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from diloco import exitcodes
-from diloco.report import read_report
-from executors.watch import table
-from rendezvous.store import open_store
+from diloco.runlog.report import read_report
+from executors.cli.status import status_table
+from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fleet import PRELOAD, Fleet, context
 
@@ -64,7 +64,7 @@ def fleet_with(tmp_path: Path, body: str, min_replicas: int = 2, **inner: Any) -
 
 
 def status_of(fleet: Fleet) -> str:
-    return "\n".join(table(read_report(open_store(fleet.url)), time.time()))
+    return "\n".join(status_table(read_report(open_store(fleet.url)), time.time()))
 
 
 def status_says(fleet: Fleet, words: str) -> bool:

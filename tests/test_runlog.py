@@ -1,6 +1,7 @@
 """Reading a long run: how much is asked, what is kept on this machine, and that nothing old is ever shown for new."""
 
 import json
+import math
 import os
 import threading
 from collections import Counter
@@ -13,21 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.launch import Run, RunRecord, read_run
-from diloco.report import Reader, Report, read_report
+from diloco.runlog import ahead, commits
 from diloco.runlog import cache as caching
 from diloco.runlog.ahead import AT_ONCE, Ahead
 from diloco.runlog.cache import Cache, cache_of
+from diloco.runlog.charts import draw_figure
 from diloco.runlog.extent import Rounds
+from diloco.runlog.report import Reader, Report, read_report
 from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
-from executors import cli, watch
-from executors.money import costs
+from diloco.superseded import Superseded
+from executors.cli import main as cli
+from executors.cli import status
+from executors.supervision.costs import costs
 from rendezvous import layout
 from rendezvous.errors import Forged, StoreUnclear
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Commit
 from rendezvous.rules import fp32
-from rendezvous.seal import under_key
+from rendezvous.seal import KEY, under_key
 from rendezvous.store import Store
+from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import STEP_S, LongRun, copied, copy, long_run
@@ -139,12 +145,12 @@ def test_the_length_of_a_series_is_found_in_a_few_rounds(n, low) -> None:
 
 
 def shown(report: Report) -> list[str]:
-    return [*watch.table(report, NOW), *watch.cost_table(costs(report, NOW), report)]
+    return [*status.status_table(report, NOW), *status.cost_table(costs(report, NOW), report)]
 
 
 def test_status_shows_what_the_whole_run_shows(long) -> None:
-    whole = watch.status(read_report(long.store, EVERYTHING), NOW)
-    assert watch.status(read_report(long.store, STATUS), NOW) == whole
+    whole = status.status_dict(read_report(long.store, EVERYTHING), NOW)
+    assert status.status_dict(read_report(long.store, STATUS), NOW) == whole
     assert shown(read_report(long.store, STATUS))[1:] == shown(read_report(long.store, EVERYTHING))[1:]
     assert whole["lives"][1]["how"] == "lost" and whole["lives"][2]["counted_in"] == 199
 
@@ -418,6 +424,125 @@ def test_a_run_that_goes_on_between_two_commands_is_shown_as_it_is(bucket, capsy
     assert "outer step 41 of 41" in text and text.strip().endswith("done") and requests <= 60
 
 
+# -------------------------------------------------------------------- round trips: each costs a latency
+
+
+class RoundTrips:
+    """Counts requests that wait for one another: a pool's are made at once, AT_ONCE at a time, any other one alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self._together = 0, False
+        for verb in ("get", "list"):
+            monkeypatch.setattr(CloudStore, verb, self._counted(getattr(CloudStore, verb)))
+        monkeypatch.setattr(ahead, "ThreadPoolExecutor", lambda *_: self)
+
+    def map(self, function: Callable[[str], object], keys: list[str]) -> list[object]:
+        self.count, self._together = self.count + math.ceil(len(keys) / AT_ONCE), True
+        try:
+            return [function(key) for key in keys]
+        finally:
+            self._together = False
+
+    def _counted(self, request: Callable[..., object]) -> Callable[..., object]:
+        def one(store: CloudStore, key: str) -> object:
+            self.count += not self._together
+            return request(store, key)
+
+        return one
+
+    def of(self, *argv: str) -> int:
+        self.count = 0
+        assert cli.main(list(argv)) == 0
+        return self.count
+
+
+@pytest.fixture
+def round_trips(monkeypatch, bucket) -> RoundTrips:
+    return RoundTrips(monkeypatch)
+
+
+def test_a_second_look_at_a_run_that_stood_still_takes_one_round_trip(bucket, round_trips, long) -> None:
+    """Before: seven for `status` (commit 0, run.json, two rounds, two claims and a beat of the supervisor)."""
+    url = copied(long.store, bucket)
+    for verb in ("status", "costs"):
+        round_trips.of(verb, url)
+        assert round_trips.of(verb, url) == 1
+
+
+def test_a_first_look_takes_one_round_trip_per_hundred_requests_and_few_more(bucket, round_trips, long) -> None:
+    url = copied(long.store, bucket)
+    bucket.requests.clear()
+    assert round_trips.of("status", url) <= len(bucket.requests) / AT_ONCE + 7
+
+
+def test_a_second_look_at_a_run_that_went_on_takes_two(bucket, round_trips) -> None:
+    run = long_run(40, 4)
+    url = copied(run.store, bucket)
+    round_trips.of("status", url)
+    for t in (40, 41):
+        run.step(t)
+    run.beat(42, NOW)
+    copied(run.store, bucket)
+    assert round_trips.of("status", url) == 2
+
+
+def test_a_run_with_many_control_records_takes_one_round_trip_more(bucket, round_trips) -> None:
+    """Every few minutes a supervisor writes down a later end of its lease."""
+    run = long_run(10, 2)
+    for minute in range(70):
+        write_control(run.store, run.clock, until=T0 + 60.0 * minute)
+    url = copied(run.store, bucket)
+    assert round_trips.of("status", url) <= 6
+    assert round_trips.of("status", url) == 2
+
+
+def test_a_sealed_run_takes_no_more_round_trips(bucket, round_trips, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(KEY, secret := "a key of sixteen characters")
+    bare, _ = sealed(secret.encode())
+    url = copied(bare, bucket)
+    round_trips.of("status", url)
+    assert "outer step 30 of 31" in (first := capsys.readouterr().out)
+    assert round_trips.of("status", url) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
+
+
+def test_another_run_at_the_same_url_is_shown_as_it_is(bucket, round_trips, capsys) -> None:
+    """The guess was made of the records of the run that stood there before."""
+    url = copied((old := long_run(30, 2)).store, bucket)
+    round_trips.of("status", url)
+    for key in old.store.list(""):
+        bucket.path("bucket", f"run/{key}").unlink()
+    copied(founded(long_run(7, 3), url, "second").store, bucket)
+    capsys.readouterr()
+    round_trips.of("status", url)
+    shown = capsys.readouterr().out
+    assert "outer step 7 of 8" in shown and "r02-1" in shown and "r01-2" in shown and "counted in 4 steps" in shown
+
+
+def test_a_run_that_was_founded_again_is_found_by_its_first_name(bucket, round_trips, capsys) -> None:
+    url = copied(MemoryStore(), bucket)
+    url = copied(founded(long_run(9, 2), "s3://b/x", "second").store, bucket, "run/again").replace("/again", "")
+    bucket.path("bucket", "run/steps/0000000000/commit.json").parent.mkdir(parents=True)
+    bucket.path("bucket", "run/steps/0000000000/commit.json").write_bytes(Superseded("n", T0).encode())
+    round_trips.of("status", url)
+    assert "outer step 9 of 10" in capsys.readouterr().out
+    assert round_trips.of("status", url) == 2
+
+
+def test_a_commit_that_another_release_kept_is_read_by_the_rules(cache) -> None:
+    run = long_run(3, 2)
+    first = kept_after(run, cache)
+    again = cache()
+    bodies = [run.store.get(layout.commit(t)) or b"" for t in range(3)]
+    again.clear()
+    for t, body in enumerate((bodies[0], b'{"kind":"commit","t":1}', bodies[2])):
+        again.add(layout.commit(t), body)
+    again.save()
+    assert "commit 1 cannot be read" in kept_after(run, cache).damage
+    assert commits.kept_commit(bodies[1]) == commits.read_commit(bodies[1])
+    assert first.head == 3
+
+
 def test_opening_a_run_asks_for_two_records_at_once(bucket) -> None:
     """Before: run.json, seal.json, run.json again, in turn."""
     url = copied(long_run(1, 2).store, bucket)
@@ -427,6 +552,11 @@ def test_opening_a_run_asks_for_two_records_at_once(bucket) -> None:
 
 
 # -------------------------------------------------------------------- light
+
+
+def test_the_picture_of_a_long_run_has_no_artist_per_outer_step(long) -> None:
+    """Before: 2,410 patches for these 400 steps, which are most of what drawing took."""
+    assert sum(len(ax.patches) for ax in draw_figure(read_report(long.store)).axes) <= 2 * 6
 
 
 @given(st.floats(width=64, allow_nan=False, min_value=-3.4e38, max_value=3.4e38))

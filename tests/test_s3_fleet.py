@@ -17,10 +17,10 @@ import pytest
 from diloco import launch
 from diloco.config import FleetConfig
 from diloco.launch import open_run, timing_for
-from executors import cli
+from executors.cli import main as cli
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 from tests.audit import Audit, check_run
 from tests.fleet import Fleet, config
 from tests.s3_server import S3Server
@@ -157,7 +157,7 @@ def test_the_command_from_train_to_export(
         '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "text.txt"\nbatch_size = 4\ncontext_length = 16\n'
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "executors.cli", "train", str(tmp_path / "run.toml"), "--run", URL]
+    command = [sys.executable, "-m", "executors.cli.main", "train", str(tmp_path / "run.toml"), "--run", URL]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.glob("diloco-processes-*/*/r01.1.log")), "logs of the processes lie on this machine"

@@ -21,7 +21,7 @@ import pytest
 import xxhash
 
 from diloco import exitcodes
-from executors import cli
+from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.errors import Forged
 from rendezvous.records import Claim, Control, Offer
@@ -175,7 +175,7 @@ def test_the_command_under_a_key(tmp_path: Path, key: dict[str, str], monkeypatc
     )
     url, out = str(tmp_path / "run"), tmp_path / "out.txt"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "executors.cli", "train", str(tmp_path / "run.toml"), "--run", url]
+    command = [sys.executable, "-m", "executors.cli.main", "train", str(tmp_path / "run.toml"), "--run", url]
     with open(out, "wb") as log:
         train = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         while train.poll() is None:

@@ -20,7 +20,7 @@ import xxhash
 from diloco import exitcodes
 from diloco.journal import Journal, read_journal
 from diloco.launch import ModelRecord, Run, RunRecord, fetch_files, fetch_model, read_run
-from diloco.report import read_report
+from diloco.runlog.report import read_report
 from diloco.traces import run_states
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest, hex_of
@@ -57,7 +57,7 @@ LAUNCHED = {"RUN", "MODEL_MANIFEST", "code", "model_file", "log", "rollouts"}  #
 def test_every_kind_of_object_is_overwritten_somewhere_below() -> None:
     spelled = {name for name, f in vars(layout).items() if inspect.isfunction(f) and f.__annotations__["return"] is str}
     singles = {name for name, key in vars(layout).items() if isinstance(key, str) and key.endswith(".json")}
-    assert spelled | singles == set(OBJECTS) | LAUNCHED | {"slot_name", "logs_of"}
+    assert spelled | singles == set(OBJECTS) | LAUNCHED | {"slot_name", "logs_of", "offers", "offer_slot"}
 
 
 class Overwritten(MemoryStore):
@@ -315,7 +315,7 @@ def test_a_forged_log_tells_nothing(theirs: bytes) -> None:
     store = under_key(bucket, clock, SECRET)
     write_control(store, clock, replicas=1, min_replicas=1)
     journal = Journal(store, clock, "supervisor", 1)
-    journal.tell("launched", slot="r00")
+    journal.emit("launched", slot="r00")
     journal.flush()
     assert [e["event"] for e in read_journal(store)] == ["launched"] == [e["event"] for e in read_report(store).events]
     for key in (layout.log("supervisor", 1, 0), layout.log("r07", 1, 3)):
@@ -334,7 +334,7 @@ def test_what_a_log_says_cannot_steer_a_terminal() -> None:
     clock, store = ManualClock(), MemoryStore()
     write_control(store, clock, replicas=1, min_replicas=1)
     journal = Journal(store, clock, "r00", 1)
-    journal.tell("warning", text="\x1b[2J\x1b]0;owned\x07 all is well\nr01-1 done\u202e", deep={"a": ["\x1b[31m"]})
+    journal.emit("warning", text="\x1b[2J\x1b]0;owned\x07 all is well\nr01-1 done\u202e", deep={"a": ["\x1b[31m"]})
     journal.flush()
     store.put(layout.beat("r00"), Beat("r00", 1, 1, "train", 0, 0, 0.0, 0.0, note="\x1b[1A\x9b", host="h\x1b").encode())
     report = read_report(store)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from executors import cli
+from executors.cli import main as cli
 from tests.hf_server import HFPlatform
 from tests.modal_server import ModalPlatform
 from tests.s3_server import S3Server

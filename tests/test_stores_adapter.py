@@ -7,8 +7,9 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Store, open_store, put_once
+from rendezvous.store import Store, put_once
 from rendezvous.stores.adapter import AdapterStore
+from rendezvous.stores.open import open_store
 from tests import test_rendezvous_store as contract
 from tests.s3_server import S3Server
 from tests.test_rendezvous_store import (  # noqa: F401  the part of the contract that needs no register

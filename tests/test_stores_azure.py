@@ -21,8 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from executors import cli
-from rendezvous.store import Store, open_store
+from executors.cli import main as cli
+from rendezvous.store import Store
+from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`
     test_a_stream_is_written_as_its_pieces_come,

@@ -14,9 +14,10 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp, KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import PatientStore, Store, open_store, put_once
+from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.stores import cloud
 from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.open import open_store
 from tests.fakes import ManualClock
 from tests.s3_server import S3Server
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`
@@ -512,7 +513,7 @@ def test_without_the_package_the_extra_is_named() -> None:
     code = """
 import sys
 sys.modules["obstore"] = sys.modules["obstore.exceptions"] = None
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 try:
     open_store("s3://b/run")
 except ImportError as error:

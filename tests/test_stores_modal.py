@@ -19,11 +19,12 @@ from grpclib import Status
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists, StoreRefused, StoreUnclear
-from rendezvous.store import PatientStore, Store, open_store, put_once
+from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.stores.modal_blocks import BLOCK, blocks_of
 from rendezvous.stores.modal_mirror import DAY, KEPT, Mirror, pointer_to
 from rendezvous.stores.modal_store import ModalStore, parse
 from rendezvous.stores.modal_wire import Wire
+from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 from tests.modal_server import ModalPlatform, ModalServer
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`

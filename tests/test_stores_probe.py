@@ -11,9 +11,10 @@ import pytest
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
 from rendezvous.probe import Probe, doctor_table, probe, race, sync_estimate
-from rendezvous.store import Body, Buffer, Store, open_store
+from rendezvous.store import Body, Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
+from rendezvous.stores.open import open_store
 from tests.fakes import Fault, FaultyStore
 from tests.s3_server import S3Server
 

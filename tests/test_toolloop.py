@@ -21,7 +21,7 @@ def loop_of(**settings: Any) -> Any:
     return build_inner(config, small_folder(), {}, Seeds(data=0, noise=0))
 
 
-def once(loop: Any) -> None:
+def train_one_step(loop: Any) -> None:
     loop.train(lambda: True)
 
 
@@ -48,7 +48,7 @@ def test_what_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_of()
     monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", counted)
     monkeypatch.setattr(response_templates, "_build_field", compiled)
-    once(loop)
+    train_one_step(loop)
     assert counts == {"prompts": 2, "templates": 2}  # two groups of eight; two fields of one template
     assert isinstance(loop.trainer._tokenizer.response_template, dict)  # as it was, so that it can be saved
 
@@ -78,10 +78,10 @@ def test_a_window_on_every_generation() -> None:
     loop = loop_of()
     seen: list[Any] = []
     loop.trainer.on_rollouts = lambda *generation: seen.append(generation)
-    once(loop)
+    train_one_step(loop)
     ((prompts, completions, rewards, environments),) = seen
     assert len(prompts) == len(completions) == len(rewards) == 16 and environments is None
     world = ToolWorld(kinds=2, names=4)
-    assert sum(rewards) / 16 == pytest.approx(loop.harvest()["reward"])
+    assert sum(rewards) / 16 == pytest.approx(loop.pop_metrics()["reward"])
     assert all(turns[0]["role"] == "assistant" for turns in completions)
     assert {t["function"]["name"] for t in loop.trainer.tool_schemas()[""]} == {world.right_name(k) for k in range(2)}

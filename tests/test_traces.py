@@ -15,11 +15,11 @@ from diloco.journal import Journal, read_journal
 from diloco.launch import open_run
 from diloco.traces import freeze, run_states
 from examples.local_teachers import serving, tool_name, wrong_name
-from executors.cli import main
+from executors.cli.main import main
 from inner import Teacher, TraceWarning, extract_dpo_pairs, load_states, replay_trace, save_pairs
 from inner.base import InnerConfig, Seeds
 from inner.build import build_inner
-from inner.watched import MOST, MOST_BYTES, RolloutSample, secrets_here, watched_states
+from inner.rollout_sample import MOST, MOST_BYTES, RolloutSample, rollout_states, secrets_here
 from rendezvous import layout
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import ManualClock
@@ -54,7 +54,7 @@ def test_every_rollout_since_the_last_take_is_as_likely_as_any_other() -> None:
         sample = RolloutSample(seed)
         for batch in range(5):
             texts = [f"{batch}.{i}" for i in range(40)]
-            sample.see([user("q")] * 40, [[say(text)] for text in texts], [0.0] * 40)
+            sample.add_batch([user("q")] * 40, [[say(text)] for text in texts], [0.0] * 40)
         taken = sample.take(8)
         assert len(taken) == 8
         seen.update(rollout["messages"][1]["content"] for rollout in taken)
@@ -66,7 +66,7 @@ def test_every_rollout_since_the_last_take_is_as_likely_as_any_other() -> None:
 
 def test_what_is_too_large_is_left_out_whole() -> None:
     sample = RolloutSample(0)
-    sample.see([user("q")] * 3, [[say("a")], [say("b" * MOST_BYTES)], [say("c")]], [1.0, 1.0, float("nan")])
+    sample.add_batch([user("q")] * 3, [[say("a")], [say("b" * MOST_BYTES)], [say("c")]], [1.0, 1.0, float("nan")])
     taken = sample.take(MOST)
     assert sorted(r["messages"][1]["content"] for r in taken) == ["a", "c"]
     assert {r["messages"][1]["content"]: r["reward"] for r in taken} == {"a": 1.0, "c": None}
@@ -76,7 +76,7 @@ def test_what_is_too_large_is_left_out_whole() -> None:
 def test_secrets_are_not_written_down() -> None:
     environ = {"AN_API_KEY": 'sk-"abc"defg', "MY_TOKEN": "tiny", "HOME": "/home/somebody", "A_SECRET": "s3cr3t-x"}
     sample = RolloutSample(0)
-    sample.see([user("q")], [[say('the key is sk-"abc"defg, tiny, /home/somebody, s3cr3t-x')]], [0.0])
+    sample.add_batch([user("q")], [[say('the key is sk-"abc"defg, tiny, /home/somebody, s3cr3t-x')]], [0.0])
     (rollout,) = sample.take(1, secrets_here(environ))
     assert rollout["messages"][1]["content"] == "the key is ***, tiny, /home/somebody, ***"
 
@@ -90,7 +90,7 @@ def test_how_unsure_the_group_was() -> None:
         [other, broken, say("no")],
     ]
     sample = RolloutSample(0)
-    sample.see([user("q")] * 4 + [user("r")], [*completions, [right]], [0.0] * 5)
+    sample.add_batch([user("q")] * 4 + [user("r")], [*completions, [right]], [0.0] * 5)
     by_last = {r["messages"][-1].get("content"): r["unsure"] for r in sample.take(5)}
     assert by_last["1"] == {"1": pytest.approx(log(2), abs=1e-4), "3": pytest.approx(log(2), abs=1e-4)}
     assert by_last["no"] == {"1": pytest.approx(log(2), abs=1e-4), "3": 0.0}  # nobody else stood there
@@ -106,7 +106,7 @@ def rollout(*turns: dict[str, Any], reward: float = 0.0, **more: Any) -> Any:
 
 def test_a_state_for_every_turn_with_its_error() -> None:
     failed = tool("{'error': 'no such file', 'error_kind': 'exception', 'hint_template_key': 'ls'}")
-    states = watched_states(
+    states = rollout_states(
         rollout(call("f", a=1), failed, call("g"), tool("7"), say("7"), reward=1.0, unsure={"1": 0.5}),
         "r00-1/4/0.0",
         {"": [{"type": "function", "function": {"name": "f"}}]},
@@ -122,8 +122,8 @@ def test_a_state_for_every_turn_with_its_error() -> None:
 
 def test_texts_are_rollouts_too() -> None:
     sample = RolloutSample(0)
-    sample.see(["What is 2+2?"], ["4"], [1.0])
-    (state,) = watched_states(sample.take(1)[0], "x")
+    sample.add_batch(["What is 2+2?"], ["4"], [1.0])
+    (state,) = rollout_states(sample.take(1)[0], "x")
     assert state["state_messages"] == user("What is 2+2?") and state["student_action"] == "4"
 
 
@@ -133,9 +133,9 @@ def test_texts_are_rollouts_too() -> None:
 def logged(store: Any, slot: str, *steps: int) -> None:
     journal = Journal(store, ManualClock(), slot, 1)
     for step in steps:
-        journal.tell("step", step=step)
-        journal.watch(step, {"rollouts": [rollout(say(f"{slot} {step}"))], "tools": {"": [{"name": "f"}]}})
-        journal.watch(step, {})
+        journal.emit("step", step=step)
+        journal.add_sample(step, {"rollouts": [rollout(say(f"{slot} {step}"))], "tools": {"": [{"name": "f"}]}})
+        journal.add_sample(step, {})
         journal.flush()
 
 
@@ -180,7 +180,7 @@ def trained(n: int, files: Any = None, takes: bool = False, **settings: Any) -> 
 
     def stop() -> bool:
         samples.append(loop.sample(8) if takes else {})
-        numbers.append(loop.harvest())
+        numbers.append(loop.pop_metrics())
         return len(samples) == n
 
     loop.train(stop)
@@ -202,7 +202,7 @@ def test_rollouts_to_replay_to_pairs_to_training(tmp_path: Path) -> None:
         state
         for t, sampled in enumerate(samples)
         for i, one in enumerate(sampled["rollouts"])
-        for state in watched_states(one, f"r00-1/{t}/{i}", sampled["tools"])
+        for state in rollout_states(one, f"r00-1/{t}/{i}", sampled["tools"])
     ]
     rewards = [n["reward"] for n in numbers]
     assert sum(s["reward"] for s in {s["state_id"].partition(":")[0]: s for s in states}.values()) == 8 * sum(rewards)

@@ -11,15 +11,15 @@ import pytest
 
 from diloco import exitcodes
 from diloco.journal import Journal
-from diloco.report import SUPERVISOR, Report, read_report
-from executors import cli
-from executors.base import Handle, State
-from executors.hub import Job
-from executors.lease import Lease
-from executors.money import costs
-from executors.on_hf_jobs import HFJobsExecutor, counts, twins
-from executors.supervisor import Supervisor
-from executors.track import begin_fields, past
+from diloco.runlog.report import SUPERVISOR, Report, read_report
+from executors.cli import main as cli
+from executors.platforms.base import Handle, State
+from executors.platforms.on_hf_jobs.client import HubJob
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor, job_that_counts, second_jobs
+from executors.supervision.costs import costs
+from executors.supervision.lease import Lease
+from executors.supervision.slot_state import begin_fields, past
+from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from tests.hf_server import HFServer
@@ -45,8 +45,8 @@ def alive(hub: HFServer, slot: str = "r00") -> list[str]:
 # -------------------------------------------------------------------- which one stays
 
 
-def job(id: str, created: float, stage: str = "RUNNING", attempt: int = 1) -> Job:
-    return Job(id, "r00", attempt, stage, created=created)
+def job(id: str, created: float, stage: str = "RUNNING", attempt: int = 1) -> HubJob:
+    return HubJob(id, "r00", attempt, stage, created=created)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def job(id: str, created: float, stage: str = "RUNNING", attempt: int = 1) -> Jo
         ([job("b", 2), job("a", 2)], "a"),  # created in the same second: the same one for every process that looks
     ],
 )
-def test_of_the_jobs_of_one_launch_one_counts(jobs: list[Job], stays: str) -> None:
-    found = counts(jobs)
+def test_of_the_jobs_of_one_launch_one_counts(jobs: list[HubJob], stays: str) -> None:
+    found = job_that_counts(jobs)
     assert found is not None and found.id == stays
     living = [(RUN, j) for j in jobs if not j.ended]
-    assert {j.id for _, j in twins(living)} == {j.id for _, j in living} - {stays}
+    assert {j.id for _, j in second_jobs(living)} == {j.id for _, j in living} - {stays}
 
 
 def test_other_attempts_and_runs_are_no_twins() -> None:
-    assert twins([(RUN, job("a", 1)), (RUN, job("b", 2, attempt=2)), (RUN + "x", job("c", 3))]) == []
+    assert second_jobs([(RUN, job("a", 1)), (RUN, job("b", 2, attempt=2)), (RUN + "x", job("c", 3))]) == []
 
 
 # -------------------------------------------------------------------- on the Hub
@@ -185,12 +185,12 @@ def test_each_process_of_a_launch_is_open_until_its_own_end() -> None:
 
 def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
     """The launcher died before it wrote down anything but that it launches; nobody has claimed; the lists lag."""
-    monkeypatch.setattr("executors.launches.LAG_S", 8.0)
+    monkeypatch.setattr("executors.supervision.launches.LAG_S", 8.0)
     run = founded(tmp_path, s3, n=1)
     hub.grace_s = 1.0
     lose(hub)
     journal = Journal(run.store, SystemClock(), SUPERVISOR, Lease.seize(run.store, SystemClock()).generation)
-    journal.tell("launching", launches=["r00.1"])
+    journal.emit("launching", launches=["r00.1"])
     journal.flush()
     specs = waiting(tmp_path, "r00")
     made().launch_replicas([type(s).from_dict({**s.to_dict(), "run": URL}) for s in specs])
@@ -205,11 +205,11 @@ def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path,
 
 
 def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("executors.launches.LAG_S", 2.0)
+    monkeypatch.setattr("executors.supervision.launches.LAG_S", 2.0)
     run = founded(tmp_path, s3, n=1)
     lease = Lease.seize(run.store, SystemClock())
     journal = Journal(run.store, SystemClock(), SUPERVISOR, lease.generation)
-    journal.tell("launching", launches=["r00.1"])
+    journal.emit("launching", launches=["r00.1"])
     journal.flush()
     lease.beat("left")
     began = time.monotonic()
@@ -220,7 +220,7 @@ def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path
 
 
 def test_stop_says_so_if_the_platform_keeps_something_alive(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("executors.stop.CANCELLED_S", 3.0)
+    monkeypatch.setattr("executors.supervision.shutdown.CANCELLED_S", 3.0)
     run = founded(tmp_path, s3, n=1)
     made().launch_replicas([type(s).from_dict({**s.to_dict(), "run": run.url}) for s in waiting(tmp_path, "r00")])
     until(lambda: hub.jobs[alive(hub)[0]].stage == "RUNNING")

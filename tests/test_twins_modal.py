@@ -6,13 +6,13 @@ The real client, and its real container runtime, against tests/modal_server.py.
 import pytest
 
 from diloco import exitcodes
-from diloco.report import Report, read_report
-from executors import cli
-from executors.base import State
-from executors.modal_app import Register, app_name
-from executors.modal_twins import inputs
-from executors.money import costs
-from executors.supervisor import Supervisor
+from diloco.runlog.report import Report, read_report
+from executors.cli import main as cli
+from executors.platforms.base import State
+from executors.platforms.on_modal.app import Register, app_name
+from executors.platforms.on_modal.twins import count_inputs
+from executors.supervision.costs import costs
+from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from tests.entrypoints import marks
@@ -61,7 +61,7 @@ def test_a_sweep_ends_calls_that_nobody_noted(platform, executor, run, tmp_path,
         (failed,) = executor.launch_replicas([spec(run, tmp_path, "waits")])
     assert failed.native == "", "as far as the launcher knows, nothing was started"
     register = Register.open(app_name(run))
-    assert len(calls(platform, run)) == 2 and inputs(run, register) == 2
+    assert len(calls(platform, run)) == 2 and count_inputs(run, register) == 2
     other = platform.executor()
     assert other.find(run) == [h for h in other.find(run) if h.slot == "r09"], "no list names them"
     assert other.sweep(run) == [f"2 calls of {app_name(run)} that no launch names"]
@@ -82,8 +82,8 @@ def test_a_sweep_of_a_run_that_modal_never_saw_finds_nothing(platform, executor)
 def test_costs_count_a_second_call_and_stop_proves_zero(
     platform, run, bucket, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.modal_twins.LOOK_S", 0.5)
-    monkeypatch.setattr("executors.launches.LAG_S", 2.0)
+    monkeypatch.setattr("executors.platforms.on_modal.twins.LOOK_S", 0.5)
+    monkeypatch.setattr("executors.supervision.launches.LAG_S", 2.0)
     found = founded(run, bucket, tmp_path, fleet={"replicas": 1, "min_replicas": 1})
     found.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish
     platform.lose_reply()
@@ -105,6 +105,6 @@ def test_costs_count_a_second_call_and_stop_proves_zero(
     assert len(bills) == 2 and sum(b.ended is not None for b in bills) == 1, bills
     assert "r00        modal           2" in seen[0], seen
     assert len(calls(platform, run)) == 1
-    monkeypatch.setattr("executors.lease.FRESH_S", 0.5)
+    monkeypatch.setattr("executors.supervision.lease.FRESH_S", 0.5)
     assert cli.main(["stop", run, "--grace", "0.5"]) == 0, capsys.readouterr()
     assert calls(platform, run) == [] and all(b.ended for b in costs(read_report(found.store)).bills)

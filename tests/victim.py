@@ -22,8 +22,8 @@ from diloco.config import FleetConfig
 from diloco.watchdog import Watchdog
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
-from rendezvous.store import open_store
 from rendezvous.stores.files import FileStore
+from rendezvous.stores.open import open_store
 
 
 def arm(spec: str, store: type[Any] = FileStore) -> None:
@@ -134,6 +134,8 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     """Entry point of a child process: diloco.replica with its output in a file."""
     os.environ.update(environ or {})
     tempfile.tempdir = None  # the fork server has asked before TMPDIR was set
+    if os.environ.get("TEST_ONE_DISK"):  # elsewhere there is no room either
+        tempfile._candidate_tempdir_list = lambda: [os.environ["TMPDIR"]]  # type: ignore[attr-defined]
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -163,5 +165,5 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     from diloco import replica as life
 
     if os.environ.get("TEST_ONE_SEED"):
-        life._seed = lambda *parts: 1
+        life._derive_seed = lambda *parts: 1
     os._exit(life.main([url, "--slot", slot]))

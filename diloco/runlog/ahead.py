@@ -4,90 +4,100 @@
                        └── in the cache: not asked for
     get(key) of what was not asked for is a GET of its own, so nobody's result hangs on what was asked ahead.
 
-An answer is given once, so that whoever reads a heartbeat twice sees two moments.
+An answer is given once, so that a reader that reads a heartbeat twice sees two moments.
 
-Not promised: one moment for all answers.  Records that were written meanwhile are seen or not, as with GETs in turn.
+Not promised: one moment for all answers.  A record that was written meanwhile is seen or not, as with GETs in turn.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from diloco.runlog.cache import Cache
-from rendezvous.store import Body, Buffer, Store
+from rendezvous.store import Readable
 
 AT_ONCE = 96  # more hardly helps one client: at 50 ms each, these are 1,900 requests per second
+Answer = bytes | list[str] | Exception | None  # to a GET, or to a LIST
 
 
 class Ahead:
-    """A store to read a run from.   cache: of records that never change, None for none."""
+    """A store to read a run from; it has no verb that writes.
 
-    def __init__(self, store: Store, cache: Cache | None = None) -> None:
+    cache: of records that never change, None for none.   answers: by key, to what was asked just before.
+    """
+
+    def __init__(
+        self, store: Readable, cache: Cache | None = None, *, answers: Mapping[str, Answer] | None = None
+    ) -> None:
         self.url, self._store, self.cache = store.url, store, cache
-        self._answers: dict[str, bytes | Exception | None] = {}
-        self._listed: dict[str, list[str]] = {}  # answers to LISTs, by prefix
+        self._answers = dict(answers or {})
         self._given: dict[str, bytes] = {}
         self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """The answers that nobody has read yet."""
+        return dict(self._answers)
 
     def forget(self) -> None:
         """A new look: what was asked before is asked again."""
         self._answers.clear()
-        self._listed.clear()
         self._given.clear()
 
     def ask(self, keys: Iterable[str]) -> None:
-        """Get all of them now; list those that end with a "/".  What goes wrong with one is raised when it is read."""
-        news = [key for key in dict.fromkeys(keys) if key not in self._answers and not self._is_cached(key)]
+        """Get all of them now; list those that end with a "/".  An error is raised when its key is read."""
+        news = [key for key in dict.fromkeys(keys) if key not in self._answers and not self.is_cached(key)]
         if getattr(self._store, "cheap", False) or len(news) < 2:
-            self._answers |= {key: self._answer(key) for key in news}
+            self._answers |= {key: ask_store(self._store, key) for key in news}
             return
         self._threads = self._threads or ThreadPoolExecutor(AT_ONCE, "ask")
-        self._answers |= zip(news, self._threads.map(self._answer, news), strict=True)
+        self._answers |= zip(news, self._threads.map(lambda key: ask_store(self._store, key), news), strict=True)
 
     def is_there(self, key: str) -> bool:
         """Is there an object?  Yes, if it cannot be read: its reader hears that.  Its answer stays to be given."""
         self.ask([key])
-        return self._is_cached(key) or self._answers[key] is not None
+        return self.is_cached(key) or self._answers[key] is not None
+
+    def listed(self, prefix: str) -> list[str]:
+        """The keys that a LIST has shown, if one was asked for.  Its answer stays to be given."""
+        shown = self._answers.get(prefix)
+        return shown if isinstance(shown, list) else []
 
     def keep(self, key: str) -> None:
         """This record was read, is what it should be, and never changes: it goes into the cache."""
         if self.cache is not None and (body := self._given.pop(key, None)) is not None:
             self.cache.add(key, body)
 
-    def _is_cached(self, key: str) -> bool:
+    def is_cached(self, key: str) -> bool:
+        """Was it read, and found to be what it should be, at an earlier look?"""
         return self.cache is not None and self.cache.get(key) is not None
-
-    def _answer(self, key: str) -> bytes | Exception | None:
-        try:
-            if key.endswith("/"):
-                self._listed[key] = self._store.list(key)
-                return None
-            return self._store.get(key)
-        except Exception as error:
-            return error
 
     # ------------------------------------------------------------------ as a store
 
     def get(self, key: str) -> bytes | None:
         if self.cache is not None and (body := self.cache.get(key)) is not None:
             return body
-        answer = self._answers.pop(key) if key in self._answers else self._store.get(key)
-        if isinstance(answer, Exception):
-            raise answer
-        if answer is not None and self.cache is not None:
-            self._given[key] = answer
-        return answer
+        found = self._answers.pop(key) if key in self._answers else self._store.get(key)
+        if isinstance(found, Exception):
+            raise found
+        body = cast("bytes | None", found)
+        if body is not None and self.cache is not None:
+            self._given[key] = body
+        return body
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         return self._store.get_into(key, out, start)
 
     def list(self, prefix: str) -> list[str]:
-        return self._listed.pop(prefix) if prefix in self._listed else self._store.list(prefix)
+        found = self._answers.pop(prefix) if prefix in self._answers else self._store.list(prefix)
+        if isinstance(found, Exception):
+            raise found
+        return cast("list[str]", found)
 
-    def put(self, key: str, body: Body) -> None:
-        raise NotImplementedError(f"{key}: this store is for reading a run")
 
-    def create(self, key: str, body: Buffer) -> None:
-        raise NotImplementedError(f"{key}: this store is for reading a run")
-
-    def delete(self, keys: Iterable[str]) -> None:
-        raise NotImplementedError("this store is for reading a run")
+def ask_store(store: Readable, key: str) -> Answer:
+    """Ask the store by a GET, or by a LIST for a key that ends with a "/"; -> its answer or its error."""
+    try:
+        return store.list(key) if key.endswith("/") else store.get(key)
+    except Exception as error:
+        return error

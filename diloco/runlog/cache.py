@@ -1,6 +1,6 @@
 """Records of a run that never change, kept on this machine, so that a second look asks for what is new alone.
 
-    ~/.cache/diloco/runs/{sha256 of URL and run nonce}/commit-{random}.records      one file per look and kind of record
+    ~/.cache/diloco/runs/{sha256 of URL}-{of run nonce}/commit-{random}.records     one file per look and kind of record
                                                           └─ sha256 of the rest ‖ (length of key, of body, key, body)*
 
     look 1 ──▶ commit-a   log-b           a file is written under another name and renamed: it is whole or not there,
@@ -42,11 +42,22 @@ def cache_of(run: "Run") -> "Cache | None":
     """Where this run's records are kept; None for a run in a folder, which is as near as the cache."""
     if getattr(run.store, "cheap", False):
         return None
-    name = hashlib.sha256(f"{run.store.url}\0{run.record.nonce}".encode()).hexdigest()[:32]
-    return Cache(_root() / name)
+    return Cache(_cache_root() / f"{_short_hash(run.store.url)}-{_short_hash(run.record.nonce)}")
 
 
-def _root() -> Path:
+def latest_cache(url: str) -> "Cache | None":
+    """The records of the run that was last seen at this URL.  Another one may stand there by now: use it to guess."""
+    with suppress(OSError):
+        runs = [(path.stat().st_mtime, path) for path in _cache_root().glob(f"{_short_hash(url)}-*")]
+        return Cache(max(runs)[1]) if runs else None
+    return None
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "diloco" / "runs"
 
@@ -55,7 +66,7 @@ class Cache:
     """key -> body.   A folder that cannot be read or written is an empty one."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._records: dict[str, dict[str, bytes]] = {}  # by kind, each read when it is first asked for
         self._news: dict[str, dict[str, bytes]] = {}
         self._of_another = False  # what lies in the folder is not of this run
@@ -84,19 +95,19 @@ class Cache:
     def clear(self) -> None:
         """Everything kept is of another run."""
         self._records, self._news, self._of_another = {}, {}, True
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:
         """Write what is new.  On a full disk, or in a home that is read-only, nothing is kept."""
         if not self._news:
             return
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if _bytes_in(self._folder) < RUN_BYTES:  # else the first part of the run stays, which is worth most
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if _bytes_in(self.folder) < RUN_BYTES:  # else the first part of the run stays, which is worth most
                 for kind, records in self._news.items():
-                    self._write(kind, records)
-            os.utime(self._folder)
-            _make_room(self._folder)
+                    self._write_kind(kind, records)
+            os.utime(self.folder)
+            _make_room(self.folder)
         self._news = {}
 
     # ------------------------------------------------------------------ files
@@ -104,28 +115,28 @@ class Cache:
     def _of_kind(self, kind: str) -> dict[str, bytes]:
         if kind not in self._records:
             self._records[kind] = {}
-            for path in [] if self._of_another else self._files(kind):
-                self._records[kind] |= _read(path)
+            for path in [] if self._of_another else self._kind_files(kind):
+                self._records[kind] |= _read_file(path)
         return self._records[kind]
 
-    def _files(self, kind: str) -> list[Path]:
+    def _kind_files(self, kind: str) -> list[Path]:
         try:
-            return sorted(self._folder.glob(f"{kind}-*.records"))
+            return sorted(self.folder.glob(f"{kind}-*.records"))
         except OSError:
             return []
 
-    def _write(self, kind: str, news: dict[str, bytes]) -> None:
-        """One more file, or one in place of many.  Those that another process has added meanwhile stay."""
-        old = self._files(kind)
+    def _write_kind(self, kind: str, news: dict[str, bytes]) -> None:
+        """One more file, or one in place of many.  Files that another process has added meanwhile stay."""
+        old = self._kind_files(kind)
         if len(old) < MOST_FILES:
-            _write(self._folder, kind, news)
+            _write_file(self.folder, kind, news)
             return
-        _write(self._folder, kind, {key: body for path in old for key, body in _read(path).items()} | news)
+        _write_file(self.folder, kind, {key: body for path in old for key, body in _read_file(path).items()} | news)
         for path in old:
             path.unlink(missing_ok=True)
 
 
-def _write(folder: Path, kind: str, records: dict[str, bytes]) -> None:
+def _write_file(folder: Path, kind: str, records: dict[str, bytes]) -> None:
     name = f"{kind}-{secrets.token_hex(8)}"
     body = b"".join(_HEAD.pack(len(key.encode()), len(body)) + key.encode() + body for key, body in records.items())
     part = folder / f"{name}.part"
@@ -136,8 +147,8 @@ def _write(folder: Path, kind: str, records: dict[str, bytes]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, bytes]:
-    """What one file holds; nothing, and no file any more, if it is not as it was written."""
+def _read_file(path: Path) -> dict[str, bytes]:
+    """The records of one file; a file that is not as it was written is deleted and gives none."""
     try:
         raw = path.read_bytes()
     except OSError:
@@ -147,10 +158,10 @@ def _read(path: Path) -> dict[str, bytes]:
         with suppress(OSError):
             path.unlink(missing_ok=True)
         return {}
-    return dict(_parsed(body))
+    return dict(_parse_records(body))
 
 
-def _parsed(body: bytes) -> Iterator[tuple[str, bytes]]:
+def _parse_records(body: bytes) -> Iterator[tuple[str, bytes]]:
     at = 0
     while at < len(body):
         key_bytes, body_bytes = _HEAD.unpack_from(body, at)

@@ -1,10 +1,10 @@
-"""Why lives ended, in the words of those who saw it.
+"""Why sessions ended, by their own last events and by their supervisor's.
 
     r01-1 "crashed", error: CUDA out of memory …                its own last words, if it had time for them
     supervisor "lost", r01, exit code 1, tail: [… its log …]    what the platform said, and its last lines
         └─▶ "exit code 1; OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
-Not promised: a reason for a life that nobody supervised and that said nothing.
+Not promised: a reason for a session that nobody supervised and that emitted nothing.
 """
 
 import re
@@ -13,36 +13,47 @@ from typing import Any
 
 from rendezvous.membership import launch_of
 
-ENDS = ("killed", "lost", "ended")  # of a launch, told by its supervisor
-LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")  # events after which a life is over
-ALSO_LAST = ("collected", "bad_delta", "refused")  # told before it says goodbye
+ENDS = ("killed", "lost", "ended")  # of a launch, emitted by its supervisor
+LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")  # events after which a session is over
+ALSO_LAST = ("collected", "bad_delta", "refused")  # emitted before it says goodbye
 _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
 LONGEST = 300  # characters
+PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
+
+
+def restarted_by(host: str, slot: str, successor: str) -> str:
+    """The platform that started this life's launch again by itself; "" if none did.   host, successor: of two claims.
+
+    Only a platform starts one launch twice, so two lives in a row from one launch have its restart between them.
+    """
+    name = host.partition("/")[0]
+    return PLATFORMS.get(name, name) if host == successor and launch_of(host, slot) else ""
 
 
 def own_words(event: Mapping[str, Any]) -> str:
-    """What a life said last of itself."""
+    """The reason in a session's own last event."""
     said = event.get("error") or event.get("text") or event.get("reason") or ""
-    return _short("" if said in ("asked to leave", "done") else said)
+    return _shorten("" if said in ("asked to leave", "done") else said)
 
 
-def seen_words(event: Mapping[str, Any]) -> str:
-    """What its supervisor saw: the platform's reason, and the line of its log that tells most."""
-    code, reason = event.get("exit_code"), str(event.get("reason") or "")
+def observed_words(event: Mapping[str, Any]) -> str:
+    """The supervisor's observation: the platform's reason, and the line of the log that tells most."""
+    code = event.get("exit_code")
+    reason = str(event.get("reason") or "")
     if not reason and code is not None:
         reason = f"exit code {code}"
-    return _short("; ".join(part for part in (reason, telling_line(event.get("tail"))) if part))
+    return _shorten("; ".join(part for part in (reason, most_telling_line(event.get("tail"))) if part))
 
 
-def telling_line(tail: object) -> str:
+def most_telling_line(tail: object) -> str:
     """The last line that speaks of an error; "" if none does."""
     lines = [str(line) for line in tail] if isinstance(tail, list) else []
     found = next((line for line in reversed(lines) if _TELLING.search(line)), "")
     return _STAMP.sub("", found).strip()
 
 
-def _short(words: object) -> str:
+def _shorten(words: object) -> str:
     line = " ".join(str(words).split())
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 

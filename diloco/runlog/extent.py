@@ -1,6 +1,7 @@
 """How far a series of records goes:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○        n = ?
 
-    not there yet known     low, low+1, low+3, low+7, …        galloping, all in one round
+    not there yet known     low … low+3, low+7, low+15, …      the next few, then galloping, all in one round
+    all of these are there  the same from there on, twice as far
     between low and high    FAN keys, evenly spaced            until nothing is left between them
 
 Commits, claims, control records and logs are numbered without gaps, and none of them is ever deleted, so a few rounds
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from diloco.runlog.ahead import Ahead
 
 FAN = 16  # keys asked for at once between two bounds
+CLOSE = 4  # keys in a row: a series that grew by fewer since the last look is known after one round
+FURTHEST = 10  # reach of the galloping: low + 1,023
 Numbered = Callable[[int], str]  # n -> key
 
 
@@ -33,20 +36,24 @@ class Series:
     @property
     def probes(self) -> list[int]:
         if self.high is None:
-            return [self.low + (1 << j) - 1 for j in range(self.reach)]
+            galloping = {self.low + (1 << j) - 1 for j in range(self.reach)}
+            return sorted(galloping | set(range(self.low, self.low + CLOSE)) if self.reach > 2 else galloping)
         return sorted({self.low + (self.high - self.low) * i // (FAN + 1) for i in range(FAN + 1)})
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.low == self.high
 
-    def learn(self, ahead: Ahead) -> None:
+    def learn_from_probes(self, ahead: Ahead) -> None:
         """From the answers to the probes."""
+        galloping = self.high is None
         for n in self.probes:
             if not ahead.is_there(self.key(n)):
                 self.high = n
                 return
             self.low = n + 1
+        if galloping:
+            self.reach = min(FURTHEST, 2 * self.reach)
 
 
 @dataclass
@@ -66,17 +73,23 @@ class Rounds:
         self._keys += keys
         self._after.append(then)
 
+    @property
+    def next_keys(self) -> list[str]:
+        """The keys that the next round asks for."""
+        return [*self._keys, *(s.key(n) for s in self._series for n in s.probes)]
+
     def run(self) -> None:
         while self._series or self._keys or self._after:
-            series, keys, after = self._series, self._keys, self._after
+            asked = self.next_keys
+            series, after = self._series, self._after
             self._series, self._keys, self._after = [], [], []
-            self.ahead.ask([*keys, *(s.key(n) for s in series for n in s.probes)])
+            self.ahead.ask(asked)
             for s in series:
-                s.learn(self.ahead)
+                s.learn_from_probes(self.ahead)
             for then in after:
                 then()
             for s in series:
-                if s.over:
+                if s.is_over:
                     s.then(s.low)
                 else:
                     self._series.append(s)

@@ -4,7 +4,10 @@
     round 2   claims of further slots, logs ○●, goodbyes
     …         commits, newest logs
 
-Not promised: that the reader finds the answers complete.  What is missing it gets one by one.
+    a second look knows from the cache how far the run went, so its round 1 asks for all of these; it is the only
+    round of a run that stood still, and `likely_keys` lets it go out before run.json is read (opening.py)
+
+Not promised: that the reader finds the answers complete.  It gets one by one what is missing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,11 +25,12 @@ SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slo
 FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are
 CONTROLS = 8  # asked for at once
 FAR, NEAR = 10, 3  # reach of the galloping where nothing is known, and where something is
+NEW_LIVES = 2  # the same for claims of a slot that has some: a slot is seldom taken twice between two looks
 Owner = tuple[str, int]  # slot and generation
 
 
 @dataclass(frozen=True)
-class Known:
+class ReadSoFar:
     """How far a run is known.   read: commits that the reader has.   commits, claims, logs: that many are there.
 
     ended: lives whose goodbye is known or not waited for.   first: nothing was read yet.
@@ -43,7 +47,7 @@ class Known:
 
 @dataclass
 class Found:
-    """What one look has found.   lost: what is missing of the control records, "" for nothing.
+    """The findings of one look.   lost: what is missing of the control records, "" for nothing.
 
     claims: of each slot.   logs: per life, the objects to read: from, to.
     """
@@ -55,30 +59,40 @@ class Found:
     logs: dict[Owner, tuple[int, int]] = field(default_factory=dict[Owner, tuple[int, int]])
 
 
-def look(ahead: Ahead, scope: Scope, known: Known) -> Found:
+def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar) -> Found:
     """Ask for what `scope` needs beyond `known`.   Where control records were lost, those that stand are shown."""
-    return _Look(ahead, scope, known).found
+    return _Look(ahead, scope, known).run()
 
 
 class _Look:
-    def __init__(self, ahead: Ahead, scope: Scope, known: Known) -> None:
-        self._ahead, self._scope, self._known, self._rounds = ahead, scope, known, Rounds(ahead)
+    def __init__(self, ahead: Ahead, scope: Scope, known: ReadSoFar) -> None:
+        self._ahead, self._scope, self._known = ahead, scope, known
+        self._rounds = Rounds(ahead)
         self.found = Found(known.wanted)
         self._slots: set[str] = set()
         self._logs: set[Owner] = set()  # that are followed by now
         self._ask_control(CONTROLS if known.first else 1)
         if known.first:
             self._rounds.want([layout.RUN, layout.beat(SUPERVISOR), layout.CONTROLS])
-        self._rounds.count(layout.commit, known.commits, self._reach(known.commits), self._committed)
+            self._rounds.want([] if scope.newest is not None else [layout.LOGS])
+        self._rounds.count(layout.commit, known.commits, self._gallop_reach(known.commits), self._hear_commits)
         self._claims_of(SUPERVISOR)
-        self._meet(known.wanted.slots or self._likely_slots())
+        self._ask_slots(known.wanted.slots or self._likely_slots())
+
+    @property
+    def first_keys(self) -> list[str]:
+        """The keys of round 1."""
+        return self._rounds.next_keys
+
+    def run(self) -> Found:
         self._rounds.run()
+        return self.found
 
     def _likely_slots(self) -> list[str]:
         kept = [slot for slot in self._known.claims if slot != SUPERVISOR]
         return kept or [layout.slot_name(i) for i in range(FIRST_SLOTS)]
 
-    def _reach(self, known: int) -> int:
+    def _gallop_reach(self, known: int) -> int:
         """How far to gallop: the first look may be long after what is kept, the next ones follow at once."""
         return 1 if not self._known.first else NEAR if known else FAR
 
@@ -91,16 +105,22 @@ class _Look:
         start = self.found.wanted.records
         all_there = all(self._ahead.is_there(layout.control(n)) for n in range(start, start + count))
         if all_there:  # there may be more: read on when those have been asked for, too
-            self._rounds.want([layout.control(start + count + n) for n in range(count)])
-            self._rounds.want([], lambda: self._hear_control(2 * count))
+            more = max(2 * count, self._controls_listed() - start + 1)
+            self._rounds.want([layout.control(start + n) for n in range(count, more)])
+            self._rounds.want([], lambda: self._hear_control(more))
             return
         if start:
             self.found.wanted = read_control(self._ahead, self.found.wanted)
         else:
             self.found.wanted, self.found.lost = readable(self._ahead)
-        self._meet(self.found.wanted.slots)
+        self._ask_slots(self.found.wanted.slots)
 
-    def _meet(self, slots: Iterable[str]) -> None:
+    def _controls_listed(self) -> int:
+        """How many a LIST has shown, which may lag.  A fleet with a lease writes one every few minutes."""
+        numbers = [n for key in self._ahead.listed(layout.CONTROLS) if (n := layout.control_number(key)) is not None]
+        return max(numbers, default=-1) + 1
+
+    def _ask_slots(self, slots: Iterable[str]) -> None:
         for slot in slots:
             if slot not in self._slots:
                 self._slots.add(slot)
@@ -110,15 +130,16 @@ class _Look:
     def _claims_of(self, slot: str) -> None:
         key = lambda n: layout.claim(slot, n + 1)  # noqa: E731
         low = self._known.claims.get(slot, 0)
-        self._follow(slot, low)
-        self._rounds.count(key, low, 1 if not self._known.first else NEAR, lambda n: self._claimed(slot, n))
+        self._follow_slot(slot, low)
+        reach = 1 if not self._known.first else NEW_LIVES if low else NEAR
+        self._rounds.count(key, low, reach, lambda n: self._hear_claims(slot, n))
 
-    def _claimed(self, slot: str, generations: int) -> None:
+    def _hear_claims(self, slot: str, generations: int) -> None:
         self.found.claims[slot] = generations
-        self._follow(slot, generations)
+        self._follow_slot(slot, generations)
 
-    def _follow(self, slot: str, generations: int) -> None:
-        """What there is to know of each life of a slot."""
+    def _follow_slot(self, slot: str, generations: int) -> None:
+        """Ask for the logs and goodbyes of each session of a slot."""
         lives = [(slot, g) for g in range(1, generations + 1)]
         self._rounds.want([layout.claim(s, g) for s, g in lives if g > self._read_claims(s)])
         if slot != SUPERVISOR:
@@ -133,7 +154,7 @@ class _Look:
         return 0 if self._known.first else self._known.claims.get(slot, 0)
 
     def _with_logs(self, lives: list[Owner]) -> list[Owner]:
-        """Whose logs this view follows, where it does not list all."""
+        """The sessions whose logs this view follows, where it does not list all."""
         if self._scope.newest is None:
             return []
         if lives and lives[0][0] == SUPERVISOR:
@@ -143,16 +164,16 @@ class _Look:
     def _logs_of(self, owner: Owner) -> None:
         key = lambda n: layout.log(*owner, n)  # noqa: E731
         low = self._known.logs.get(owner, 0)
-        self._rounds.count(key, low, self._reach(low), lambda n: self._logged(owner, n))
+        self._rounds.count(key, low, self._gallop_reach(low), lambda n: self._hear_logs(owner, n))
 
-    def _logged(self, owner: Owner, count: int) -> None:
+    def _hear_logs(self, owner: Owner, count: int) -> None:
         start = 0 if self._known.first else self._known.logs.get(owner, 0)
         if owner[0] != SUPERVISOR and self._known.first:
             start = max(0, count - (self._scope.newest or 0))
         self.found.logs[owner] = (start, count)
         self._rounds.want([layout.log(*owner, n) for n in range(start, count)])
 
-    def _committed(self, count: int) -> None:
+    def _hear_commits(self, count: int) -> None:
         self.found.commits = count
         if self._scope.commits:
             self._rounds.want([layout.commit(t) for t in range(self._known.read, count)])
@@ -161,28 +182,38 @@ class _Look:
 # -------------------------------------------------------------------- what is kept
 
 
-def first_look(ahead: Ahead, scope: Scope) -> Found:
-    """The same for who knows nothing, with what the cache has, if that is of this run."""
-    cache = ahead.cache
-    known = Known() if cache is None else kept(cache)
+def likely_keys(ahead: Ahead, cache: Cache | None, scope: Scope) -> list[str]:
+    """The keys that `first_look` asks for in round 1, if `cache` is of this run.  Nothing is asked for here."""
+    known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
-        return look(ahead, scope, known)
+        return _Look(ahead, scope, ReadSoFar()).first_keys
+    newest = layout.commit(known.commits - 1)  # to be compared with the one that is kept
+    keys = _Look(ahead, scope, replace(known, commits=known.commits - 1)).first_keys
+    return [key for key in keys if key == newest or cache.get(key) is None]
+
+
+def first_look(ahead: Ahead, scope: Scope) -> Found:
+    """The same for a reader that knows nothing, with what the cache has, if that is of this run."""
+    cache = ahead.cache
+    known = ReadSoFar() if cache is None else known_from_cache(cache)
+    if cache is None or known.commits == 0:
+        return take_look(ahead, scope, known)
     newest = layout.commit(known.commits - 1)
     body = cache.take(newest)
-    found = look(ahead, scope, replace(known, commits=known.commits - 1))
+    found = take_look(ahead, scope, replace(known, commits=known.commits - 1))
     if body is not None and ahead.get(newest) == body:
         cache.put_back(newest, body)
         return found
     cache.clear()
     ahead.forget()
-    return look(ahead, scope, Known())
+    return take_look(ahead, scope, ReadSoFar())
 
 
-def kept(cache: Cache) -> Known:
+def known_from_cache(cache: Cache) -> ReadSoFar:
     """How far the run in the cache goes; nothing, if no commit proves that it is this one."""
     commits = max((layout.commit_step(key) for key in cache.keys("commit")), default=-1) + 1
     if commits == 0:
-        return Known()
+        return ReadSoFar()
     claims, logs = dict[str, int](), dict[Owner, int]()
     for key in cache.keys("claim"):
         slot, generation = layout.claim_owner(key)
@@ -190,4 +221,4 @@ def kept(cache: Cache) -> Known:
     for key in cache.keys("log"):
         if owner := layout.log_owner(key):
             logs[owner] = max(layout.log_number(key) + 1, logs.get(owner, 0))
-    return Known(commits=commits, claims=claims, logs=logs)
+    return ReadSoFar(commits=commits, claims=claims, logs=logs)

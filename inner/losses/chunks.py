@@ -6,8 +6,8 @@
         piece 1  ▓▓▓▓▓▓▓▓▓▓▓▓ V     backward  the same piece again, its gradient written in place
         …                           a piece holds n · V ≤ CHUNK entries, and one position at least
 
-What a softmax makes on the way (log-probs, mixtures, summands) is as large as the logits, several times over. Here it
-exists for one piece. The whole of it is only there as what came in, and as the gradient that goes out.
+The temporaries of a softmax (log-probs, mixtures, summands) are several times as large as the logits. Here they exist
+for one piece at a time; only the input logits and their gradient exist whole.
 
 Not promised: second derivatives of a loss that needed more than one piece.
 """
@@ -41,7 +41,7 @@ def by_position(loss: PositionLoss, student: Tensor, teacher: Tensor, kept: Tens
     return values
 
 
-def _pieces(at: tuple[Tensor, ...], vocabulary: int) -> Iterator[tuple[Tensor, ...]]:
+def _split_pieces(at: tuple[Tensor, ...], vocabulary: int) -> Iterator[tuple[Tensor, ...]]:
     n = max(1, CHUNK // vocabulary)
     return zip(*(index.split(n) for index in at), strict=True)
 
@@ -49,18 +49,20 @@ def _pieces(at: tuple[Tensor, ...], vocabulary: int) -> Iterator[tuple[Tensor, .
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: PositionLoss, at: tuple[Tensor, ...], student: Tensor, teacher: Tensor) -> Tensor:
-        ctx.loss, ctx.at = loss, at
+        ctx.loss = loss
+        ctx.at = at
         ctx.save_for_backward(student, teacher)
-        return torch.cat([loss(student[piece], teacher[piece]) for piece in _pieces(at, student.size(-1))])
+        return torch.cat([loss(student[piece], teacher[piece]) for piece in _split_pieces(at, student.size(-1))])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        both, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        found = [torch.zeros_like(logits) if want else None for logits, want in zip(both, wanted, strict=True)]
-        pieces = list(_pieces(ctx.at, both[0].size(-1)))
+        both = ctx.saved_tensors
+        needs_grad = ctx.needs_input_grad[2:]
+        found = [torch.zeros_like(logits) if want else None for logits, want in zip(both, needs_grad, strict=True)]
+        pieces = list(_split_pieces(ctx.at, both[0].size(-1)))
         for piece, weight in zip(pieces, grad_outputs[0].split([len(piece[0]) for piece in pieces]), strict=True):
-            leaves = [x[piece].detach().requires_grad_(want) for x, want in zip(both, wanted, strict=True)]
+            leaves = [x[piece].detach().requires_grad_(want) for x, want in zip(both, needs_grad, strict=True)]
             with torch.enable_grad():
                 value = ctx.loss(*leaves)
             some = [leaf for leaf in leaves if leaf.requires_grad]

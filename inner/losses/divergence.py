@@ -63,7 +63,7 @@ def generalized_jsd_loss(
         here = () if labels is None else kept
         return entries(student_logits[here], teacher_logits[here])
     positions = by_position(lambda s, t: entries(s, t).sum(-1), student_logits, teacher_logits, kept)
-    return positions.sum() / _divisor(reduction, student_logits, labels, int(kept.sum()), top_k)
+    return positions.sum() / _reduction_divisor(reduction, student_logits, labels, int(kept.sum()), top_k)
 
 
 def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
@@ -71,7 +71,9 @@ def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
     return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if labels is None else labels != IGNORE
 
 
-def _divisor(reduction: Reduction, logits: Tensor, labels: Tensor | None, valid: int, top_k: int | None) -> int:
+def _reduction_divisor(
+    reduction: Reduction, logits: Tensor, labels: Tensor | None, valid: int, top_k: int | None
+) -> int:
     if reduction == "sum":
         return 1
     if reduction == "mean":
@@ -102,15 +104,17 @@ def divergence_entries(s: Tensor, t: Tensor, beta: float) -> Tensor:
 def _kl_entries(p: Tensor, q: Tensor) -> Tensor:
     """e^p (p - q), with 0 (log 0 - q) = 0."""
     possible = ~p.isneginf()
-    return p.exp() * torch.where(possible, torch.where(possible, p, 0.0) - torch.where(possible, floored(q), 0.0), 0.0)
+    return p.exp() * torch.where(
+        possible, torch.where(possible, p, 0.0) - torch.where(possible, floor_log_zero(q), 0.0), 0.0
+    )
 
 
 def or_uniform(logits: Tensor) -> Tensor:
-    """A row of nothing but -inf has no distribution to renormalise: it counts as one that does not know."""
+    """A row of nothing but -inf has no distribution to renormalise: it counts as uniform."""
     return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, logits)
 
 
-def floored(logp: Tensor) -> Tensor:
+def floor_log_zero(logp: Tensor) -> Tensor:
     """log 0 as the log of the smallest normal number (-87 in float32), so that no KL is infinite."""
     return torch.where(logp.isneginf(), math.log(torch.finfo(logp.dtype).tiny), logp)
 

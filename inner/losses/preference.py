@@ -79,18 +79,18 @@ def dpo_loss(
     z = beta * z
     # logsigmoid, not log(sigmoid()): the latter is -inf from z = -104 on.
     losses = -F.logsigmoid(z) * (1 - label_smoothing) - F.logsigmoid(-z) * label_smoothing
-    losses = losses + nll_weight * _nll(policy_chosen, chosen_tokens) if nll_weight else losses
-    return _weighed(losses, weights).mean()
+    losses = losses + nll_weight * _nll_anchor(policy_chosen, chosen_tokens) if nll_weight else losses
+    return _apply_weights(losses, weights).mean()
 
 
-def _weighed(losses: Tensor, weights: Tensor | None) -> Tensor:
+def _apply_weights(losses: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return losses
     _same_shape(losses, weights)
     return losses * weights
 
 
-def _nll(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
+def _nll_anchor(policy_chosen: Tensor, tokens: Tensor | None) -> Tensor:
     """-log p per token of the chosen response."""
     if tokens is None:
         raise ValueError(
@@ -110,7 +110,7 @@ def simpo_loss(
     _refuse_negative(beta=beta, gamma=gamma)
     if not chosen_mean.numel():
         return (chosen_mean.sum() + rejected_mean.sum()) * 0.0
-    return _weighed(-F.logsigmoid(beta * (chosen_mean - rejected_mean) - gamma), weights).mean()
+    return _apply_weights(-F.logsigmoid(beta * (chosen_mean - rejected_mean) - gamma), weights).mean()
 
 
 def _refuse_negative(**weights: float) -> None:

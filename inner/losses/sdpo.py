@@ -1,4 +1,4 @@
-"""Self-distillation policy optimization: the policy, told what happened, teaches itself.
+"""Self-distillation policy optimization: the policy, shown the outcome of its attempt, teaches itself.
 
     teacher   π(· | x, f, y_<t)     x the prompt, f feedback or a sibling's success, y the whole response, no gradient
     student   π(· | x, y_<t)
@@ -11,8 +11,8 @@
     Hübotter et al., Reinforcement Learning via Self-Distillation, eq. (1) (α = 1, no top_k), and lasgroup/SDPO's
     compute_self_distillation_loss, whose settings are the defaults here.
 
-The teacher is whoever made `teacher_logits`: an average of the weights (their rate .05, or .01), or the first weights.
-The live model as its own teacher is unstable. It replaces the policy gradient; it is no term beside it.
+The teacher is the model that made `teacher_logits`: an average of the weights (their rate .05, or .01), or the first
+weights. The live model as its own teacher is unstable. It replaces the policy gradient; it is no term beside it.
 
 Not promised: the teacher's prompt, and which responses have one: mark the others -100.
 """
@@ -51,13 +51,12 @@ def sdpo_loss(
     labels        the tokens that were sampled, already shifted (the logits at a position predict its label)
     old_logprobs  (...) log π_old of these tokens when they were sampled; None: on-policy, ρ = 1
     top_k         None: the whole vocabulary.   add_tail=False: renormalised over the kept tokens, no bucket
-    divisor       what the sum over the positions is divided by, where they are a part of a larger batch; None: their
-                  number
+    divisor       divides the sum over the positions, where these are a part of a larger batch; None: their number
     No valid position gives 0, with a zero gradient that is still on the graph.
     """
     check_shapes(student_logits, teacher_logits, labels)
     check_knobs(alpha, temperature)
-    _check(labels, old_logprobs, top_k, is_clip)
+    _check_settings(labels, old_logprobs, top_k, is_clip)
     kept = valid_positions(student_logits, labels)
     if student_logits.numel() == 0 or not bool(kept.any()):
         return zero_on_graph(student_logits)
@@ -67,7 +66,7 @@ def sdpo_loss(
         if top_k is not None and top_k < s.size(-1):
             s, likeliest = s.topk(top_k, dim=-1)
             t = t.gather(-1, likeliest)
-            s, t = (_with_tail(s), _with_tail(t)) if add_tail else (_renormalised(s), _renormalised(t))
+            s, t = (_with_tail(s), _with_tail(t)) if add_tail else (_renormalise_top(s), _renormalise_top(t))
         return divergence_entries(s, t, alpha).sum(-1)
 
     losses = by_position(divergence, student_logits, teacher_logits, kept)
@@ -76,7 +75,7 @@ def sdpo_loss(
     return losses.mean() if divisor is None else losses.sum() / divisor
 
 
-def _renormalised(kept: Tensor) -> Tensor:
+def _renormalise_top(kept: Tensor) -> Tensor:
     return or_uniform(kept).log_softmax(-1)
 
 
@@ -97,7 +96,7 @@ def _clipped_ratio(
     return (now - old[kept].to(now.dtype)).clamp(-20, 20).exp().clamp(max=is_clip)
 
 
-def _check(labels: Tensor, old: Tensor | None, top_k: int | None, is_clip: float | None) -> None:
+def _check_settings(labels: Tensor, old: Tensor | None, top_k: int | None, is_clip: float | None) -> None:
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k = {top_k} must be 1 or more; None is the whole vocabulary.")
     if is_clip is not None and not is_clip > 0:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inner.losses.chunks import by_position
-from inner.losses.divergence import check_mask, floored, log_probs, zero_on_graph
+from inner.losses.divergence import check_mask, floor_log_zero, log_probs, zero_on_graph
 
 
 def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: float) -> Tensor:
@@ -31,13 +31,13 @@ def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: f
         return zero_on_graph(student_logits)
 
     def cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
-        target = _blend(student.detach(), teacher, t).softmax(-1)
-        return -(target * torch.where(target == 0, 0.0, floored(log_probs(student)))).sum(-1)
+        target = _blend_logits(student.detach(), teacher, t).softmax(-1)
+        return -(target * torch.where(target == 0, 0.0, floor_log_zero(log_probs(student)))).sum(-1)
 
     return by_position(cross_entropy, student_logits, teacher_logits, kept).mean()
 
 
-def _blend(student: Tensor, teacher: Tensor, t: float) -> Tensor:
+def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:
     """(1 - t) S + t T_, where a zero weight silences even -inf."""
     student = student if student.dtype == torch.float64 else student.float()
     if t == 0:
@@ -67,9 +67,14 @@ class TAIDScheduler:
             raise ValueError(f"num_train_steps = {num_train_steps} must be 1 or more.")
         if not 0 <= t_start <= t_end <= 1:
             raise ValueError(f"0 <= t_start = {t_start} <= t_end = {t_end} <= 1 does not hold.")
-        self.num_train_steps, self.t_start, self.t_end = num_train_steps, t_start, t_end
-        self.alpha, self.beta, self.disable_adaptive = alpha, beta, disable_adaptive
-        self.t, self.momentum = t_start, 0.0
+        self.num_train_steps = num_train_steps
+        self.t_start = t_start
+        self.t_end = t_end
+        self.alpha = alpha
+        self.beta = beta
+        self.disable_adaptive = disable_adaptive
+        self.t = t_start
+        self.momentum = 0.0
         self.previous: float | None = None
 
     def update_t(self, loss: Tensor | float, global_step: int) -> float:
@@ -79,13 +84,14 @@ class TAIDScheduler:
         line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
         ahead = self.t
         if value != 0 and isfinite(value):
-            ahead = self._ahead(value)
+            ahead = self._adaptive_t(value)
         self.t = max(self.t, min(self.t_end, max(line, ahead)))
         return self.t
 
-    def _ahead(self, loss: float) -> float:
+    def _adaptive_t(self, loss: float) -> float:
         """Where this loss would take t without the line."""
-        previous, self.previous = self.previous, loss
+        previous = self.previous
+        self.previous = loss
         if previous is None or self.disable_adaptive:
             return self.t
         self.momentum = self.beta * self.momentum + (1 - self.beta) * (previous - loss) / (previous + 1e-15)

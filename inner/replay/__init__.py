@@ -1,4 +1,4 @@
-"""Frozen traces, asked again: what would stronger models have done in the states where the student stood?
+"""Frozen traces, asked again: the actions of stronger models in the student's states.
 
     rollouts ──▶ TraceState ──▶ replay_trace ──▶ TeacherAction ──▶ extract_dpo_pairs ──▶ DPOPair ──▶ DJNormalizer
      states.py                   ask.py           on disk as it      pairs.py                         normalize.py

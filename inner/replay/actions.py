@@ -1,4 +1,4 @@
-"""An action as one string, and when two actions are the same.
+"""An action as one string, and the test whether two actions are the same.
 
     {"content": "Let me look.", "tool_calls": [{"function": {"name": "ls", "arguments": "{\\"path\\": \\".\\"}"}}]}
         action_text     ──▶   Let me look.
@@ -38,10 +38,10 @@ def action_text(message: Mapping[str, Any]) -> str:
 
 def action_message(text: str) -> Message:
     """The assistant's turn that `action_text` wrote down. Text that only looks like a call stays text."""
-    calls = [call for body in _CALL.findall(text) if (call := _call(body)) is not None]
+    calls = [call for body in _CALL.findall(text) if (call := _parse_call(body)) is not None]
     if not calls:
         return {"role": "assistant", "content": text}
-    words = _CALL.sub(lambda found: found[0] if _call(found[1]) is None else "", text).strip()
+    words = _CALL.sub(lambda found: found[0] if _parse_call(found[1]) is None else "", text).strip()
     return {"role": "assistant", "content": words, "tool_calls": [{"type": "function", "function": c} for c in calls]}
 
 
@@ -55,7 +55,7 @@ def action_key(text: str) -> str:
 
 def calls_key(calls: Sequence[tuple[str, Any]]) -> str:
     """Of names and arguments."""
-    named = [[name, _canonical(arguments)] for name, arguments in calls]
+    named = [[name, _canonical_value(arguments)] for name, arguments in calls]
     return json.dumps(named, sort_keys=True, ensure_ascii=False)
 
 
@@ -93,11 +93,11 @@ def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    body = json.dumps({"name": function["name"], "arguments": _arguments(function)}, ensure_ascii=False)
+    body = json.dumps({"name": function["name"], "arguments": _parse_arguments(function)}, ensure_ascii=False)
     return "<tool_call>\n" + body.replace("</", "<\\/") + "\n</tool_call>"  # the same JSON, and no early end
 
 
-def _arguments(function: Mapping[str, Any]) -> Any:
+def _parse_arguments(function: Mapping[str, Any]) -> Any:
     """As an object where they are one; a model's broken JSON stays the text that it is."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -108,14 +108,14 @@ def _arguments(function: Mapping[str, Any]) -> Any:
         return arguments
 
 
-def _call(body: str) -> Message | None:
+def _parse_call(body: str) -> Message | None:
     try:
         call = load_json(body)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return {"name": call["name"], "arguments": _arguments(call)}
+    return {"name": call["name"], "arguments": _parse_arguments(call)}
 
 
 def _wire_call(call: Mapping[str, Any], spare_id: str) -> Message:
@@ -128,12 +128,12 @@ def _wire_call(call: Mapping[str, Any], spare_id: str) -> Message:
     }
 
 
-def _canonical(value: Any) -> Any:
+def _canonical_value(value: Any) -> Any:
     """Arguments as they count: 1.0 is 1, null is not given, blanks around a string do not matter."""
     if isinstance(value, dict):
-        return {key: _canonical(v) for key, v in value.items() if v is not None}
+        return {key: _canonical_value(v) for key, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [_canonical(v) for v in value]
+        return [_canonical_value(v) for v in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return text_key(value) if isinstance(value, str) else value

@@ -4,20 +4,20 @@
              (student_entropy)  │        (all with the student, or enough agree on something else)
                                 ▼
                on disk already? ─▶ hold the worst case ─▶ write it down ─▶ send ─▶ write the answer down ─▶ settle
-                                   (waits, or gives up at the ceiling)        └─ again: wait as told, then from `hold`
+                                   (waits, or gives up at the ceiling)        └─ again: wait, then from `hold`
 
-in the air with a teacher ≤ 1 + what it has answered at no more than the worst case
+in flight with a teacher ≤ 1 + permits; a teacher earns one with each answer that costs no more than the worst case
 
-What became of a request is decided in one place (exchange.py, teachers.py): an answer, again, failed, or stop. A
+The outcome of a request is decided in one place (exchange.py, teachers.py): an answer, again, failed, or stop. A
 teacher that asks for more than LONGEST_WAIT_S is closed: its other calls fail at once and free, the other teachers go
 on, and the same call of replay_trace asks again later.
 
-So the first call to a teacher goes alone: a wrong key, address or price is found out once, not 200 times. What stops
-the replay (no credits, wrong key, HTML, endpoint down, more charged than the worst case) stops all sending; requests in
-the air are still read and kept. The same call with the same ledger goes on from there.
+So the first call to a teacher goes alone: a wrong key, address or price is found out once, not 200 times. A failure
+that stops the replay (no credits, wrong key, HTML, endpoint down, more charged than the worst case) stops all sending;
+responses to requests in flight are still read and kept. The same call with the same ledger goes on from there.
 
-Not promised: a total below the ceiling if an endpoint is honest at first and then charges more than our prices for what
-is already in the air. The first such charge stops the replay. OpenRouter is told our prices and refuses dearer
+Not promised: a total below the ceiling if an endpoint is honest at first and then charges more than our prices for
+requests already in flight. The first such charge stops the replay. OpenRouter gets our prices and refuses dearer
 providers.
 """
 
@@ -39,8 +39,8 @@ import httpx
 
 from inner.base import InnerError
 from inner.replay.commands import Key, key_of
-from inner.replay.exchange import exchange
-from inner.replay.ledger import CeilingReached, Ledger, LedgerError, Purse, call_digest, usd
+from inner.replay.exchange import send_and_read
+from inner.replay.ledger import CeilingReached, CostCeiling, Ledger, LedgerError, call_digest, to_usd
 from inner.replay.states import TraceState
 from inner.replay.teachers import (
     MOST_USD,
@@ -61,7 +61,7 @@ Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # no need to ask t
 
 
 @dataclass(frozen=True)
-class Clock:
+class RequestClock:
     """Seconds. A test gives one that does not wait."""
 
     now: Callable[[], float] = time.monotonic
@@ -73,7 +73,7 @@ class Replay:
     """The teachers' actions, in the order of states and teachers; iterate over it. The counts say what is missing."""
 
     actions: list[TeacherAction]
-    spent_usd: float  # by this ledger, all its lives together
+    spent_usd: float  # by this ledger, all processes that used it together
     ceiling_usd: float
     counts: Counter[str] = field(default_factory=Counter)  # asked, from_ledger, at_ceiling, failed, not_unsure
 
@@ -112,7 +112,7 @@ async def replay_trace(
     timeout_s: float = 120.0,
     progress: bool | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
-    clock: Clock = Clock(),
+    clock: RequestClock = RequestClock(),
 ) -> Replay:
     """Ask the teachers what they would do in the states. Give a `ledger` file: a killed replay then resumes.
 
@@ -126,7 +126,8 @@ async def replay_trace(
 
     InnerError: something is wrong with what was given, and nothing was sent. ReplayStopped: see above.
     """
-    _check(states, teachers, max_total_usd, min_student_entropy, concurrency, tries, timeout_s)
+    _check_settings(max_total_usd=max_total_usd, concurrency=concurrency, tries=tries, timeout_s=timeout_s)
+    _check_asked(states, teachers, min_student_entropy)
     headers = {teacher.model: teacher.headers() for teacher in teachers}
     asked = [s for s in states if min_student_entropy is None or s.get("student_entropy", 0.0) >= min_student_entropy]
     for state in asked:
@@ -135,19 +136,21 @@ async def replay_trace(
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
     try:
         n = min(concurrency, max(1, len(asked) * len(teachers)))
-        async with _clients(n, timeout_s, transport) as clients:
-            purse = Purse(int(max_total_usd * NANO), book.spent_nano)
-            desk = _Desk(clients, book, purse, headers, tries=tries, timeout_s=timeout_s, clock=clock)
-            desk.counts["not_unsure"] = len(states) - len(asked)
-            done = partial(settled, agreement_threshold=agreement_threshold, key=key)
-            rows = await _ask_all(desk, asked, teachers, done, progress)
+        async with _open_clients(n, timeout_s, transport) as clients:
+            cost_ceiling = CostCeiling(int(max_total_usd * NANO), book.spent_nano)
+            dispatcher = _RequestDispatcher(
+                clients, book, cost_ceiling, headers, tries=tries, timeout_s=timeout_s, clock=clock
+            )
+            dispatcher.counts["not_unsure"] = len(states) - len(asked)
+            done = partial(is_settled, agreement_threshold=agreement_threshold, key=key)
+            rows = await _ask_all(dispatcher, asked, teachers, done, progress)
     finally:
         if book is not ledger:
             book.close()
-    replay = Replay(rows, usd(desk.purse.spent), max_total_usd, desk.counts)
-    if desk.stopped:
-        raise ReplayStopped(_stop_message(desk.stopped, replay, book.path), replay)
-    if desk.counts["at_ceiling"]:
+    replay = Replay(rows, to_usd(dispatcher.cost_ceiling.spent), max_total_usd, dispatcher.counts)
+    if dispatcher.stopped:
+        raise ReplayStopped(_stop_message(dispatcher.stopped, replay, book.path), replay)
+    if dispatcher.counts["at_ceiling"]:
         log.warning("the ceiling is reached: %s", replay.summary())
     return replay
 
@@ -157,10 +160,10 @@ def tiers_of(teachers: Sequence[Teacher]) -> list[list[Teacher]]:
     return [[t for t in teachers if t.tier == tier] for tier in sorted({t.tier for t in teachers})]
 
 
-def settled(
+def is_settled(
     state: TraceState, actions: Iterable[TeacherAction], agreement_threshold: float, key: str | Key | None = None
 ) -> bool:
-    """No need for the next tier: all are with the student, or enough of them agree on one thing."""
+    """No need for the next tier: all agree with the student, or enough of them agree on one action."""
     compared = key_of(key, state.get("action_form"))
     keys = [compared(a["action"]) if a["action"] else None for a in actions]
     if not keys or None in keys:
@@ -170,7 +173,11 @@ def settled(
 
 
 async def _ask_all(
-    desk: "_Desk", states: Sequence[TraceState], teachers: Sequence[Teacher], done: Done, progress: bool | None
+    dispatcher: "_RequestDispatcher",
+    states: Sequence[TraceState],
+    teachers: Sequence[Teacher],
+    done: Done,
+    progress: bool | None,
 ) -> list[TeacherAction]:
     from tqdm import tqdm
 
@@ -178,21 +185,24 @@ async def _ask_all(
     with tqdm(total=len(states), unit="state", desc="teachers", disable=not shown) as bar:
 
         async def one(state: TraceState) -> list[TeacherAction]:
-            rows = await _ask_state(desk, state, tiers_of(teachers), done)
-            bar.set_postfix_str(f"${usd(desk.purse.spent):.2f} of ${usd(desk.purse.ceiling):.2f}", refresh=False)
+            rows = await _ask_state(dispatcher, state, tiers_of(teachers), done)
+            spent, ceiling = dispatcher.cost_ceiling.spent, dispatcher.cost_ceiling.ceiling
+            bar.set_postfix_str(f"${to_usd(spent):.2f} of ${to_usd(ceiling):.2f}", refresh=False)
             bar.update()
             return rows
 
         async with asyncio.TaskGroup() as group:
-            desk.group = group
+            dispatcher.group = group
             tasks = [group.create_task(one(state)) for state in states]
     return [row for task in tasks for row in task.result()]
 
 
-async def _ask_state(desk: "_Desk", state: TraceState, tiers: list[list[Teacher]], done: Done) -> list[TeacherAction]:
+async def _ask_state(
+    dispatcher: "_RequestDispatcher", state: TraceState, tiers: list[list[Teacher]], done: Done
+) -> list[TeacherAction]:
     rows: list[TeacherAction] = []
     for tier in tiers:
-        answers = await asyncio.gather(*(desk.ask(state, teacher) for teacher in tier))
+        answers = await asyncio.gather(*(dispatcher.ask(state, teacher) for teacher in tier))
         rows += [answer for answer in answers if answer is not None]
         if done(state, rows):
             break
@@ -200,10 +210,10 @@ async def _ask_state(desk: "_Desk", state: TraceState, tiers: list[list[Teacher]
 
 
 @asynccontextmanager
-async def _clients(
+async def _open_clients(
     n: int, timeout_s: float, transport: httpx.AsyncBaseTransport | None
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """One for each request in the air: a shared pool looks through all its connections at every request, squared."""
+    """One for each request in flight: a shared pool looks through all its connections at every request, squared."""
     timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s / 2))
     context = httpx.create_ssl_context()
     async with AsyncExitStack() as stack:
@@ -219,32 +229,36 @@ class _Call:
     body: dict[str, Any]
 
 
-class _Desk:
-    """Sends requests and keeps the books. One per replay."""
+class _RequestDispatcher:
+    """Sends requests under the ceiling and records them in the ledger. One per replay."""
 
     def __init__(
         self,
         clients: Sequence[httpx.AsyncClient],
         ledger: Ledger,
-        purse: Purse,
+        cost_ceiling: CostCeiling,
         headers: dict[str, dict[str, str]],
         *,
         tries: int,
         timeout_s: float,
-        clock: Clock,
+        clock: RequestClock,
     ) -> None:
-        self.ledger, self.purse, self.headers = ledger, purse, headers
-        self.tries, self.timeout_s, self.clock = tries, timeout_s, clock
+        self.ledger = ledger
+        self.cost_ceiling = cost_ceiling
+        self.headers = headers
+        self.tries = tries
+        self.timeout_s = timeout_s
+        self.clock = clock
         self.counts: Counter[str] = Counter()
         self.stopped = ""
         self.group: asyncio.TaskGroup
-        self._free: asyncio.LifoQueue[httpx.AsyncClient] = (
+        self._idle_clients: asyncio.LifoQueue[httpx.AsyncClient] = (
             asyncio.LifoQueue()
         )  # last used first: its connection is open
         for client in clients:
-            self._free.put_nowait(client)
-        self._in_air: Counter[str] = Counter()
-        self._honest: Counter[str] = Counter()
+            self._idle_clients.put_nowait(client)
+        self._in_flight: Counter[str] = Counter()
+        self._earned_permits: Counter[str] = Counter()
         self._changed = asyncio.Condition()
         self._not_before: dict[str, float] = {}  # a 429 for one call holds for all calls to that teacher
         self._closed: dict[str, Reading] = {}  # teachers that asked for a longer wait than ours, and how
@@ -267,57 +281,60 @@ class _Desk:
         return {"state_id": state["state_id"], "teacher": teacher.model, **answer}  # type: ignore[typeddict-item]
 
     async def _with_retries(self, call: _Call) -> dict[str, Any] | None:
-        client = await self._free.get()
+        client = await self._idle_clients.get()
         try:
             for attempt in range(1, self.tries + 1):
-                reading, answer = await self._once(client, call, attempt)
+                reading, answer = await self._send_once(client, call, attempt)
                 if reading.verdict != "again":
-                    return self._outcome(reading, answer)
+                    return self._count_outcome(reading, answer)
                 if call.teacher.model in self._closed or attempt == self.tries:
-                    return self._gave_up(call.teacher, reading)
-                await self.clock.sleep(_wait(reading, attempt))
+                    return self._give_up(call.teacher, reading)
+                await self.clock.sleep(_retry_delay_s(reading, attempt))
         except CeilingReached:
             self.counts["at_ceiling"] += 1
         except LedgerError as error:  # what cannot be booked must not be sent
             self._stop(str(error).removesuffix("."))
         finally:
-            self._free.put_nowait(client)
+            self._idle_clients.put_nowait(client)
         return None
 
-    async def _once(
+    async def _send_once(
         self, client: httpx.AsyncClient, call: _Call, attempt: int
     ) -> tuple[Reading, dict[str, Any] | None]:
-        teacher, reserve, cost = call.teacher, worst_cost_nano(call.teacher, call.body), 0
-        await self._take_off(teacher, reserve)
+        teacher = call.teacher
+        reserve = worst_cost_nano(call.teacher, call.body)
+        cost = 0
+        await self._acquire_permit(teacher, reserve)
         try:
-            await self._pause(teacher)
+            await self._wait_for_turn(teacher)
             if self.stopped or teacher.model in self._closed:
                 return self._closed.get(teacher.model, NOT_SENT), None
-            number = self.ledger.sent(call.digest, call.state_id, teacher.model, reserve)
+            number = self.ledger.record_sent(call.digest, call.state_id, teacher.model, reserve)
             cost = reserve  # until we know better
             started = time.monotonic()
-            reading = await exchange(
+            reading = await send_and_read(
                 client, teacher, call.body, self.headers[teacher.model], timeout_s=self.timeout_s, now=time.time()
             )
             cost = reserve if reading.cost_nano is None else reading.cost_nano
-            answer = _answer(reading, cost, time.monotonic() - started, attempt)
-            self._learn(teacher, reading, cost, reserve)
-            self.ledger.back(number, call.digest, cost, answer, reading.why)
+            answer = _ledger_answer(reading, cost, time.monotonic() - started, attempt)
+            self._apply_reading(teacher, reading, cost, reserve)
+            self.ledger.record_answer(number, call.digest, cost, answer, reading.why)
         finally:
-            await self._land(teacher, reserve, cost)
+            await self._release_permit(teacher, reserve, cost)
         return reading, answer
 
-    def _learn(self, teacher: Teacher, reading: Reading, cost: int, reserve: int) -> None:
-        """What this response means for all other requests, before any of them can go."""
+    def _apply_reading(self, teacher: Teacher, reading: Reading, cost: int, reserve: int) -> None:
+        """Applies this response to all other requests, before any of them can be sent."""
         if cost > reserve:
             self._stop(
-                f"{teacher.model} charged ${usd(cost):.6f} for a request that costs at most ${usd(reserve):.6f} at "
-                f"${teacher.prompt_usd} and ${teacher.completion_usd} per million tokens: correct the teacher's prices"
+                f"{teacher.model} charged ${to_usd(cost):.6f} for a request that costs at most ${to_usd(reserve):.6f} "
+                f"at ${teacher.prompt_usd} and ${teacher.completion_usd} per million tokens: "
+                "correct the teacher's prices"
             )
         elif reading.verdict == "stop":
             self._stop(f"{teacher.model} at {teacher.base_url} answered {reading.why}")
         elif reading.verdict == "answer":
-            self._honest[teacher.model] += 1
+            self._earned_permits[teacher.model] += 1
         elif reading.verdict == "again" and reading.after_s is not None:
             self._put_off(teacher, reading, reading.after_s)
 
@@ -332,44 +349,46 @@ class _Desk:
                 *(model, after_s, reading.why),
             )
 
-    def _outcome(self, reading: Reading, answer: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _count_outcome(self, reading: Reading, answer: dict[str, Any] | None) -> dict[str, Any] | None:
         if reading.verdict == "failed":
             self.counts["failed"] += 1
-            return answer or _failure(reading, 0.0)
+            return answer or _failed_answer(reading, 0.0)
         self.counts["asked"] += reading.verdict == "answer"
         return answer
 
-    def _gave_up(self, teacher: Teacher, reading: Reading) -> dict[str, Any]:
+    def _give_up(self, teacher: Teacher, reading: Reading) -> dict[str, Any]:
         self.counts["failed"] += 1
         if reading.unreachable:
             self._stop(f"{reading.why}, tried {self.tries} times: is the endpoint up, and is base_url right")
-        if teacher.model not in self._closed:  # that was said once
+        if teacher.model not in self._closed:  # that was logged once
             log.warning("%s gave no answer: %s", teacher.model, reading.why)
-        return _failure(reading, 0.0)
+        return _failed_answer(reading, 0.0)
 
     def _stop(self, why: str) -> None:
         self.stopped = self.stopped or why
 
-    async def _take_off(self, teacher: Teacher, reserve: int) -> None:
+    async def _acquire_permit(self, teacher: Teacher, reserve: int) -> None:
         model = teacher.model
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._in_air[model] <= self._honest[model] or bool(self.stopped) or model in self._closed
+                lambda: (
+                    self._in_flight[model] <= self._earned_permits[model] or bool(self.stopped) or model in self._closed
+                )
             )
-            self._in_air[model] += 1
+            self._in_flight[model] += 1
         try:
-            await self.purse.hold(reserve)
+            await self.cost_ceiling.hold(reserve)
         except BaseException:
-            await self._land(teacher, 0, 0)
+            await self._release_permit(teacher, 0, 0)
             raise
 
-    async def _land(self, teacher: Teacher, reserve: int, cost: int) -> None:
-        await self.purse.settle(reserve, cost)
+    async def _release_permit(self, teacher: Teacher, reserve: int, cost: int) -> None:
+        await self.cost_ceiling.settle(reserve, cost)
         async with self._changed:
-            self._in_air[teacher.model] -= 1
+            self._in_flight[teacher.model] -= 1
             self._changed.notify_all()
 
-    async def _pause(self, teacher: Teacher) -> None:
+    async def _wait_for_turn(self, teacher: Teacher) -> None:
         while (left := self._not_before.get(teacher.model, 0.0) - self.clock.now()) > 0 and not self.stopped:
             await self.clock.sleep(left)
 
@@ -377,20 +396,20 @@ class _Desk:
 NOT_SENT = Reading("stop", "the replay has stopped", 0)
 
 
-def _wait(reading: Reading, attempt: int) -> float:
-    """As told by Retry-After; else 0.25, 0.5, 1, … 16 s."""
+def _retry_delay_s(reading: Reading, attempt: int) -> float:
+    """As Retry-After asks; else 0.25, 0.5, 1, … 16 s."""
     return reading.after_s if reading.after_s is not None else min(16.0, 0.25 * 2 ** (attempt - 1))
 
 
-def _answer(reading: Reading, cost: int, seconds: float, attempt: int) -> dict[str, Any] | None:
-    """What the ledger keeps: an answer, or a failure that was paid for."""
+def _ledger_answer(reading: Reading, cost: int, seconds: float, attempt: int) -> dict[str, Any] | None:
+    """The record that the ledger keeps: an answer, or a failure that was paid for."""
     if reading.verdict == "failed" and cost > 0:
-        return _failure(reading, usd(cost)) | {"seconds": round(seconds, 3), "attempts": attempt}
+        return _failed_answer(reading, to_usd(cost)) | {"seconds": round(seconds, 3), "attempts": attempt}
     if reading.verdict != "answer":
         return None
     return {
         "action": reading.action,
-        "cost_usd": usd(cost),
+        "cost_usd": to_usd(cost),
         "estimated": reading.estimated,
         "seconds": round(seconds, 3),
         "attempts": attempt,
@@ -398,29 +417,25 @@ def _answer(reading: Reading, cost: int, seconds: float, attempt: int) -> dict[s
     }
 
 
-def _failure(reading: Reading, cost_usd: float) -> dict[str, Any]:
+def _failed_answer(reading: Reading, cost_usd: float) -> dict[str, Any]:
     known = {"cost_usd": cost_usd, "estimated": reading.estimated, "seconds": 0.0, "attempts": 0}
     return {"action": "", **known, "model": reading.model, "error": reading.why}
 
 
-def _check(
-    states: Sequence[TraceState],
-    teachers: Sequence[Teacher],
-    max_total_usd: float,
-    min_student_entropy: float | None,
-    concurrency: int,
-    tries: int,
-    timeout_s: float,
-) -> None:
-    """Everything that can be known to be wrong before the first cent."""
+def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeout_s: float) -> None:
+    """Raises InnerError for a number that cannot work, before the first cent."""
     if not 0 <= max_total_usd <= MOST_USD:
         raise InnerError(f"max_total_usd is {max_total_usd}: give the most you want to spend, in dollars.")
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise InnerError(f"timeout_s is {timeout_s}: give the seconds that one whole answer may take.")
-    if not teachers:
-        raise InnerError("there are no teachers: give one or more, for example DEFAULT_TEACHERS.")
     if concurrency < 1 or tries < 1:
         raise InnerError(f"concurrency is {concurrency} and tries is {tries}: both must be 1 or more.")
+
+
+def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_student_entropy: float | None) -> None:
+    """Raises InnerError for missing teachers, names that stand twice, and states without an entropy that is needed."""
+    if not teachers:
+        raise InnerError("there are no teachers: give one or more, for example DEFAULT_TEACHERS.")
     for what, names in (("teacher", [t.model for t in teachers]), ("state_id", [s["state_id"] for s in states])):
         twice = [name for name, n in Counter(names).items() if n > 1]
         if twice:

@@ -1,11 +1,11 @@
-"""Which part of a turn is the action: what two turns are compared by.
+"""The part of a turn that is its command: two turns are compared by it.
 
     "I will look around first.\\n```\\nls -a\\n```"  ─┐
     "Let us see what is there.\\n```bash\\nls -a\\n```" ┴─▶ key "fenced"  ─▶ the same command: one vote more
 
     name          a turn's command is                                              written by
     action        the tool calls with all arguments; without one the whole text    (default where no form is known)
-    calls         the tool calls without what is said in them (SPOKEN)             tau-bench, OpenHands
+    calls         the tool calls without their spoken arguments (SPOKEN)           tau-bench, OpenHands
     fenced        the last ``` block                                               SWE-agent, thought_action
     command_tag   the last <command> … </command>                                  SWE-agent, xml_thought_action
     function_tag  <function=NAME><parameter=NAME>VALUE</parameter></function>      SWE-smith, OpenHands without tools
@@ -30,7 +30,7 @@ from inner.replay.untrusted import load_json
 Key = Callable[[str], str]
 Calls = list[tuple[str, Any]]  # names and arguments
 
-# Arguments that tell somebody something and change nothing: two agents that hand over to a human do the same thing.
+# Arguments that inform somebody and change nothing: two agents that hand over to a human do the same thing.
 SPOKEN = {
     "think": {"thought"},
     "finish": {"message", "outputs", "task_completed"},
@@ -71,7 +71,7 @@ def has_command(text: str, form: str | None) -> bool:
     return "tool_calls" in action_message(text) or (form in _FINDERS and _FINDERS[form](text) is not None)
 
 
-def fenced(text: str) -> str | None:
+def last_fenced_block(text: str) -> str | None:
     """The last block between ``` lines that is not inside another one, as SWE-agent's parser takes it."""
     opened: list[re.Match[str]] = []
     last = None
@@ -84,29 +84,29 @@ def fenced(text: str) -> str | None:
     return None if last is None else text[last[0].end() : last[1].start()]
 
 
-def command_tag(text: str) -> str | None:
+def last_command_tag(text: str) -> str | None:
     found = _COMMAND_TAG.findall(text)
     return found[-1] if found else None
 
 
-def function_tag(text: str) -> Calls | None:
+def function_tags(text: str) -> Calls | None:
     found = _FUNCTION.findall(text)
-    return [(name, {p: _value(v) for p, v in _PARAMETER.findall(body)}) for name, body in found] or None
+    return [(name, {p: _parse_value(v) for p, v in _PARAMETER.findall(body)}) for name, body in found] or None
 
 
-def react(text: str) -> Calls | None:
+def react_action(text: str) -> Calls | None:
     parts = _ACTION.split(text)
     if len(parts) < 2:
         return None
     name, *given = _INPUT.split(parts[-1], maxsplit=1)
     if given:
-        return [(name.strip(), _value(given[0]))]
-    call = _value(name)
+        return [(name.strip(), _parse_value(given[0]))]
+    call = _parse_value(name)
     named = isinstance(call, dict) and isinstance(call.get("name"), str)
     return [(call["name"], call.get("arguments"))] if named else None
 
 
-def _key(find: Callable[[str], str | Calls | None], marks: tuple[str, str] = ("", "")) -> Key:
+def _key_for(find: Callable[[str], str | Calls | None], marks: tuple[str, str] = ("", "")) -> Key:
     def key(text: str) -> str:
         made = action_message(text).get("tool_calls")
         if made:
@@ -120,16 +120,16 @@ def _key(find: Callable[[str], str | Calls | None], marks: tuple[str, str] = (""
 
 
 def _calls_key(calls: Calls) -> str:
-    return calls_key([(name, _unspoken(name, arguments)) for name, arguments in calls])
+    return calls_key([(name, _drop_spoken(name, arguments)) for name, arguments in calls])
 
 
-def _unspoken(name: str, arguments: Any) -> Any:
+def _drop_spoken(name: str, arguments: Any) -> Any:
     if not isinstance(arguments, Mapping):
         return arguments
     return {key: value for key, value in arguments.items() if key not in SPOKEN.get(name, ())}
 
 
-def _value(written: str) -> Any:
+def _parse_value(written: str) -> Any:
     """A parameter's text as what it stands for: `[1, 2]` is a list, `ls` is text."""
     try:
         return load_json(written.strip())
@@ -138,11 +138,12 @@ def _value(written: str) -> Any:
 
 
 _FINDERS: dict[str, Callable[[str], str | Calls | None]] = {
-    "function_tag": function_tag,
-    "command_tag": command_tag,
-    "fenced": fenced,
-    "react": react,
+    "function_tag": function_tags,
+    "command_tag": last_command_tag,
+    "fenced": last_fenced_block,
+    "react": react_action,
 }
-KEYS: dict[str, Key] = {"action": action_key, "calls": _key(lambda text: None)}
-_MARKS = {"fenced": ("```\n", "\n```"), "command_tag": ("<command>", "</command>")}  # `ls` alone is talk, not a command
-KEYS |= {name: _key(find, _MARKS.get(name, ("", ""))) for name, find in _FINDERS.items()}
+KEYS: dict[str, Key] = {"action": action_key, "calls": _key_for(lambda text: None)}
+# The marks stay in the key: `ls` alone is talk, not a command.
+_MARKS = {"fenced": ("```\n", "\n```"), "command_tag": ("<command>", "</command>")}
+KEYS |= {name: _key_for(find, _MARKS.get(name, ("", ""))) for name, find in _FINDERS.items()}

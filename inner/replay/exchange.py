@@ -1,4 +1,4 @@
-"""One request to a teacher and what became of it. Whatever happens, it is a Reading.
+"""One request to a teacher and its outcome, which is always a Reading.
 
     POST ──▶ status, headers, a body of at most B bytes, all of it before the deadline ──▶ read_response ──▶ Reading
       │        │                 │                        │
@@ -28,20 +28,20 @@ from typing import Any
 import httpx
 
 from inner.replay.teachers import Reading, Teacher, read_response
-from inner.replay.untrusted import shown
+from inner.replay.untrusted import printable_start
 
 log = logging.getLogger(__name__)
 
 BODY_FLOOR = 2**20  # whatever an endpoint may add to the answer: reasoning, log-probs, routing
 BYTES_PER_TOKEN = 64  # of text that anybody writes; the longest tokens are runs of blanks
-_OURS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
+_HEADERS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 
 
 class _TooLarge(Exception):
     """The body is longer than any answer to this request can be."""
 
 
-async def exchange(
+async def send_and_read(
     client: httpx.AsyncClient,
     teacher: Teacher,
     body: Mapping[str, Any],
@@ -53,7 +53,7 @@ async def exchange(
     """Never raises, but for a cancellation. `now` in Unix seconds."""
     try:
         async with asyncio.timeout(timeout_s):
-            reading = await _exchange(client, teacher, body, headers, now)
+            reading = await _post_and_read(client, teacher, body, headers, now)
     except TimeoutError:
         reading = Reading("again", f"no whole answer from {teacher.url} within {timeout_s:g} s")
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -73,12 +73,12 @@ def body_limit(teacher: Teacher) -> int:
     return BODY_FLOOR + BYTES_PER_TOKEN * teacher.max_tokens
 
 
-def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
+def unpack_body(raw: bytes, encoding: str, most: int) -> bytes:
     """The body as it was before its content-encoding, of which only so much is ever made. ValueError: not known."""
     if encoding in ("", "identity"):
         return raw
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise ValueError(f"content-encoding {shown(encoding, 40)!r}, and identity was asked for")
+        raise ValueError(f"content-encoding {printable_start(encoding, 40)!r}, and identity was asked for")
     try:
         body = zlib.decompressobj(wbits=47).decompress(raw, most + 1)  # 47: zlib's or gzip's header
     except zlib.error as error:
@@ -88,31 +88,34 @@ def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
     return body
 
 
-async def _exchange(
+async def _post_and_read(
     client: httpx.AsyncClient, teacher: Teacher, body: Mapping[str, Any], headers: Mapping[str, str], now: float
 ) -> Reading:
-    content, most = json.dumps(body, allow_nan=False).encode(), body_limit(teacher)
-    async with client.stream("POST", teacher.url, content=content, headers={**headers, **_OURS}) as response:
-        raw = await _at_most(response, most)
+    content = json.dumps(body, allow_nan=False).encode()
+    most = body_limit(teacher)
+    async with client.stream("POST", teacher.url, content=content, headers={**headers, **_HEADERS}) as response:
+        raw = await _read_at_most(response, most)
     encoding = response.headers.get("content-encoding", "").strip().lower()
-    if response.status_code != 200:  # of a refusal the status counts, and as much of its words as can be had
-        return read_response(teacher, response.status_code, response.headers, _words(raw[:most], encoding, most), now)
+    if response.status_code != 200:  # of a refusal the status counts, and as much of its body as can be read
+        return read_response(
+            teacher, response.status_code, response.headers, _refusal_body(raw[:most], encoding, most), now
+        )
     if len(raw) > most:
         raise _TooLarge(f"an answer of more than {most} bytes for at most {teacher.max_tokens} tokens")
     try:
-        return read_response(teacher, 200, response.headers, unpacked(raw, encoding, most), now)
+        return read_response(teacher, 200, response.headers, unpack_body(raw, encoding, most), now)
     except ValueError as error:
         return Reading("again", str(error))
 
 
-def _words(raw: bytes, encoding: str, most: int) -> bytes:
+def _refusal_body(raw: bytes, encoding: str, most: int) -> bytes:
     try:
-        return unpacked(raw, encoding, most)
+        return unpack_body(raw, encoding, most)
     except (ValueError, _TooLarge):
         return b""
 
 
-async def _at_most(response: httpx.Response, most: int) -> bytes:
+async def _read_at_most(response: httpx.Response, most: int) -> bytes:
     """The body, or a little more than `most` bytes of it."""
     body = bytearray()
     async for part in response.aiter_raw(2**16):

@@ -4,11 +4,11 @@
     {"back": 7, "call": "9f3a…", "cost_nano": 1200000, "answer": {…}, "why": ""}                its answer is here
 
     spent   = Σ cost of what came back + Σ reserve of what was sent and never came back (the process died)
-    fits    = spent + held + reserve ≤ ceiling            held: reserves of the requests in the air
+    fits    = spent + held + reserve ≤ ceiling            held: reserves of the requests in flight
 
 A call is named by the digest of its request. An answer on disk is never asked for, and never paid, again.
 
-Not promised: one payment for a request that was in the air when the process died. It is asked again, and counted twice.
+Not promised: one payment for a request that was in flight when the process died. It is asked again, and counted twice.
 """
 
 import asyncio
@@ -31,18 +31,20 @@ class CeilingReached(Exception):
     """This request does not fit under the ceiling any more."""
 
 
-class Purse:
+class CostCeiling:
     """The ceiling: money is held before a request leaves and settled when its cost is known."""
 
     def __init__(self, ceiling_nano: int, spent_nano: int = 0) -> None:
-        self.ceiling, self.spent, self.held = ceiling_nano, spent_nano, 0
+        self.ceiling = ceiling_nano
+        self.spent = spent_nano
+        self.held = 0
         self._changed = asyncio.Condition()
 
     async def hold(self, reserve: int) -> None:
         """Waits while what others hold may come back. CeilingReached when waiting cannot help."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.held == 0 or self._fits(reserve))
-            if not self._fits(reserve):
+            await self._changed.wait_for(lambda: self.held == 0 or self._fits_ceiling(reserve))
+            if not self._fits_ceiling(reserve):
                 raise CeilingReached
             self.held += reserve
 
@@ -52,7 +54,7 @@ class Purse:
             self.spent += cost
             self._changed.notify_all()
 
-    def _fits(self, reserve: int) -> bool:
+    def _fits_ceiling(self, reserve: int) -> bool:
         return self.spent + self.held + reserve <= self.ceiling
 
 
@@ -71,32 +73,32 @@ class Ledger:
         self.path = Path(path) if path is not None else None
         self.answers: dict[str, dict[str, Any]] = {}
         self._booked = 0
-        self._open: dict[int, int] = {}  # reserves of what was sent and has not come back
+        self._open_reserves: dict[int, int] = {}  # reserves of what was sent and has not come back
         self._sent = 0
         self._whole = 0  # bytes of the file that are whole lines
         self._file = _open_alone(self.path) if self.path is not None else None
         if self._file is not None:
             try:
-                self._replay(self._file)
+                self._read_lines(self._file)
             except BaseException:
                 self._file.close()
                 raise
 
     @property
     def spent_nano(self) -> int:
-        """By all lives of this ledger so far; what is in the air counts as its reserve."""
-        return self._booked + sum(self._open.values())
+        """By all processes with this ledger so far; a request in flight counts as its reserve."""
+        return self._booked + sum(self._open_reserves.values())
 
-    def sent(self, call: str, state_id: str, teacher: str, reserve: int) -> int:
+    def record_sent(self, call: str, state_id: str, teacher: str, reserve: int) -> int:
         line = {"sent": self._sent + 1, "call": call, "state_id": state_id, "teacher": teacher, "reserve_nano": reserve}
         self._write(line)
-        self._take(line)
+        self._apply_line(line)
         return self._sent
 
-    def back(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
+    def record_answer(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
         """answer None: nothing to keep, the call may be made again."""
         line = {"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why}
-        self._take(line)  # even if the disk refuses it: this process has seen it
+        self._apply_line(line)  # even if the disk refuses it: this process has seen it
         self._write(line)
 
     def close(self) -> None:
@@ -113,37 +115,37 @@ class Ledger:
                 raise OSError("the line was written in part")
             os.fsync(self._file.fileno())
         except (OSError, ValueError) as error:  # ValueError: the file is closed
-            self._cut()
+            self._cut_torn_line()
             raise LedgerError(
                 f"{self.path} cannot be written to ({error}). Make room on its disk; the same call goes on from there."
             ) from error
         self._whole += len(raw)
 
-    def _cut(self) -> None:
+    def _cut_torn_line(self) -> None:
         with suppress(OSError, ValueError):
             os.ftruncate(cast(Any, self._file).fileno(), self._whole)
 
-    def _replay(self, file: IO[bytes]) -> None:
+    def _read_lines(self, file: IO[bytes]) -> None:
         """Take in what is there. A torn last line (killed while writing) is cut off."""
         whole, _, torn = file.read().rpartition(b"\n")
         self._whole = len(whole) + 1 if whole else 0
         if torn:
             file.truncate(self._whole)
         for at, raw in enumerate(whole.splitlines(), 1):
-            self._take(self._line(at, raw))
+            self._apply_line(self._parse_line(at, raw))
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _apply_line(self, line: dict[str, Any]) -> None:
         if "sent" in line:
             self._sent = line["sent"]
-            self._booked += self._open.pop(line["sent"], 0)  # the same number twice: two ledgers in one file
-            self._open[line["sent"]] = line["reserve_nano"]
+            self._booked += self._open_reserves.pop(line["sent"], 0)  # the same number twice: two ledgers in one file
+            self._open_reserves[line["sent"]] = line["reserve_nano"]
             return
-        self._open.pop(line["back"], None)
+        self._open_reserves.pop(line["back"], None)
         self._booked += line["cost_nano"]
         if line["answer"] is not None:
             self.answers[line["call"]] = line["answer"]
 
-    def _line(self, at: int, raw: bytes) -> dict[str, Any]:
+    def _parse_line(self, at: int, raw: bytes) -> dict[str, Any]:
         try:
             line = load_json(raw)
             if not _is_line(line):
@@ -151,7 +153,7 @@ class Ledger:
             return line
         except ValueError as error:
             raise LedgerError(
-                f"{self.path}, line {at} is not a ledger line: {raw[:80]!r}. What was paid cannot be known from a "
+                f"{self.path}, line {at} is not a ledger line: {raw[:80]!r}. The sum paid cannot be read from a "
                 "damaged ledger: restore the file, or give another name to start anew."
             ) from error
 
@@ -186,7 +188,7 @@ def call_digest(url: str, body: dict[str, Any]) -> str:
     return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
 
 
-def usd(nano: int) -> float:
+def to_usd(nano: int) -> float:
     return nano / NANO
 
 

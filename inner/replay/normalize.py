@@ -92,49 +92,49 @@ class DJNormalizer:
         """The pairs that pass, in their order."""
         self.check()
         self.dropped.clear()
-        rows = self._sifted(pairs) if pairs else []
+        rows = self._sift_pairs(pairs) if pairs else []
         self.counts = Counter(kept=len(rows), dropped=len(pairs) - len(rows))
-        log.info("data-juicer kept %d of %d pairs (%s)", len(rows), len(pairs), self._told_apart())
+        log.info("data-juicer kept %d of %d pairs (%s)", len(rows), len(pairs), self._describe_dropped())
         if len(rows) < FEW * len(pairs):
-            warnings.warn(self._few(pairs, len(rows)), PairsWarning, stacklevel=2)
-        return [normalized(pairs[row["i"]], row["chosen"], row["rejected"]) for row in rows]
+            warnings.warn(self._explain_few(pairs, len(rows)), PairsWarning, stacklevel=2)
+        return [normalized_pair(pairs[row["i"]], row["chosen"], row["rejected"]) for row in rows]
 
-    def _sifted(self, pairs: Sequence[DPOPair]) -> list[dict[str, Any]]:
+    def _sift_pairs(self, pairs: Sequence[DPOPair]) -> list[dict[str, Any]]:
         """The rows that are left. With one recipe for both kinds, duplicates are found across them."""
         kinds: list[Kind] = [pair_kind(pair) if self.recipe == "auto" else "prose" for pair in pairs]
         named: list[Kind] = [kind for kind in self.passes if kind in kinds]
         parts = [
             {
                 "passes": self.passes[kind],
-                "rows": [_row(i, pair) for i, pair in enumerate(pairs) if kinds[i] == kind],
+                "rows": [_pair_row(i, pair) for i, pair in enumerate(pairs) if kinds[i] == kind],
             }
             for kind in named
         ]
-        left = self._run(parts)
+        left = self._run_data_juicer(parts)
         for part in left:
             self.dropped.update(part["dropped"])
         return sorted((row for part in left for row in part["rows"]), key=lambda row: row["i"])
 
-    def _told_apart(self) -> str:
+    def _describe_dropped(self) -> str:
         return ", ".join(f"{name} dropped {n}" for name, n in self.dropped.most_common() if n) or "nothing dropped"
 
-    def _few(self, pairs: Sequence[DPOPair], kept: int) -> str:
+    def _explain_few(self, pairs: Sequence[DPOPair], kept: int) -> str:
         calls = sum(pair_kind(pair) == "calls" for pair in pairs)
         advice = "Read some of the pairs; to loosen an operator, copy a recipe.yaml of inner/replay and give its path."
         if self.recipe == "default" and 2 * calls > len(pairs):
             advice = f"{calls} of them are tool calls or commands, and this recipe is for prose: use recipe='auto'."
-        return f"data-juicer kept {kept} of {len(pairs)} pairs: {self._told_apart()}.\n  next: {advice}"
+        return f"data-juicer kept {kept} of {len(pairs)} pairs: {self._describe_dropped()}.\n  next: {advice}"
 
-    def _run(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _run_data_juicer(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             job, kept = Path(folder, "job.json"), Path(folder, "kept.json")
             job.write_text(json.dumps(parts), encoding="utf-8")
-            script = Path(folder, "juice.py")  # a copy: our folder must not be on that Python's path
-            script.write_bytes((HERE / "juice.py").read_bytes())
+            script = Path(folder, "run_data_juicer.py")  # a copy: our folder must not be on that Python's path
+            script.write_bytes((HERE / "run_data_juicer.py").read_bytes())
             command = [self.python, str(script), str(job), str(kept)]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode != 0 or not kept.exists():
-                raise InnerError(_failure(self.python, done.stderr))
+                raise InnerError(_explain_failure(self.python, done.stderr))
             return json.loads(kept.read_text(encoding="utf-8"))
 
 
@@ -170,7 +170,7 @@ def replay_and_normalize_trace_sync(*args: Any, **kwargs: Any) -> "tuple[Replay,
     return asyncio.run(replay_and_normalize_trace(*args, **kwargs))
 
 
-def normalized(pair: DPOPair, chosen: str | None = None, rejected: str | None = None) -> NormalizedDPOPair:
+def normalized_pair(pair: DPOPair, chosen: str | None = None, rejected: str | None = None) -> NormalizedDPOPair:
     """Both shapes of one pair. A recipe's mapper may have rewritten the strings; the messages follow them."""
     chosen = pair["chosen"] if chosen is None else chosen
     rejected = pair["rejected"] if rejected is None else rejected
@@ -212,7 +212,7 @@ def passes_of(process: Process, recipe: str = "recipe") -> list[tuple[str, Proce
     return [(key, passes[key]) for key in TEXTS if key in passes]
 
 
-def _row(i: int, pair: DPOPair) -> dict[str, Any]:
+def _pair_row(i: int, pair: DPOPair) -> dict[str, Any]:
     whole = [pair["state_messages"], pair["chosen"], pair["rejected"]]
     return {
         "i": i,
@@ -222,7 +222,7 @@ def _row(i: int, pair: DPOPair) -> dict[str, Any]:
     }
 
 
-def _failure(python: str, stderr: str) -> str:
+def _explain_failure(python: str, stderr: str) -> str:
     last = [line for line in stderr.strip().splitlines() if line.strip()][-3:]
     if "No module named 'data_juicer'" in stderr or "No module named 'aiohttp'" in stderr:
         return f"{python} has no data-juicer: {INSTALL}\n  {last[-1]}"

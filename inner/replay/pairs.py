@@ -1,4 +1,4 @@
-"""From what the teachers did to what the student should prefer.
+"""From the teachers' actions to the student's preference pairs.
 
     support(X) = Σ weights of the teachers that did X         two ways to write the same call are one X, and so are
                                                               two texts with the same command (`key`, commands.py)
@@ -11,7 +11,7 @@
         "weighted"   p_X
         "variance"   1 − V / V_max,   V = 1 − Σ_X p_X²,  V_max = 1 − 1/n        0 for all different, 1 for all the same
 
-A teacher that failed, was cut off or said nothing has no vote. `chosen` is the first agreeing teacher's own words.
+A teacher that failed, was cut off or answered nothing has no vote. `chosen` is the first agreeing teacher's own words.
 
 Not promised: that `chosen` is better than `rejected`. It is what most of the teachers would have done.
 """
@@ -73,11 +73,11 @@ def extract_dpo_pairs(
     key: by what turns are compared, a name or a function (commands.py); None: as each state's `action_form` says"""
     if shape not in ("count", "weighted", "variance"):
         raise InnerError(f"shape is {shape!r}: choose count, weighted or variance.")
-    judged = _votes(states, teacher_actions, agreement_threshold, teacher_weights, key)
-    outcomes = [verdict(state, votes, agreement_threshold, key) for state, votes in judged]
-    pairs = [_pair(*one, shape) for one, outcome in zip(judged, outcomes, strict=True) if outcome == "pair"]
+    judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
+    outcomes = [pair_outcome(state, votes, agreement_threshold, key) for state, votes in judged]
+    pairs = [_make_pair(*one, shape) for one, outcome in zip(judged, outcomes, strict=True) if outcome == "pair"]
     if not pairs and key is None:
-        _say_why_none(judged, outcomes)
+        _warn_why_none(judged, outcomes)
     return pairs
 
 
@@ -90,11 +90,13 @@ def pair_outcomes(
     key: str | Key | None = None,
 ) -> Counter[str]:
     """How many states gave a pair, and why the others did not: report it with every set of pairs."""
-    judged = _votes(states, teacher_actions, agreement_threshold, teacher_weights, key)
-    return Counter(verdict(state, votes, agreement_threshold, key) for state, votes in judged)
+    judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
+    return Counter(pair_outcome(state, votes, agreement_threshold, key) for state, votes in judged)
 
 
-def verdict(state: TraceState, votes: Sequence[Vote], agreement_threshold: float, key: str | Key | None = None) -> str:
+def pair_outcome(
+    state: TraceState, votes: Sequence[Vote], agreement_threshold: float, key: str | Key | None = None
+) -> str:
     """pair | no_answer | no_student_action | tie | below_threshold | agrees_with_student"""
     if not votes:
         return "no_answer"
@@ -171,7 +173,7 @@ def checked_pair(row: Any) -> DPOPair:
     return row  # pyright: ignore[reportReturnType]
 
 
-def _votes(
+def _votes_by_state(
     states: Sequence[TraceState],
     teacher_actions: Iterable[TeacherAction],
     threshold: float,
@@ -195,7 +197,7 @@ def _votes(
     ]
 
 
-def _say_why_none(judged: Sequence[tuple[TraceState, list[Vote]]], outcomes: Sequence[str]) -> None:
+def _warn_why_none(judged: Sequence[tuple[TraceState, list[Vote]]], outcomes: Sequence[str]) -> None:
     """Teachers that write the same command under other thoughts look as if nobody agreed with anybody."""
     prose = [
         state
@@ -227,7 +229,7 @@ def _check_threshold(threshold: float, teachers: set[str], weights: Mapping[str,
         )
 
 
-def _pair(state: TraceState, votes: Sequence[Vote], shape: Shape) -> DPOPair:
+def _make_pair(state: TraceState, votes: Sequence[Vote], shape: Shape) -> DPOPair:
     pair: DPOPair = {
         "state_id": state["state_id"],
         "state_messages": state["state_messages"],

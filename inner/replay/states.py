@@ -1,4 +1,4 @@
-"""One moment of a frozen trace: what the student saw, and what it did.
+"""One moment of a frozen trace: the messages before the student's action, and the action.
 
     {"state_id": "tau/3/1/t4",                  unique
      "state_messages": [{"role": …}, …],        everything before the action, chat form
@@ -51,11 +51,11 @@ def save_states(states: Iterable[TraceState], path: str | Path) -> None:
 
 
 def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    Path(path).write_text("".join(_written(row) + "\n" for row in rows), encoding="utf-8")
+    Path(path).write_text("".join(_json_line(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def checked_state(row: Any) -> TraceState:
-    """The row itself, if it is a state; ValueError says what it lacks."""
+    """The row itself, if it is a state; ValueError names what it lacks."""
     if not isinstance(row, dict):
         raise ValueError(f"a state is an object, this is a {type(row).__name__}")
     for key, kind in (("state_id", str), ("state_messages", list), ("student_action", str)):
@@ -75,23 +75,23 @@ def checked_messages(messages: Any) -> list[Message]:
 
 
 def read_lines(path: str | Path, read: Callable[[Any, int], list[Any]]) -> list[Any]:
-    """What `read(record, its number)` makes of every record: the lines of a .jsonl, else one JSON document or a list.
+    """The results of `read(record, its number)` for all records: lines of a .jsonl, else one JSON document or a list.
 
     A bad record is warned about and left out; nothing but bad records is an error."""
     path = Path(path)
     found, bad = [], []
-    for number, parse in _records(path):
+    for number, parse in _read_records(path):
         try:
             found += read(parse(), number)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            bad.append(f"{path}, {_place(path)} {number}: {_what(error)}. It is left out.")
+            bad.append(f"{path}, {_place_name(path)} {number}: {_describe_error(error)}. It is left out.")
             warnings.warn(bad[-1], TraceWarning, stacklevel=3)
     if bad and not found:
         raise InnerError(f"{path}: nothing in it could be used.\n  {bad[0]}\n  next: is this the right file?")
     return found
 
 
-def _records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+def _read_records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     if not path.is_file():
         raise InnerError(f"there is no file {path}. Check the path.")
     if path.suffix == ".jsonl":
@@ -105,10 +105,10 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
             f"{path} is not JSON: {error}. Files with one JSON object per line are called .jsonl."
         ) from error
     records = document if isinstance(document, list) else [document]
-    yield from ((number, partial(_same, record)) for number, record in enumerate(records, 1))
+    yield from ((number, partial(_return_record, record)) for number, record in enumerate(records, 1))
 
 
-def _written(row: Mapping[str, Any]) -> str:
+def _json_line(row: Mapping[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False)
     try:
         text.encode()
@@ -117,15 +117,15 @@ def _written(row: Mapping[str, Any]) -> str:
     return text
 
 
-def _same(record: Any) -> Any:
+def _return_record(record: Any) -> Any:
     return record
 
 
-def _place(path: Path) -> str:
+def _place_name(path: Path) -> str:
     return "line" if path.suffix == ".jsonl" else "record"
 
 
-def _what(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     return f"no {error}" if isinstance(error, KeyError) else str(error)

@@ -37,7 +37,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from inner.base import InnerError
 from inner.replay.actions import Message, action_text, wire_messages
 from inner.replay.states import TraceState
-from inner.replay.untrusted import load_json, shown, unfit_text
+from inner.replay.untrusted import load_json, printable_start, unfit_text
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # money is counted in whole nano-dollars: sums are exact
@@ -125,7 +125,7 @@ DEFAULT_TEACHERS = (
 
 @dataclass(frozen=True)
 class Reading:
-    """What a response means. cost_nano None: nobody can say, count the worst case."""
+    """The meaning of a response. cost_nano None: unknown, the worst case counts."""
 
     verdict: Verdict
     why: str = ""
@@ -166,18 +166,18 @@ def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], bod
     """Pure: a response -> what to do next and what it cost. `now` in Unix seconds, for a dated Retry-After."""
     after_s = retry_after(headers, now)
     if status != 200:
-        return _refused(status, _error_of(body), after_s)
+        return _read_refusal(status, _error_of(body), after_s)
     try:
         doc = load_json(body)
         if not isinstance(doc, dict):
             raise ValueError(f"a {type(doc).__name__}")
     except ValueError as error:
-        return _not_json(_text(body), error)
+        return _not_json(_body_text(body), error)
     cost, estimated = stated_cost(teacher, doc.get("usage"))
     if doc.get("error"):
-        reading = _refused(_code(doc["error"]), _error_of(body), after_s)
+        reading = _read_refusal(_error_status(doc["error"]), _error_of(body), after_s)
         return Reading(reading.verdict, f"200 with error {reading.why}", cost, estimated, after_s)
-    return _choice(teacher, doc, cost, estimated)
+    return _read_choice(teacher, doc, cost, estimated)
 
 
 def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
@@ -187,14 +187,14 @@ def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
     if usage.get("cost") is not None:
         billed = _billed_nano(usage)
         return billed, billed is None
-    prompt, completion = (_amount(usage.get(f"{side}_tokens"), MOST_TOKENS) for side in ("prompt", "completion"))
+    prompt, completion = (_valid_amount(usage.get(f"{side}_tokens"), MOST_TOKENS) for side in ("prompt", "completion"))
     if prompt is None or completion is None:
         return None, True
     return tokens_nano(teacher, prompt, completion), True
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds to wait, from either form of Retry-After: a number or an HTTP date. None: there is none to be read."""
+    """Seconds to wait, from either form of Retry-After: a number or an HTTP date. None: no readable header."""
     value = headers.get("retry-after")
     if not value:
         return None
@@ -218,21 +218,23 @@ def _billed_nano(usage: Mapping[str, Any]) -> int | None:
     if usage.get("is_byok"):
         details = usage.get("cost_details")
         parts.append(details.get("upstream_inference_cost") if isinstance(details, dict) else None)
-    amounts = [amount for part in parts if (amount := _amount(part, MOST_USD)) is not None]
+    amounts = [amount for part in parts if (amount := _valid_amount(part, MOST_USD)) is not None]
     return ceil(sum(amounts) * NANO) if len(amounts) == len(parts) else None
 
 
-def _choice(teacher: Teacher, doc: Message, cost: int | None, estimated: bool) -> Reading:
-    served = shown(doc["model"], 200) if isinstance(doc.get("model"), str) else None
+def _read_choice(teacher: Teacher, doc: Message, cost: int | None, estimated: bool) -> Reading:
+    served = printable_start(doc["model"], 200) if isinstance(doc.get("model"), str) else None
     try:
         choice = doc["choices"][0]
         finish, refused = choice.get("finish_reason"), choice.get("error")
         action = "" if finish == "error" or refused else _action_of(choice["message"])
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        return Reading("again", f"no choices in {shown(json.dumps(doc), 120)} ({error!r:.80})", cost, estimated)
+        return Reading(
+            "again", f"no choices in {printable_start(json.dumps(doc), 120)} ({error!r:.80})", cost, estimated
+        )
     if finish == "error" or refused:
-        return Reading("again", f"the choice is an error: {shown(json.dumps(refused), 120)}", cost, estimated)
-    if why := _unusable(action, finish, teacher):
+        return Reading("again", f"the choice is an error: {printable_start(json.dumps(refused), 120)}", cost, estimated)
+    if why := _why_unusable(action, finish, teacher):
         return Reading("failed", why, cost, estimated, model=served)
     return Reading("answer", "", cost, estimated, action=action, model=served)
 
@@ -252,20 +254,20 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str | None))
 
 
-def _unusable(action: str, finish: Any, teacher: Teacher) -> str | None:
-    """Why nobody should learn from this answer."""
+def _why_unusable(action: str, finish: Any, teacher: Teacher) -> str | None:
+    """The reason not to train on this answer; None if it may be used."""
     if finish == "length":
         what = "an answer that was cut off" if action else "an empty answer"
         return f"{what} (finish_reason length). Raise the teacher's max_tokens."
     if not action:
-        return f"an empty answer (finish_reason {shown(str(finish), 40)})."
+        return f"an empty answer (finish_reason {printable_start(str(finish), 40)})."
     if len(action) > LONGEST_TOKEN * teacher.max_tokens:
         return f"an action of {len(action)} characters for at most {teacher.max_tokens} tokens."
     unfit = unfit_text(action)
     return f"the answer has {unfit}: nothing to train on." if unfit else None
 
 
-def _refused(status: int, why: str, after_s: float | None) -> Reading:
+def _read_refusal(status: int, why: str, after_s: float | None) -> Reading:
     why = f"{status} {why}".strip()
     flagged = status == 403 and "flagged" in why  # this input was refused, not this key
     if status in AGAIN or status >= 500 or (status == 402 and after_s is not None):
@@ -278,30 +280,30 @@ def _refused(status: int, why: str, after_s: float | None) -> Reading:
 
 def _not_json(text: str, error: ValueError) -> Reading:
     if text.lstrip()[:1] == "<":
-        return Reading("stop", f"HTML instead of JSON: {shown(text, 80)!r}. Does base_url end in /v1?")
-    return Reading("again", f"not JSON ({shown(str(error), 120)}): {shown(text, 80)!r}")
+        return Reading("stop", f"HTML instead of JSON: {printable_start(text, 80)!r}. Does base_url end in /v1?")
+    return Reading("again", f"not JSON ({printable_start(str(error), 120)}): {printable_start(text, 80)!r}")
 
 
 def _error_of(body: bytes | str) -> str:
     try:
         doc = load_json(body)
     except ValueError:
-        return shown(_text(body), 160)
+        return printable_start(_body_text(body), 160)
     error = doc.get("error") if isinstance(doc, dict) else doc
-    return shown(str(error.get("message") if isinstance(error, dict) else error))
+    return printable_start(str(error.get("message") if isinstance(error, dict) else error))
 
 
-def _code(error: Any) -> int:
+def _error_status(error: Any) -> int:
     """The error's HTTP status; 500 where it names none. (`isdigit` is true of "²", which is no number.)"""
     code = str(error.get("code", "")) if isinstance(error, dict) else ""
     return int(code) if re.fullmatch("[1-5][0-9][0-9]", code) else 500
 
 
-def _text(body: bytes | str) -> str:
+def _body_text(body: bytes | str) -> str:
     return body if isinstance(body, str) else body.decode("utf-8", "replace")
 
 
-def _amount(value: Any, most: float) -> float | None:
-    """A number from 0 to `most`; anything else an endpoint may write there is no amount."""
+def _valid_amount(value: Any, most: float) -> float | None:
+    """A number from 0 to `most`; None for anything else that an endpoint may write."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if number and 0 <= value <= most else None

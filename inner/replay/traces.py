@@ -45,7 +45,7 @@ def tau_bench_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 
     def episode(row: Any, number: int) -> list[TraceState]:
         turns = checked_messages(row["traj"])
-        return _states(_name(path, number), turns, _tau_error, tools, row.get("reward"))
+        return _trace_states(_record_name(path, number), turns, _tau_error, tools, row.get("reward"))
 
     return read_lines(path, episode)
 
@@ -56,8 +56,8 @@ def swe_agent_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
     A demonstration inside the history is left out."""
 
     def trajectory(row: Any, number: int) -> list[TraceState]:
-        turns = [_swe_turn(turn) for turn in checked_messages(_history(row)) if not turn.get("is_demo")]
-        return _states(_name(path, number), turns, _swe_error, tools, None)
+        turns = [_swe_turn(turn) for turn in checked_messages(_recorded_turns(row)) if not turn.get("is_demo")]
+        return _trace_states(_record_name(path, number), turns, _swe_error, tools, None)
 
     return read_lines(path, trajectory)
 
@@ -67,16 +67,16 @@ def openhands_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 
     def log(row: Any, number: int) -> list[TraceState]:
         turns = checked_messages(_openhands_turns(row["history"]))
-        return _states(_name(path, number), turns, lambda turn: turn.get("error"), tools, None)
+        return _trace_states(_record_name(path, number), turns, lambda turn: turn.get("error"), tools, None)
 
     return read_lines(path, log)
 
 
-def _states(
+def _trace_states(
     name: str, turns: list[Message], error_of: Callable[[Message], str | None], tools: Tools, reward: float | None
 ) -> list[TraceState]:
     """Every turn of the assistant that did something, with what came before it."""
-    clean = [_clean(turn) for turn in turns]
+    clean = [_clean_turn(turn) for turn in turns]
     form = form_of(action_text(turn) for turn in clean if turn["role"] == "assistant") or "calls"
     states: list[TraceState] = []
     for i, turn in enumerate(clean):
@@ -97,8 +97,8 @@ def _states(
     return states
 
 
-def _clean(turn: Message) -> Message:
-    """What a chat template knows: role, content, calls with their ids."""
+def _clean_turn(turn: Message) -> Message:
+    """The fields that a chat template reads: role, content, calls with their ids."""
     kept = {key: turn[key] for key in ("role", "name", "tool_call_id") if turn.get(key)}
     kept["content"] = plain_text(turn.get("content"))
     if turn.get("tool_calls"):
@@ -106,7 +106,7 @@ def _clean(turn: Message) -> Message:
     return kept
 
 
-def _name(path: str | Path, number: int) -> str:
+def _record_name(path: str | Path, number: int) -> str:
     return f"{Path(path).stem}:{number}"
 
 
@@ -120,7 +120,7 @@ def _swe_error(turn: Message) -> str | None:
     return text if SWE_ERROR.search(text) else None
 
 
-def _history(row: Any) -> Any:
+def _recorded_turns(row: Any) -> Any:
     return row["messages"] if "history" not in row and "messages" in row else row["history"]
 
 
@@ -135,16 +135,17 @@ def _swe_turn(turn: Message) -> Message:
 def _openhands_turns(events: Sequence[Mapping[str, Any]]) -> list[Message]:
     turns: list[Message] = []
     for event in events:
-        read = _observation if "observation" in event else _act
+        read = _observation_turn if "observation" in event else _action_turn
         turn = read(event, turns)
         if turn is not None:
             turns.append(turn)
     return turns
 
 
-def _act(event: Mapping[str, Any], turns: Sequence[Message]) -> Message | None:
+def _action_turn(event: Mapping[str, Any], turns: Sequence[Message]) -> Message | None:
     args: Mapping[str, Any] = event.get("args") or event
-    action, text = event.get("action"), plain_text(args.get("content"))
+    action = event.get("action")
+    text = plain_text(args.get("content"))
     if action in ("recall", "change_agent_state", "null", None):
         return None
     if action == "system":
@@ -166,7 +167,7 @@ def _event_call(event: Mapping[str, Any], args: Mapping[str, Any]) -> Message:
     return {"type": "function", "function": {"name": str(event["action"]), "arguments": json.dumps(given)}}
 
 
-def _observation(event: Mapping[str, Any], turns: Sequence[Message]) -> Message | None:
+def _observation_turn(event: Mapping[str, Any], turns: Sequence[Message]) -> Message | None:
     if event["observation"] in ("recall", "agent_state_changed", "null"):
         return None
     called = bool(turns) and bool(turns[-1].get("tool_calls"))

@@ -1,7 +1,7 @@
-"""JSON and text that somebody else wrote: read within bounds, or refused with words.
+"""JSON and text that somebody else wrote: read within bounds, or refused with a reason.
 
     bytes ─▶ UTF-8? ─▶ JSON? ─▶ at most DEEPEST levels? ─▶ a value        ValueError for everything else
-    text  ─▶ no lone surrogate, no control character?   ─▶ None           else a few words that say what is in it
+    text  ─▶ no lone surrogate, no control character?   ─▶ None           else the reason
     text  ─▶ no chat template's own tokens?             ─▶ None           else the token
 
 A lone surrogate ("\\ud800") is valid JSON and no valid UTF-8: it breaks whoever writes it down. Deep nesting breaks
@@ -39,7 +39,7 @@ def is_deeper(value: Any, levels: int) -> bool:
     """Whether lists and objects nest deeper than that. Without recursion: the value may be hostile."""
     level = [value]
     for _ in range(levels + 1):
-        level = [child for outer in level for child in _children(outer)]
+        level = [child for outer in level for child in _child_values(outer)]
         if not level:
             return False
     return True
@@ -65,13 +65,13 @@ def template_token(text: str) -> str | None:
     return found[0] if found else None
 
 
-def shown(text: str, longest: int = 300) -> str:
+def printable_start(text: str, longest: int = 300) -> str:
     """The beginning of somebody else's text on one line of plain characters: for messages, logs and the ledger."""
     line = " ".join(text[: 4 * longest].split())
     return "".join(c if c.isprintable() else "\ufffd" for c in line)[:longest]
 
 
-def _children(value: Any) -> Any:
+def _child_values(value: Any) -> Any:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list | tuple) else ()

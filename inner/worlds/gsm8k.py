@@ -55,9 +55,9 @@ def final_number(text: str, marked: bool = False) -> Decimal | None:
     _, mark, behind = text.rpartition("####")
     if mark:
         found = _NUMBER.match(behind.strip().removeprefix("<").lstrip("`* "))
-        return _decimal(found[0]) if found else None
+        return _parse_decimal(found[0]) if found else None
     numbers = [] if marked else _NUMBER.findall(text)
-    return _decimal(numbers[-1]) if numbers else None
+    return _parse_decimal(numbers[-1]) if numbers else None
 
 
 def completion_text(completion: Any) -> str:
@@ -67,7 +67,7 @@ def completion_text(completion: Any) -> str:
     )
 
 
-def _decimal(text: str) -> Decimal | None:
+def _parse_decimal(text: str) -> Decimal | None:
     try:
         return Decimal(text.replace(",", "").replace("$", "")).normalize() + 0  # -0 is 0
     except InvalidOperation:

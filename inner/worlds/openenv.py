@@ -47,24 +47,24 @@ class OpenEnv:
 
     def __init__(self) -> None:
         self._socket: Any = None
-        self._begin()
+        self._begin_episode()
 
     def reset(self, **row: Any) -> str | None:
         """A new episode. The row's columns are offered to the server's reset, which takes what it knows."""
-        self._begin()
+        self._begin_episode()
         given = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
         try:
-            said = self._ask("reset", given)
+            reply = self._send_request("reset", given)
         except (OSError, EOFError) as first:  # the server has been started anew, or lets idle sessions go
-            said = self._ask_again("reset", given, first)
-        text = self._note(None, said)
+            reply = self._retry_request("reset", given, first)
+        text = self._record_observation(None, reply)
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
         """Of the episode so far."""
         return None if self._lost or not self._rewards else float(sum(self._rewards))
 
-    # what a subclass may want to write differently
+    # methods that a subclass may override
 
     def _action(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The server's action for a tool call."""
@@ -75,35 +75,35 @@ class OpenEnv:
         return action["tool_name"], dict(action.get("arguments") or {})
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        """What the model gets to read."""
+        """The text of an observation, as the model reads it."""
         return observation_text(observation)
 
     # one call
 
     def _call(self, tool: str, **arguments: Any) -> Any:
-        """What the tool says; of a failure {"error", "error_kind", "hint_template_key"}."""
+        """The tool's answer; for a failure {"error", "error_kind", "hint_template_key"}."""
         if self._lost:
             return "the environment is gone"
         action = self._action(tool, arguments)
         try:
-            said = self._ask("step", action)
+            reply = self._send_request("step", action)
         except (OSError, EOFError):
             self._lost = True
             self._close()
             return "the environment is gone"
-        self._note(action, said)
-        failure = failure_of(said)
+        self._record_observation(action, reply)
+        failure = failure_of(reply)
         if failure is None:
-            return self._seen[-1][1]
-        self._sites.append({"t": len(self._seen) - 1, "tool": tool, **failure})
+            return self._observed_steps[-1][1]
+        self._sites.append({"t": len(self._observed_steps) - 1, "tool": tool, **failure})
         return failure["error"] if failure["error_kind"] == "transport_error" else failure  # not the student's fault
 
-    def _note(self, action: Mapping[str, Any] | None, said: Mapping[str, Any]) -> str:
-        text = self._text(said.get("observation") or {})
-        failure = failure_of(said)
-        self._seen.append((action, text if failure is None else str(failure)))
-        if isinstance(said.get("reward"), int | float):
-            self._rewards.append(said["reward"])
+    def _record_observation(self, action: Mapping[str, Any] | None, reply: Mapping[str, Any]) -> str:
+        text = self._text(reply.get("observation") or {})
+        failure = failure_of(reply)
+        self._observed_steps.append((action, text if failure is None else str(failure)))
+        if isinstance(reply.get("reward"), int | float):
+            self._rewards.append(reply["reward"])
         return text
 
     # replay
@@ -111,7 +111,7 @@ class OpenEnv:
     def _messages_before(self, t: int) -> list[Message]:
         """The messages behind the prompt, up to the observation of step t - 1. t = 1 is before the first call."""
         history = self._server_history()
-        seen = self._seen if history is None else history
+        seen = self._observed_steps if history is None else history
         if not 0 < t <= len(seen):
             raise InnerError(f"this episode has {len(seen) - 1} steps; there is nothing before step {t}.")
         messages: list[Message] = []
@@ -128,39 +128,39 @@ class OpenEnv:
     def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
         """[(action, text)] as the server remembers it; None where it keeps no history."""
         try:
-            history = self._ask("state", None).get("history")
+            history = self._send_request("state", None).get("history")
         except (OSError, EOFError):
             self._close()
             return None
-        return [(e.get("action"), self._remembered(e)) for e in history] if isinstance(history, list) else None
+        return [(e.get("action"), self._remembered_text(e)) for e in history] if isinstance(history, list) else None
 
-    def _remembered(self, entry: Mapping[str, Any]) -> str:
-        said = {"observation": entry["observation"], "metadata": entry["observation"].get("metadata")}
-        failure = failure_of(said)
+    def _remembered_text(self, entry: Mapping[str, Any]) -> str:
+        reply = {"observation": entry["observation"], "metadata": entry["observation"].get("metadata")}
+        failure = failure_of(reply)
         return self._text(entry["observation"]) if failure is None else str(failure)
 
     # the wire
 
-    def _begin(self) -> None:
-        self._seen: list[tuple[Mapping[str, Any] | None, str]] = []  # (action, text); the first is reset's
+    def _begin_episode(self) -> None:
+        self._observed_steps: list[tuple[Mapping[str, Any] | None, str]] = []  # (action, text); the first is reset's
         self._sites: list[dict[str, Any]] = []
         self._rewards: list[float] = []
         self._lost = False
 
-    def _ask(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
         """One request and its answer. OSError or EOFError: the connection is of no more use."""
-        self._socket = self._socket or _connect(self._url, self._timeout_s)
-        return _exchange(self._socket, kind, data, self._timeout_s)
+        self._socket = self._socket or _open_socket(self._url, self._timeout_s)
+        return _exchange_message(self._socket, kind, data, self._timeout_s)
 
-    def _ask_again(self, kind: str, data: Mapping[str, Any], first: Exception) -> dict[str, Any]:
+    def _retry_request(self, kind: str, data: Mapping[str, Any], first: Exception) -> dict[str, Any]:
         self._close()
         try:
-            return self._ask(kind, data)
+            return self._send_request(kind, data)
         except (OSError, EOFError) as error:
             raise InnerError(
-                f"the environment at {_where(self._url)} does not answer: {error or type(error).__name__} (before: "
-                f"{first or type(first).__name__}). Start it, or set {URL_ENV}; it needs a session per rollout "
-                "(max_concurrent_envs)."
+                f"the environment at {_server_url(self._url)} does not answer: {error or type(error).__name__} "
+                f"(before: {first or type(first).__name__}). Start it, or set {URL_ENV}; it needs a "
+                "session per rollout (max_concurrent_envs)."
             ) from error
 
     def _close(self) -> None:
@@ -178,24 +178,27 @@ def openenv_environment(url: str | None = None, name: str = "OpenEnvironment") -
     """A class with a method for each tool of the MCP server at `url` (default: what OPENENV_URL says)."""
     probe = type(name, (OpenEnv,), {"_url": url})()
     try:
-        tools = (probe._ask("step", {"type": "list_tools"}).get("observation") or {}).get("tools")
+        tools = (probe._send_request("step", {"type": "list_tools"}).get("observation") or {}).get("tools")
     except (OSError, EOFError) as error:
-        raise InnerError(f"no OpenEnv server answers at {_where(url)}: {error}. Start it, or set {URL_ENV}.") from error
+        raise InnerError(
+            f"no OpenEnv server answers at {_server_url(url)}: {error}. Start it, or set {URL_ENV}."
+        ) from error
     finally:
         probe._close()
     if not tools:
         raise InnerError(
-            f"the server at {_where(url)} lists no tools, so it is not an MCP environment. Write a class on "
+            f"the server at {_server_url(url)} lists no tools, so it is not an MCP environment. Write a class on "
             "inner.worlds.openenv.OpenEnv with a method per tool."
         )
     methods = {tool["name"]: tool_method(tool) for tool in tools}
-    return type(name, (OpenEnv,), {"_url": url, "__doc__": f"The tools of {_where(url)}.", **methods})
+    return type(name, (OpenEnv,), {"_url": url, "__doc__": f"The tools of {_server_url(url)}.", **methods})
 
 
 def tool_method(tool: Mapping[str, Any]) -> Any:
     """A method that calls the tool, with the types and the docstring that its JSON schema says."""
     schema = tool.get("input_schema") or tool.get("inputSchema") or {}
-    required, properties = set(schema.get("required") or ()), schema.get("properties") or {}
+    required = set(schema.get("required") or ())
+    properties = schema.get("properties") or {}
     types = {name: _TYPES.get(spec.get("type"), str) for name, spec in properties.items()}
 
     def method(self, **arguments: Any) -> Any:
@@ -220,20 +223,21 @@ def tool_method(tool: Mapping[str, Any]) -> Any:
     return method
 
 
-def failure_of(said: Mapping[str, Any]) -> dict[str, Any] | None:
+def failure_of(reply: Mapping[str, Any]) -> dict[str, Any] | None:
     """{"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
     It failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action."""
-    observation = said.get("observation") or {}
-    metadata = said.get("metadata") or observation.get("metadata") or {}
-    error, result = observation.get("error"), observation.get("result")
+    observation = reply.get("observation") or {}
+    metadata = reply.get("metadata") or observation.get("metadata") or {}
+    error = observation.get("error")
+    result = observation.get("result")
     broken = isinstance(result, Mapping) and (result.get("is_error") or result.get("isError"))
     kind = metadata.get("error_kind") or (error.get("error_type") if isinstance(error, Mapping) else None)
-    if not kind and not broken and "refused" not in said:
+    if not kind and not broken and "refused" not in reply:
         return None
-    text = said.get("refused") or (error.get("message") if isinstance(error, Mapping) else error)
+    text = reply.get("refused") or (error.get("message") if isinstance(error, Mapping) else error)
     text = text or metadata.get("error") or observation_text(observation) or str(kind)
-    kind = kind or ("bad_arguments" if "refused" in said else "execution_error")
+    kind = kind or ("bad_arguments" if "refused" in reply else "execution_error")
     failure = {"error": str(text), "error_kind": KINDS.get(kind, kind)}
     hinted = metadata.get("hint_template_key")
     return {**failure, "hint_template_key": hinted} if hinted else failure
@@ -252,7 +256,7 @@ def observation_text(observation: Mapping[str, Any]) -> str:
     return json.dumps(rest, ensure_ascii=False) if rest else ""
 
 
-def _exchange(socket: Any, kind: str, data: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     from websockets.exceptions import WebSocketException
 
     message = {"type": kind} if data is None else {"type": kind, "data": data}
@@ -261,22 +265,23 @@ def _exchange(socket: Any, kind: str, data: Mapping[str, Any] | None, timeout_s:
         answer = json.loads(socket.recv(timeout=timeout_s))
     except WebSocketException as error:
         raise EOFError(str(error)) from error
-    said = answer.get("data") or {}
-    return said if answer.get("type") != "error" else _refusal(said)
+    reply = answer.get("data") or {}
+    return reply if answer.get("type") != "error" else _read_refusal(reply)
 
 
-def _refusal(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server's error answer means: the action was wrong, the tool broke, or there is no session."""
-    code, text = said.get("code"), str(said.get("message") or "no reason given")
+def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """An error answer of the server as a reply: a wrong action, or a broken tool. EOFError if there is no session."""
+    code = reply.get("code")
+    text = str(reply.get("message") or "no reason given")
     if code == "CAPACITY_REACHED":
         raise EOFError(f"{text} (CAPACITY_REACHED)")
-    if details := said.get("errors"):
+    if details := reply.get("errors"):
         text = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in details)
     kind = "bad_arguments" if code == "VALIDATION_ERROR" else "exception"
     return {"refused": text, "observation": {}, "metadata": {"error_kind": kind}}
 
 
-def _connect(url: str | None, timeout_s: float) -> Any:
+def _open_socket(url: str | None, timeout_s: float) -> Any:
     try:
         from websockets.sync.client import connect
     except ModuleNotFoundError as missing:
@@ -284,13 +289,13 @@ def _connect(url: str | None, timeout_s: float) -> Any:
     from websockets.exceptions import WebSocketException
 
     try:
-        address = f"ws{_where(url).removeprefix('http')}/ws"
+        address = f"ws{_server_url(url).removeprefix('http')}/ws"
         return connect(address, open_timeout=timeout_s, max_size=None, proxy=None).__enter__()
     except WebSocketException as error:
         raise EOFError(str(error)) from error
 
 
-def _where(url: str | None) -> str:
+def _server_url(url: str | None) -> str:
     found = url or os.environ.get(URL_ENV)
     if not found:
         raise InnerError(f"where is the OpenEnv server? Give its URL, or set {URL_ENV}=http://host:port.")

@@ -24,7 +24,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inner.hints import gate
+from inner.hints import filter_hint
 from inner.worlds.body import tiny_llama
 
 NUMBERS = 20  # operands and results are 0 .. NUMBERS - 1
@@ -133,7 +133,8 @@ class ToolWorld:
         call = {"type": "function", "function": {"name": name, "arguments": {"a": a, "b": b}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         if fails:
-            tool, answer = f"{{'error': 'Tool {name} not found.'}}", "giveup"
+            tool = f"{{'error': 'Tool {name} not found.'}}"
+            answer = "giveup"
         else:  # any number: what is to be learned is to copy it
             tool = answer = str(rng.randrange(NUMBERS))
         return [
@@ -163,8 +164,8 @@ class ToolWorld:
             rows = torch.randint(0, len(ids), (16,), generator=picks)
             states = model.base_model(input_ids=ids[rows], attention_mask=mask[rows]).last_hidden_state[:, :-1]
             targets = labels[rows][:, 1:]
-            told = targets != -100
-            loss = torch.nn.functional.cross_entropy(model.lm_head(states[told]), targets[told])
+            is_target = targets != -100
+            loss = torch.nn.functional.cross_entropy(model.lm_head(states[is_target]), targets[is_target])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -198,14 +199,14 @@ class ToolWorld:
 
     def environment(self) -> type:
         """TRL's environment class: one method per kind, named by the name that exists."""
-        tools = {self.right_name(kind): self._tool(kind) for kind in range(self.kinds)}
+        tools = {self.right_name(kind): self._make_tool(kind) for kind in range(self.kinds)}
 
         def reset(self: Any, **row: Any) -> None:
             self._kind = row["kind"]
 
         return type("ToolWorldEnvironment", (), {"reset": reset, **tools})
 
-    def _tool(self, kind: int) -> Callable[..., int]:
+    def _make_tool(self, kind: int) -> Callable[..., int]:
         world = self
 
         def tool(self, a: int, b: int) -> int:  # no type on self: the JSON schema would want to describe it
@@ -228,11 +229,11 @@ class ToolWorld:
     def hint(self, row: Mapping[str, Any], error: str) -> str | None:
         """After a name that does not exist: which one does."""
         right = self.right_name(row["kind"])
-        return gate(f"hint use {right}" if "not found" in error else None, right, error)
+        return filter_hint(f"hint use {right}" if "not found" in error else None, right, error)
 
 
 def final_answer(turns: list[Message]) -> str | None:
-    """What the assistant said last, or None when a tool had the last word."""
+    """The text of the last turn if the assistant wrote it; None if it is a tool's result."""
     last = turns[-1]
     return (last.get("content") or "").replace("<end>", "").strip() if last["role"] == "assistant" else None
 
@@ -250,5 +251,6 @@ def _supervised_rows(
         padding_side="right",
         return_tensors="pt",
     )
-    ids, assistant = rows["input_ids"], torch.as_tensor(rows["assistant_masks"])
+    ids = rows["input_ids"]
+    assistant = torch.as_tensor(rows["assistant_masks"])
     return ids, ids.masked_fill(assistant == 0, -100), rows["attention_mask"]

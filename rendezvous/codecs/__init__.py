@@ -21,8 +21,8 @@ Not promised: equal bodies from different machines (only equal decoding); anythi
 `torch.set_flush_denormal(True)`; a residual worth keeping after a refused `encode`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
 
 import numpy as np
@@ -32,7 +32,7 @@ from rendezvous.codecs.choose import NAMES, auto, nominal_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NAMES", "Array", "Body", "Codec", "auto", "codec", "nominal_ratio", "one_pass_mean"]
+__all__ = ["NAMES", "Array", "Body", "Codec", "auto", "codec", "nominal_ratio"]
 
 Array: TypeAlias = Union[np.ndarray, "Tensor"]  # flat and contiguous
 Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]
@@ -94,15 +94,6 @@ class Codec(Protocol):
 
 
 @cache
-def one_pass_mean(name: str) -> Callable[..., bool] | None:
-    """`native.mean` of that codec's bodies, where there is one and it could be compiled."""
-    try:
-        from rendezvous.codecs import native
-    except ImportError:
-        return None
-    return partial(native.mean, name) if name in native.MEANS else None
-
-
 def codec(name: str) -> Codec:
     """The codec of that name."""
     codecs = _codecs()

@@ -1,4 +1,4 @@
-"""What the kernels share: vectors cut into pieces that stay in the cache, and the loops over them.
+"""The codecs share this: vectors cut into pieces that stay in the cache, and the loops over them.
 
     encode       for each piece:   s = x + decay·e    rows = pack(s)     e ← s − unpack(rows)
     accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)      (w = 1: nothing)
@@ -17,15 +17,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cache
 from math import isfinite
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rendezvous.codecs import Array, Body
+from rendezvous.codecs.kernels import load_kernels
 from rendezvous.errors import BadDelta, Corrupt
 
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -107,16 +106,16 @@ class Rows(ABC):
         e = None if residual is None else flat(residual, "the residual", like=v)
         ages = None if age is None else ages_of(age, like=v)
         rows = room(out, self.bound(v.numel())).view(-1, self.row_bytes)
-        if v.device.type == "cpu" and fused(self.name, "cpu") is not None:
+        if v.device.type == "cpu" and load_kernels(self.name, "cpu") is not None:
             return self._by_address(v, e, rows, ranges)
         return self._piece_by_piece(v, e, ages, rows, ranges)
 
     def _by_address(
         self, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
     ) -> Iterator[float]:
-        from rendezvous.codecs import native
+        from rendezvous.codecs.kernels import cpu
 
-        for (a, b), square in zip(ranges, native.encode_each(self.name, x, e, rows, ranges), strict=True):
+        for (a, b), square in zip(ranges, cpu.encode_each(self.name, x, e, rows, ranges), strict=True):
             if square is None:
                 raise refuse((x if e is None else e)[a:b])
             yield square
@@ -159,11 +158,15 @@ class Rows(ABC):
 
     def _piece_size(self, v: Tensor) -> int:
         """A CPU's kernels go row by row by themselves, and each call of one costs as much as 20,000 elements."""
-        return v.numel() if v.device.type == "cpu" and fused(self.name, "cpu") else min(v.numel(), piece_size(v.device))
+        return (
+            v.numel()
+            if v.device.type == "cpu" and load_kernels(self.name, "cpu")
+            else min(v.numel(), piece_size(v.device))
+        )
 
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
         """rows <- pack(x + decay·e);  e <- what they lack; -> ‖x‖².   age: for codecs with `ages`."""
-        kernels = fused(self.name, x.device.type)
+        kernels = load_kernels(self.name, x.device.type)
         if kernels is not None:
             square = kernels.encode(self.name, x, e, rows)
             if square is None:
@@ -182,7 +185,7 @@ class Rows(ABC):
 
     def _add_piece(self, rows: Tensor, w: float, target: Tensor, first: bool) -> None:
         """target += fl(w·unpack(rows)).   The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
-        kernels = fused(self.name, target.device.type)
+        kernels = load_kernels(self.name, target.device.type)
         if kernels is not None and kernels.add(self.name, rows, w, target, first):
             return
         straight = first and target.numel() == len(rows) * self.align
@@ -205,35 +208,6 @@ class Rows(ABC):
         if t.numel() > n and t[n:].any():
             raise Corrupt(f"this {self.name} body has values after its last element, {n}")
         return t[:n]
-
-
-class Kernels(Protocol):
-    """A codec's whole piece in one pass over memory."""
-
-    def encode(self, name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
-        """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
-        ...
-
-    def add(self, name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
-        """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
-        ...
-
-
-@cache
-def fused(name: str, kind: str) -> Kernels | None:
-    """Kernels for that codec on that kind of device; None: torch's, call by call."""
-    try:
-        if kind == "cpu" and name in ("bf16", "int8", "int4"):
-            from rendezvous.codecs import native
-
-            return native
-        if kind == "cuda" and name in ("int8", "int4"):
-            from rendezvous.codecs import on_cuda
-
-            return on_cuda
-    except ImportError:  # no C compiler; no Triton, which comes with torch for CUDA on Linux
-        pass
-    return None
 
 
 class Outbox:

@@ -31,7 +31,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -75,17 +75,35 @@ class Address:
     region: str = ""
 
 
-@dataclass(frozen=True)
 class Clients:
     """The same bucket with three tempers: ask once; wait for every next byte; wait for a long upload.
 
-    deleting: as `reading`, with one request for each key.
+    Each is made when it is first used: that takes 6 ms, and a view of a run only reads.
     """
 
-    register: Bucket
-    reading: Bucket
-    writing: Bucket
-    deleting: Bucket
+    def __init__(self, address: Address, silence: timedelta) -> None:
+        self._address, self._endpoint, self._silence = address, _endpoint(address), silence
+        self._common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(self._endpoint)}
+
+    @cached_property
+    def register(self) -> Bucket:
+        return self._connect({"timeout": self._silence}, retries=0)
+
+    @cached_property
+    def reading(self) -> Bucket:
+        return self._connect({"read_timeout": self._silence, "timeout": "600s"})
+
+    @cached_property
+    def writing(self) -> Bucket:
+        return self._connect({"timeout": "300s"})
+
+    @cached_property
+    def deleting(self) -> Bucket:
+        """As `reading`, with one request for each key."""
+        return self._connect({"read_timeout": self._silence, "timeout": "600s"}, bulk=False)
+
+    def _connect(self, patience: "ClientConfig", retries: int = 3, bulk: bool = True) -> Bucket:
+        return _connect(self._address, self._endpoint, {**self._common, **patience}, retries, bulk)
 
 
 class CloudStore:
@@ -93,7 +111,7 @@ class CloudStore:
         self.address = parse(url)
         self.url, self._silence_s = self.address.url, silence_s
         self._bulk_deletes = self.address.scheme != "gs"  # no such request there; a missing key would stop the others
-        self._at()  # a wrong endpoint or option should say so here
+        self._at()  # raises for a wrong endpoint or option
 
     @property
     def near(self) -> bool:
@@ -177,7 +195,9 @@ class CloudStore:
     def _at(self) -> Clients:
         stay_home()
         try:
-            return _clients(self.address, self._silence_s)
+            clients = _clients(self.address, self._silence_s)
+            _ = clients.reading  # all four take the same address and options
+            return clients
         except BaseError as error:
             why = _in_words(error)
         raise StoreRefused(f"cannot open {self.url}: {why}. {_keys_of(self.address.scheme)}")
@@ -301,7 +321,7 @@ def _clients(address: Address, silence_s: float) -> Clients:
     key = address, silence_s, _environment()
     with _connecting:
         if key not in _open:
-            _open[key] = _new_clients(address, timedelta(seconds=silence_s))
+            _open[key] = Clients(address, timedelta(seconds=silence_s))
         return _open[key]
 
 
@@ -311,18 +331,6 @@ def _forget_clients() -> None:
     with _connecting:
         _refusals += 1
         _open.clear()
-
-
-def _new_clients(address: Address, silence: timedelta) -> Clients:
-    endpoint = _endpoint(address)
-    common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(endpoint)}
-    patient: ClientConfig = {**common, "read_timeout": silence, "timeout": "600s"}
-    return Clients(
-        register=_connect(address, endpoint, {**common, "timeout": silence}, 0),
-        reading=_connect(address, endpoint, patient, 3),
-        writing=_connect(address, endpoint, {**common, "timeout": "300s"}, 3),
-        deleting=_connect(address, endpoint, patient, 3, bulk=False),
-    )
 
 
 def _connect(address: Address, endpoint: str, client: "ClientConfig", retries: int, bulk: bool = True) -> Bucket:

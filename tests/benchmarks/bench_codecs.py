@@ -17,7 +17,7 @@ from time import thread_time
 import torch
 
 from rendezvous.codecs import NAMES, codec
-from rendezvous.codecs.pieces import fused
+from rendezvous.codecs.kernels import load_kernels
 
 WANTED = {"bf16": 0.9, "int8": 0.36, "int4": 0.18}  # with a residual 0.7 of that
 CUDA_WANTED = {"int8": 0.5}
@@ -81,7 +81,7 @@ def table(name: str, n: int, rounds: int, cuda: bool) -> None:
     source = torch.randn(n, device=device)
     target = torch.zeros_like(source)
     timed, ratio, body = kernels(name, n, device)
-    how = "one pass" if fused(name, device) else "torch"
+    how = "one pass" if load_kernels(name, device) else "torch"
     for what, pairs in paired(timed, lambda: target.copy_(source), rounds, seconds).items():
         copy, own = (4 * n / 1e9 / median(p[i] for p in pairs) for i in (0, 1))
         share, goal = median(c / s for c, s in pairs), wanted(name, what, cuda)

@@ -22,14 +22,14 @@ import time
 import numpy as np
 import torch
 
-from diloco.outer import Nesterov, OuterState
+from diloco.optimizer import Nesterov, OuterState
 from rendezvous import layout
 from rendezvous.background import Worker
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 
 EVERY, STEPS = 4, 13
 

@@ -33,10 +33,10 @@ from typing import Any
 
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run
-from diloco.life import start_time
-from diloco.report import Report, read_report
-from executors.local import LocalProcessExecutor
-from executors.supervisor import Supervisor
+from diloco.runlog.report import Report, read_report
+from diloco.session import start_time
+from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.records import Commit
@@ -54,7 +54,7 @@ def replica(argv: list[str]) -> int:
     from inner.supervised import SupervisedLoop
 
     trace = os.open(f"{argv[0]}/ticks.{argv[2]}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    compute = SupervisedLoop._backward
+    compute = SupervisedLoop._backward_pass
 
     def paced(self: SupervisedLoop, micro: int) -> float:
         began = time.monotonic()
@@ -64,7 +64,7 @@ def replica(argv: list[str]) -> int:
         os.write(trace, TICK.pack(time.time(), spent))
         return loss
 
-    SupervisedLoop._backward = paced  # type: ignore[method-assign]
+    SupervisedLoop._backward_pass = paced  # type: ignore[method-assign]
     return main(argv)
 
 

@@ -23,7 +23,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
-from rendezvous.store import open_store
+from rendezvous.stores.open import open_store
 
 FORMS = {"fp32": Rules(codec="fp32"), "fp32 direct": Rules(shard_from=1 << 60), "int8": Rules(codec="int8")}
 

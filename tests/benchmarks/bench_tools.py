@@ -49,7 +49,7 @@ def run(model: Path, batch: int, steps: int, **settings: Any) -> tuple[float, li
 
     def stop() -> bool:
         at.append(time.process_time())
-        rewards.append(loop.harvest()["reward"])
+        rewards.append(loop.pop_metrics()["reward"])
         return len(rewards) >= steps
 
     loop.train(stop)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner import ComposerReplicationTrainer, InnerConfig, Seeds, ToolWorld, publish_model
-from inner.grpo import _quietly, trainer_arguments
+from inner.grpo import _silence_libraries, trainer_arguments
 from tests.test_inner_channels import world_pairs
 
 WORLD = ToolWorld()
@@ -56,7 +56,7 @@ class Stopwatch(TrainerCallback):
         return spent
 
 
-@_quietly()
+@_silence_libraries()
 def make(folder: Path, steps: int, batch: int, tools: bool, options: dict[str, Any] | None) -> tuple[Any, Stopwatch]:
     """options: None for TRL's own."""
     arguments = trainer_arguments(InnerConfig(batch_size=batch), Seeds(data=0, noise=1), tempfile.mkdtemp(dir=folder))
@@ -86,7 +86,7 @@ def measure(folder: Path, tools: bool, blocks: int, steps: int, batch: int) -> N
     for block in range(blocks + 1):
         for name in sorted(made, reverse=bool(block % 2)):
             trainer, watch = made[name]
-            with _quietly():
+            with _silence_libraries():
                 trainer.train()
             seconds = watch.take()
             if block:  # the first one warms up

@@ -1,0 +1,319 @@
+"""A report, drawn: report.png, and report.html in one self-contained file.
+
+    reward (or loss, where there is none) by outer step, per replica and mean, with every kill and return
+    one lane per life: starting, training, its counted steps, its end
+    where an outer step's time goes · bytes per sync
+
+matplotlib is imported when something is drawn.  Not promised: a picture of a run without any outer step.
+"""
+
+import html
+import io
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from diloco.runlog.learning import NAMES, Curve, over_replicas
+from diloco.runlog.report import (
+    BAD_ENDS,
+    NUMBERS,
+    PART_NAMES,
+    PARTS,
+    Life,
+    Report,
+    checks,
+    curve_of,
+    headline,
+    nice_bytes,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class ReportError(RuntimeError):
+    """The report cannot be drawn."""
+
+
+INK, FAINT = "#1f2329", "#c9d1d8"  # in report.html these two follow the reader's light or dark page
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31")  # Okabe and Ito: colour-blind safe
+MARKERS = "osD^vP"
+ALARM = "#d55e00"
+BOOT = "#9aa4ae"
+
+
+def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
+    """Draw report.png and report.html into `folder`; -> their paths."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ReportError(
+            "drawing a report needs matplotlib, which is not installed. "
+            "Next: pip install 'serverless-diloco[report]', then `diloco report` again"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    png, page = folder / "report.png", folder / "report.html"
+    fonts: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "svg.hashsalt": report.url,
+    }
+    with matplotlib.rc_context(fonts):
+        figure = draw_figure(report)
+        figure.savefig(png, dpi=130, facecolor="white")
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    page.write_text(_html_page(report, svg.getvalue()), encoding="utf-8")
+    return page, png
+
+
+def draw_figure(report: Report) -> "Figure":
+    """Reward, the lives of the replicas, seconds and bytes: one figure."""
+    from matplotlib.figure import Figure
+
+    lanes = max(3, len(report.lives))
+    figure = Figure(figsize=(9.6, 6.6 + 0.26 * lanes), layout="constrained")
+    figure.suptitle(headline(report), fontsize=12, fontweight="bold", color=INK)
+    grid = figure.add_gridspec(3, 2, height_ratios=[3.0, 0.7 + 0.3 * lanes, 2.3])
+    _draw_curve(figure.add_subplot(grid[0, :]), report)
+    _draw_lives(figure.add_subplot(grid[1, :]), report)
+    _draw_seconds(figure.add_subplot(grid[2, 0]), report)
+    _draw_bytes(figure.add_subplot(grid[2, 1]), report)
+    return figure
+
+
+def _draw_curve(ax: "Axes", report: Report) -> None:
+    line = curve_of(report)
+    slots = report.slots
+    for slot, values in line.by_slot.items():
+        i = slots.index(slot)
+        ax.plot(
+            range(len(values)), _with_gaps(values), label=slot, lw=1, ms=4, alpha=0.85, color=COLOURS[i % 6],
+            marker=MARKERS[i % 6],
+        )  # fmt: skip
+    if line.known:
+        ax.plot(range(len(line.mean)), _with_gaps(line.mean), label="mean", color=INK, lw=2.4)
+        _unit_scale(ax, line)
+    else:
+        ax.text(0.5, 0.5, "no reward and no loss was measured", transform=ax.transAxes, ha="center", color=INK)
+    for place, text, side in _mark_interruptions(report):
+        ax.axvline(place, color=ALARM, lw=1, ls=(0, (4, 3)), zorder=0)
+        ax.annotate(
+            text, (place, 1), xycoords=("data", "axes fraction"), xytext=(2 if side == "left" else -2, 3),
+            textcoords="offset points", color=ALARM, ha=side, va="bottom", fontsize=8,
+        )  # fmt: skip
+    _style_axes(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean of its samples")
+    ax.set_xlim(-0.5, max(report.wanted.steps, report.head, 1) - 0.5)
+    ax.locator_params(axis="x", integer=True)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK)
+
+
+def _with_gaps(values: Sequence[float | None]) -> list[float]:
+    """nan: a gap where nobody measured."""
+    return [nan if value is None else value for value in values]
+
+
+def _unit_scale(ax: "Axes", line: Curve) -> None:
+    """Rewards that lie in [0, 1] are shown on all of it, so that two runs can be compared by eye."""
+    every = [value for values in line.by_slot.values() for value in values if value is not None]
+    if line.name == "reward" and all(0 <= value <= 1 for value in every):
+        ax.set_ylim(-0.03, 1.05)
+
+
+def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
+    """Where on the axis of outer steps somebody was lost or came back, with a word while there is room for it."""
+    found: list[tuple[float, str, str]] = []
+    for life in report.lives:
+        if life.how in BAD_ENDS and life.ended is not None:
+            found.append((_step_at(report, life.ended), f"{life.slot} {life.how}", "right"))
+        if life.generation > 1 and life.joined is not None:
+            found.append((_step_at(report, life.joined), f"{life.slot} is back", "left"))
+    return found if len(found) <= 4 else [(place, "", side) for place, _, side in found]
+
+
+def _step_at(report: Report, at: float) -> float:
+    """Where on the axis a time lies: step t's point is drawn at t, when it was committed."""
+    ends = [s.at for s in report.steps]
+    t = sum(end <= at for end in ends)
+    if t == 0 or t == len(ends):
+        return t - 0.5
+    return t - 1 + (at - ends[t - 1]) / max(ends[t] - ends[t - 1], 1e-6)
+
+
+def _draw_lives(ax: "Axes", report: Report) -> None:
+    names = [x.name for x in report.lives]
+    for lane, life in enumerate(report.lives):
+        _draw_life(ax, lane, life, report)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.7)
+    _style_axes(ax, "one lane per life of a replica (slot-generation)", "seconds since the start", "")
+    ax.grid(False)
+    ax.set_xlim(left=0)
+    ax.legend(
+        handles=_life_legend(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK, fontsize=8
+    )
+
+
+def _draw_life(ax: "Axes", lane: int, life: Life, report: Report) -> None:
+    began = report.began  # looks at every event of the run
+    start, end = life.claimed - began, (life.ended or report.ended) - began
+    joined = end if life.joined is None else life.joined - began
+    colour = COLOURS[report.slots.index(life.slot) % 6]
+    ax.barh(lane, joined - start, left=start, height=0.5, color=BOOT, alpha=0.45, lw=0)
+    ax.barh(lane, max(0.0, end - joined), left=joined, height=0.5, color=colour, alpha=0.55, lw=0)
+    commits = [at - began for _, at in life.commits]
+    ax.vlines(commits, lane - 0.33, lane + 0.33, color=INK, lw=1.2)
+    if life.how in BAD_ENDS:
+        ax.plot(end, lane, marker="X", color=ALARM, ms=10, mew=0, clip_on=False)
+    if life.generation > 1 and life.joined is not None:
+        ax.plot(joined, lane, marker=">", color=INK, ms=6, mew=0)
+
+
+def _life_legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(facecolor=BOOT, alpha=0.45, label="starting"),
+        Patch(facecolor=COLOURS[0], alpha=0.55, label="training"),
+        Line2D([], [], color=INK, lw=0, marker="|", mew=1.4, ms=9, label="its work counts"),
+        Line2D([], [], color=ALARM, lw=0, marker="X", mew=0, ms=8, label="killed, lost"),
+        Line2D([], [], color=INK, lw=0, marker=">", mew=0, ms=6, label="replacement\nhas healed"),
+    ]
+
+
+def _draw_seconds(ax: "Axes", report: Report) -> None:
+    steps = [s for s in report.steps if s.seconds]
+    bottom = [0.0] * len(steps)
+    for i, (part, name) in enumerate(zip(PARTS, PART_NAMES, strict=True)):
+        heights = [s.part(part) for s in steps]
+        colour = (COLOURS[0], COLOURS[3], COLOURS[1], COLOURS[2])[i]
+        _draw_bars(ax, [s.t for s in steps], heights, bottom, colour=colour, label=name, width=0.8)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    _style_axes(ax, "where an outer step's time goes", "outer step", "seconds, mean per replica")
+    _room_above(ax, max(bottom, default=0.0))
+
+
+def _draw_bytes(ax: "Axes", report: Report) -> None:
+    steps = [s for s in report.steps if s.up or s.down]
+    for shift, way, colour, name in ((-0.2, "up", COLOURS[4], "up"), (0.2, "down", COLOURS[5], "down")):
+        heights = [fmean(getattr(s, way).values()) / 1e3 for s in steps]
+        at = [s.t + shift for s in steps]
+        ground = [0.0] * len(steps)
+        _draw_bars(ax, at, heights, ground, colour=colour, label=name, width=0.38)
+    _style_axes(ax, "bytes per sync", "outer step", "kB, mean per replica")
+    _room_above(ax, max((fmean(getattr(s, w).values()) / 1e3 for s in steps for w in ("up", "down")), default=0.0))
+
+
+def _draw_bars(
+    ax: "Axes", at: Sequence[float], heights: Sequence[float], bottom: Sequence[float], *,
+    colour: str, label: str, width: float,
+) -> None:  # fmt: skip
+    """ax.bar with all bars as one artist: 6,000 artists take ten seconds to draw."""
+    from matplotlib.collections import PolyCollection
+
+    corners = [
+        [(x - width / 2, low), (x - width / 2, low + height), (x + width / 2, low + height), (x + width / 2, low)]
+        for x, height, low in zip(at, heights, bottom, strict=True)
+    ]
+    ax.add_collection(PolyCollection(corners, facecolors=colour, label=label, lw=0))
+    ax.autoscale_view()
+
+
+def _room_above(ax: "Axes", highest: float) -> None:
+    """A legend in one row above the bars."""
+    ax.set_ylim(0, max(highest, 1e-3) * 1.28)
+    ax.locator_params(axis="x", integer=True)
+    ax.legend(loc="upper center", ncols=4, frameon=False, labelcolor=INK, fontsize=8, handlelength=1.2)
+
+
+def _style_axes(ax: "Axes", title: str, x: str, y: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10, color=INK)
+    ax.set_xlabel(x, color=INK)
+    ax.set_ylabel(y, color=INK)
+    ax.tick_params(colors=INK)
+    ax.grid(axis="y", color=FAINT, lw=0.6)
+    ax.set_axisbelow(True)
+    for side in ax.spines:
+        ax.spines[side].set_visible(side in ("left", "bottom"))
+        ax.spines[side].set_color(INK)
+
+
+# -------------------------------------------------------------------- the page
+
+CSS = """
+:root { color-scheme: light dark; --ink: #1f2329; --faint: #c9d1d8; --page: #ffffff; --bad: #b3261e; --good: #1a7f37 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --faint: #3d444d; --page: #0d1117; --bad: #ff7b72; --good: #3fb950 } }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 62rem;
+       margin: 2rem auto; padding: 0 1rem }
+svg { width: 100%; height: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid var(--faint) }
+th:first-child, td:first-child { text-align: left } .wide { overflow-x: auto }
+.ok::before { content: "✓ "; color: var(--good) } .no::before { content: "✗ "; color: var(--bad) }
+ul { list-style: none; padding: 0 }
+code { background: color-mix(in srgb, var(--faint) 40%, transparent); padding: 0 .3em }
+"""
+
+
+def _html_page(report: Report, svg: str) -> str:
+    picture = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")
+    found = "".join(f'<li class="{"ok" if c.ok else "no"}">{html.escape(c.text)}</li>' for c in checks(report))
+    title = html.escape(headline(report))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(report.name)}</title><style>{CSS}</style><h1>{title}</h1><ul>{found}</ul>{picture}"
+        f"<h2>Outer steps</h2><div class=wide>{_step_table(report)}</div>"
+        f"<h2>Lives</h2><div class=wide>{_life_table(report)}</div>"
+        f"<p>Read from <code>{html.escape(report.url)}</code>; "
+        f"again at any time with <code>diloco report {html.escape(report.url)}</code>.</p></html>\n"
+    )
+
+
+def _step_table(report: Report) -> str:
+    measured = [over_replicas(s) for s in report.steps]
+    shown = [name for name in NAMES if any(name in numbers for numbers in measured)]
+    slots = report.slots
+    head = ["step", "mean reward", *slots, *(name.replace("_", " ") for name in shown)]
+    head += ["inner steps", "closed by", "later work", "gated"]
+    head += ["ρ", "η_eff", "cos of replicas", "‖ḡ‖", "s", "up", "down"]
+    rows = []
+    before = report.began
+    for s, numbers_of_step in zip(report.steps, measured, strict=True):
+        rewards = [_format_number(s.reward.get(slot)) + ("" if slot in s.fresh else " ·") for slot in slots]
+        late = ", ".join(f"{slot}@{t}" for slot, t in s.carried)
+        inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
+        up, down = (nice_bytes(sum(b.values())) for b in (s.up, s.down))
+        numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in NUMBERS]
+        if s.empty:
+            numbers[-1] = "0, θ stays"
+        learning = [f"{numbers_of_step[name]:.3g}" if name in numbers_of_step else "–" for name in shown]
+        about = [*learning, inner, s.by, late, ", ".join(s.gated), *numbers]
+        rows.append([str(s.t), _format_number(s.mean_reward), *rewards, *about, f"{s.at - before:.2f}", up, down])
+        before = s.at
+    return _html_table(head, rows) + "<p>· means: not in this step's own commit.</p>"
+
+
+def _life_table(report: Report) -> str:
+    head = ["life", "claimed (s)", "joined (s)", "joined at step", "counted in", "end"]
+    rows = []
+    for x in report.lives:
+        joined = ["–", "–"] if x.joined is None else [f"{x.joined - report.began:.1f}", str(x.joined_step)]
+        end = x.end + ("" if x.ended is None else f", {x.ended - report.began:.1f} s") + (f": {x.why}" if x.why else "")
+        rows.append([x.name, f"{x.claimed - report.began:.1f}", *joined, f"{len(x.commits)} steps", end])
+    return _html_table(head, rows)
+
+
+def _format_number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _html_table(head: list[str], rows: list[list[str]]) -> str:
+    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"

@@ -1,0 +1,62 @@
+"""A commit as a view needs it: when, by whom, which offers it lists.
+
+    bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records.py)
+    bytes from the cache ── kept_commit ──▶  the same; they were checked before they were kept, so no rule is checked
+                                             again: a second look at 1,000 outer steps reads 1,000 commits
+
+Not promised: what a replica needs of a commit: weights, digests, fences.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from rendezvous.records import Commit
+
+
+class Counted(NamedTuple):
+    """One offer that a commit lists.   factor: what the norm gate left of its weight."""
+
+    step: int
+    slot: str
+    generation: int
+    nonce: str
+    factor: float
+
+
+class Decision(NamedTuple):
+    """One commit.   prev: digest of the one before."""
+
+    t: int
+    at: float
+    by: str
+    prev: str | None
+    offers: tuple[Counted, ...]
+
+    @property
+    def fresh(self) -> tuple[Counted, ...]:
+        return tuple(o for o in self.offers if o.step == self.t)
+
+    @property
+    def carried(self) -> tuple[Counted, ...]:
+        return tuple(o for o in self.offers if o.step < self.t)
+
+
+def read_commit(body: bytes) -> Decision:
+    """Raises WireError, whatever the bytes are."""
+    c = Commit.decode(body)
+    offers = tuple(Counted(o.step, o.slot, o.generation, o.nonce, o.factor) for o in c.offers)
+    return Decision(c.t, c.at, c.by, c.prev, offers)
+
+
+def kept_commit(body: bytes) -> Decision:
+    """Raises WireError if another release has kept something else."""
+    try:
+        raw = json.loads(body)
+        offers = tuple(_parse_counted(o) for o in raw["offers"])
+        return Decision(raw["t"], raw["at"], raw["by"], raw["prev"], offers)
+    except (ValueError, KeyError, TypeError):
+        return read_commit(body)
+
+
+def _parse_counted(o: dict[str, Any]) -> Counted:
+    return Counted(o["step"], o["slot"], o["generation"], o["nonce"], o.get("factor", 1.0))

@@ -1,0 +1,43 @@
+"""The steps of a run that are left, in words, as the collecting replicas log them.
+
+    collected: deltas_from 52 · means_from 40 · snapshots 0 8 16 32 40
+    ─▶ kept: every step from 40 on, and 0, 8, 16, 32; pseudogradients before 52 are gone (fleet.keep = 20 GB)
+
+Not promised: the newest word, where the newest logs have none; what is said to be gone is gone.  A step in the window
+whose mean nobody wrote down keeps its pseudogradients; `diloco export` looks at the blobs themselves.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.runlog.report import Report
+
+_WIDTH = 24  # characters of a list of steps
+
+
+def kept_words(report: "Report") -> list[str]:
+    """At most two lines; [] as long as nothing went."""
+    told = [e for e in report.of_kind("collected") if _is_whole(e)]
+    if not told:
+        return []
+    newest = max(told, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))
+    since = min((t for t in newest["snapshots"] if t >= newest["means_from"]), default=newest["means_from"])
+    before = _steps([t for t in newest["snapshots"] if t < since])
+    keep = report.setting("fleet", "keep", "")
+    return [
+        f"kept: every step from {since} on{before and f', and {before}'}",
+        f"pseudogradients before {newest['deltas_from']} are gone (fleet.keep = {keep})",
+    ]
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    steps = event.get("snapshots")
+    numbers = [event.get("deltas_from"), event.get("means_from"), *(steps if isinstance(steps, list) else [None])]
+    return all(type(n) is int for n in numbers)
+
+
+def _steps(steps: list[int]) -> str:
+    """ "0, 8, 16", or its beginning and how many there are."""
+    text = ", ".join(map(str, steps))
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH].rpartition(',')[0]}, … ({len(steps)} of them)"

@@ -1,0 +1,100 @@
+"""The learning that replicas measured, per outer step, as words and as curves.  Pure; no torch here.
+
+    stats of an offer, or a "step" event of a log ──▶ learning_numbers ──▶ {"loss": 4.8, "grad_norm": 1.3, "entropy": …}
+    [Measured per step] ──▶ headline_curve ──▶ the reward where there is one, else the loss: per replica and their mean
+
+Not promised: that losses of replicas are on one scale. Each is of its own data, and a policy loss says little by its
+height.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+NAMES = {
+    "loss": "loss {:.4g}", "grad_norm": "grad norm {:.3g}", "entropy": "entropy {:.3g}", "kl": "KL {:.3g}",
+    "completion_length": "length {:.3g}", "reward_missing": "{:.3g} completions without reward",
+}  # fmt: skip
+COUNTS = ("reward_missing",)  # summed over replicas; of all others the mean is shown
+LINE = {"reward": "reward {:.4g}", **NAMES, "lr": "lr {:.3g}", "samples": "{:.0f} samples"}
+SECONDS = {"inner_s": "train {:.1f} s", "wait_s": "wait {:.1f} s"}
+TAKEN = frozenset(
+    {
+        "at", "event", "slot", "generation", "step", "h", "listed", "theta", "bytes_up", "bytes_down", "delta_norm",
+        "empty", "moved", "participants", "rho", "effective_step", "cos_pair", "mean_norm", "outer_lr", "inner_s",
+        "offer_s", "wait_s", "mean_s", "device",
+    }
+)  # fmt: skip
+
+
+class Measured(Protocol):
+    """One outer step.   fresh: slots that its commit lists for it; reward, learned: by slot."""
+
+    fresh: tuple[str, ...]
+    reward: dict[str, float]
+    learned: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """name: "reward" or "loss".   by_slot, mean: a value per outer step, None where nobody measured one."""
+
+    name: str
+    by_slot: dict[str, list[float | None]]
+    mean: list[float | None]
+
+    @property
+    def known(self) -> list[float]:
+        return [value for value in self.mean if value is not None]
+
+
+def learning_numbers(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of NAMES in an offer's stats or in a step event."""
+    return {name: float(stats[name]) for name in NAMES if isinstance(stats.get(name), int | float)}
+
+
+def headline_curve(steps: Sequence[Measured], slots: Iterable[str]) -> Curve:
+    """The headline of a run: its rewards, or its losses where it has no rewards."""
+    name = "reward" if any(step.reward for step in steps) else "loss"
+    of = lambda step: step.reward if name == "reward" else _by_slot(step, "loss")  # noqa: E731
+    by_slot = {slot: [of(step).get(slot) for step in steps] for slot in slots}
+    means = [_mean_or_none([of(step)[slot] for slot in step.fresh if slot in of(step)]) for step in steps]
+    return Curve(name, {slot: values for slot, values in by_slot.items() if any(v is not None for v in values)}, means)
+
+
+def newest_numbers(steps: Sequence[Measured]) -> dict[str, float]:
+    """Numbers of the newest outer step that has some, over its replicas."""
+    return next((found for step in reversed(steps) if (found := over_replicas(step))), {})
+
+
+def over_replicas(step: Measured) -> dict[str, float]:
+    """One outer step's numbers: means over replicas, counts added up."""
+    found: dict[str, float] = {}
+    for name in NAMES:
+        values = list(_by_slot(step, name).values())
+        if values:
+            found[name] = sum(values) if name in COUNTS else fmean(values)
+    return found
+
+
+def learning_words(numbers: Mapping[str, float], without: str = "") -> str:
+    """ "loss 4.83 · grad norm 1.3"   without: a name that is shown elsewhere."""
+    return " · ".join(form.format(numbers[name]) for name, form in NAMES.items() if name in numbers and name != without)
+
+
+def step_line(name: str, event: Mapping[str, Any], steps: int) -> str:
+    """A healthy replica's line for an outer step: "r00-1  outer step 3 of 6  loss 4.83  …".   steps: 0: unknown."""
+    of = f" of {steps}" if steps else ""
+    forms = {**LINE, **SECONDS}
+    numbers = [form.format(event[k]) for k, form in forms.items() if isinstance(event.get(k), int | float)]
+    note = [] if event.get("listed", True) else ["its work is not in this step's commit"]
+    return "  ".join([f"{name}  outer step {event['step'] + 1}{of}", *numbers, *note])
+
+
+def _by_slot(step: Measured, name: str) -> dict[str, float]:
+    return {slot: numbers[name] for slot, numbers in step.learned.items() if name in numbers}
+
+
+def _mean_or_none(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,57 @@
+"""A run is opened and its first look begun with the same requests.
+
+    url ──▶ the cache that was last used for it ──▶ the keys that a look would ask for first ─┐
+            run.json, seal.json, commit 0 ────────────────────────────────────────────────────┴─▶ asked at once ──▶ View
+
+A second look at a run that stood still needs no other request: one round trip in all.  The guess decides nothing: where
+another run stands at the URL by now, some keys were asked for in vain.
+
+Not promised: that nothing moved between these answers and the look that reads them.
+"""
+
+from dataclasses import dataclass, field
+
+from diloco.launch import OPENING, Run, RunRecord, open_under_seal
+from diloco.runlog.ahead import Ahead, Answer, ask_store
+from diloco.runlog.cache import Cache, cache_of, latest_cache
+from diloco.runlog.look import likely_keys
+from diloco.runlog.scope import Scope
+from diloco.superseded import leads_on, url_below
+from rendezvous import layout
+from rendezvous.seal import SealedStore
+from rendezvous.store import Store
+from rendezvous.stores.open import open_store
+
+
+@dataclass(frozen=True)
+class View:
+    """A run, and what its reader has at hand.   answers: to what was asked while it was opened."""
+
+    run: Run
+    cache: Cache | None
+    answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
+
+
+def open_view(url: str, scope: Scope) -> View:
+    """The run that goes by this URL now, for a look at what `scope` needs.   Raises ConfigError if there is none."""
+    bare = open_store(url)
+    asked = Ahead(bare)
+    guess = latest_cache(bare.url)
+    asked.ask([*OPENING, layout.commit(0), *likely_keys(asked, guess, scope)])
+    answers = asked.answers
+    if leads_on(bare, asked):
+        return open_view(url_below(url), scope)
+    records, store = open_under_seal(url, bare, asked)
+    run = Run(url, store, RunRecord.decode(records.get(layout.RUN) or b""))
+    cache = cache_of(run)
+    if guess is not None and cache is not None and guess.folder == cache.folder:
+        cache = guess  # its files have been read
+    return View(run, cache, _verified_answers(store, bare, answers))
+
+
+def _verified_answers(store: Store, bare: Store, answers: dict[str, Answer]) -> dict[str, Answer]:
+    """The same answers as `store` gives them: those of a sealed run without their tags."""
+    if not isinstance(store, SealedStore):
+        return answers
+    sealed = store.over(Ahead(bare, answers=answers))
+    return {key: ask_store(sealed, key) for key in answers if key != layout.SEAL}

@@ -1,0 +1,688 @@
+"""A run, read back from its bucket alone.
+
+    control, commits, offers, claims, beats, leaves, logs ──▶ Reader ──▶ Report ──┬▶ summary   one screen
+                                                                                  ├▶ checks    said honestly
+                                                                                  └▶ diloco/runlog/charts.py
+Anybody who can read the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only what
+is new.  No torch here.
+
+Not promised: times of different machines on one scale (they are the clocks of whoever wrote them), nor what a
+replica said after its last outer step before a `kill -9`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from diloco.journal import Log, read_log
+from diloco.launch import RunRecord
+from diloco.runlog.ahead import Ahead, Answer
+from diloco.runlog.cache import Cache
+from diloco.runlog.commits import Decision, kept_commit, read_commit
+from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS, joined_words, observed_words, own_words, restarted_by
+from diloco.runlog.kept import kept_words
+from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers
+from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
+from diloco.runlog.scope import EVERYTHING, Scope
+from rendezvous import layout
+from rendezvous.digests import SHA256, digest
+from rendezvous.membership import Wanted, claims, decoded, launch_of, read_beat, read_claim, read_leave
+from rendezvous.records import Beat, Claim, Offer, WireError
+from rendezvous.store import Readable
+
+NAME = 24  # characters of a run's name in a line that has more to say
+MANY = 4096  # objects that are in memory at once
+PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
+PART_NAMES = ("train", "offer", "wait", "mean")
+NUMBERS = {
+    "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
+    "mean_norm": "‖ḡ‖ {:.2g}",
+}  # fmt: skip
+BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
+
+
+@dataclass
+class Step:
+    """One committed outer step.   reward, h: slot -> of the offer for this step, listed now or carried later.
+
+    gated: slots whose weight the norm gate lowered.   empty: the mean was zero, θ stayed.
+    numbers: ρ, effective step, norms (diloco/safety.py).
+    """
+
+    t: int
+    at: float
+    by: str
+    fresh: tuple[str, ...]
+    carried: tuple[tuple[str, int], ...]
+    linked: bool
+    reward: dict[str, float] = field(default_factory=dict)
+    h: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> part -> seconds
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+    thetas: dict[str, str] = field(default_factory=dict)  # life -> digest of θ after this step
+    gated: tuple[str, ...] = ()
+    empty: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)
+    learned: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> loss, … (diloco/runlog/learning.py)
+
+    @property
+    def mean_reward(self) -> float | None:
+        rewards = [self.reward[s] for s in self.fresh if s in self.reward]
+        return fmean(rewards) if rewards else None
+
+    def part(self, name: str) -> float:
+        """Seconds of one part, mean over the replicas that logged it."""
+        values = [s[name] for s in self.seconds.values() if name in s]
+        return fmean(values) if values else 0.0
+
+
+@dataclass
+class Life:
+    """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
+
+    seen, said: why it ended, by its supervisor and by itself.
+    device: the name of what it trains on, "" if nobody looked.
+    restarted_by: the platform that started the same launch again, "" if none did.
+    """
+
+    slot: str
+    generation: int
+    pid: int
+    host: str
+    claimed: float
+    joined: float | None = None
+    joined_step: int = 0
+    commits: list[tuple[int, float]] = field(default_factory=list)
+    ended: float | None = None
+    how: str = "running"
+    seen: str = ""
+    said: str = ""
+    device: str = ""
+    restarted_by: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.slot}-{self.generation}"
+
+    @property
+    def preempted(self) -> bool:
+        """Did its platform ask it to go, and start it again?"""
+        return self.how == "left" and bool(self.restarted_by)
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        if self.preempted:
+            return f"preempted by {self.restarted_by}, started again"
+        return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
+
+    @property
+    def why(self) -> str:
+        """Why it ended, in a line; "" while it runs, if it went as it should, or if nobody knows."""
+        if self.preempted or self.how in ("running", "done", "fence"):
+            return ""
+        return joined_words(self.seen, self.said)
+
+
+@dataclass
+class Report:
+    """Everything a person asks about a run."""
+
+    name: str
+    url: str
+    config: dict[str, Any]
+    wanted: Wanted
+    steps: list[Step]
+    lives: list[Life]
+    events: list[dict[str, Any]]  # by time; "who" is the life or "supervisor-N"
+    beats: dict[str, Beat]
+    twice: int  # pseudogradients that were listed more than once
+    passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
+    damage: str = ""  # what cannot be read, though it must be
+    taken: int = 0  # commits that are there, where the scope does not read them
+    supervisor: Claim | None = None  # the newest that claimed the run, alive or not
+
+    @property
+    def head(self) -> int:
+        logged = 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # where there are no commits
+        return len(self.steps) or self.taken or logged
+
+    @property
+    def done(self) -> bool:
+        return 0 < self.wanted.steps <= self.head
+
+    @property
+    def began(self) -> float:
+        times = [e["at"] for e in self.events] + [x.claimed for x in self.lives] + [s.at for s in self.steps]
+        return min(times, default=0.0)
+
+    @property
+    def ended(self) -> float:
+        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.lives]
+        return max(times, default=self.began)
+
+    @property
+    def seconds(self) -> float:
+        """From its first sign of life to its last step or end."""
+        return self.ended - self.began
+
+    @property
+    def last_sign(self) -> float:
+        """When anybody last said or did something (Unix time)."""
+        return max([self.ended, *(b.at for b in self.beats.values()), *(e["at"] for e in self.events[-1:])])
+
+    @property
+    def stopped(self) -> bool:
+        """Was it asked to stop, or did its supervisor end?  (Another one may have begun since.)"""
+        words = [e for e in self.of_kind("started", "stopped") if e["who"].startswith(SUPERVISOR)][-1:]
+        return self.wanted.stop or bool(words and words[0]["event"] == "stopped")
+
+    @property
+    def slots(self) -> list[str]:
+        return sorted({x.slot for x in self.lives} | set(self.wanted.slots))
+
+    def setting(self, section: str, name: str, default: Any = None) -> Any:
+        return self.config.get(section, {}).get(name, default)
+
+    def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] in kinds]
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_report(store: Readable, scope: Scope = EVERYTHING, cache: Cache | None = None) -> Report:
+    return Reader(store, scope, cache).refresh()
+
+
+class Reader:
+    """Reads a bucket again and again; what is write-once is read once.
+
+    scope: what is needed of it.   cache: what was read of it before (runlog/cache.py).
+    answers: to what was asked while the run was opened (runlog/opening.py).
+    """
+
+    def __init__(
+        self,
+        store: Readable,
+        scope: Scope = EVERYTHING,
+        cache: Cache | None = None,
+        answers: Mapping[str, Answer] | None = None,
+    ) -> None:
+        self._store = Ahead(store, cache, answers=answers)
+        self._scope, self._cache = scope, cache
+        self._first = True
+        self._shown_from = 0
+        self._run: dict[str, Any] = {}
+        self._wanted = Wanted()
+        self._steps: list[Step] = []
+        self._last: bytes | None = None  # the newest commit's bytes
+        self._listed: set[tuple[int, str]] = set()
+        self._twice = 0
+        self._logs: dict[str, list[dict[str, Any]]] = {}
+        self._lives: dict[tuple[str, int], Life] = {}
+        self._supervisor: Claim | None = None
+        self._unclaimed: set[tuple[str, int]] = set()  # lives without a claim, at this look
+        self._extent = ReadSoFar()
+        self._passed_over = 0
+        self._damage = ""
+
+    @property
+    def ahead(self) -> Ahead:
+        """The store with the answers of the last look that nobody has read yet: the supervisor's beat, say."""
+        return self._store
+
+    def refresh(self) -> Report:
+        if not self._first:
+            self._store.forget()
+        found = self._take_look()
+        if not self._run:
+            self._run = self._read_config()
+        self._wanted = found.wanted
+        self._damage = found.lost or self._damage
+        self._unclaimed.clear()
+        self._read_claims()
+        self._read_commits(found.commits)
+        self._read_logs(found)
+        events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
+        found_beats = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
+        beats = {slot: replace(beat, **shown(vars(beat))) for slot, beat in found_beats.items()}
+        self._apply_step_events(events)
+        self._apply_ends(events, beats)
+        self._remember(found)
+        lives = [self._lives[k] for k in sorted(self._lives)]
+        name = shown(self._run.get("name", "run"))
+        return Report(
+            name=name,
+            url=self._store.url,
+            config=self._run,
+            wanted=self._wanted,
+            steps=self._steps,
+            lives=lives,
+            events=events,
+            beats=beats,
+            twice=self._twice,
+            passed_over=self._passed_over,
+            damage=self._damage,
+            taken=0 if self._scope.commits else found.commits,
+            supervisor=self._supervisor,
+        )
+
+    def _take_look(self) -> Found:
+        if self._first:
+            return first_look(self._store, self._scope)
+        ended = frozenset(name for name, life in self._lives.items() if life.how != "running")
+        return take_look(self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended))
+
+    def _remember(self, found: Found) -> None:
+        """How far the run is known, for the next look; what the first one has read is kept on this machine."""
+        claims = {**self._extent.claims, **found.claims}
+        logs = {**self._extent.logs, **{owner: to for owner, (_, to) in found.logs.items()}}
+        self._extent = ReadSoFar(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
+        if self._first and self._cache is not None:
+            self._cache.save()
+        self._first = False
+
+    def _read_config(self) -> dict[str, Any]:
+        body = self._store.get(layout.RUN)
+        if body is None:
+            return {}
+        try:
+            return RunRecord.decode(body).config
+        except WireError as error:
+            self._damage = str(error)
+            return {}
+
+    def _read_commit(self, t: int) -> tuple[Decision, bytes] | None:
+        """Commit t and its bytes; None while there is none that can be read."""
+        key = layout.commit(t)
+        decode = kept_commit if self._store.is_cached(key) else read_commit
+        body = self._store.get(key)
+        try:
+            commit = None if body is None else decode(body)
+        except WireError as error:
+            self._damage = f"commit {t} cannot be read: {error}"
+            return None
+        if commit is None or body is None:
+            return None
+        if commit.t != t:
+            self._damage = f"commit {t} speaks of step {commit.t}"
+            return None
+        return commit, body
+
+    def _read_commits(self, count: int) -> None:
+        if not self._scope.commits:
+            self._keep_newest(count)
+            return
+        self._shown_from = count if self._first else self._shown_from
+        news: list[Decision] = []
+        while (found := self._read_commit(len(self._steps))) is not None:
+            c, body = found
+            self._store.keep(layout.commit(c.t))
+            linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
+            fresh = tuple(o.slot for o in c.fresh)
+            carried = tuple((o.slot, o.step) for o in c.carried)
+            gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
+            self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated))
+            self._last = body
+            news.append(c)
+        self._ask_lives(news)
+        for c in news:
+            for o in c.offers:
+                self._twice += (o.step, o.slot) in self._listed
+                self._listed.add((o.step, o.slot))
+            self._credit_offers(c)
+        self._read_offers(news)
+
+    def _keep_newest(self, count: int) -> None:
+        """It proves what is kept of this run.
+
+        Where nothing is kept nobody reads it: `stop` must be able to end a run whose newest commit was forged."""
+        if self._cache is not None and count and self._read_commit(count - 1) is not None:
+            self._store.keep(layout.commit(count - 1))
+
+    def _ask_lives(self, commits: Sequence[Decision]) -> None:
+        """Claims of lives that commits list, and that were not seen by then."""
+        lives = {(o.slot, o.generation) for c in commits for o in c.offers}
+        self._store.ask(layout.claim(*life) for life in lives if life not in self._lives)
+
+    def _read_offers(self, commits: Sequence[Decision]) -> None:
+        offers = [o for c in commits for o in c.offers if self._scope.reads_offers(o.step, self._shown_from)]
+        for i in range(0, len(offers), MANY):
+            some = offers[i : i + MANY]
+            self._store.ask(layout.offer(o.step, o.slot, 0) for o in some)
+            for o in some:
+                self._read_offer(o.step, o.slot, o.nonce)
+
+    def _read_offer(self, t: int, slot: str, nonce: str) -> None:
+        attempt = 0
+        while (body := self._store.get(layout.offer(t, slot, attempt))) is not None:
+            offer = decoded(Offer, body)
+            if offer is not None and offer.nonce == nonce:
+                self._store.keep(layout.offer(t, slot, attempt))
+                self._steps[t].h[slot] = offer.h
+                self._steps[t].learned[slot] = learning_numbers(offer.stats)
+                if "reward" in offer.stats:
+                    self._steps[t].reward[slot] = offer.stats["reward"]
+                return
+            attempt += 1
+
+    def _credit_offers(self, commit: Decision) -> None:
+        for name in sorted({(o.slot, o.generation) for o in commit.offers}):
+            if name not in self._lives and name not in self._unclaimed:
+                self._find_claim(*name)
+            if name in self._lives:
+                self._lives[name].commits.append((commit.t, commit.at))
+
+    def _find_claim(self, slot: str, generation: int) -> None:
+        if (taken := read_claim(self._store, slot, generation)) is not None:
+            self._begin_session(taken)
+        else:
+            self._unclaimed.add((slot, generation))
+
+    def _read_claims(self) -> None:
+        for slot in self._wanted.slots:
+            known = max((g for s, g in self._lives if s == slot), default=0)
+            for taken in claims(self._store, slot, known):
+                self._store.keep(layout.claim(slot, taken.generation))
+                self._begin_session(taken)
+        for taken in claims(self._store, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
+            self._store.keep(layout.claim(SUPERVISOR, taken.generation))
+            self._supervisor = taken
+
+    def _begin_session(self, taken: Claim) -> None:
+        if (taken.slot, taken.generation) in self._lives:
+            return
+        life = Life(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
+        if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
+            life.ended, life.how = taken.at, "fence"
+        self._lives[taken.slot, taken.generation] = life
+
+    def _read_logs(self, found: Found) -> None:
+        """Every object once.  An object that its writer may still write again is read again in another process."""
+        keys = self._listed_logs() if self._scope.newest is None else _numbered_logs(found.logs)
+        news = [key for key in keys if key not in self._logs]
+        newest = _newest_numbers(news)
+        for i in range(0, len(news), MANY):
+            self._store.ask(news[i : i + MANY])
+            for key in news[i : i + MANY]:
+                owner = layout.log_owner(key)
+                self._read_log(key, owner)
+                if owner is not None and layout.log_number(key) < newest[owner]:
+                    self._store.keep(key)
+
+    def _listed_logs(self) -> list[str]:
+        return [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
+
+    def _read_log(self, key: str, owner: tuple[str, int] | None) -> None:
+        """A foreign one counts as one line that is none."""
+        log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
+        self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
+        self._passed_over += log.passed_over
+
+    def _apply_step_events(self, events: Iterable[dict[str, Any]]) -> None:
+        for e in events:
+            t = e.get("step", -1)
+            if e["event"] == "step" and 0 <= t < len(self._steps):
+                step = self._steps[t]
+                slot = e["slot"]
+                step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
+                step.empty = step.empty or e.get("empty") is True
+                step.up[slot], step.down[slot] = e.get("bytes_up", 0), e.get("bytes_down", 0)
+                step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
+                if "theta" in e:
+                    step.thetas[e["who"]] = e["theta"]
+                step.learned[slot] = {**step.learned.get(slot, {}), **learning_numbers(e)}
+                if e.get("reward") is not None:
+                    step.reward.setdefault(slot, e["reward"])
+
+    def _apply_ends(self, events: Iterable[dict[str, Any]], beats: Mapping[str, Beat]) -> None:
+        for life in self._lives.values():
+            self._end_by_records(life, beats.get(life.slot))
+        for e in events:
+            self._apply_event(e)
+        for (slot, generation), life in self._lives.items():
+            if (successor := self._lives.get((slot, generation + 1))) is not None and life.how != "running":
+                life.restarted_by = restarted_by(life.host, slot, successor.host)
+
+    def _end_by_records(self, life: Life, beat: Beat | None) -> None:
+        leave = read_leave(self._store, life.slot, life.generation) if life.how == "running" else None
+        if leave is not None:
+            self._store.keep(layout.leave(life.slot, life.generation))
+            life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
+        successor = self._lives.get((life.slot, life.generation + 1))
+        if life.how == "running" and successor is not None:
+            life.ended, life.how = successor.claimed, "replaced"
+
+    def _apply_event(self, e: dict[str, Any]) -> None:
+        if e["event"] in ENDS:
+            life = self._find_ended(e)
+            if life is not None and (e["event"] == "killed" or life.how == "running"):
+                life.ended, life.how = e["at"], e["event"]
+            elif life is not None and e["event"] == "lost" and life.how == "replaced":
+                life.ended, life.how = e["at"], "lost"
+            if life is not None:
+                life.seen = observed_words(e) or life.seen
+            return
+        life = self._lives.get((e["slot"], e["generation"]))
+        if life is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
+            life.said = own_words(e)
+        if life is not None and e.get("device"):
+            life.device = str(e["device"])
+        if life is not None and e["event"] == "joined":
+            life.joined, life.joined_step = e["at"], e.get("step", 0)
+        if life is not None and e["event"] in LAST_WORDS and life.how in ("running", "replaced", "lost"):
+            life.ended, life.how = e["at"], e["event"].replace("_", " ")
+
+    def _find_ended(self, e: Mapping[str, Any]) -> Life | None:
+        """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
+        if e["generation"]:
+            return self._lives.get((e["slot"], e["generation"]))
+        lives = [x for x in self._lives.values() if x.slot == e["slot"]]
+        launched = [x for x in lives if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
+        return launched[-1] if launched else next((x for x in lives if x.pid and x.pid == e.get("pid")), None)
+
+
+def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
+    return [layout.log(*owner, n) for owner, (start, to) in sorted(logs.items()) for n in range(start, to)]
+
+
+def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
+    """Per life, the number of its newest log."""
+    newest: dict[tuple[str, int], int] = {}
+    for key in keys:
+        if (owner := layout.log_owner(key)) is not None:
+            newest[owner] = max(layout.log_number(key), newest.get(owner, 0))
+    return newest
+
+
+def _as_event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any]:
+    """One event; a supervisor speaks of other slots, a replica of its own."""
+    about = {} if owner == SUPERVISOR else {"slot": owner, "generation": generation}
+    return {"slot": "", "generation": 0, **shown(raw), **about, "who": f"{owner}-{generation}"}
+
+
+def shown(value: Any) -> Any:
+    """The same without what steers a terminal: escapes, line breaks, reversed text.  Anybody may have written it."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(c if c.isprintable() else " " for c in value)
+    if isinstance(value, dict):
+        return {str(shown(k)): shown(v) for k, v in value.items()}
+    return [shown(v) for v in value] if isinstance(value, list) else value
+
+
+# -------------------------------------------------------------------- showing
+
+
+@dataclass(frozen=True)
+class Check:
+    ok: bool
+    text: str
+
+
+def checks(report: Report) -> list[Check]:
+    """Check the promises of this product against the bucket."""
+    linked = all(s.linked for s in report.steps)
+    with_digests = [s for s in report.steps if s.thetas]
+    forks = [s.t for s in with_digests if len(set(s.thetas.values())) > 1]
+    compared = sum(len(s.thetas) for s in with_digests)
+    so_far = "" if report.done else " so far"
+    gaps = "none lost, the chain has no gap" if linked else "but the chain of commits is broken"
+    gaps = report.damage or gaps
+    same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
+    fork = f"θ differs between replicas after outer steps {forks}"
+    return [
+        Check(
+            linked and not report.damage,
+            f"{report.head} of {report.wanted.steps} outer steps committed{so_far}, {gaps}",
+        ),
+        Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
+        Check(not forks, fork if forks else same),
+    ]
+
+
+def curve_of(report: Report) -> Curve:
+    """The run's headline: rewards, or losses where it has none."""
+    return headline_curve(report.steps, report.slots)
+
+
+def first_and_last(report: Report) -> tuple[float, float] | None:
+    """Mean reward of the first and of the last outer step that has one."""
+    rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
+    return (rewards[0], rewards[-1]) if rewards else None
+
+
+def summary(report: Report) -> str:
+    """One screen: at most 24 lines of 80 columns."""
+    lines = [headline(report), ""]
+    lines += _curve_lines(report)
+    lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
+    lines += _cost_lines(report)
+    lines += [f"  {words}" for words in kept_words(report)]
+    lines += ["", *_life_lines(report, room=21 - len(lines) - 5), ""]
+    lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
+    return "\n".join(line[:80] for line in lines[:24])
+
+
+def headline(report: Report) -> str:
+    h = report.setting("outer", "sync_every", "?")
+    return (
+        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {nice_time(report.seconds)}, "
+        f"{_counted_replicas(report)}, H = {h}"
+    )
+
+
+def _counted_replicas(report: Report) -> str:
+    """How many slots have been counted in a step, whatever is wanted by now."""
+    counted = {slot for s in report.steps for slot in (*s.fresh, *(late for late, _ in s.carried))}
+    return f"{len(counted)} replica{'' if len(counted) == 1 else 's'}" if counted else "no replica counted yet"
+
+
+def brief_name(report: Report) -> str:
+    """At most NAME characters: the numbers behind it must stay on a line."""
+    return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
+
+
+def nice_time(seconds: float) -> str:
+    """45.0 s, 12 min 30 s, 3 h 05 min."""
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if minutes < 10:
+        return f"{seconds:.1f} s"
+    return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {int(seconds) % 60:02d} s"
+
+
+def _curve_lines(report: Report) -> list[str]:
+    line = curve_of(report)
+    if not (known := line.known):
+        return ["  no reward and no loss yet"]
+    lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(known[-48:])} {known[-1]:.3f}"]
+    if numbers := learning_words(newest_numbers(report.steps), without=line.name):
+        lines.append(f"  newest step  {numbers}")
+    if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
+        lines.append(f"  counted later than their step: {', '.join(late)}")
+    return lines
+
+
+def channel_words(report: Report) -> str:
+    """Of the newest outer step that tells: the share of its data that each channel of the loss used, and ‖∇‖ of what it
+    sent into the backbone; means over replicas.  "" where there is one channel only."""
+    newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
+    events = [e for e in report.of_kind("step") if e["step"] == newest]
+    found = []
+    for name in ("grpo", "sdpo", "replay"):
+        coverage, norm = ([e[k] for e in events if k in e] for k in (f"{name}_coverage", f"{name}_grad_norm"))
+        if coverage:
+            found.append(f"{name} {fmean(coverage):.0%}" + (f" {fmean(norm):.1g}" if norm else ""))
+    return " · ".join(found)
+
+
+def _cost_lines(report: Report) -> list[str]:
+    timed = [s for s in report.steps if s.seconds]
+    if not timed:
+        return []
+    parts = " · ".join(f"{n} {fmean(s.part(p) for s in timed):.2f}" for n, p in zip(PART_NAMES, PARTS, strict=True))
+    up, down = (fmean(b for s in timed for b in getattr(s, way).values()) for way in ("up", "down"))
+    sizes = f"{nice_bytes(up)} up, {nice_bytes(down)} down"
+    return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {sizes}", *_outer_lines(report)]
+
+
+def _outer_lines(report: Report) -> list[str]:
+    words = outer_words(report)
+    lines = [f"  outer step {words[0]}: {words[1]}"] if words else []
+    if gated := [f"{s}@{step.t}" for step in report.steps for s in step.gated]:
+        lines.append(f"  too long, counted as one of typical length: {', '.join(gated)}")
+    if empty := [str(s.t) for s in report.steps if s.empty]:
+        lines.append(f"  mean was zero, θ stayed: {len(empty)} of {report.head} outer steps ({', '.join(empty)})")
+    if alone := [s.t for s in report.steps if len(s.fresh) == 1]:
+        lines.append(f"  taken by one replica alone (unconfirmed): {len(alone)} of {report.head} outer steps")
+    return lines
+
+
+def outer_words(report: Report) -> tuple[int, str] | None:
+    """The newest outer step that has numbers, and these."""
+    for step in reversed(report.steps):
+        if step.empty:
+            return step.t, "mean was zero, θ stays"
+        if step.numbers:
+            return step.t, " · ".join(form.format(step.numbers[k]) for k, form in NUMBERS.items() if k in step.numbers)
+    return None
+
+
+def solo_words(report: Report) -> str:
+    """The warning when one replica alone took the newest outer step; "" when it did not."""
+    if not report.steps or len(report.steps[-1].fresh) != 1:
+        return ""
+    last = report.steps[-1]
+    return f"solo: outer step {last.t} was taken by {last.fresh[0]} alone, unconfirmed (min_replicas = 1)"
+
+
+def _life_lines(report: Report, room: int) -> list[str]:
+    lines = [f"  {x.name:8s} {_life_words(x, report.began)}" for x in report.lives]
+    whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.lives if x.why]
+    lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest, as far as there is room
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more lives"]
+    return lines
+
+
+def _life_words(life: Life, began: float) -> str:
+    joined = "never joined"
+    if life.joined is not None:
+        joined = f"joined at {life.joined - began:.1f} s (step {life.joined_step})"
+    end = "" if life.ended is None else f" at {life.ended - began:.1f} s"
+    return f"{life.end}{end}, counted in {len(life.commits)} steps, {joined}"
+
+
+def sparkline(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (v - low) / (high - low)) if high > low else 0] for v in values)
+
+
+def nice_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,231 @@
+"""One session of a slot: claimed, beating, able to be asked to leave.  A replica has this before it imports torch.
+
+    Session(store, "r01") ── claim ── journal ── beat thread ──▶ … ── ask_to_leave() ── end()
+
+The thread ticks the membership (rendezvous/membership.py) and watches what keeps us here: the process that launched
+us, if there is one to watch, and the budget's lease, if there is one:
+
+    control: until ──▶ passed, and nobody has put it off ──▶ leave, with what there is; by force after ORPHAN_GRACE_S
+    watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
+
+Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the session ends, at its
+next inner step or while it waits; by force after ORPHAN_GRACE_S.  Nobody trains without a heartbeat.
+
+Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from diloco import exitcodes
+from diloco.host import device_name, host_name
+from diloco.journal import Journal
+from diloco.watchdog import Watchdog, where_it_stands
+from rendezvous import layout
+from rendezvous.background import Parts, Worker, together_on
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.membership import read_control, refuse_lost, write_control
+from rendezvous.rendezvous import Rendezvous
+from rendezvous.rules import Rules, Timing
+from rendezvous.seal import SealedStore
+from rendezvous.store import Store
+
+ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
+LAST_WORDS_S = 10.0  # to write into the bucket that a session ends, if the store answers
+
+
+class Session:
+    """A claimed, beating slot.   rv: its side of the agreement.
+
+    hung_after_s: seconds without an inner step after which the session may end itself (diloco/watchdog.py), 0: never.
+    keep: bytes of blobs that stay in the bucket (rendezvous/keeping.py), None for all.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slot: str,
+        timing: Timing,
+        *,
+        clock: Clock | None = None,
+        keep: int | None = None,
+        parent_alive: Callable[[], bool] = lambda: True,
+        hung_after_s: float = 0.0,
+    ) -> None:
+        self.clock = clock or SystemClock()
+        self.timing = timing
+        self._store, self._slot = store, slot
+        self._journal: Journal | None = None
+        self._parent_alive = parent_alive
+        self._alone_since = 0.0
+        self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
+        if isinstance(store, SealedStore):
+            store.tell = self.emit
+        self._ended = threading.Event()
+        self.why = "asked to leave"
+        self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
+        self.watchdog = Watchdog(self.clock, hung_after_s)
+        self._flush_due = False
+        self.rv = Rendezvous(
+            store,
+            self.clock,
+            slot,
+            Rules(),
+            timing,
+            tell=self.emit,
+            host=host_name(),
+            pid=os.getpid(),
+            keep=keep,
+            background=Worker(self.emit),
+            uploads=Worker(self.emit),
+            together=together_on(store),
+        )
+        self._parts = Parts(self.emit)
+        refuse_lost(store, read_control(store))
+        self.rv.claim()
+        self._journal = Journal(store, self.clock, slot, self.rv.generation)
+        for event, fields in self._early:
+            self.emit(event, **fields)
+        self.emit("claimed", generation=self.rv.generation, pid=os.getpid(), host=host_name(), device=device_name())
+        self._thread = threading.Thread(target=self._beat, name=f"beat-{slot}", daemon=True)
+        self._thread.start()
+
+    def emit(self, event: str, **fields: Any) -> None:
+        if self._journal is None:
+            self._early.append((event, fields))
+        else:
+            self._journal.emit(event, **fields)
+        self.on_event(event, fields)
+
+    def add_sample(self, sample: dict[str, Any]) -> None:
+        """A few rollouts of the outer step that this replica is in."""
+        if self._journal is not None:
+            self._journal.add_sample(self.rv.step, sample)
+
+    def flush(self) -> None:
+        if self._journal is not None:
+            self._journal.flush()
+
+    def flush_soon(self) -> None:
+        """With the next beat, by its thread: writing takes a request, and the caller has better things to do."""
+        self._flush_due = True
+
+    def ask_to_leave(self, why: str = "asked to leave") -> None:
+        """Offer what there is at the next inner step, and go.  Safe in a signal handler."""
+        self.rv.ask_to_leave()
+        self.why = why
+
+    def end(self) -> None:
+        """Stop beating.  The slot stays claimed; a successor takes the next generation."""
+        self.flush()
+        self._ended.set()
+
+    def check_alive(self) -> None:
+        """Raises HeartbeatLost if the thread has ended, whatever ended it.  Costs nothing: asked at each inner step."""
+        if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
+            self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
+        self.rv.check_alive()
+
+    def _beat(self) -> None:
+        self._looked_at = self.clock.now()
+        try:
+            while not self._ended.wait(self.timing.beat):
+                self.rv.members.tick()
+                self._parts.run(self._flush_if_due, self._look_at_inner_steps, self._look_after_lease)
+        except BaseException as error:
+            self._end_without_heartbeat(error)
+
+    def _flush_if_due(self) -> None:
+        if self._flush_due:
+            self._flush_due = False
+            self.flush()
+
+    def _look_at_inner_steps(self) -> None:
+        now, before = self.clock.now(), self._looked_at
+        self._looked_at = now
+        if (stood := self.watchdog.look(min(now - before, 4 * self.timing.beat))) is not None:
+            self._end_hung(stood)
+
+    def _look_after_lease(self) -> None:
+        if not self._parent_alive():
+            self._leave_abandoned("its launcher is gone", "the process that launched this replica is gone")
+        elif 0 < self.rv.members.wanted.until <= self.clock.wall():
+            self._leave_abandoned("the budget's lease is over", "nobody has put off the end that the budget sets")
+        else:
+            self._alone_since = 0.0
+
+    def _end_without_heartbeat(self, error: BaseException) -> None:
+        """The training thread raises HeartbeatLost at its next inner step; who hangs in one is ended by force."""
+        self.rv.members.heartbeat_lost = error
+        try:
+            print(f"{self._slot}: its heartbeat has ended: {error}; leaving", file=sys.stderr, flush=True)
+            self._ended.wait(ORPHAN_GRACE_S)
+        finally:
+            if not self._ended.is_set():
+                os._exit(exitcodes.CRASHED)
+
+    def _end_hung(self, stood_s: float) -> None:
+        """The main thread cannot be asked any more: say where it stands, and end the process."""
+        where = where_it_stands()
+        limit = self.watchdog.limit_s
+        status = self.rv.members.status
+        text = f"no inner step for {stood_s:.0f} s (the limit is {limit:.0f} s, fleet.hung_after_s at least): {where}"
+        print(f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr)
+        self.emit("hung", step=status.step, inner=status.inner, stood_s=stood_s, limit_s=limit, where=where, text=text)
+        last_words = threading.Thread(target=self._send_last_words, daemon=True)
+        last_words.start()
+        last_words.join(LAST_WORDS_S)
+        os._exit(exitcodes.HUNG)
+
+    def _send_last_words(self) -> None:
+        self.rv.members.goodbye()
+        self.flush()
+
+    def _leave_abandoned(self, why: str, what: str) -> None:
+        now = self.clock.now()
+        if not self._alone_since:
+            self._alone_since = now
+            print(f"{self._slot}: {what}; leaving", file=sys.stderr, flush=True)
+            self.ask_to_leave(why)
+        elif now - self._alone_since > ORPHAN_GRACE_S:
+            os._exit(exitcodes.LEFT)
+
+
+def ensure_slot(
+    store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
+) -> None:
+    """Write a run's first control record, or one that has `slot` among its slots, where there is none."""
+    desired = read_control(store)
+    needed = layout.slot_index(slot) + 1
+    if desired.records == 0:
+        count = max(needed, replicas or 0)
+        quorum = min_replicas if min_replicas is not None else min(2, count)
+        write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
+    elif needed > desired.universe:
+        write_control(store, clock, replicas=needed)
+
+
+def process_alive(pid: int, started: str) -> bool:
+    """Is the process with this pid still the one that started then?  started: `start_time` of it, or ""."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not started or start_time(pid) in ("", started)
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in the kernel's ticks; "" where that cannot be known.  A zombie counts as gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            after_name = f.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "gone" if after_name[0] in "ZX" else after_name[19]

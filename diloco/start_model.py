@@ -1,0 +1,105 @@
+"""θ₀ of a run: where its weights come from, and that every replica has the same bits.
+
+    built in code, or a folder   ─▶ model/{nonce}/… in the bucket, in the run's dtype          files by SHA-256
+    a model of the Hub           ─▶ nothing but its name and commit in model/manifest.json     files by SHA-256
+                                    every replica takes them itself, from its own HF cache or from the Hub
+
+    model ─▶ trainable parameters in flat order, as fp32 ─▶ digest      in the manifest; compared before training
+                                                         ─▶ snapshot 0  the same, and zeros for all else
+
+The digest is of what a replica trains, after its own reading, rounding and gathering: other releases that round in
+another way are found before they train.
+
+Not promised: that the Hub keeps a commit; a run that must not hang on it has a folder as its inner.model.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from diloco.config import OuterConfig
+from diloco.flat import FlatFragment, cut_fragments, trainable_parameters
+from diloco.optimizer import Nesterov, OuterState
+from diloco.session import Session
+from inner.build import load_start
+from inner.hub_model import HubError, HubModel
+from rendezvous.digests import digest_of, is_digest
+from rendezvous.errors import GaveUp, RendezvousError, WrongRun
+from rendezvous.wire import payload
+
+T = TypeVar("T")
+AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by then
+
+
+def theta_digest(model: nn.Module, kind: str) -> str:
+    """Of all trainable parameters as fp32, in flat order."""
+    return digest_of((payload(flat) for flat in _flat_parameters(model)), kind)
+
+
+def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:
+    for _, p in trainable_parameters(model):
+        values: Tensor = p.detach().reshape(-1).float().cpu()
+        yield values.numpy()
+
+
+def refuse_other_bits(announced: str, model: nn.Module) -> None:
+    """WrongRun if θ₀ here is not θ₀ of the run.   announced: "" in a run of an older release."""
+    if not announced:
+        return
+    kind = announced.partition(":")[0]
+    found = theta_digest(model, kind) if is_digest(announced, kind) else "of no known kind"
+    if found != announced:
+        raise WrongRun(
+            f"this replica's start model has other bits than the run's: digest {found}, the run has {announced}. Its "
+            "files were the same, so they are read or rounded in another way here. Use the releases of torch and "
+            "transformers that the run was started with"
+        )
+
+
+def first_arrays(folder: Path, dtype: str, outer: OuterConfig) -> dict[str, np.ndarray]:
+    """The outer state as it is before the first outer step, from the start model's folder."""
+    model, _ = load_start(folder, dtype)
+    params = [p for _, p in trainable_parameters(model)]
+    flats = [FlatFragment(params[s]).flat for s in cut_fragments([p.numel() for p in params], outer.fragments)]
+    optimizers = [Nesterov(flat, lr=outer.lr, momentum=outer.momentum) for flat in flats]
+    return OuterState([flat.data for flat in flats], optimizers).all_arrays()
+
+
+def next_steps_text(model: HubModel) -> str:
+    """Tell a person what to do where the Hub does not give the start model."""
+    download = f"hf download {model.name} --revision {model.commit}"
+    return (
+        f"Next: give this machine a way to it (HF_TOKEN, HF_ENDPOINT, or a cache under HF_HOME that `{download}` has "
+        f"filled), and run the same command again. Or let a new run carry the model through its bucket: `{download} "
+        "--local-dir FOLDER`, and inner.model = FOLDER"
+    )
+
+
+def from_hub(session: Session, model: HubModel, act: Callable[[], T], check: Callable[[], None]) -> T:
+    """Call `act` until the Hub gives what it needs; -> its result.   check: called before each pause, and may raise.
+
+    Raises GaveUp after the run's give_up_s without an answer, RendezvousError when the answer is no.
+    """
+    began = session.clock.now()
+    while True:
+        try:
+            return act()
+        except HubError as error:
+            text = f"{error}. {next_steps_text(model)}"
+            if error.final:
+                raise RendezvousError(text) from error
+            if session.clock.now() - began > session.timing.give_up:
+                raise GaveUp(text) from error
+            _note_wait(session, f"waits for the Hub: {error}")
+            check()
+            session.clock.sleep(AGAIN_S)
+
+
+def _note_wait(session: Session, text: str) -> None:
+    if session.rv.members.status.note != text:
+        session.emit("warning", kind="hub", text=text)
+        session.rv.members.status.note = text
+    session.flush_soon()

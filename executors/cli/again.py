@@ -1,0 +1,59 @@
+"""`diloco train CONFIG --run RUN --again`: found a run again in which nothing was trained, with the mended file.
+
+    the same config stands there ─▶ nothing to do
+    somebody supervises it       ─▶ refused: `diloco stop RUN` first
+    stop_run, with its proof     ─▶ refused if anybody may still run
+    Superseded as commit 0       ─▶ refused if a step was committed in the meantime; else the run of RUN/again counts
+
+Two people who do this at once supersede one run, and found one: run.json in RUN/again is written once.
+
+Not promised: that what the first founding cost is in the costs or the budget of the second.
+"""
+
+from collections.abc import Callable
+
+from diloco.config import RunConfig
+from diloco.launch import differing_settings
+from diloco.superseded import Superseded, is_superseded, url_below
+from executors.preflight.run_url import UsageError
+from executors.supervision.lease import supervisor_of
+from executors.supervision.shutdown import stop_run
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.records import nonce
+from rendezvous.seal import open_sealed
+from rendezvous.store import put_once
+
+GRACE_S = 20.0
+
+
+def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
+    """-> the URL at which to found it.   url: as `current` gives it.   Raises UsageError, and then nothing was written
+    but, at most, the wish that everybody leaves."""
+    store = open_sealed(url)
+    if store.get(layout.RUN) is None or not (differs := differing_settings(config, store)):
+        return url
+    if store.get(layout.commit(0)) is not None and not is_superseded(store):
+        raise UsageError(_trained_in_words(url, differs))
+    if (holder := supervisor_of(store)) is not None:
+        raise UsageError(
+            f"{url} is supervised by process {holder.pid} on {holder.host}, with another config "
+            f"({'; '.join(differs)}). If it is to end: diloco stop {url}, then the same command again; "
+            "else use another --run"
+        )
+    if live := [end.name for end in stop_run(store, clock, grace_s, say) if end.live]:
+        raise UsageError(f"{', '.join(live)} of {url} may still run, so it is not founded again; diloco stop {url}")
+    put_once(store, clock, layout.commit(0), Superseded(nonce(), clock.wall()).encode())
+    if not is_superseded(store):
+        raise UsageError(_trained_in_words(url, differs))
+    say(
+        f"{url} had trained nothing ({'; '.join(differs)}); the run goes by the same name, and lies in {url_below(url)}"
+    )
+    return url_below(url)
+
+
+def _trained_in_words(url: str, differs: list[str]) -> str:
+    return (
+        f"{url} has taken a step with another config ({'; '.join(differs)}), so it is not founded again. Use another "
+        "--run, or the config that it was started with"
+    )

@@ -1,0 +1,169 @@
+"""Tab completion, made from the parser itself: verbs, their options, words that are chosen from a list, slots of a run.
+
+    eval "$(diloco completion bash)"                               in ~/.bashrc
+    eval "$(diloco completion zsh)"                                in ~/.zshrc
+    diloco completion fish > ~/.config/fish/completions/diloco.fish
+
+    diloco drain runs/mine <TAB>  ──▶  diloco completion bash --slots runs/mine --verb drain  ──▶  r00 r01 r02
+    diloco logs runs/mine <TAB>                                              … --verb logs   ──▶  r00 … r00-1 r00-2 …
+
+Not promised: names of runs; slots where the bucket cannot be read now (nothing is offered then).
+"""
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SLOTS = "{slots of the run}"  # stands for what only the run knows
+
+
+@dataclass(frozen=True)
+class Option:
+    """words: what its value may be; none: anything."""
+
+    flags: tuple[str, ...]
+    text: str
+    takes_value: bool
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """words: what its positional arguments are chosen from.   slots: the word after RUN is a slot."""
+
+    name: str
+    text: str
+    options: tuple[Option, ...]
+    words: tuple[str, ...]
+    slots: bool
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(flag for option in self.options for flag in option.flags)
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    return {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[shell](list(verbs_of(parser)))
+
+
+def slots_of(url: str, lives: bool = False) -> list[str]:
+    """Slots of the run at `url`, for a shell that waits for a key: none rather than an error.
+
+    lives: those of each slot as well, and the supervisor.
+    """
+    from diloco.runlog.ahead import Ahead
+    from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
+    from diloco.runlog.scope import COSTS
+    from rendezvous.seal import open_sealed
+
+    try:
+        found = take_look(Ahead(open_sealed(url)), COSTS, ReadSoFar())
+    except Exception:  # a half-typed URL, no keys, no network: a shell has nowhere to say so
+        return []
+    slots = found.wanted.slots
+    ended = [f"{slot}-{g}" for slot in slots for g in range(1, found.claims.get(slot, 0) + 1)]
+    return [*slots, *ended, SUPERVISOR] if lives else slots
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> Iterator[Verb]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, verb in action.choices.items():
+                words = tuple(_positional_words(verb))
+                plain = tuple(w for w in words if w != SLOTS)
+                yield Verb(name, texts.get(name, ""), tuple(_options_of(verb)), plain, SLOTS in words)
+
+
+def _options_of(verb: argparse.ArgumentParser) -> Iterator[Option]:
+    for action in verb._actions:
+        if action.option_strings:
+            yield Option(tuple(action.option_strings), action.help or "", action.nargs != 0, _offered_values(action))
+
+
+def _positional_words(verb: argparse.ArgumentParser) -> Iterator[str]:
+    for action in verb._actions:
+        if not action.option_strings:
+            yield from _offered_values(action)
+
+
+def _offered_values(action: argparse.Action) -> tuple[str, ...]:
+    return tuple(map(str, getattr(action, "offered", None) or action.choices or ()))
+
+
+def bash_script(verbs: list[Verb]) -> str:
+    rows = "\n".join(
+        f"        {v.name}) words={shlex.quote(' '.join(v.words))} flags={shlex.quote(' '.join(v.flags))} ;;"
+        for v in verbs
+    )
+    values = "\n".join(
+        f"        {shlex.quote(f'{v.name} {flag}')}) words={shlex.quote(' '.join(o.words))} ;;"
+        for v in verbs for o in v.options if o.words for flag in o.flags
+    )  # fmt: skip
+    slots = "|".join(v.name for v in verbs if v.slots)
+    ask = 'diloco completion bash --verb "${COMP_WORDS[1]}" --slots'
+    return f"""\
+_diloco() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" flags=""
+    if [ "$COMP_CWORD" -eq 1 ]; then words={shlex.quote(" ".join(v.name for v in verbs))} flags="--help --version"
+    else case "${{COMP_WORDS[1]}}" in
+{rows}
+    esac; fi
+    case "${{COMP_WORDS[1]}} $previous" in
+{values}
+    esac
+    case "${{COMP_WORDS[1]}} $COMP_CWORD $current" in
+        *" -"*) words="$flags" ;;
+        {_slot_cases(slots, "3")}) words="$({ask} "${{COMP_WORDS[2]}}" 2>/dev/null)" ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _diloco diloco"""
+
+
+def _slot_cases(verbs: str, at: str) -> str:
+    """ "logs|drain" -> "logs\\ 3\\ *|drain\\ 3\\ *": the third word of these verbs."""
+    return "|".join(f"{verb}\\ {at}\\ *" for verb in verbs.split("|"))
+
+
+def zsh_script(verbs: list[Verb]) -> str:
+    described = " ".join(shlex.quote(f"{v.name}:{v.text}") for v in verbs)
+    rows = "\n".join(f"        {v.name}) compadd -- {' '.join(map(shlex.quote, v.words + v.flags))} ;;" for v in verbs)
+    values = "\n".join(
+        f"        {shlex.quote(f'{v.name} {flag}')}) compadd -- {' '.join(o.words)}; return ;;"
+        for v in verbs for o in v.options if o.words for flag in o.flags
+    )  # fmt: skip
+    slots = _slot_cases("|".join(v.name for v in verbs if v.slots), "4")
+    return f"""\
+_diloco() {{
+    local -a verbs; verbs=({described})
+    if (( CURRENT == 2 )); then _describe verb verbs; return; fi
+    case "$words[2] $words[CURRENT-1]" in
+{values}
+    esac
+    case "$words[2] $CURRENT $words[CURRENT]" in
+        {slots}) compadd -- ${{(f)"$(diloco completion zsh --verb $words[2] --slots $words[3] 2>/dev/null)"}} ;;
+    esac
+    case "$words[2]" in
+{rows}
+    esac
+    _files
+}}
+compdef _diloco diloco"""
+
+
+def fish_script(verbs: list[Verb]) -> str:
+    lines = []
+    for verb in verbs:
+        inside = f"complete -c diloco -n '__fish_seen_subcommand_from {verb.name}'"
+        lines.append(f"complete -c diloco -f -n __fish_use_subcommand -a {verb.name} -d {shlex.quote(verb.text)}")
+        lines += [f"{inside} -f -a {word}" for word in verb.words]
+        if verb.slots:
+            ask = f"diloco completion fish --verb {verb.name} --slots (commandline -opc)[3]"
+            lines.append(f"{inside} -f -a '({ask} 2>/dev/null)'")
+        for option in verb.options:
+            named = " ".join(f"-l {f[2:]}" if f.startswith("--") else f"-s {f[1:]}" for f in option.flags)
+            value = f" -x -a {shlex.quote(' '.join(option.words))}" if option.words else " -r" * option.takes_value
+            lines.append(f"{inside} {named}{value} -d {shlex.quote(option.text)}")
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""`diloco doctor URL`: can this store carry a run, and what would one sync of this model take and cost?
+
+    URL ──▶ rendezvous.probe ──▶ table, yes or no
+    run.toml ──▶ parameters of its model, codec, replicas ──▶ what a sync moves, takes and costs
+                                                         └──▶ what codec = "auto" would choose, and why
+
+Not promised: the price of a store that is not S3 or R2; that a sync takes what was measured on a quiet minute.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from diloco.config import AUTO, OuterConfig, load_config
+from diloco.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of
+from rendezvous.clock import SystemClock
+from rendezvous.probe import doctor_table, probe
+from rendezvous.store import Store
+from rendezvous.stores.files import FileStore
+from rendezvous.stores.open import open_store
+
+REPLICAS = 4
+BLOB = 32 << 20  # bytes that are timed, at most: a small model needs less
+
+
+def doctor(url: str, parameters: int | None, config: str | None, replicas: int | None) -> tuple[str, bool]:
+    """(the table, can it carry a run).  Raises what the store says if it lets us do nothing at all."""
+    settings = load_config(config) if config else None
+    codec = "fp32"
+    compute_s = 0.0
+    if settings is not None:
+        parameters = parameters_of(settings)
+        replicas = replicas or settings.fleet.replicas
+        codec = settings.outer.codec
+        compute_s = compute_seconds_of(settings, parameters)
+    elif parameters is not None:
+        compute_s = compute_seconds(parameters, OuterConfig().sync_every)
+    store = open_store(url)
+    n = replicas or REPLICAS
+    with _left_as_it_was(store):
+        seen = probe(store, SystemClock(), BLOB)
+    why = ""
+    if parameters is not None and seen.put_bytes_s:
+        chosen, why = codec_for(parameters, n, seen.put_bytes_s, seen.get_bytes_s, compute_s)
+        codec = chosen if codec == AUTO else codec
+        why = f"{chosen}: {why}"
+    return doctor_table(seen, parameters, n, codec, why), seen.verdict() is None
+
+
+@contextmanager
+def _left_as_it_was(store: Store) -> Iterator[None]:
+    """A folder keeps none of the empty folders that the probe made in it."""
+    if not isinstance(store, FileStore):
+        yield
+        return
+    root = store.root
+    new = [p for p in (root / ".tmp", root / "probe", root, *root.parents) if not p.exists()]
+    try:
+        yield
+    finally:
+        store.close()
+        for path, _, _ in os.walk(root / "probe", topdown=False):
+            _remove_if_empty(Path(path))
+        for path in new:
+            _remove_if_empty(path)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,97 @@
+"""`diloco train` in a terminal: this process supervises (with --detach somebody else does, executors/cli/detached.py).
+
+    Ctrl-C asks the replicas to leave, a second one kills them
+    somebody else supervises already: look on
+
+Not promised: that whoever looks on hears of a supervisor's death at once; its beat stands still, and `show` says so.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from diloco import exitcodes
+from diloco.launch import Run
+from diloco.runlog.report import Reader, Report
+from diloco.runlog.scope import STATUS
+from executors.cli.status import StatusView, view_for
+from executors.platforms import processes
+from executors.platforms.multi import build_executor
+from executors.supervision.lease import Supervised, supervisor_of
+from executors.supervision.supervisor import Outcome, Supervisor
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.membership import read_control
+
+Tick = Callable[[Supervisor, Report], None]
+
+
+def do_nothing(supervisor: Supervisor, report: Report) -> None:
+    """A hook that does nothing."""
+
+
+def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | None = None) -> Outcome:
+    """Run it to its end in this process.  If somebody else supervises it, look on."""
+    view = view or view_for(sys.stdout)
+    wanted = read_control(run.store)
+    executor = build_executor(
+        wanted.places, wanted.former
+    )  # who still runs where the run lived before is looked after, too
+    try:
+        supervisor = Supervisor(
+            run,
+            executor,
+            SystemClock(),
+            parent=processes.process_name(os.getpid()),
+            show=view.show,
+            each_tick=each_tick,
+        )
+        with _handled_signals(supervisor, view):
+            return supervisor.supervise()
+    except Supervised as other:
+        say(f"{other}; watching it (Ctrl-C ends the watching only)")
+        return look_on(run, SystemClock(), view)
+    finally:
+        executor.close()
+
+
+def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
+    """Show a run that somebody else supervises, until that ends."""
+    reader = Reader(run.store, STATUS)
+    while True:
+        supervisor = supervisor_of(run.store)
+        report = reader.refresh()
+        view.show(report)
+        if report.done:
+            return Outcome(exitcodes.DONE, f"all {report.head} outer steps are committed")
+        if supervisor is None:
+            return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.head} of {report.wanted.steps}")
+        clock.sleep(0.5)
+
+
+@contextmanager
+def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks, the second kills."""
+    asked = 0
+
+    def asked_again(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            view.say("asking the replicas to leave; what they have done is offered first (Ctrl-C again: kill)")
+            supervisor.leave()
+        else:
+            supervisor.kill()
+
+    before = {n: signal.signal(n, asked_again) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """A word to the person, beside the data."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""Print the output of a replica, wherever it runs.
+
+    run, r01 ────find──▶ handle ──▶ lines · follow        the newest launch of a slot
+    run, r01-1 ──log───▶ handle ──▶ lines · follow        one life, dead or alive, by the launch that it came from
+                 └─ no handle, or its platform keeps no log: what the bucket has of it (its events, its last lines)
+    run, supervisor                                       the detached one's own log
+
+Not promised: where one launch lived twice (its platform started it again), the lines of one of these lives alone.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.journal import read_log
+from diloco.launch import read_run
+from diloco.runlog.ahead import Ahead
+from diloco.runlog.cache import cache_of
+from diloco.runlog.report import SUPERVISOR, Life, Report, read_report, shown
+from diloco.runlog.scope import COSTS
+from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor
+from executors.platforms.logfile import LogFile
+from executors.platforms.multi import build_executor
+from executors.platforms.on_host.executor import process_folder
+from executors.preflight.quote import slots_of
+from executors.preflight.run_url import UsageError
+from executors.supervision.lease import supervisor_of
+from executors.supervision.slot_state import handle_in, is_from_launch
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.membership import Wanted
+from rendezvous.store import Store
+from rendezvous.stores.open import open_store
+
+PAUSE_S = 0.2
+LIFE = re.compile(r"(r\d+)-(\d+)")
+
+
+@dataclass(frozen=True)
+class ReplicaLog:
+    executor: ServerlessExecutor
+    found: Handle
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        return self.found.to_dict()
+
+    def lines(self, tail: int | None) -> list[str]:
+        return self.executor.logs(self.found, tail)
+
+    def follow(self, tail: int | None) -> Iterator[str]:
+        return self.executor.follow(self.found, tail)
+
+
+@dataclass(frozen=True)
+class SupervisorLog:
+    """Of a supervisor that is a process of this machine."""
+
+    url: str
+    file: LogFile
+    clock: Clock
+
+    handle = None
+
+    def lines(self, tail: int | None) -> list[str]:
+        return self.file.lines(tail)
+
+    def follow(self, tail: int | None) -> Iterator[str]:
+        return self.file.follow(tail, lambda: supervisor_of(open_store(self.url)) is None, self.clock, PAUSE_S)
+
+
+@dataclass(frozen=True)
+class BucketLog:
+    """The events that a replica wrote into the bucket, and the last log lines that its supervisor kept."""
+
+    words: tuple[str, ...]
+
+    handle = None
+
+    def lines(self, tail: int | None) -> list[str]:
+        return list(self.words if tail is None else self.words[-tail:] if tail > 0 else ())
+
+    def follow(self, tail: int | None) -> Iterator[str]:
+        return iter(self.lines(tail))
+
+
+AnyLog = ReplicaLog | SupervisorLog | BucketLog
+
+
+@contextmanager
+def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
+    """slot: r01, r01-2 or supervisor."""
+    executor = build_executor(wanted.places, wanted.former)
+    try:
+        if LIFE.fullmatch(slot):
+            yield _log_of_life(url, slot, executor)
+            return
+        found = {h.slot: h for h in executor.find(url)}
+        own = process_folder(url) / "supervisor.log"
+        if slot in found:
+            yield ReplicaLog(executor, found[slot])
+        elif slot == SUPERVISOR and own.exists():
+            yield SupervisorLog(url, LogFile(own), SystemClock())
+        else:
+            raise UsageError(_why_no_log(slot, wanted, found))
+    finally:
+        executor.close()
+
+
+# -------------------------------------------------------------------- one life
+
+
+def _log_of_life(url: str, name: str, executor: ServerlessExecutor) -> ReplicaLog | BucketLog:
+    run = read_run(url)
+    report = read_report(run.store, COSTS, cache_of(run))
+    life = next((x for x in report.lives if x.name == name), None)
+    if life is None:
+        lives = ", ".join(x.name for x in report.lives) or "nobody yet"
+        raise UsageError(f"nobody called {name} has joined this run; there have been {lives}")
+    handle = _launch_of(life, report)
+    if handle is not None and _has_a_log(executor, handle):
+        return ReplicaLog(executor, handle)
+    return BucketLog(tuple(_life_in_words(life, report, run.store)))
+
+
+def _launch_of(life: Life, report: Report) -> Handle | None:
+    """The launch that it came from, as the log tells it."""
+    launches = (handle_in(e) for e in report.of_kind("launched", "found") if e["slot"] == life.slot)
+    return next((h for h in launches if h is not None and is_from_launch(h, life)), None)
+
+
+def _has_a_log(executor: ServerlessExecutor, handle: Handle) -> bool:
+    try:
+        return bool(executor.logs(handle, 1))
+    except ExecutorError:  # its platform does not keep it, or cannot be asked
+        return False
+
+
+def _life_in_words(life: Life, report: Report, store: Store) -> Iterator[str]:
+    yield f"({life.name}: {life.how}{f', {life.why}' if life.why else ''}; this is what the bucket has of it)"
+    keys = [key for key in store.list(layout.logs_of(life.slot, life.generation)) if not layout.is_rollouts(key)]
+    ahead = Ahead(store)
+    ahead.ask(keys)
+    for key in keys:
+        yield from (json.dumps(shown(e), ensure_ascii=False) for e in read_log(ahead, key).events)
+    for e in report.of_kind("lost"):
+        if (e["slot"], e["generation"]) == (life.slot, life.generation) and isinstance(e.get("tail"), list):
+            yield from map(str, e["tail"])
+
+
+def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
+    there = sorted({*slots_of(wanted.replicas), *found})
+    if slot in there:
+        return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
+    if slot == SUPERVISOR:
+        return "no detached supervisor of this run has written a log on this machine"
+    return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and lives, as r00-1)"

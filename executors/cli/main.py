@@ -1,0 +1,495 @@
+"""The command `diloco`: one verb per intent, and a clear word when something is wrong.
+
+    diloco VERB …  ──executors/cli/parser.py──▶  args  ──▶  _verb(args)  ──▶  exit code
+
+A verb's own imports happen when it is used, so that `--help` and `status` answer at once.
+
+Not promised: stable words for people; programs read --json.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from executors.cli.parser import make_parser
+from executors.preflight import run_url
+
+if TYPE_CHECKING:
+    from diloco.config import RunConfig
+    from diloco.launch import Run
+    from executors.preflight.checks import Checked
+    from executors.preflight.quote import Quote
+    from executors.supervision.costs import Costs
+    from rendezvous.membership import Wanted
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        _resolve_run(args)
+        return VERBS[args.command](args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `diloco status RUN | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("DILOCO_DEBUG") or not _is_expected(error):
+            raise
+        print(f"diloco {args.command}: {error}", file=sys.stderr)
+        return _exit_code(error)
+
+
+def _exit_code(error: Exception) -> int:
+    """A platform that gives no answer is no mistake of anybody's: the same command may do later."""
+    from diloco import exitcodes
+    from executors.platforms.base import Unavailable
+
+    return exitcodes.GAVE_UP if isinstance(error, Unavailable) else exitcodes.USER_ERROR
+
+
+def _resolve_run(args: Namespace) -> None:
+    """A run that was founded again goes by its first name; args.run becomes where it is now.
+
+    Views find that out with their first requests (diloco/runlog/opening.py)."""
+    elsewhere = ("demo", "plan", "setup", "completion", "status", "costs", "report")
+    if getattr(args, "run", None) is None or args.command in elsewhere:
+        return
+    from diloco.superseded import current_url
+
+    args.run = current_url(run_url.checked_url(args.run))
+
+
+def _is_expected(error: Exception) -> bool:
+    """Errors that say what to do next; anything else is a defect, and keeps its traceback."""
+    from diloco.config import ConfigError
+    from diloco.runlog.charts import ReportError
+    from executors.platforms.base import ExecutorError
+    from inner import InnerError
+    from rendezvous.errors import RendezvousError
+
+    known = ConfigError | InnerError | RendezvousError | OSError | run_url.UsageError | ReportError | ExecutorError
+    return isinstance(error, known)
+
+
+def _print_answer(args: Namespace, data: dict[str, Any], *lines: str) -> None:
+    """The answer, for programs or for people."""
+    if args.json or lines:
+        print(json.dumps(data, indent=1) if args.json else "\n".join(lines), flush=True)
+
+
+# -------------------------------------------------------------------- starting
+
+
+def _train(args: Namespace) -> int:
+    from diloco.config import load_config
+    from diloco.launch import open_run
+    from executors.cli.foreground import say
+    from executors.preflight import quote
+    from rendezvous.clock import SystemClock
+    from rendezvous.membership import read_control
+    from rendezvous.stores.open import open_store
+
+    config = load_config(args.config)
+    url = run_url.shareable_url(args.run)
+    for note in _preflight_checked(args, config, url, read_control(open_store(url))).notes:
+        say(note)
+    offer = _make_quote(args, url, config.fleet.replicas, config=config)
+    if not _is_agreed(args, offer):
+        return 130
+    if args.again:
+        from executors.cli.again import found_again
+
+        url = args.run = found_again(config, url, SystemClock(), say)
+    run_url.make_folder(url)
+    wishes = {"replicas": _replicas_from(args), "steps": args.steps, "min_replicas": args.min_replicas}
+    run = open_run(config, url, SystemClock(), **wishes)
+    quote.write_quote(run.store, SystemClock(), offer)
+    if run.record.why_codec:
+        say(f"codec {run.record.codec}: {run.record.why_codec}")
+    return _supervise_here(run, args, read_control(run.store))
+
+
+def _resume(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.preflight import quote
+    from rendezvous.clock import SystemClock
+    from rendezvous.membership import read_control, refuse_lost
+
+    url = run_url.shareable_url(args.run)
+    run = read_run(url)
+    wanted = read_control(run.store)
+    refuse_lost(run.store, wanted)
+    offer = _make_quote(args, url, wanted.replicas, config=run.config)
+    if not _is_agreed(args, offer):
+        return 130
+    wishes = {"replicas": _replicas_from(args), "steps": args.steps, "min_replicas": args.min_replicas}
+    quote.write_desired(run, SystemClock(), **{k: v for k, v in wishes.items() if v})
+    quote.write_quote(run.store, SystemClock(), offer)
+    return _supervise_here(run, args, read_control(run.store))
+
+
+def _plan(args: Namespace) -> int:
+    from diloco.config import load_config
+    from executors.preflight import outlook, quote
+    from executors.supervision.costs import Costs
+
+    config = load_config(args.config)
+    url = run_url.shareable_url(args.run) if args.run else ""
+    bucket = outlook.look_into_bucket(url)
+    url = bucket.url
+    checked = _preflight_checked(args, config, url, bucket.wanted)
+    named = outlook.stand_in_url(url, quote.wanted_places(args, bucket.wanted.places), quote.FAR)
+    offer = _make_quote(
+        args, named, config.fleet.replicas, bucket.wanted, None if url and not bucket.note else Costs(), config
+    )
+    sizes = outlook.size_lines(
+        config, checked.model, _replicas_from(args) or config.fleet.replicas, args.steps or config.fleet.steps
+    )
+    notes = [note for note in (*checked.notes, bucket.note) if note]
+    data = {"run": url, **offer.to_dict(), "sizes": sizes, "notes": notes}
+    _print_answer(args, data, *offer.lines(), *sizes, *notes, "nothing was started")
+    return 0
+
+
+def _preflight_checked(args: Namespace, config: "RunConfig", url: str, wanted: "Wanted") -> "Checked":
+    """Check config, places and options before anything is created.  Raises UsageError."""
+    from executors.preflight import quote
+    from executors.preflight.checks import Checked, preflight
+
+    places = quote.wanted_places(args, wanted.places)
+    quote.check_reach(url or "s3://", places)
+    return Checked() if args.no_preflight else preflight(config, args.config, url, places)
+
+
+def _make_quote(
+    args: Namespace,
+    url: str,
+    replicas: int,
+    wanted: "Wanted | None" = None,
+    spent: "Costs | None" = None,
+    config: "RunConfig | None" = None,
+) -> "Quote":
+    """The plan and the price of a start.   replicas, wanted, spent: where nothing else is said or read."""
+    from executors.preflight import quote
+    from rendezvous.membership import read_control
+    from rendezvous.stores.open import open_store
+
+    wanted = read_control(open_store(url)) if wanted is None else wanted
+    places = quote.wanted_places(args, wanted.places)
+    places = places if config is None else quote.fitted_places(places, config)
+    quote.check_reach(url, places)
+    slots = quote.slots_of(_replicas_from(args) or replicas)
+    return quote.make_offer(
+        url, places, slots, quote.budget_from(args, wanted), _spent_so_far(url) if spent is None else spent
+    )
+
+
+def _replicas_from(args: Namespace) -> int | None:
+    from executors.platforms.multi import Place
+    from executors.preflight import quote
+
+    named = quote.replicas_in([Place.from_dict(p) for p in args.places or ()])
+    if named and args.replicas and args.replicas < named:
+        raise run_url.UsageError(f"--place names {named} replicas, --replicas {args.replicas}; leave one of them away")
+    return args.replicas or named
+
+
+def _spent_so_far(url: str) -> "Costs":
+    from diloco.launch import read_run
+    from diloco.runlog.cache import cache_of
+    from diloco.runlog.report import read_report
+    from diloco.runlog.scope import COSTS
+    from executors.supervision.costs import Costs, costs
+    from rendezvous import layout
+    from rendezvous.stores.open import open_store
+
+    if open_store(url).get(layout.RUN) is None:
+        return Costs()
+    run = read_run(url)
+    return costs(read_report(run.store, COSTS, cache_of(run)), time.time())
+
+
+def _is_agreed(args: Namespace, offer: "Quote") -> bool:
+    from executors.cli.foreground import say
+    from executors.preflight import quote
+
+    if not offer.free:
+        say("\n".join(f"  {line}" for line in offer.lines()))
+    return quote.ask_agreement(offer, args.yes)
+
+
+def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
+    from diloco.launch import solo_warning
+    from executors.cli import foreground
+    from executors.cli.status import view_for
+
+    if text := solo_warning(wanted):
+        foreground.say(f"warning: {text}")
+    if args.detach:
+        return _supervise_detached(run, args)
+    outcome = foreground.supervise_here(run, view=view_for(sys.stderr if args.json else sys.stdout))
+    if args.json:
+        _print_answer(args, {"run": run.url, "code": outcome.code, "text": outcome.text})
+    else:
+        foreground.say(outcome.text)
+    if outcome.code in (4, 75):
+        foreground.say(f"to go on: diloco resume {args.run}")
+    if outcome.code == 0:
+        foreground.say(f"next: diloco report {args.run}, or diloco export {args.run} --to DIR")
+    return outcome.code
+
+
+def _supervise_detached(run: "Run", args: Namespace) -> int:
+    from executors.cli.detached import hand_over
+    from executors.cli.foreground import say
+    from rendezvous.clock import SystemClock
+
+    found = hand_over(run, SystemClock(), say)
+    begun = found.started
+    data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
+    if begun is not None:
+        data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
+    _print_answer(args, data, found.text, f"  diloco status {args.run}", f"  diloco stop {args.run}")
+    return found.code
+
+
+# -------------------------------------------------------------------- looking
+
+
+def _status(args: Namespace) -> int:
+    from diloco.runlog.opening import open_view
+    from diloco.runlog.report import Reader
+    from diloco.runlog.scope import STATUS
+    from executors.cli import status
+    from executors.supervision.costs import costs
+    from executors.supervision.health import describe_supervision
+    from rendezvous.clock import SystemClock
+
+    view = open_view(run_url.checked_url(args.run), STATUS)
+    reader = Reader(view.run.store, STATUS, view.cache, view.answers)
+    report = reader.refresh()
+    now = time.time()
+    columns = shutil.get_terminal_size().columns
+    last, supervisor = describe_supervision(reader.ahead, SystemClock(), report)
+    spent = costs(report, now)
+    table = status.status_table(report, now, columns)
+    money = [f"  {status.cost_line(spent, report.wanted)}"] if spent.usd or spent.unknown else []
+    data = {**status.status_dict(report, now), **status.cost_status(spent, report.wanted), **supervisor}
+    _print_answer(args, data, *table, *money, f"  {last}")
+    return 0
+
+
+def _logs(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.cli import logs
+    from rendezvous.membership import read_control
+
+    run = read_run(run_url.checked_url(args.run))
+    with logs.log_of(run.url, read_control(run.store), args.slot) as log:
+        if not args.follow:
+            lines = log.lines(args.tail)
+            _print_answer(args, {"slot": args.slot, "handle": log.handle, "lines": lines}, *lines)
+            return 0
+        for line in log.follow(args.tail):
+            print(json.dumps({"slot": args.slot, "line": line}) if args.json else line, flush=True)
+    return 0
+
+
+def _costs(args: Namespace) -> int:
+    from diloco.runlog.opening import open_view
+    from diloco.runlog.report import Reader
+    from diloco.runlog.scope import COSTS
+    from executors.cli import status
+    from executors.supervision.costs import costs
+
+    view = open_view(run_url.checked_url(args.run), COSTS)
+    report = Reader(view.run.store, COSTS, view.cache, view.answers).refresh()
+    spent = costs(report, time.time())
+    data = {"name": report.name, "url": view.run.url, **spent.to_dict(), **status.cost_status(spent, report.wanted)}
+    _print_answer(args, data, *status.cost_table(spent, report))
+    return 0
+
+
+# -------------------------------------------------------------------- changing
+
+
+def _scale(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.cli import scale
+    from rendezvous.clock import SystemClock
+
+    run = read_run(run_url.checked_url(args.run))
+    offer = scale.growth_quote(run, args.replicas, args.min_replicas, _spent_so_far(run.url))
+    if offer is not None and not _is_agreed(args, offer):
+        return 130
+    told = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
+    _print_answer(args, {"run": run.url, "replicas": args.replicas, "told": told}, *told)
+    return 0
+
+
+def _drain(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.cli import scale
+    from rendezvous.clock import SystemClock
+
+    run = read_run(run_url.checked_url(args.run))
+    told = scale.drain(run, SystemClock(), args.slot)
+    _print_answer(args, {"run": run.url, "slot": args.slot, "told": told}, *told)
+    return 0
+
+
+def _stop(args: Namespace) -> int:
+    from diloco.launch import store_of
+    from executors.supervision.purge import purge_run
+    from executors.supervision.shutdown import stop_run
+    from rendezvous.clock import SystemClock
+
+    url = run_url.checked_url(args.run)
+    words = sys.stderr if args.json else sys.stdout
+    found = stop_run(store_of(url), SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
+    live = [end.name for end in found if end.live]
+    ends = [{"name": e.name, "live": e.live, "text": e.text} for e in found]
+    over = "nobody runs any more; `diloco resume` goes on" if found else "nobody ever ran here"
+    rows = [f"  {end.name:12s} {end.text}" for end in found]
+    purged = purge_run(store_of(url)) if args.purge and not live else []
+    _print_answer(
+        args, {"run": url, "live": live, "ends": ends, "purged": purged}, *rows, *([] if live else [over]), *purged
+    )
+    if live:
+        advice = "; nothing was purged" if args.purge else ""
+        print(f"diloco stop: {', '.join(live)} may still run; try again, or look there{advice}", file=sys.stderr)
+    return 1 if live else 0
+
+
+# -------------------------------------------------------------------- writing, checking
+
+
+def _export(args: Namespace) -> int:
+    from diloco.launch import read_run
+
+    run = read_run(run_url.checked_url(args.run))  # before the heavy import: a wrong path is told at once
+    from diloco.history import export
+
+    step = export(run.url, args.step, Path(args.to))
+    told = f"wrote the model after {step} outer steps to {args.to}; transformers' from_pretrained reads it"
+    _print_answer(args, {"run": run.url, "outer_step": step, "to": args.to}, told)
+    return 0
+
+
+def _report(args: Namespace) -> int:
+    from diloco.runlog.charts import write_report
+    from diloco.runlog.opening import open_view
+    from diloco.runlog.report import Reader, summary
+    from diloco.runlog.scope import EVERYTHING
+    from executors.cli import status
+
+    view = open_view(run_url.checked_url(args.run), EVERYTHING)
+    report = Reader(view.run.store, EVERYTHING, view.cache, view.answers).refresh()
+    folder = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
+    page, png = write_report(report, folder)
+    data = {**status.status_dict(report, time.time()), "page": str(page), "picture": str(png)}
+    _print_answer(args, data, summary(report), f"\nwrote {page} and {png}")
+    return 0
+
+
+def _traces(args: Namespace) -> int:
+    from diloco.launch import read_run
+
+    run = read_run(run_url.checked_url(args.run))
+    from diloco.traces import freeze
+
+    made = freeze(run.store, Path(args.to))
+    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
+    _print_answer(args, {"run": run.url, "to": args.to, **made}, text.format(to=args.to, **made))
+    return 0
+
+
+def _doctor(args: Namespace) -> int:
+    from executors.cli.doctor import doctor
+
+    table, good = doctor(run_url.checked_url(args.url), args.parameters, args.config, args.replicas)
+    _print_answer(args, {"url": args.url, "good": good, "table": table.splitlines()}, table)
+    return 0 if good else 2
+
+
+def _setup(args: Namespace) -> int:
+    from executors.cli import setup
+    from executors.preflight.quote import yes
+    from rendezvous.clock import SystemClock
+
+    clock = SystemClock()
+    url = run_url.checked_url(args.run or setup.default_url(args.place, clock))
+    steps = list[setup.SetupStep]()
+    for step in setup.setup(args.place, url, args.secret, clock, lambda text: yes(text, args.yes), os.environ):
+        steps.append(step)
+        if not args.json:
+            _print_answer(args, {}, step.line, *([f"  next: {step.todo}"] if step.todo else []))
+    good = not any(step.todo for step in steps)
+    typed = setup.next_command(args.place, url, args.secret)
+    told = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
+    lines = ["all there. A first run, of a few minutes and cents (with `plan` for `train` it says its price):", typed]
+    _print_answer(args, told, *(lines if good else []))
+    return 0 if good else 2
+
+
+def _objectives(args: Namespace) -> int:
+    from dataclasses import asdict
+
+    from diloco.config import load_config
+    from inner.objectives import PO_OBJECTIVES, format_menu
+
+    settings, about = {}, []
+    if args.config:
+        inner = load_config(args.config).inner
+        chosen = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+        settings = {name: getattr(inner, name) for name in chosen}
+        about = [f"{args.config} has objective = {inner.objective!r}\n"]
+    _print_answer(args, {name: asdict(o) for name, o in PO_OBJECTIVES.items()}, *about, format_menu(settings))
+    return 0
+
+
+def _demo(args: Namespace) -> int:
+    from executors.cli.demo import demo
+
+    if args.run and not run_url.is_folder(args.run):
+        raise run_url.UsageError(
+            f"the demo lives in a folder of this machine, not at {args.run}; use e.g. --run runs/demo"
+        )
+    folder = Path(run_url.shareable_url(args.run).removeprefix("file://")) if args.run else None
+    if not args.json:
+        return demo(folder)
+    with redirect_stdout(sys.stderr):
+        code = demo(folder)
+    _print_answer(args, {"code": code})
+    return code
+
+
+def _completion(args: Namespace) -> int:
+    from executors.cli.completion import completion_script, slots_of
+
+    if args.slots is not None:
+        found = slots_of(args.slots, lives=args.verb == "logs")
+        _print_answer(args, {"run": args.slots, "slots": found}, *found)
+        return 0
+    text = completion_script(make_parser(), args.shell)
+    _print_answer(args, {"shell": args.shell, "script": text}, text)
+    return 0
+
+
+VERBS: dict[str, Callable[[Namespace], int]] = {
+    "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
+    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "report": _report, "traces": _traces,
+    "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

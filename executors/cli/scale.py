@@ -1,0 +1,67 @@
+"""Change a run that goes on: how many replicas, and which of them may go.
+
+    scale RUN 5     control: replicas = 5     the supervisor starts r03, r04; or drains those beyond
+    drain RUN r02   control: drain r02        it finishes its round, offers it and leaves
+
+Not promised: that anything happens at once; whoever supervises reads the control records every few moments.
+"""
+
+from diloco.launch import Run
+from executors.platforms.multi import places_of
+from executors.preflight.quote import Quote, make_offer, slots_of
+from executors.preflight.run_url import UsageError
+from executors.supervision.costs import Budget, Costs
+from executors.supervision.lease import supervisor_of
+from rendezvous.clock import Clock
+from rendezvous.membership import Wanted, read_control, write_control
+
+
+def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Quote | None:
+    """The price of the replicas beyond the present ones; None if none are added."""
+    wanted = read_control(run.store)
+    _check_quorum(replicas, quorum or wanted.min_replicas)
+    more = slots_of(replicas)[wanted.replicas :]
+    return make_offer(run.url, places_of(wanted.places), more, Budget.of(wanted), spent) if more else None
+
+
+def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str]:
+    """-> lines for the person."""
+    before = read_control(run.store)
+    news = {"replicas": replicas, **({"min_replicas": quorum} if quorum else {})}
+    write_control(run.store, clock, **news)
+    return [f"{before.replicas} -> {replicas} replicas", *_unheard_slots(run, before)]
+
+
+def drain(run: Run, clock: Clock, slot: str) -> list[str]:
+    """-> lines for the person."""
+    before = read_control(run.store)
+    check_slot(before, slot)
+    after = write_control(run.store, clock, drain=slot)
+    left = [s for s in before.slots if not after.leaves(s)]
+    told = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
+    if len(left) < after.min_replicas:
+        told.append(
+            f"warning: {len(left)} replicas are left and min_replicas = {after.min_replicas}: no outer step will be "
+            f"taken until there are more (diloco scale {run.url} N)"
+        )
+    return [*told, *_unheard_slots(run, before)]
+
+
+def check_slot(wanted: Wanted, slot: str) -> None:
+    there = slots_of(wanted.replicas)
+    if slot not in there:
+        raise UsageError(f"there is no slot {slot!r} in this run; there are {', '.join(there)}")
+
+
+def _check_quorum(replicas: int, quorum: int) -> None:
+    if replicas < quorum:
+        raise UsageError(
+            f"{replicas} replicas are fewer than the {quorum} that every outer step needs: none could be taken. "
+            f"Scale to {quorum} at least, or add --min-replicas {replicas}"
+        )
+
+
+def _unheard_slots(run: Run, before: Wanted) -> list[str]:
+    if before.stop or supervisor_of(run.store) is None:
+        return [f"nobody supervises this run now; `diloco resume {run.url}` does it"]
+    return []

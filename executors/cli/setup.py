@@ -1,0 +1,166 @@
+"""`diloco setup modal` and `diloco setup hf`: from an account to the command that starts a run.
+
+    login ──▶ store ──▶ secret, or keys ──▶ the command to type
+      └─ each: "ok", or made here if that can be done and you say yes, or the one thing to do, and then setup again
+
+Steps come in order, and the first that is not ok ends it: the later ones need it.
+
+Not promised: that an account may rent GPUs (a plan, credits); only a launch tells.  Nothing is launched here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from executors.platforms.base import ExecutorError
+from executors.platforms.on_hf_jobs.client import Hub
+from executors.platforms.on_modal import client as modal_sdk
+from rendezvous.clock import Clock
+from rendezvous.errors import RendezvousError
+from rendezvous.probe import probe
+from rendezvous.stores.open import open_store
+
+SMALL = 1 << 20  # bytes of the blob that the look at the store writes
+CREDENTIALS = {  # what a replica needs to reach a store: names of variables, all of a line or none
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+    "hf": ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+}
+ALSO = ("AWS_REGION", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN", "HF_S3_ENDPOINT")  # sent along where they are set
+KEYS_PAGE = "https://huggingface.co/settings/tokens: your token's menu, Generate S3 credentials; then export both"
+
+
+@dataclass(frozen=True)
+class SetupStep:
+    """One thing that a run needs.   todo: what a person does about it; "" if it is there."""
+
+    name: str
+    seen: str
+    todo: str = ""
+
+    @property
+    def line(self) -> str:
+        return f"  {self.name:<8} {'ok   ' if not self.todo else 'NO   '} {self.seen}"
+
+
+Ask = Callable[[str], bool]  # may this be made?
+
+
+def setup(place: str, url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
+    """The steps, one by one; ends after the first that has something to do."""
+    steps = _modal_steps(url, secret, clock, ask, environ) if place == "modal" else _hf_steps(url, clock, ask, environ)
+    for step in steps:
+        yield step
+        if step.todo:
+            return
+
+
+def next_command(place: str, url: str, secret: str) -> str:
+    """The command to type next.  The run is small: a model of 0.1 M parameters, 12 outer steps."""
+    if place == "modal":
+        secrets = "" if url.startswith("modal://") else f" --secret {secret}"
+        return (
+            f"diloco train examples/modal_grpo.toml --run {url} --executor modal --gpu T4{secrets} --max-usd 2 --detach"
+        )
+    secrets = "".join(f" --secret {name}" for name in CREDENTIALS.get(_scheme_of(url), ()))
+    return (
+        f"diloco train examples/hf_jobs_grpo.toml --run {url} --executor hf-jobs --gpu t4-small{secrets} "
+        "--max-usd 2 --detach"
+    )
+
+
+# ---------------------------------------------------------------------- Modal
+
+
+def _modal_steps(url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
+    yield _tried_step("login", "Modal knows you", _modal_login)
+    yield _store_step(url, clock)
+    if not url.startswith("modal://"):
+        yield _tried_step(
+            "secret", f"{secret!r} holds the store's keys", lambda: _modal_secret(url, secret, ask, environ)
+        )
+
+
+def _modal_login() -> None:
+    with modal_sdk.translated_errors():
+        modal_sdk.sdk().Client.from_env().hello()
+
+
+def _modal_secret(url: str, name: str, ask: Ask, environ: Mapping[str, str]) -> None:
+    """It is there, or it is made of this shell's variables."""
+    try:
+        modal_sdk.check_secret(name, url)
+        return
+    except ExecutorError:
+        values = _store_values(url, environ)
+        if not values or not ask(f"make the Modal secret {name!r} of {', '.join(values)} in this shell's environment?"):
+            raise
+    with modal_sdk.translated_errors():
+        modal_sdk.sdk().Secret.objects.create(name, values)
+
+
+# ---------------------------------------------------------------------- Hugging Face
+
+
+def _hf_steps(url: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
+    hub = Hub("", clock)
+    yield _tried_step("login", "the Hub knows you", lambda: hub.namespace)
+    if _scheme_of(url) == "hf":
+        bucket = "/".join(url.removeprefix("hf://buckets/").split("/")[:2])
+        yield _tried_step("bucket", bucket, lambda: _hf_bucket(hub, bucket, ask))
+    if missing := [n for n in CREDENTIALS.get(_scheme_of(url), ()) if n not in environ and n != "HF_TOKEN"]:
+        where = KEYS_PAGE if _scheme_of(url) == "hf" else "export them"
+        yield SetupStep("keys", f"{', '.join(missing)} not set in this shell", where)
+        return
+    yield SetupStep("keys", "set in this shell; they travel as job secrets, nothing else of them does")
+    yield _store_step(url, clock)
+
+
+def _hf_bucket(hub: Hub, bucket: str, ask: Ask) -> None:
+    """It is there, or it is made, private."""
+    try:
+        hub.patient("look at the bucket", lambda: hub.api.bucket_info(bucket))
+    except ExecutorError:
+        if not ask(f"make the private bucket {bucket}?"):
+            raise
+        hub.patient("make the bucket", lambda: hub.api.create_bucket(bucket, private=True, exist_ok=True))
+
+
+def default_url(place: str, clock: Clock) -> str:
+    """Where a first run goes if nobody says."""
+    return "modal://diloco/first" if place == "modal" else f"hf://buckets/{Hub('', clock).namespace}/diloco/first"
+
+
+# ---------------------------------------------------------------------- both
+
+
+def _store_step(url: str, clock: Clock) -> SetupStep:
+    """Can it carry a run, seen from here?"""
+    try:
+        reason = probe(open_store(url), clock, SMALL).verdict()
+    except (RendezvousError, ValueError, ImportError) as error:
+        return SetupStep("store", f"{url}: {error}", "mend that; `diloco doctor URL` shows more")
+    if reason:
+        return SetupStep("store", f"{url} cannot carry a run: {reason}", "take another store with --run")
+    return SetupStep("store", f"{url} keeps what was written first, and everybody reads it")
+
+
+def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:
+    try:
+        request()
+    except ExecutorError as error:
+        return SetupStep(name, str(error), "do that, and run the same command again")
+    return SetupStep(name, good)
+
+
+def _store_values(url: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The store's credentials and where it is, if this shell has all that it needs."""
+    needed = [name for name in CREDENTIALS.get(_scheme_of(url), ()) if name != "HF_TOKEN"]
+    if not all(environ.get(name) for name in needed):
+        return {}
+    return {name: environ[name] for name in (*needed, "HF_TOKEN", *ALSO) if environ.get(name)}
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition("://")[0]

@@ -1,0 +1,350 @@
+"""The picture of a running run, drawn from the bucket alone.
+
+    a terminal        a small table, redrawn in place
+    not a terminal    one key=value line per committed step and per event
+
+    demo  outer step 5 of 12  reward 0.12 ▁▂▃▅ 0.41  14 s
+      slot   phase  step  inner  reward  counted   beat
+      r00-1  train     5    3/6   0.412        5   0.1 s
+      r01-1  -                    killed at 12.2 s in step 4
+      r01-2  heal      5                       0   0.1 s
+    ! r02 has offers of ['r02'], needs min_replicas=2
+
+Not promised: that a line is the newest truth; the bucket is, and it is read a few times per second.
+"""
+
+import shutil
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from diloco.runlog.ends import never_lived, observed_words
+from diloco.runlog.kept import kept_words
+from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
+from diloco.runlog.report import (
+    Life,
+    Report,
+    Step,
+    brief_name,
+    curve_of,
+    first_and_last,
+    nice_time,
+    outer_words,
+    solo_words,
+    sparkline,
+)  # fmt: skip
+from executors.platforms.full_disk import found_room, full_words
+from executors.supervision.costs import Costs
+from executors.supervision.outage import open_outages
+from rendezvous.membership import Wanted
+from rendezvous.records import Beat
+
+# What people want to hear of; everything else stays in the log.
+EVENTS = {
+    "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
+    "gave_up_on", "diverged", "crashed", "hung", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
+    "platform_silent", "platform_answers",
+}  # fmt: skip
+LOUD = {
+    "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
+    "replay_differs", "reward_failed", "hint_failed", "disk_full",
+}  # fmt: skip
+SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault")
+SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
+OLD_LIVES = 4
+INDENT = " " * 12
+
+
+class StatusView(Protocol):
+    def show(self, report: Report) -> None:
+        """The run as it is now."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A word from whoever shows it, with the next picture.  Safe in a signal handler."""
+        ...
+
+
+def view_for(out: TextIO) -> StatusView:
+    return Screen(out) if out.isatty() else Lines(out)
+
+
+class Lines:
+    """One line per committed step and per event, each once."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._steps = 0
+        self._events = set[tuple[Any, ...]]()
+        self._said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def show(self, report: Report) -> None:
+        while self._said:
+            print(key_values({"note": self._said.pop(0)}), file=self._out, flush=True)
+        news = [(s.at, step_line(s, report)) for s in report.steps[self._steps :]]
+        news += [(e["at"], event_line(e, report.began)) for e in report.of_kind(*EVENTS, *LOUD) if self._is_new(e)]
+        for _, line in sorted(news):
+            print(line, file=self._out, flush=True)
+        self._steps = report.head
+
+    def _is_new(self, event: dict[str, Any]) -> bool:
+        mark = (event["who"], event["at"], event["event"], event["slot"])
+        known = mark in self._events
+        self._events.add(mark)
+        return not known
+
+
+def step_line(step: Step, report: Report) -> str:
+    mean = {} if step.mean_reward is None else {"mean_reward": round(step.mean_reward, 4)}
+    late = {"late": ",".join(f"{s}@{t}" for s, t in step.carried)} if step.carried else {}
+    rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
+    fresh = ",".join(step.fresh)
+    gated = {"gated": ",".join(step.gated)} if step.gated else {}
+    numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items()}
+    fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
+    fields |= numbers
+    return key_values({**fields, "fresh": fresh, **late, **gated, "by": step.by})
+
+
+def event_line(event: dict[str, Any], began: float) -> str:
+    about = {"slot": event["slot"]} if event["slot"] else {}
+    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
+    generation = {"generation": event["generation"]} if event["generation"] else {}
+    return key_values({"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest})
+
+
+def key_values(fields: dict[str, Any]) -> str:
+    return " ".join(f"{k}={_value_in_words(v)}" for k, v in fields.items())
+
+
+def _value_in_words(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text
+
+
+class Screen:
+    """A table that is drawn over itself."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._drawn = 0
+        self._said = ""
+
+    def say(self, text: str) -> None:
+        self._said = text
+
+    def show(self, report: Report) -> None:
+        size = shutil.get_terminal_size()
+        words = [f"! {self._said}"] if self._said else []
+        lines = [
+            line[: size.columns - 1] for line in [*status_table(report, width=size.columns)[: size.lines - 2], *words]
+        ]
+        up = f"\x1b[{self._drawn}F" if self._drawn else ""
+        self._out.write(up + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+        self._out.flush()
+        self._drawn = len(lines)
+
+
+def status_table(report: Report, now: float | None = None, width: int = 80) -> list[str]:
+    """The whole picture, for people.   now: wall time, for ages (default: the newest beat's).   width: in columns."""
+    now = now or max((b.at for b in report.beats.values()), default=report.ended)
+    lines = [
+        _title_line(report, now, width),
+        f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat",
+    ]
+    shown, failed = _lives_to_show(report), _failed_starts(report)
+    for slot in report.wanted.slots:
+        lives = [
+            line for x in shown if x.slot == slot for line in [_life_line(x, report, now), *_reason_lines(x.why, width)]
+        ]
+        lines += [*lives, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} starting"]
+    learning = learning_words(newest_numbers(report.steps), without=curve_of(report).name)
+    numbers = [f"  {learning}"] if learning else []
+    outer = outer_words(report)
+    numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
+    kept = [f"  {words}" for words in kept_words(report)]
+    return [*lines, *numbers, *_device_lines(report), *kept, *remark_lines(report, now)]
+
+
+def _device_lines(report: Report) -> list[str]:
+    """Which replicas train on what, unless all of them are on CPUs."""
+    live = [x for x in report.lives if x.how == "running" and x.device]
+    names = sorted({x.device for x in live})
+    if not names or names == ["cpu"]:
+        return []
+    told = [f"{name}: {', '.join(x.slot for x in live if x.device == name)}" for name in names]
+    return [f"  on {'; '.join(told)}"]
+
+
+def _reason_lines(words: str, width: int) -> list[str]:
+    """Below the life that ended; on one line, of which the end may go."""
+    room = max(40, width - 1) - len(INDENT)
+    return [INDENT + (words if len(words) <= room else words[: room - 1] + "…")] if words else []
+
+
+def _failed_starts(report: Report) -> dict[str, Mapping[str, Any]]:
+    """Per slot, the newest launch that ended before it could claim it."""
+    newest = {x.slot: x.claimed for x in report.lives}
+    return never_lived(report.events, {(x.slot, x.host) for x in report.lives}, newest)
+
+
+def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> list[str]:
+    if end is None:
+        return []
+    when = f"at {end['at'] - report.began:.1f} s"
+    head = f"  {end['slot']:9s} launch {end.get('attempt', 1)} ended before it joined, {when}"
+    return [head, *_reason_lines(observed_words(end), width)]
+
+
+def _lives_to_show(report: Report) -> list[Life]:
+    """Every slot's newest life, and the latest few of those before."""
+    newest = {x.slot: x for x in report.lives}
+    before = sorted((x for x in report.lives if x is not newest[x.slot]), key=lambda x: x.ended or 0.0)[-OLD_LIVES:]
+    return [x for x in report.lives if x is newest[x.slot] or x in before]
+
+
+def _title_line(report: Report, now: float, width: int) -> str:
+    """The curve takes the room that the words leave."""
+    line = curve_of(report)
+    curve = ""
+    known = line.known
+    head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
+    time = f"  {_clock_in_words(_elapsed_seconds(report, now))}"
+    if known:
+        first, last = f"  {line.name} {known[0]:.2f} ", f" {known[-1]:.2f}"
+        room = min(24, width - 1 - len(head + first + last + time))
+        curve = f"{first}{sparkline(known[-room:])}{last}" if room > 0 else f"  {line.name}{last}"
+    return f"{head}{curve}{time}"
+
+
+def _clock_in_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else nice_time(seconds)
+
+
+def _elapsed_seconds(report: Report, now: float) -> float:
+    """Of the run's clock, which stands once nobody runs any more."""
+    if report.done:
+        return report.seconds
+    beating = any(_is_listening(b, report, now) for b in report.beats.values())
+    return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)
+
+
+def _life_line(life: Life, report: Report, now: float) -> str:
+    beat = report.beats.get(life.slot)
+    if beat is None or beat.generation != life.generation or life.how != "running":
+        when = "" if life.ended is None else f" at {life.ended - report.began:.1f} s"
+        return f"  {life.name:9s} {life.end}{when}, counted in {len(life.commits)} steps"
+    mine = curve_of(report).by_slot.get(life.slot, [])
+    shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
+    phase = "silent" if now - beat.at > silent_s(report.url) and beat.phase != "left" else beat.phase
+    inner = f"{beat.inner}/{_inner_steps_per_round(report)}" if phase == "train" else ""
+    age = f"{max(0.0, now - beat.at):.1f} s"
+    return f"  {life.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(life.commits):8d}  {age}"
+
+
+def silent_s(url: str) -> float:
+    """How old the beat of somebody who lives may be."""
+    return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
+
+
+def _inner_steps_per_round(report: Report) -> int:
+    """Inner steps between two meetings."""
+    return report.setting("outer", "sync_every", 1) // report.setting("outer", "fragments", 1)
+
+
+def remark_lines(report: Report, now: float) -> list[str]:
+    """Lines about what the run waits for, and the latest warnings."""
+    loud = [e for e in report.of_kind(*LOUD) if not found_room(e, report)]
+    lines = [f"! {e['who']}: {_event_in_words(e)}" for e in loud[-2:]]
+    lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _is_listening(b, report, now)]
+    lines += [f"! {text}" for text in open_outages(report.events, now)]
+    if full := full_words(report.url):
+        lines.insert(0, f"! {full}")
+    if report.damage:
+        lines.insert(0, f"! {report.damage}")
+    if report.passed_over:
+        lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
+    if words := solo_words(report):
+        lines.append(f"! {words}")
+    if report.wanted.stop:
+        lines.append("! a stop was asked for; `diloco resume` goes on")
+    return lines[:6]
+
+
+def _is_listening(beat: Beat, report: Report, now: float) -> bool:
+    return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
+
+
+def _event_in_words(event: dict[str, Any]) -> str:
+    said = event.get("text") or event.get("cause") or event.get("trouble")
+    return f"{event['event'].replace('_', ' ')}: {said}" if said else event_line(event, event["at"])
+
+
+def status_dict(report: Report, now: float) -> dict[str, Any]:
+    """`diloco status --json`."""
+    ends = first_and_last(report)
+    return {
+        "name": report.name,
+        "url": report.url,
+        "outer_step": report.head,
+        "steps": report.wanted.steps,
+        "done": report.done,
+        "stop": report.wanted.stop,
+        "replicas": report.wanted.replicas,
+        "min_replicas": report.wanted.min_replicas,
+        "mean_reward": None if ends is None else ends[1],
+        "learning": newest_numbers(report.steps),
+        "solo": bool(solo_words(report)),
+        "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
+        "lives": [_life_status(x, report, now) for x in report.lives],
+        "kept": " · ".join(kept_words(report)),
+        "remarks": remark_lines(report, now),
+    }
+
+
+def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
+    beat = report.beats.get(life.slot)
+    mine = beat if beat is not None and beat.generation == life.generation else None
+    told = {}
+    if mine is not None:
+        told = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
+        told["beat_age_s"] = round(now - mine.at, 2)
+    fixed = {"slot": life.slot, "generation": life.generation, "pid": life.pid, "host": life.host, "how": life.how}
+    return {**fixed, "device": life.device, "counted_in": len(life.commits), "end": life.end, "why": life.why, **told}
+
+
+# -------------------------------------------------------------------- money
+
+
+def cost_line(spent: Costs, wanted: Wanted) -> str:
+    limit = "".join(f" of {text}" for text in [_limit_in_words(wanted)] if text)
+    unknown = f", {len(spent.unknown)} launches at a price that nobody knows" if spent.unknown else ""
+    return f"${spent.usd:.2f}{limit} so far, ${spent.rate:.2f} per hour now{unknown}"
+
+
+def _limit_in_words(wanted: Wanted) -> str:
+    told = [f"${wanted.max_usd:.2f}"] if wanted.max_usd else []
+    return " and ".join([*told, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
+
+
+def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:
+    """The same in `--json`."""
+    told = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
+    return {**told, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
+
+
+def cost_table(spent: Costs, report: Report) -> list[str]:
+    """`diloco costs`: one line per slot and place."""
+    rows = []
+    for slot, executor in sorted({(b.slot, b.executor) for b in spent.bills}):
+        bills = [b for b in spent.bills if (b.slot, b.executor) == (slot, executor)]
+        hours, usd = sum(b.seconds for b in bills) / 3600, sum(b.usd for b in bills)
+        price = "unknown" if any(b.usd_per_hour is None for b in bills) else f"{usd:.2f}"
+        now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
+        rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
+    each = f", ${spent.usd / report.head:.3f} each" if report.head and spent.usd else ""
+    steps = f"; {report.head} outer steps{each}"
+    head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"
+    return [f"{report.name}: {cost_line(spent, report.wanted)}{steps}", *([head] if rows else []), *rows]

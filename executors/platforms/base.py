@@ -1,0 +1,288 @@
+"""The protocol of every platform that runs replicas, in plain data.
+
+    specs ──plan──▶ what it would do
+      └──launch_replicas──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
+                               ├──cancel──▶ (asked to go)                                  ├▶ FAILED    its own fault
+                               ├──collect─▶ results                                        ├▶ CANCELLED we asked
+                               └──logs, follow ─▶ lines                                    └▶ LOST      killed, gone
+    find(run) ──▶ handles, from another process and with no local state
+
+A replica's whole input is the run's URL and its slot.  Specs, handles and statuses survive JSON.
+An executor reports; only the supervisor replaces.
+
+Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket tells.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, Protocol, Self
+
+from rendezvous.clock import Clock
+from rendezvous.layout import slot_name
+
+RANK_ENV = "REPLICA_RANK"
+REPLICA = "diloco.replica:main"
+FIRST_PAUSE_S = 0.02
+
+
+class ExecutorError(ValueError):
+    """A platform cannot do this as asked: what happened, what was seen, and the next thing to do."""
+
+
+class Unavailable(ExecutorError):
+    """A platform does not answer now; the same may work later."""
+
+
+class Refused(ExecutorError):
+    """A platform answers, and does not let us in (401, 403): somebody must give other credentials or rights."""
+
+
+class State(StrEnum):
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+
+    @property
+    def ended(self) -> bool:
+        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.LOST)
+
+
+class Plain:
+    """A dataclass that goes to JSON and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k in known})
+
+
+@dataclass(frozen=True)
+class ReplicaSpec(Plain):
+    """One process to start.
+
+    entrypoint: "package.module[:function]"; without a function, `main`.
+    argv: called as function(list(argv)), and what it returns is the exit code (None: 0).
+    kwargs: called as function(**kwargs) instead, and what it returns is the result.
+    env: set before anything heavy is imported only where `fresh`, which asks for a new interpreter.
+    gpu: kinds in order of preference, in the platform's words; none: CPU only.   secrets: names, never values.
+    timeout_s: how long the process may live (0: as long as the executor allows); it leaves by itself before that.
+    """
+
+    run: str
+    slot: str
+    attempt: int = 1
+    entrypoint: str = REPLICA
+    argv: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    gpu: tuple[str, ...] = ()
+    timeout_s: float = 0.0
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Handle(Plain):
+    """One launched process, as anybody on the same platform can find it again.
+
+    On this machine pid and started (clock ticks since boot) together name a process for ever, and `files` is the stem
+    of its files.  On a platform `native` is its id there (a FunctionCall, a job; "" if the launch failed).
+    launched_at: Unix time.   usd_per_hour: its price, None where nobody knows.
+    """
+
+    run: str
+    slot: str
+    attempt: int
+    executor: str
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+    files: str = ""
+    native: str = ""
+    launched_at: float = 0.0
+    usd_per_hour: float | None = 0.0
+
+    @property
+    def place(self) -> str:
+        """The host that its claim and beats name, where that is not this machine (container.py)."""
+        return f"{self.executor}/{self.slot}.{self.attempt}" if self.native else ""
+
+
+@dataclass(frozen=True)
+class Status(Plain):
+    """The present knowledge of an executor about a handle.  exit_code: negative for a signal, None if nobody saw it.
+
+    stale: the platform gave no news; this is the status known before.   trouble: why.   refused: it did not let us in.
+    """
+
+    handle: Handle
+    state: State
+    reason: str = ""
+    exit_code: int | None = None
+    stale: bool = False
+    trouble: str = ""
+    refused: bool = False
+
+
+def unanswered(known: Status, why: Exception | str) -> Status:
+    """The status known before, marked as stale, with the reason why there is no news."""
+    return replace(known, stale=True, trouble=str(why), refused=isinstance(why, Refused))
+
+
+@dataclass(frozen=True)
+class Result(Plain):
+    """How one replica ended.  value: what its function returned; tail: its last log lines if it failed."""
+
+    handle: Handle
+    state: State
+    reason: str = ""
+    exit_code: int | None = None
+    value: Any = None
+    tail: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.state is State.SUCCEEDED
+
+
+@dataclass(frozen=True)
+class LaunchPlan(Plain):
+    """The effects and the price of a launch.   usd_per_hour: of all together, None when nobody knows one of the prices.
+
+    refused: why some of them could not be launched, in sentences.
+    """
+
+    lines: tuple[str, ...]
+    usd_per_hour: float | None = 0.0
+    refused: tuple[str, ...] = ()
+
+
+class ServerlessExecutor(Protocol):
+    """Starts processes somewhere, and reports how they are and how they ended."""
+
+    name: str
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        """Say what a launch of these specs would do; no side effects."""
+        ...
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        """Start them, all at once; the same (run, slot, attempt) again gives the same handle, from any process.
+
+        A failed start is a FAILED handle, so that some may start.  Raises ExecutorError before anything was started
+        if nothing could be: no credentials, an unknown GPU, a run that the platform cannot reach.
+        """
+        ...
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        """All at once; never blocks, never raises for a dead one."""
+        ...
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        """Ask the processes to leave; returns at once.  A later poll kills those that remain after `grace_s`."""
+        ...
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        """Wait for all; results in the order of the handles.  After `timeout` seconds, those that still run say so."""
+        ...
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        """Its output so far; the last `tail` lines only."""
+        ...
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        """The same and what comes, until it has ended.  A dropped connection is taken up again, each line once."""
+        ...
+
+    def find(self, run: str) -> list[Handle]:
+        """The newest process of each slot of a run, from what is durable alone."""
+        ...
+
+    def close(self) -> None:
+        """Let go.  Never stops a replica."""
+        ...
+
+
+class Labelled(Protocol):
+    """More methods, of a platform that labels every process with its run and can start one launch twice.
+
+    Its answer to a launch may be lost, and its list may lag behind, so two processes of one (slot, attempt) may live.
+    There a handle means its launch: a poll reports the process that runs it, in Status.handle, and ends the others.
+    """
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        """Live processes of the run that none of `known` names, as the last poll or find saw them."""
+        ...
+
+    def sweep(self, run: str) -> list[str]:
+        """End all that lives of the run, whoever started it; -> what that was, in words.  Raises ExecutorError."""
+        ...
+
+
+def is_labelled(executor: object) -> bool:
+    """Some executors are several others (executors/platforms/multi.py)."""
+    return getattr(executor, "labelled", hasattr(executor, "sweep"))
+
+
+def orphans(executor: object, run: str, known: Collection[Handle]) -> list[Handle]:
+    """Processes that no handle names; an executor that is not Labelled has none."""
+    ask = getattr(executor, "orphans", None)
+    return [] if ask is None else ask(run, known)
+
+
+def sweep(executor: object, run: str) -> list[str]:
+    """End all that lives of the run; an executor that is not Labelled ends nothing."""
+    ask = getattr(executor, "sweep", None)
+    return [] if ask is None else ask(run)
+
+
+def purge(executor: object, run: str) -> list[str]:
+    """Remove what a platform keeps of a run of which nobody lives; -> what that was, in words."""
+    ask = getattr(executor, "purge", None)
+    return [] if ask is None else ask(run)
+
+
+def expect(executor: object, specs: Sequence[ReplicaSpec]) -> None:
+    """Tell an executor of launches that follow later, so that what they need is prepared with the next one (Modal)."""
+    if specs and (prepare := getattr(executor, "expect", None)) is not None:
+        prepare(specs)
+
+
+def ranked_specs(
+    run: str, n_replicas: int, entrypoint: str, kwargs: Mapping[str, Any] | None, rank_env: str
+) -> list[ReplicaSpec]:
+    """The short form: the same function n times, with its rank in an environment variable."""
+    return [
+        ReplicaSpec(run, slot_name(rank), 1, entrypoint, kwargs=dict(kwargs or {}), env={rank_env: str(rank)})
+        for rank in range(n_replicas)
+    ]
+
+
+def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:
+    """Poll until all have ended, or `timeout` seconds are over; -> how they are then.   pause_s: the longest."""
+    until = math.inf if timeout is None else clock.now() + timeout
+    pause = min(FIRST_PAUSE_S, pause_s)
+    while True:
+        statuses = poll()
+        left = until - clock.now()
+        if left <= 0 or all(s.state.ended for s in statuses):
+            return statuses
+        clock.sleep(min(pause, left))
+        pause = min(pause_s, 1.5 * pause)

@@ -1,0 +1,280 @@
+"""The inside of a rented container: it runs the replica as a child process, and reports its end as data.
+
+    platform ──spec──▶ run_replica ─▶ can the run's store carry it, from here? ─▶ child: the entry point
+                          │  SIGTERM, Ctrl-C, a cancelled input   ─▶ SIGTERM to the child, `grace_s`, SIGKILL
+                          │  the platform's time limit is near    ─▶ the same, and the exit code is RESUME
+                          └─▶ {"exit_code": 0, "reason": "done", "value": …, "tail": […]}
+
+    python -m executors.platforms.container SPEC EXECUTOR     for platforms that start a command: the same, in its log
+        diloco-started: r01.1                       the first line
+        diloco-ended: {"exit_code": 0, …            the last ones: log collectors cut lines that are too long
+
+A child of its own, so that whatever the platform's runtime does with threads and signals is not the replica's
+business, and so that a crash is data too.  Light: nothing heavy is imported here.
+
+Not promised: anything after a SIGKILL.  The run goes on without, and the platform or the supervisor starts it again.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from diloco import exitcodes
+from diloco.host import PLACE_ENV
+from executors.platforms import entrypoint as entry
+from executors.platforms import oom
+from executors.platforms.base import REPLICA, ReplicaSpec
+from executors.platforms.processes import describe_exit
+
+START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
+STARTED = "diloco-started: "  # begins the first line of a container's log
+ENDED = "diloco-ended: "  # begins the last ones; together they are an end as JSON
+PIECE = 4000  # characters of it in one line
+TAIL = 12
+CRASHED = 1
+FOREVER_S = 1e9
+PATIENCE_S = 30.0  # with a store that does not answer the first look
+GRACE_S = 12.0  # platforms give about fifteen seconds between asking and killing
+MARGIN, MARGIN_MOST_S = 0.1, 180.0  # of the time limit: left for a last offer
+
+
+def run_replica(raw: Mapping[str, Any], executor: str, grace_s: float = GRACE_S) -> dict[str, Any]:
+    """Run one spec to its end; -> {"exit_code", "reason", "value", "tail"}, JSON.
+
+    An interruption (KeyboardInterrupt, or whatever the platform raises) is passed on to the child and then raised
+    again: the platform knows what it wanted.
+    """
+    end, interruption = _run_child(raw, executor, grace_s)
+    if interruption is not None:
+        raise interruption
+    return end
+
+
+def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
+    """(its end, what interrupted it)"""
+    began = time.monotonic()
+    spec = ReplicaSpec.from_dict(raw)
+    os.environ.update(spec.env)  # what its store needs, this look needs too
+    try:
+        unfit = why_unreachable(spec.run) if spec.entrypoint == REPLICA else None
+    except BaseException as interruption:
+        return _make_end(exitcodes.LEFT), interruption
+    if unfit is not None:
+        code, reason = unfit[0], f"{spec.slot}: from inside {executor}: {unfit[1]}"
+        print(reason, file=sys.stderr, flush=True)
+        return _make_end(code, reason=reason, tail=(reason,)), None
+    with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
+        child = Child(spec, executor, Path(scratch) / "end")
+        interruption = None
+        kills = oom.Kills()
+        try:
+            child.start()
+            code = child.wait(_time_left(spec, began), grace_s)
+        except BaseException as error:
+            code, interruption = child.leave(grace_s), error
+        tail = child.tail  # also waits for the last line to be passed on
+        starved = oom.TEXT if interruption is None and kills.explain(code) else ""
+        return _make_end(
+            code, reason=starved, value=child.value() if code == 0 else None, tail=tail if code else ()
+        ), interruption
+
+
+class Child:
+    """The entry point in a process of its own.   tail: its last lines; all of them go on to our own output."""
+
+    def __init__(self, spec: ReplicaSpec, executor: str, files: Path) -> None:
+        self._spec = spec
+        self._files = files
+        self._lines = deque[str](maxlen=TAIL)
+        self._place = f"{executor}/{spec.slot}.{spec.attempt}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pump = threading.Thread(target=self._pass_on, name="output", daemon=True)
+
+    def start(self) -> None:
+        request = {**self._spec.to_dict(), "files": str(self._files), "parent": os.getpid()}
+        with _signals_held():  # one that came inside Popen would leave a child of which we know nothing
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(request)],
+                env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        self._pump.start()
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        if self._pump.ident is not None:
+            self._pump.join(timeout=5.0)
+        return tuple(self._lines)
+
+    def wait(self, seconds: float | None, grace_s: float) -> int:
+        """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME.
+
+        A wait without a limit would sleep in the kernel, and a signal that another thread of the platform's runtime
+        took would be heard when the child has ended.  With one it looks up twenty times a second.
+        """
+        assert self._process is not None
+        try:
+            return self._process.wait(FOREVER_S if seconds is None else seconds)
+        except subprocess.TimeoutExpired:
+            print("the platform's time limit is near; leaving, to be started again", file=sys.stderr, flush=True)
+            code = self.leave(grace_s)
+            return exitcodes.RESUME if code in (exitcodes.LEFT, -signal.SIGTERM, -signal.SIGKILL) else code
+
+    def leave(self, grace_s: float) -> int:
+        """Ask, wait, kill.  Interrupted once more: kill now."""
+        if self._process is None:
+            return exitcodes.LEFT
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            return self._process.wait(grace_s)
+        except BaseException as over:
+            self._process.kill()
+            code = self._process.wait()
+            if isinstance(over, subprocess.TimeoutExpired):
+                return code
+            raise
+
+    def value(self) -> Any:
+        """The return value of the entry point, if it was called with keywords."""
+        try:
+            return json.loads(Path(f"{self._files}.result").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _pass_on(self) -> None:
+        """To the end, whatever becomes of our own output: a child whose pipe is full stands still."""
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._lines.append(text)
+            with suppress(Exception):  # closed, broken, of an encoding that lacks a letter, a platform's own
+                print(text, flush=True)
+
+
+@contextmanager
+def _signals_held() -> Generator[None]:
+    """Hold back the signals that ask this process to leave until the block is over."""
+    if threading.current_thread() is not threading.main_thread():  # Python's handlers run in the main one alone
+        yield
+        return
+    came = list[int]()
+    asks = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in asks}
+    heard = [number for number, handler in before.items() if callable(handler)]
+    for number in heard:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
+def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str] | None:
+    """(exit code, why) if the run's store cannot carry a run from here.
+
+    A refusal is the user's to mend.  No answer for `patience_s` is a crash like others: the next start may do better.
+    """
+    from rendezvous import layout
+    from rendezvous.clock import SystemClock
+    from rendezvous.errors import RendezvousError, StoreUnclear
+    from rendezvous.probe import unfit
+    from rendezvous.stores.open import open_store
+
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            store = open_store(run)
+            store.get(layout.RUN)
+            reason = unfit(store, SystemClock())
+            return (exitcodes.USER_ERROR, reason) if reason else None
+        except StoreUnclear as error:
+            if time.monotonic() >= until:
+                return CRASHED, f"its store gave no answer for {patience_s:.0f} s: {error}"
+            time.sleep(1.0)
+        except (RendezvousError, ValueError, ImportError, OSError) as error:
+            return exitcodes.USER_ERROR, str(error)
+
+
+def run_in_child(request: str) -> int:
+    """In the child: ends with its parent, then the entry point."""
+    raw = json.loads(request)
+    _die_with(raw["parent"])
+    sys.argv = [raw["entrypoint"], *raw["argv"]]
+    return entry.run(raw)
+
+
+def end_lines(end: Mapping[str, Any]) -> list[str]:
+    """An end as the last lines of a log."""
+    text = json.dumps(end)
+    return [ENDED + text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+
+
+def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
+    """The end that a container's log reports, or None if it was cut off.  Of a job started again: the last."""
+    starts = [i for i, line in enumerate(lines) if line.startswith(STARTED)]
+    lines = lines[starts[-1] if starts else 0 :]
+    told = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
+    try:
+        return json.loads(told)
+    except ValueError:
+        return None
+
+
+def replica_lines(lines: Iterable[str]) -> list[str]:
+    """The lines that the replica itself printed."""
+    return [line for line in lines if not line.startswith((STARTED, ENDED))]
+
+
+def main(argv: list[str]) -> int:
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    spec = json.loads(argv[0])
+    print(f"{STARTED}{spec['slot']}.{spec['attempt']}", flush=True)
+    end, _ = _run_child(spec, argv[1], GRACE_S)  # asked to go or not: how it ended is what counts
+    print("\n".join(end_lines(end)), flush=True)
+    return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
+
+
+def _make_end(code: int, *, reason: str = "", value: Any = None, tail: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"exit_code": code, "reason": reason or describe_exit(code), "value": value, "tail": list(tail)}
+
+
+def _time_left(spec: ReplicaSpec, began: float) -> float | None:
+    if not spec.timeout_s:
+        return None
+    margin = min(MARGIN * spec.timeout_s, MARGIN_MOST_S)
+    return max(0.0, began + spec.timeout_s - margin - time.monotonic())
+
+
+def _raise_interrupt(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the child has its grace
+    raise KeyboardInterrupt
+
+
+def _die_with(parent: int) -> None:
+    """SIGTERM when the parent is gone, however it went (Linux; containers are)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it went before we asked
+            sys.exit(exitcodes.LEFT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""The inside of a started process: it calls one function, writes a log file, and leaves its end in files beside it.
+
+    stem.json     process file: pid, start    written first, and only if there is none
+    stem.log      stdout and stderr
+    stem.result   the function's return value JSON, only for entry points called with keywords
+    stem.exit     pid, start, exit code       last, by whoever reaped it
+
+A fresh interpreter enters by START, with the request as JSON; the fork server calls `run_process` directly.  The
+process file stem.json makes a launch happen once: two launchers may start the same (slot, attempt), and the process
+that finds another one's file ends at once.
+
+Not promised: an end by itself at `timeout_s` for an entry point that ignores SIGTERM; it is ended then.
+"""
+
+import importlib
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from diloco import exitcodes
+from diloco.host import DEVICE_ENV
+from executors.platforms import gpu
+from executors.platforms.base import REPLICA
+from executors.platforms.processes import start_ticks
+
+MARGIN = 0.9  # of its time: the rest is for a last offer
+START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run_process(request: Mapping[str, Any]) -> int:
+    """Run a started process from its first line to its end; -> the exit code."""
+    if not settle(request):
+        return exitcodes.FENCED
+    sys.argv = [request["entrypoint"], *request["argv"]]
+    if not request["timeout_s"]:
+        return run(request)
+    return run_in_time(request, request["timeout_s"])
+
+
+def settle(request: Mapping[str, Any]) -> bool:
+    """Become a process of its own: session, working files, cores, process file.   False: another one runs it."""
+    os.environ.update(request["env"])
+    if cores := request.get("cores"):
+        os.sched_setaffinity(0, cores)
+    log = os.open(request["files"] + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    me = {"pid": os.getpid(), "started": start_ticks(os.getpid())}
+    card = create_process_file(request["files"], {**request["handle"], **me})
+    return (card["pid"], card["started"]) == (me["pid"], me["started"])
+
+
+def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the process file unless there is one; -> the content that stands."""
+    part = Path(f"{stem}.json.{os.getpid()}.part")
+    part.write_text(json.dumps(card))
+    try:
+        os.link(part, f"{stem}.json")
+    except FileExistsError:
+        pass
+    finally:
+        part.unlink()
+    return json.loads(Path(f"{stem}.json").read_text())
+
+
+def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
+    """The same as `run`; asked to leave before its time is over, and ended by force then."""
+    late = threading.Event()
+
+    def ask() -> None:
+        late.set()
+        print("its time is nearly over; leaving, to be started again", file=sys.stderr, flush=True)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            os._exit(exitcodes.RESUME)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    end = (os._exit, (exitcodes.RESUME,))
+    timers = [threading.Timer(MARGIN * seconds, ask), threading.Timer(seconds, *end)]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    code = run(request)
+    for timer in timers:
+        timer.cancel()
+    return exitcodes.RESUME if late.is_set() and code == exitcodes.LEFT else code
+
+
+def run(request: Mapping[str, Any]) -> int:
+    """Call the entry point; -> the exit code.  A crash leaves its traceback in the log."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # into a file or a pipe too: somebody follows the log
+    try:
+        return _call_entrypoint(request)
+    except SystemExit as leave:
+        return _exit_code(leave.code)
+    except BaseException:
+        sys.stdout.flush()  # what it said comes before how it ended
+        traceback.print_exc()
+        return 1
+    finally:
+        for output in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a full disk: what was said is lost, how it ended is not
+                output.flush()
+
+
+def _call_entrypoint(request: Mapping[str, Any]) -> int:
+    if request["entrypoint"] == REPLICA and (code := _without_gpu(request["gpu"])):
+        return code
+    module, _, function = request["entrypoint"].partition(":")
+    target = getattr(importlib.import_module(module), function or "main")
+    if request["kwargs"] is None:
+        return _exit_code(target(list(request["argv"])))
+    write_json(request["files"] + ".result", target(**request["kwargs"]))
+    return 0
+
+
+def _without_gpu(asked: Sequence[str]) -> int:
+    """The exit code for a replica whose GPU is not there; 0 if it is, and then its journal will name it."""
+    build, driver = gpu.torch_build(), gpu.driver_here()
+    os.environ[DEVICE_ENV] = gpu.device_name(build, driver)
+    if (why := gpu.missing_gpu(asked, build, driver)) is None:
+        return 0
+    print(why.text, file=sys.stderr, flush=True)
+    return why.code
+
+
+def _exit_code(code: object) -> int:
+    """The exit code that sys.exit makes of its argument."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1
+
+
+def write_json(path: str, value: Any) -> None:
+    """Whole or not at all."""
+    part = Path(f"{path}.{os.getpid()}.part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
+
+
+def write_end(stem: str, pid: int, started: int, code: int) -> None:
+    """Write the exit code, unless another process runs this launch."""
+    card = json.loads(Path(f"{stem}.json").read_text())
+    if (card["pid"], card["started"]) == (pid, started):
+        write_json(f"{stem}.exit", {"pid": pid, "started": started, "code": code})
+
+
+def main(argv: list[str]) -> int:
+    request = json.loads(argv[0])
+    sys.path[:] = request["path"]
+    return run_process(request)

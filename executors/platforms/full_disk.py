@@ -1,0 +1,58 @@
+"""Is the disk full that a run's folder, or the files of its processes, lie on?
+
+    status ──▶ full_words(run) ──▶ "the run's disk is full …"   no heartbeat can say it: there is no room for one
+    launch ──▶ room_for(folder) ──▶ Unavailable                  a process without room would only die; asked again
+    a replica's word that its own disk is full ──▶ found_room    it is not shown any more once the replica has joined
+
+Not promised: quotas of a user or a bucket.  The replicas that write meet and report them.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco.output import FULL
+from diloco.runlog.report import Report
+from executors.platforms.base import Unavailable
+
+LEAST = 64 << 10  # bytes; fewer, and not even heartbeats and logs are written reliably
+CARD = b" " * 4096  # a process file and the first lines of its log
+
+
+def full_words(url: str) -> str:
+    """A warning about a full disk under a run that is a folder of this machine; "" if there is room."""
+    scheme, colon, rest = url.partition("://")
+    if colon and scheme != "file":
+        return ""
+    try:
+        disk = os.statvfs(rest if colon else url)
+    except OSError:
+        return ""
+    free = disk.f_bavail * disk.f_frsize
+    if free >= LEAST or disk.f_blocks == 0:
+        return ""
+    size = disk.f_blocks * disk.f_frsize
+    return f"the run's disk is full ({free} bytes left of {size / 1e6:.0f} MB): all wait; free some, they go on"
+
+
+def found_room(event: Mapping[str, Any], report: Report) -> bool:
+    """Is this the word of a replica that waited for room on its own disk, and has joined or ended since?"""
+    if event["event"] != "disk_full":
+        return False
+    return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.lives)
+
+
+def room_for(folder: Path) -> None:
+    """Raises Unavailable if `folder` has no room for the files of a process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(CARD)
+    except OSError as error:
+        if error.errno in FULL:
+            raise Unavailable(
+                f"no space left on this machine's disk for the processes' files ({folder}). Free some; nothing is "
+                "started until then, and what runs goes on"
+            ) from error

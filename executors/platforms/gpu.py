@@ -1,0 +1,130 @@
+"""Is the GPU there that was asked for?  Looked up before the slot is claimed, without importing torch.
+
+    asked: ("H100:2",) ──▶ torch's build      made for the CPU alone        USER_ERROR: every start would end so
+                      ──▶ libcuda, cuInit     no driver, no device           CRASHED: another machine may have it
+                      ──▶ cuDriverGetVersion  older than torch's CUDA        USER_ERROR
+                      ──▶ cuDeviceGetName     "NVIDIA H100 80GB HBM3"        into the journal, by DEVICE_ENV
+
+torch without a usable GPU trains on the CPU and says nothing, at the price of the GPU.
+
+Not promised: that the GPU is of the kind that was asked for; platforms give better ones for the same price.
+"""
+
+import ctypes
+import importlib.util
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco import exitcodes
+
+CPU = "cpu"
+NAME_BYTES = 100
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a replica that asked for a GPU must not start.   code: for its process to end with."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Driver:
+    """version: of CUDA, as 1000 · major + 10 · minor, 0 without a driver.   devices: their names.   error: in words."""
+
+    version: int = 0
+    devices: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """cuda, hip: versions that torch was built for, "" for none.   version: "" if torch is not installed."""
+
+    version: str = ""
+    cuda: str = ""
+    hip: str = ""
+
+
+def asked_for(kinds: Sequence[str]) -> int:
+    """How many GPUs at least, of kinds in a platform's words: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
+    counts = [int(k.rpartition(":")[2]) if k.rpartition(":")[2].isdecimal() and ":" in k else 1 for k in kinds]
+    none = any(kind.lower().startswith(CPU) for kind in kinds)
+    return 0 if none or not kinds else min(counts)
+
+
+def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Missing | None:
+    """Why what was asked for is not there; None if it is."""
+    count = asked_for(kinds)
+    said = " or ".join(kinds)
+    if not count or not build.version or build.hip:  # without torch the import says so; ROCm is not looked at here
+        return None
+    if not build.cuda:
+        return Missing(
+            exitcodes.USER_ERROR,
+            f"a GPU was asked for ({said}), and torch {build.version} is a build for the CPU alone: it would train on "
+            "the CPU at the GPU's price. Nothing was trained; install torch with CUDA there, or ask for no GPU",
+        )
+    if len(driver.devices) < count:
+        there = ", ".join(driver.devices) or "none"
+        why = driver.error or f"the driver shows {len(driver.devices)} ({there})"
+        return Missing(
+            exitcodes.CRASHED,
+            f"a GPU was asked for ({said}), and this machine does not have it: {why}. Nothing was trained; another "
+            "machine may do better",
+        )
+    if driver.version // 1000 < int(build.cuda.partition(".")[0]):
+        have = f"{driver.version // 1000}.{driver.version % 1000 // 10}"
+        return Missing(
+            exitcodes.USER_ERROR,
+            f"the driver here supports CUDA {have}, and torch {build.version} needs {build.cuda}: it would train on "
+            f"the CPU. Nothing was trained; use a torch for CUDA {have.partition('.')[0]}, or machines with a newer "
+            "driver",
+        )
+    return None
+
+
+def device_name(build: TorchBuild, driver: Driver) -> str:
+    """The name of the device on which a replica will train."""
+    return driver.devices[0] if build.cuda and driver.devices else CPU
+
+
+def torch_build() -> TorchBuild:
+    """As torch/version.py says; the module is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return TorchBuild()
+    text = (Path(spec.origin).parent / "version.py").read_text()
+
+    def value(name: str) -> str:
+        found = re.search(rf"^{name}\b[^=]*= *'([^']*)'", text, re.MULTILINE)
+        return found.group(1) if found else ""
+
+    return TorchBuild(value("__version__") or "unknown", value("cuda"), value("hip"))
+
+
+def driver_here() -> Driver:
+    """The devices that NVIDIA's driver shows to this process; no context is made, so no memory of the GPU is taken."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Driver(error="there is no NVIDIA driver (libcuda.so.1)")
+    if code := cuda.cuInit(0):
+        return Driver(error=f"NVIDIA's driver cannot be started (cuInit: error {code})")
+    version, count = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    return Driver(version.value, tuple(_nth_device_name(cuda, i) for i in range(count.value)))
+
+
+def _nth_device_name(cuda: Any, index: int) -> str:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
+    with suppress(OSError):
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, NAME_BYTES, device)
+    return name.value.decode(errors="replace")

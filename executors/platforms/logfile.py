@@ -1,0 +1,67 @@
+"""A log that grows while it is read: whole lines, each once.
+
+    LogFile(path).lines(tail=5)            what is there
+    LogFile(path).follow(None, ended, …)   and what comes, until `ended()` says so
+
+Not promised: anything if somebody cuts the file short while it is read.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from rendezvous.clock import Clock
+
+
+def keep_all(line: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """keep(line): which lines count."""
+
+    path: Path
+    keep: Callable[[str], bool] = keep_all
+
+    def lines(self, tail: int | None = None) -> list[str]:
+        found = [line for raw in self._read_from(0).splitlines() if self.keep(line := _decode_line(raw))]
+        return found if tail is None else found[-tail:] if tail > 0 else []
+
+    def follow(self, tail: int | None, ended: Callable[[], bool], clock: Clock, pause_s: float) -> Iterator[str]:
+        at = self._start_of(tail)
+        part = b""
+        while True:
+            over = ended()  # before the look, so that nothing is missed
+            news = self._read_from(at)
+            at += len(news)
+            *whole, part = (part + news).split(b"\n")
+            yield from filter(self.keep, map(_decode_line, [*whole, part] if over and part else whole))
+            if over:
+                return
+            clock.sleep(pause_s)
+
+    def _start_of(self, tail: int | None) -> int:
+        """Where the last `tail` whole lines begin."""
+        if tail is None:
+            return 0
+        lines = self._read_from(0).splitlines(keepends=True)
+        ends = [
+            end
+            for end, raw in zip(accumulate(map(len, lines)), lines, strict=True)
+            if self.keep(_decode_line(raw.rstrip(b"\n")))
+        ]
+        return 0 if len(ends) <= tail else ends[-tail - 1]
+
+    def _read_from(self, at: int) -> bytes:
+        try:
+            with self.path.open("rb") as log:
+                log.seek(at)
+                return log.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
+
+def _decode_line(raw: bytes) -> str:
+    return raw.decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Replicas as Hugging Face Jobs."""

@@ -1,0 +1,308 @@
+"""The Hugging Face Hub as its Jobs executor sees it: few calls, each with the patience that the client lacks.
+
+    request ─▶ answered            that is it
+            ├▶ 408 429 5xx, no connection, no answer ─▶ pause ─▶ again          reads, cancel
+            │                                          └▶ look by label first, then again    start: it may have happened
+            ├▶ 401 403             Refused: the same once somebody has given other rights
+            └▶ any other refusal   ExecutorError: what the Hub says, and what to do about it
+
+    labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for)
+
+Not promised: that a job which was just started is listed at once; `start` and its caller allow for that.
+"""
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from executors.platforms.base import ExecutorError, Refused, Unavailable
+from executors.platforms.wheel import Shipment
+from rendezvous.clock import Clock
+
+T = TypeVar("T")
+PAUSES = (0.5, 1.0, 2.0, 4.0)  # between tries
+ANSWER_S = 20.0  # for one answer of the Hub
+ENOUGH_S = 120.0  # for a request with all its tries
+PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
+HINTS = {
+    401: "the token is not valid: `hf auth login`, or set HF_TOKEN",
+    402: "Jobs are paid in advance: add credits at https://huggingface.co/settings/billing",
+    403: "Jobs need a Pro, Team or Enterprise plan and a token that may write and start jobs: "
+    "https://huggingface.co/settings/tokens",
+}
+
+
+@dataclass(frozen=True)
+class HubJob:
+    """One job of a run, as the Hub tells it.
+
+    limit_s: what was asked for as its time-out.   given_s: what the Hub says it is, None where it does not say.
+    """
+
+    id: str
+    slot: str
+    attempt: int
+    stage: str
+    message: str = ""
+    created: float = 0.0
+    flavor: str = ""
+    limit_s: int = 0
+    given_s: int | None = None
+    ran_s: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.stage in ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+
+    @property
+    def age(self) -> tuple[float, str]:
+        """Sorts the oldest first, and the same in every process."""
+        return self.created, self.id
+
+
+class Hub:
+    """One namespace of the Hub.   namespace: "" is the token's own."""
+
+    def __init__(self, namespace: str, clock: Clock) -> None:
+        try:
+            import huggingface_hub
+        except ImportError:
+            raise ExecutorError(
+                "HF Jobs need the package huggingface_hub: pip install 'serverless-diloco[serverless]'"
+            ) from None
+        self._sdk = huggingface_hub
+        self._clock = clock
+        self._namespace = namespace
+        self._endpoint = os.environ.get("HF_ENDPOINT") or None  # the SDK reads it only once, at its import
+        self._prices: dict[str, float | None] = {}
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ who asks
+
+    @property
+    def token(self) -> str:
+        if not (token := self._sdk.get_token()):
+            raise Refused(
+                "no credentials for Hugging Face: neither HF_TOKEN nor a login was found. Next: `hf auth login`"
+            )
+        return token
+
+    @property
+    def api(self) -> Any:
+        """The client, with this process's token as it is now."""
+        return self._sdk.HfApi(endpoint=self._endpoint, token=self.token)
+
+    @property
+    def namespace(self) -> str:
+        """Asked for once: the client would ask before every call."""
+        with self._lock:
+            if not self._namespace:
+                self._namespace = self.patient("whoami", lambda: self.api.whoami()["name"])
+            return self._namespace
+
+    # ------------------------------------------------------------------ patience
+
+    def patient(self, what: str, request: Callable[[], T], pauses: Sequence[float] = PAUSES) -> T:
+        """The answer, after as many tries as there are pauses and one."""
+        for pause in (*pauses, None):
+            try:
+                return request()
+            except Exception as error:
+                if pause is None or not is_transient(error):
+                    raise as_executor_error(what, error) from error
+                self._clock.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    # ------------------------------------------------------------------ hardware
+
+    def prices(self) -> dict[str, float | None]:
+        """Dollars per hour of each flavor; None where the unit is not one that we know."""
+        if not self._prices:
+            rows = self.patient("list the hardware", lambda: self.api.list_jobs_hardware())
+            units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
+            self._prices = {r.name: None if (n := units[r.name]) is None else r.unit_cost_usd * n for r in rows}
+        return self._prices
+
+    # ------------------------------------------------------------------ jobs
+
+    def jobs(self, run: str, slot: str = "", attempt: int = 0) -> list[HubJob]:
+        """All jobs of a run, the oldest first; or those of one launch.  One try: the caller knows what to do next."""
+        labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
+        return sorted((self._job_from_row(row) for row in self._list_rows(labels)), key=lambda job: job.age)
+
+    def _list_rows(self, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Page by page.  Not `list_jobs`: that one hides what the Hub says of the time-out, and retries for long."""
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        api = self.api
+        url: str | None = f"{api.endpoint}/api/jobs/{self.namespace}"
+        params: Any = [("label", f"{key}={value}") for key, value in labels.items()]
+        while url:
+            headers = self._sdk.utils.build_hf_headers(token=api.token)
+            reply = get_session().get(url, params=params, headers=headers, timeout=ANSWER_S)
+            hf_raise_for_status(reply)
+            yield from reply.json()
+            url = reply.links.get("next", {}).get("url")
+            params = None
+
+    def job(self, job_id: str) -> HubJob | None:
+        """One job, or None if the Hub knows none of that name.  One try."""
+        try:
+            info = self.api.inspect_job(job_id=job_id, namespace=self.namespace)
+        except Exception as error:
+            if status_of(error) == 404:
+                return None
+            raise
+        return self._job_from_info(info)
+
+    def start(self, run: str, slot: str, attempt: int, limit_s: int, attempts: int = 1, **wanted: Any) -> HubJob:
+        """One job, which the Hub starts at most `attempts` times.
+
+        After every doubtful answer a look whether it is there: the Hub would start a second one.
+        """
+        labels = {"run": run_label(run), "slot": slot, "attempt": str(attempt), "limit": str(limit_s)}
+        name = f"{labels['run']}-{slot}-{attempt}"[:100]
+        known: list[HubJob] = []
+        for pause in (*PAUSES, None):
+            try:
+                known = known or [
+                    self._job_from_info(
+                        self.api.run_job(
+                            **wanted,
+                            timeout=limit_s,
+                            attempts=attempts,
+                            labels=labels,
+                            name=name,
+                            namespace=self.namespace,
+                        )
+                    )
+                ]
+                return known[0]
+            except Exception as error:
+                if pause is None or not is_transient(error):
+                    raise as_executor_error(f"start {slot}", error) from error
+                self._clock.sleep(pause)
+                known = self.patient("list jobs", lambda: self.jobs(run, slot, attempt))
+        raise AssertionError("the last try returns or raises")
+
+    def cancel(self, job_id: str) -> None:
+        """Two tries.  One that the Hub does not know needs none."""
+        self.patient(f"cancel {job_id}", lambda: self._cancel(job_id), PAUSES[:1])
+
+    def _cancel(self, job_id: str) -> None:
+        try:
+            self.api.cancel_job(job_id=job_id, namespace=self.namespace)
+        except Exception as error:
+            if status_of(error) != 404:
+                raise
+
+    def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        """Its output.  A running job's is followed, or read until it pauses for a few seconds."""
+        yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
+
+    def _job_from_info(self, info: Any) -> HubJob:
+        return self._job_from_row({"labels": info.labels, "id": info.id}, info)
+
+    def _job_from_row(self, row: Mapping[str, Any], info: Any = None) -> HubJob:
+        info = info or self._sdk.JobInfo(**row)
+        labels = info.labels or {}
+        ran = info.durations and info.durations.running_secs
+        number, limit = labels.get("attempt", ""), labels.get("limit", "")
+        given = row.get("timeoutSeconds", row.get("timeout"))
+        return HubJob(
+            id=info.id,
+            slot=labels.get("slot", ""),
+            attempt=int(number) if number.isdecimal() else 0,
+            stage=str(getattr(info.status.stage, "value", info.status.stage)),
+            message=info.status.message or "",
+            created=info.created_at.timestamp() if info.created_at else 0.0,
+            flavor=str(getattr(info.flavor, "value", info.flavor)),
+            limit_s=int(limit) if limit.isdecimal() else 0,
+            given_s=given if isinstance(given, int) else None,
+            ran_s=ran or 0.0,
+        )
+
+    # ------------------------------------------------------------------ code
+
+    def upload(self, bucket: str, shipment: Shipment) -> str:
+        """Put the files under {digest}/ of a private bucket of ours, unless they are there.  -> the bucket's id"""
+        bucket_id = f"{self.namespace}/{bucket}"
+        files = [(body, f"{shipment.digest}/{name}") for name, body in shipment.files.items()]
+        what = f"upload the code to the bucket {bucket_id}"
+        self.patient(what, lambda: self.api.create_bucket(bucket_id, private=True, exist_ok=True))
+        there = self.patient(
+            what, lambda: {f.path for f in self.api.get_bucket_paths_info(bucket_id, [name for _, name in files])}
+        )
+        missing = [(body, name) for body, name in files if name not in there]
+        if missing:
+            self.patient(what, lambda: self._add_files(bucket_id, missing))
+        return bucket_id
+
+    def _add_files(self, bucket_id: str, files: list[tuple[bytes, str]]) -> None:
+        """Without its progress bars, which are for files that take longer."""
+        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+        quiet = are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            self.api.batch_bucket_files(bucket_id, add=files)
+        finally:
+            if not quiet:
+                enable_progress_bars()
+
+
+def is_transient(error: BaseException) -> bool:
+    """May the same request do better later?  (Its effect may have happened all the same.)"""
+    if (status := status_of(error)) is not None:
+        return status in (408, 425, 429) or status >= 500
+    client = any(c.__module__.startswith(("httpx", "httpcore")) for c in type(error).__mro__)
+    return client or isinstance(error, ConnectionError | TimeoutError)
+
+
+def is_access_denied(error: BaseException) -> bool:
+    """Does the Hub not let us in?  That says nothing of what was asked for."""
+    return status_of(error) in (401, 403)
+
+
+def status_of(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def as_executor_error(what: str, error: Exception) -> ExecutorError:
+    """The Hub's refusal as our error, with the next thing to do."""
+    if isinstance(error, ExecutorError):
+        return error
+    said = getattr(error, "server_message", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    hint = HINTS.get(status_of(error) or 0)
+    kind = Unavailable if is_transient(error) else Refused if is_access_denied(error) else ExecutorError
+    return kind(f"Hugging Face would not {what}: {said}" + (f". Next: {hint}" if hint else ""))
+
+
+def run_label(run: str) -> str:
+    """A run's URL in the characters that labels may have: its end for people, its digest for us."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", run.partition("://")[2] or run).strip("-")[-40:]
+    return f"{words}-{hashlib.sha256(run.rstrip('/').encode()).hexdigest()[:16]}".lstrip("-")
+
+
+def at_once(requests: Sequence[Callable[[], T]], within_s: float = ENOUGH_S) -> list[T | Exception]:
+    """Run all requests in parallel; -> the value or exception of each, a TimeoutError where no answer came."""
+    found: list[T | Exception] = [TimeoutError(f"no answer within {within_s:.0f} s") for _ in requests]
+
+    def run(i: int, request: Callable[[], T]) -> None:
+        try:
+            found[i] = request()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i, r), daemon=True) for i, r in enumerate(requests)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return list(found)

@@ -1,0 +1,136 @@
+"""From a spec to what a Hugging Face job is asked for.
+
+    spec ─▶ checked  its flavor; or why not: unknown hardware (with what there is), a run on this machine, no secret
+         ─▶ job      image    one with uv and the Python of this machine
+                     command  uv run --with-requirements /code/{digest}/requirements.txt python -m …container …
+                     volumes  the bucket NAMESPACE/diloco-code, read-only at /code; uploaded before the first job
+                     secrets  values by name from this environment; they are nowhere else
+
+Not promised: that the image has what a GPU needs beyond the wheels of torch.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from executors.platforms.base import ExecutorError, ReplicaSpec
+from executors.platforms.on_hf_jobs.client import Hub
+from executors.platforms.wheel import Shipment, pack_code
+
+MOUNT = "/code"
+BUCKET = "diloco-code"
+IMAGE = f"ghcr.io/astral-sh/uv:python{sys.version_info.major}.{sys.version_info.minor}-bookworm"
+TIMEOUT_S = 6 * 3600.0
+START_S = 900  # of the platform's limit: for the download of what the replica needs, before its own clock runs
+CPU = "cpu-basic"
+HERE_ONLY = ("file", "memory")
+
+
+@dataclass
+class Recipe:
+    """The fields are what HFJobsExecutor is made with."""
+
+    hub: Hub
+    hardware: str
+    timeout_s: float
+    secrets: tuple[str, ...]
+    env: Mapping[str, str]
+    image: str
+    packages: tuple[str, ...]
+    code: str
+    pip: tuple[str, ...] = ()
+    _shipment: Shipment | None = None
+    _uploaded: str = ""
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def checked(self, spec: ReplicaSpec) -> tuple[str, str]:
+        """(its flavor, why it cannot be started or "").  Raises for what is wrong with all of them."""
+        self._secret_values(spec)
+        scheme, colon, _ = spec.run.partition("://")
+        if not colon or scheme in HERE_ONLY:
+            raise ExecutorError(
+                f"{spec.run} is on this machine, and Hugging Face Jobs cannot reach it. Next: a run in a bucket, "
+                "as --run s3://bucket/run"
+            )
+        prices = self.hub.prices()
+        wanted = spec.gpu or (self.hardware,)
+        if known := [flavor for flavor in wanted if flavor in prices]:
+            return known[0], ""
+        there = " · ".join(f"{f} {'?' if p is None else f'{p:.2f}'}" for f, p in prices.items())
+        return wanted[0], f"{spec.slot}: no hardware is called {' or '.join(wanted)}; there are (USD per hour): {there}"
+
+    def job(
+        self, spec: ReplicaSpec, flavor: str, module: str = "executors.platforms.container", *more: str
+    ) -> dict[str, Any]:
+        """The arguments of run_job.   module: is called with the spec, the executor's name and `more`."""
+        told = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
+        uv, volumes = self._uv_command()
+        return {
+            "image": self.image,
+            "command": [*uv, "python", "-m", module, told, "hf-jobs", *more],
+            "env": dict(self.env),
+            "secrets": self._secret_values(spec),
+            "flavor": flavor,
+            "volumes": volumes,
+        }
+
+    def limit(self, spec: ReplicaSpec) -> int:
+        """The platform's; the replica leaves by itself before."""
+        return int(self._lifetime_s(spec)) + START_S
+
+    def _lifetime_s(self, spec: ReplicaSpec) -> float:
+        return spec.timeout_s or self.timeout_s
+
+    # ------------------------------------------------------------------ in words
+
+    def line(self, spec: ReplicaSpec, flavor: str) -> str:
+        price = self.hub.prices().get(flavor)
+        cost = "nobody knows its price" if price is None else f"{price:.2f} USD per hour"
+        limit = timedelta(seconds=self.limit(spec))
+        return f"{spec.slot}: a job of {self.hub.namespace} on {flavor}, {cost}, at most {limit} h, image {self.image}"
+
+    def names(self, spec: ReplicaSpec) -> list[str]:
+        """Names of the spec's and the executor's secrets."""
+        return list(dict.fromkeys([*self.secrets, *spec.secrets]))
+
+    def code_words(self) -> str:
+        if self.code:
+            return self.code
+        shipment = self._pack_once()
+        return f"{shipment.wheel}, {shipment.digest}, through the bucket {self.hub.namespace}/{BUCKET}"
+
+    # ------------------------------------------------------------------ its parts
+
+    def _secret_values(self, spec: ReplicaSpec) -> dict[str, str]:
+        values = {name: os.environ.get(name, "") for name in self.names(spec)}
+        if values.get("HF_TOKEN") == "":
+            values["HF_TOKEN"] = self.hub.token
+        if missing := [name for name, value in values.items() if not value]:
+            raise ExecutorError(
+                f"the secret {', '.join(missing)} is named but not set in this environment. Next: "
+                f"`export {missing[0]}=…`, or name it no more"
+            )
+        return values
+
+    def _uv_command(self) -> tuple[list[str], list[Any]]:
+        """How the job gets its packages, and what it mounts for that."""
+        run = ["uv", "run", "--no-project", "--python", f"{sys.version_info.major}.{sys.version_info.minor}"]
+        run += [word for package in self.pip for word in ("--with", package)]
+        if self.code:
+            return [*run, "--with", self.code], []
+        from huggingface_hub import Volume
+
+        shipment = self._pack_once()
+        with self._lock:
+            self._uploaded = self._uploaded or self.hub.upload(BUCKET, shipment)
+        volume = Volume(type="bucket", source=self._uploaded, mount_path=MOUNT, read_only=True)
+        return [*run, "--with-requirements", f"{MOUNT}/{shipment.digest}/requirements.txt"], [volume]
+
+    def _pack_once(self) -> Shipment:
+        self._shipment = self._shipment or pack_code(MOUNT, self.packages)
+        return self._shipment

@@ -1,0 +1,227 @@
+"""A process that has imported the heavy modules once and forks replicas from there.
+
+    parent ══ socket ══ server ──fork──▶ r00         a replica starts in milliseconds instead of seconds
+              (JSON lines)     ├─fork──▶ r01
+                               └─fork──▶ r02
+
+    {"entrypoint": …}  ─▶        ◀─ {"forked": pid, "started": ticks}          one answer per request, in order
+                                 ◀─ {"exited": pid, "code": -9}
+
+Not multiprocessing's: that one waits for its children when the parent exits, holds the parent's stdout open, and
+imports the parent's main module again.  This one lives in a session of its own and outlives its parent until its
+last child has ended, so that every exit code is written down.
+
+Requests that are still unread when the parent dies are not served: whoever comes after it starts what is missing.
+
+Not promised: a fork of anything that needs threads or a device in the server.  It must never start
+a thread, and nothing it imports may open a device: both do not survive a fork.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, NoReturn
+
+from executors.platforms import entrypoint
+from executors.platforms.processes import start_ticks
+
+START = "from executors.platforms.on_host.forkserver import serve; serve()"
+
+
+class ForkServer:
+    """The parent's end.  The server starts importing at once; `fork` waits until it is ready."""
+
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+        self.exits: dict[int, int] = {}
+        self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as long as we do
+        self._buffer = b""
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START],
+                stdin=theirs.fileno(),
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,
+            )
+        self._send({"preload": list(preload), "path": sys.path})
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, requests: Sequence[Mapping[str, Any]], timeout_s: float = 300.0) -> list[tuple[int, int] | OSError]:
+        """-> pid and start of a new process for each request, in their order; an error for each that has none."""
+        found: list[tuple[int, int] | OSError] = []
+        try:
+            for request in requests:
+                self._send(request)
+            until = time.monotonic() + timeout_s
+            while len(found) < len(requests):
+                if time.monotonic() > until:
+                    raise self._gone_error(f"did not answer within {timeout_s:.0f} s")
+                found += [_parse_answer(message) for message in self._read_messages(wait_s=0.5)]
+        except OSError as error:
+            found += [error] * (len(requests) - len(found))
+        return found
+
+    def listen(self) -> None:
+        """Note the exit codes that have come in; never blocks."""
+        with suppress(OSError):
+            self._read_messages(wait_s=0.0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._log.close()
+        self._process.returncode = self._process.poll() or 0  # it may live on with its children: no warning about that
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            raise self._gone_error("has died") from None
+
+    def _read_messages(self, wait_s: float) -> list[dict[str, Any]]:
+        """Answers that are complete; exit codes among them are noted."""
+        while select.select([self._socket], [], [], wait_s)[0]:
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise self._gone_error("has died")
+            *lines, self._buffer = (self._buffer + data).split(b"\n")
+            messages = [json.loads(line) for line in lines]
+            self.exits.update({m["exited"]: m["code"] for m in messages if "exited" in m})
+            if answers := [m for m in messages if "exited" not in m]:
+                return answers
+        return []
+
+    def _gone_error(self, what: str) -> OSError:
+        self._log.seek(0)
+        last = self._log.read().strip().splitlines()[-5:]
+        return OSError(f"the fork server {what}" + "".join(f"\n    {line}" for line in last))
+
+
+def _parse_answer(message: Mapping[str, Any]) -> tuple[int, int] | OSError:
+    if "failed" in message:
+        return OSError(f"cannot fork: {message['failed']}")
+    return message["forked"], message["started"]
+
+
+class _Server:
+    """The server's end, single-threaded: one socket, one pipe that SIGCHLD writes to."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._buffer = b""
+        self._wake, self._wakeup = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._children: dict[int, tuple[str, int]] = {}
+        self._linked = True
+
+    def serve(self) -> None:
+        """Until the parent is gone and the last child has ended."""
+        while self._linked or self._children:
+            sources: list[Any] = [self._wake, self._link] if self._linked else [self._wake]
+            ready = select.select(sources, [], [])[0]
+            if self._wake in ready:
+                os.read(self._wake, 1 << 12)
+                self._reap_children()
+            if self._link in ready:
+                self._read_requests()
+
+    def _read_requests(self) -> None:
+        try:
+            data = self._link.recv(1 << 16)
+        except OSError:
+            data = b""
+        self._linked = bool(data)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            if self._parent_gone():  # whoever comes after it starts what is missing
+                return
+            self._handle_message(json.loads(line))
+
+    def _parent_gone(self) -> bool:
+        """Has it closed its end, after whatever it said before?"""
+        closed = select.poll()
+        closed.register(self._link, select.POLLHUP)
+        return bool(closed.poll(0))
+
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        if "preload" in message:
+            sys.path[:] = message["path"]
+            preload(message["preload"])
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._send_answer({"failed": str(error)})
+            return
+        if pid == 0:
+            self._become_replica(message)
+        self._children[pid] = (message["files"], start_ticks(pid) or 0)
+        self._send_answer({"forked": pid, "started": self._children[pid][1]})
+
+    def _become_replica(self, request: dict[str, Any]) -> NoReturn:
+        """In the child: never returns to the server's loop."""
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for sig in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(sig, signal.SIG_DFL if sig != signal.SIGINT else signal.default_int_handler)
+            self._link.close()
+            os.close(self._wake)
+            os.close(self._wakeup)
+            code = entrypoint.run_process(request)
+        finally:
+            os._exit(code)
+
+    def _reap_children(self) -> None:
+        for pid in list(self._children):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            files, started = self._children.pop(pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # what it has left behind; it had a group of its own
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with suppress(OSError):  # a folder that is gone, a full disk: the parent still hears it
+                entrypoint.write_end(files, pid, started, code)
+            self._send_answer({"exited": pid, "code": code})
+
+    def _send_answer(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import what can be imported; the replica itself will say what is missing."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            traceback.print_exc()
+    gc.freeze()  # so that a child's garbage collection does not copy the pages it shares
+    if threading.active_count() > 1:
+        print(f"threads before a fork: {[t.name for t in threading.enumerate()]}", file=sys.stderr)
+
+
+def serve() -> None:
+    """The server process: its standard input is the socket."""
+    with socket.socket(fileno=os.dup(0)) as link:
+        _Server(link).serve()

@@ -1,0 +1,222 @@
+"""The code that runs on Modal, and what both sides share: names, functions, the register of launches.
+
+    app diloco-{run}-{hash}        one per run
+    ├── replica-{key}   one function per kind of container (GPUs, time limit, secrets); its body is `replica`
+    └── supervise       a small one without GPU: the supervisor of a detached run
+
+    dict of the same name          launch/r00.1  the one call that may run it: put once, by whoever spawned it or
+                                                 by its container, whoever is first; every other call goes at once
+                                   twin/r00.1/… a call that was one too many, and when its container began
+                                   newest/r00    the highest attempt
+                                   start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
+                                   asked/r00.1   somebody cancelled it
+                                   kinds         the functions that were deployed
+                                   fingerprint   of the image and the source that they were deployed with
+                                   objects       the same: secret/NAME, volume/NAME ─▶ id
+
+So a launch that was repeated, whose reply was lost, or whose author died at once after it, runs once.  And a container
+that dies again and again ends: a deployed app would start it for ever.
+
+Not promised: that a call which lost costs nothing; its container starts, reads one key and goes.
+"""
+
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from diloco import exitcodes
+from executors.platforms.base import ExecutorError, Plain, ReplicaSpec
+from executors.platforms.container import run_replica
+from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk
+from executors.platforms.on_modal.kinds import Kind
+from rendezvous.clock import SystemClock
+
+NAME = "modal"
+SUPERVISE = "supervise"
+CRASHES = 3  # containers of one launch that may die without a word
+TRIES, AGAIN_S = 6, 20.0
+
+
+def app_name(run: str) -> str:
+    """Of the app and of the dict.  At most 64 letters, digits, dots and dashes."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", run.partition("://")[2]).strip("-")[-40:].strip("-")
+    return f"diloco-{slug}-{hashlib.sha256(run.encode()).hexdigest()[:8]}".replace("--", "-")
+
+
+@dataclass(frozen=True)
+class Note(Plain):
+    """The data that a call carries beside its spec, so that its container can register it."""
+
+    register: str
+    launched_at: float
+    usd_per_hour: float | None
+    crashes: int = CRASHES
+
+
+class Register:
+    """The launches of one run."""
+
+    def __init__(self, entries: Any) -> None:
+        self._entries = entries
+
+    @classmethod
+    def open(cls, name: str, create: bool = True) -> Self:
+        return cls(sdk().Dict.from_name(name, create_if_missing=create))
+
+    def claim(self, spec: ReplicaSpec, call: str, note: Note) -> dict[str, Any]:
+        """-> the entry of the call that runs this launch: ours, if nobody was before us."""
+        entry = {"call": call, "launched_at": note.launched_at, "usd_per_hour": note.usd_per_hour}
+        if self._entries.put(f"launch/{spec.slot}.{spec.attempt}", entry, skip_if_exists=True):
+            return entry
+        return self._entries[f"launch/{spec.slot}.{spec.attempt}"]
+
+    def look(self) -> tuple[dict[tuple[str, int], dict[str, Any]], dict[str, int]]:
+        """(slot, attempt) -> entry, of every launch; slot -> its newest attempt."""
+        launched: dict[tuple[str, int], dict[str, Any]] = {}
+        newest: dict[str, int] = {}
+        for key, entry in self._entries.items():
+            kind, _, name = key.partition("/")
+            if kind == "launch":
+                slot, _, attempt = name.rpartition(".")
+                launched[slot, int(attempt)] = entry
+            elif kind == "newest":
+                newest[name] = entry
+        return launched, newest
+
+    def note_twin(self, spec: ReplicaSpec, call: str, note: Note) -> None:
+        """A container of a call that is one too many was started, and is billed."""
+        entry = {"call": call, "launched_at": time.time(), "usd_per_hour": note.usd_per_hour}
+        self._entries[f"twin/{spec.slot}.{spec.attempt}/{call}"] = entry
+
+    def twins(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """(slot, attempt, entry) of every such call."""
+        found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
+        launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
+        return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]
+
+    def announce(self, attempts: Mapping[str, int]) -> None:
+        """Before a launch: an older attempt that only starts now is not wanted any more."""
+        self._entries.update({f"newest/{slot}": attempt for slot, attempt in attempts.items()})
+
+    def newest(self, slot: str) -> int:
+        return self._entries.get(f"newest/{slot}", 0)
+
+    def began(self, slot: str, attempt: int) -> bool:
+        return self._entries.contains(f"start/{slot}.{attempt}/1")
+
+    def begin(self, spec: ReplicaSpec, mark: str) -> int:
+        """Note that a container of this launch begins; -> which one.
+
+        mark: this container's own, by which it knows a note whose answer was lost.
+        """
+        entry = f"{time.time():.3f} {mark}"
+        n = 1
+        while not self._entries.put(key := f"start/{spec.slot}.{spec.attempt}/{n}", entry, skip_if_exists=True):
+            if str(self._entries.get(key)).endswith(mark):
+                break
+            n += 1
+        return n
+
+    def leave(self, spec: ReplicaSpec, n: int) -> None:
+        self._entries[f"left/{spec.slot}.{spec.attempt}/{n}"] = time.time()
+
+    def crashes(self, spec: ReplicaSpec, n: int) -> int:
+        """How many containers before the n-th ended without a word."""
+        return sum(not self._entries.contains(f"left/{spec.slot}.{spec.attempt}/{i}") for i in range(1, n))
+
+    def ask(self, slot: str, attempt: int) -> None:
+        self._entries[f"asked/{slot}.{attempt}"] = True
+
+    def asked(self, slot: str, attempt: int) -> bool:
+        return self._entries.contains(f"asked/{slot}.{attempt}")
+
+    def kinds(self) -> list[Kind]:
+        return [Kind.from_dict(raw) for raw in self._entries.get("kinds", [])]
+
+    def fingerprint(self) -> str:
+        """Of the image and the source that were deployed last."""
+        return self._entries.get("fingerprint", "")
+
+    def objects(self) -> dict[str, str]:
+        """name -> id, as deployed functions have them: one that was made anew since then has another id."""
+        return self._entries.get("objects", {})
+
+    def deployed(self, kinds: list[Kind], fingerprint: str, objects: Mapping[str, str]) -> None:
+        found = {"kinds": [k.to_dict() for k in kinds], "fingerprint": fingerprint, "objects": dict(objects)}
+        self._entries.update(found)
+
+
+# ---------------------------------------------------------------------- in the container
+
+
+def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of every function: one replica to its end, which is data.
+
+    Only interruptions are raised: Modal starts a preempted input again, and ends a cancelled one.
+    """
+    spec, note = ReplicaSpec.from_dict(raw), Note.from_dict(raw_note)
+    try:
+        register = Register.open(note.register, create=False)
+        clock = SystemClock()
+        call = sdk().current_function_call_id()
+        if (refusal := ask_patiently(lambda: _why_unwanted(register, spec, note, call), clock)) is not None:
+            return refusal
+        mark = uuid.uuid4().hex
+        n = ask_patiently(lambda: register.begin(spec, mark), clock)
+        if ask_patiently(lambda: register.crashes(spec, n), clock) >= note.crashes:
+            return ended(None, f"its container died {note.crashes} times without a word: out of memory, or killed")
+        try:
+            return run_replica(raw, NAME)
+        except BaseException:
+            with suppress(Exception):
+                register.leave(spec, n)
+            raise
+    except sdk().exception.NotFoundError:
+        return ended(
+            exitcodes.FENCED, f"the register {note.register} is gone: the run was purged, and this call with it"
+        )
+    except Exception as error:  # trouble between Modal and itself is a loss, and not the replica's fault
+        return ended(None if no_answer(error) else 1, f"{type(error).__name__}: {error}")
+
+
+def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a run's supervisor; at its time limit it starts the next one."""
+    end = replica(raw, raw_note)
+    if end["exit_code"] == exitcodes.RESUME:
+        _start_next_supervisor(ReplicaSpec.from_dict(raw))
+    return end
+
+
+def _start_next_supervisor(spec: ReplicaSpec) -> None:
+    """Start the next supervisor; there are about three minutes left for that."""
+    from executors.platforms.on_modal.executor import ModalExecutor
+
+    executor, (run, *argv) = ModalExecutor(), spec.argv
+    for _ in range(TRIES):
+        try:
+            if executor.start_supervisor(run, spec.attempt + 1, argv, spec.timeout_s).native:
+                return
+        except ExecutorError as error:
+            print(f"the next supervisor could not be started: {error}; trying again", flush=True)
+        time.sleep(AGAIN_S)
+
+
+def _why_unwanted(register: Register, spec: ReplicaSpec, note: Note, call: str) -> dict[str, Any] | None:
+    winner = register.claim(spec, call, note)["call"]
+    if winner != call:
+        register.note_twin(spec, call, note)
+        return ended(exitcodes.FENCED, f"{spec.slot}.{spec.attempt} is run by {winner}; this call was one too many")
+    newest = register.newest(spec.slot)
+    if newest > spec.attempt:
+        return ended(exitcodes.FENCED, f"{spec.slot}.{newest} was launched before {spec.slot}.{spec.attempt} began")
+    return None
+
+
+def ended(code: int | None, reason: str) -> dict[str, Any]:
+    print(reason, flush=True)
+    return {"exit_code": code, "reason": reason, "value": None, "tail": [reason]}

@@ -1,0 +1,136 @@
+"""The status and the log of one call on Modal.
+
+    get(timeout=0) ─┬─ a value: how the replica ended    ─▶ SUCCEEDED, FAILED, LOST (a signal)
+                    ├─ TimeoutError, the builtin one      ─▶ PENDING until its container began, then RUNNING
+                    ├─ FunctionTimeoutError               ─▶ FAILED          NotFound, OutputExpired ─▶ LOST
+                    ├─ InternalFailure                    ─▶ LOST
+                    └─ RemoteError                        ─▶ CANCELLED if somebody asked, else LOST
+                       (where it says that memory ran out: FAILED, its own fault)
+    logs.fetch(since) ─▶ lines, each once
+
+Not promised: a log line that Modal takes more than half a minute to show.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from executors.platforms import oom
+from executors.platforms.base import Handle, State, Status, Unavailable
+from executors.platforms.on_modal.app import Register
+from executors.platforms.on_modal.client import no_answer, sdk
+from rendezvous.clock import Clock
+
+OVERLAP = timedelta(seconds=30)  # a line may appear later than a younger one
+FOLLOW_S, MOST_S = 1.0, 15.0
+TRIES = 3
+MOST_ENTRIES = 20_000
+
+
+def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
+    """Its status, and its end if it has one.  Raises if Modal does not answer.
+
+    began: is it known that its container has begun?
+    """
+    modal = sdk()
+    e = modal.exception
+    try:
+        end = modal.FunctionCall.from_id(handle.native).get(timeout=0)
+        return _status_of_end(handle, end), end
+    except TimeoutError:  # the builtin one: nothing yet
+        running = began or register.began(handle.slot, handle.attempt)
+        return Status(handle, State.RUNNING if running else State.PENDING), {}
+    except e.FunctionTimeoutError as error:
+        return Status(handle, State.FAILED, f"ended by Modal at its time limit: {error}"), {}
+    except (e.InternalFailure, e.OutputExpiredError, e.NotFoundError) as error:
+        state = State.FAILED if oom.says_out_of_memory(str(error)) else State.LOST
+        return Status(handle, state, f"{type(error).__name__}: {error}"), {}
+    except e.RemoteError as error:
+        if oom.says_out_of_memory(str(error)):
+            return Status(handle, State.FAILED, f"ended by Modal: {error}"), {}
+        asked = not str(error) or register.asked(handle.slot, handle.attempt)
+        text = f"cancelled {error}".strip() if asked else f"ended by Modal: {error}"
+        return Status(handle, State.CANCELLED if asked else State.LOST, text), {}
+    except Exception as error:
+        if no_answer(error):
+            raise
+        return Status(handle, State.FAILED, f"{type(error).__name__}: {error}", 1), {}  # before our function: an import
+
+
+def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
+    """The status of an end that container.py returned.  A signal from outside is a loss, as on any machine."""
+    code = end["exit_code"]
+    lost = code is None or oom.from_outside(code, end["reason"])
+    state = State.SUCCEEDED if code == 0 else State.LOST if lost else State.FAILED
+    return Status(handle, state, end["reason"], code)
+
+
+# ---------------------------------------------------------------------- logs
+
+
+def log_entries(
+    handle: Handle, clock: Clock, since: datetime | None = None, tail: int | None = None, tries: int = TRIES
+) -> list[Any]:
+    """Modal's log entries: from `since` on, or enough for the last lines.  Raises Unavailable if no answer comes."""
+    for attempt in range(1, tries + 1):
+        try:
+            logs = sdk().FunctionCall.from_id(handle.native).logs
+            return list(logs.fetch(since=since) if tail is None else logs.tail(min(MOST_ENTRIES, 2 * tail + 20)))
+        except Exception as error:
+            if not no_answer(error) or attempt == tries:
+                raise Unavailable(f"no log of {handle.slot} from Modal: {error}") from None
+            clock.sleep(0.2 * 2**attempt)
+    return []
+
+
+def lines_of(found: list[Any]) -> list[str]:
+    return "".join([str(entry.message) for entry in found]).splitlines()
+
+
+class Follower:
+    """New lines, each once, whatever happens to the connection."""
+
+    def __init__(self, handle: Handle, clock: Clock) -> None:
+        self._handle = handle
+        self._clock = clock
+        self._shown = Counter[tuple[datetime, str]]()
+        self._since: datetime | None = None
+        self._part = ""
+
+    def follow(self, over: Callable[[], bool], tail: int | None = None) -> Iterator[str]:
+        """Until `over()`.   tail: of what is there already, only the last lines."""
+        pause, first = FOLLOW_S, True
+        while True:
+            last = over()  # before the look, so that nothing is missed
+            try:
+                lines = self.new(tail if first else None)
+            except Unavailable:
+                pause = min(MOST_S, 2 * pause)
+            else:
+                yield from lines[max(0, len(lines) - tail) :] if first and tail is not None else lines
+                pause, first = FOLLOW_S, False
+                if last:
+                    break
+            self._clock.sleep(pause)
+        if self._part:
+            yield self._part
+
+    def new(self, tail: int | None = None) -> list[str]:
+        """Raises Unavailable."""
+        found = log_entries(self._handle, self._clock, self._since, tail, tries=1)
+        seen = Counter[tuple[datetime, str]]()
+        text = self._part
+        for entry in found:
+            key = (entry.timestamp, entry.message)
+            seen[key] += 1
+            if seen[key] > self._shown[key]:
+                self._shown[key] += 1
+                text += entry.message
+        if found:
+            before = found[0].timestamp if tail is not None else self._since  # nothing older was asked for
+            since = found[-1].timestamp - OVERLAP
+            self._since = since = since if before is None else max(before, since)
+            self._shown = Counter({k: n for k, n in self._shown.items() if k[0] >= since})
+        *lines, self._part = text.split("\n")
+        return lines

@@ -1,0 +1,131 @@
+"""Modal's client, and its errors in our words.
+
+    AuthError, PermissionDenied ─▶ Refused: `modal token new`
+    NotFoundError of a secret   ─▶ `modal secret create NAME …`
+    ImageBuildError             ─▶ the build's last lines
+    no answer                   ─▶ asked again for 10 s, then Unavailable: the same may work later
+
+The client is imported here and nowhere else, and only when it is needed.
+
+Not promised: Modal's own words; they change without notice, so nothing is decided by them.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from executors.platforms.base import ExecutorError, Refused, Unavailable
+from rendezvous.clock import Clock
+
+TAIL = 12
+PATIENCE_S = 10.0  # with a service that does not answer; its client itself tries for about a second
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 4.0
+T = TypeVar("T")
+SECRET_KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_REGION=…",
+    "gs": "GOOGLE_SERVICE_ACCOUNT_KEY=…",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME=… AZURE_STORAGE_ACCOUNT_KEY=…",
+    "hf": "HF_TOKEN=…",
+}
+
+
+def sdk() -> Any:
+    """The modal module."""
+    try:
+        import modal
+        import modal.exception
+    except ImportError as error:
+        raise ExecutorError(
+            f"Modal's client is not installed ({error}): pip install 'serverless-diloco[serverless]'"
+        ) from None
+    return modal
+
+
+def inside_container() -> bool:
+    """Is this one of Modal's containers, or a child of its process?  `modal.is_local()` is True in such a child."""
+    return os.environ.get("MODAL_IS_REMOTE") == "1"
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Raise Modal's errors as ours: what happened, and what to do."""
+    e = sdk().exception
+    try:
+        yield
+    except (e.AuthError, e.PermissionDeniedError) as error:
+        raise access_denied_error(error) from None
+    except e.ImageBuildError as error:
+        raise ExecutorError("\n".join(_why_build_failed(error))) from None
+    except Exception as error:
+        if no_answer(error):
+            raise Unavailable(f"Modal did not answer ({error}); nothing was started, try again") from None
+        if isinstance(error, e.Error):
+            raise ExecutorError(f"Modal refused: {error}") from None
+        raise
+
+
+def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None = None) -> T:
+    """The value of `act`, which is repeated for `patience_s` (default: PATIENCE_S) while Modal gives no answer.
+
+    act: may be done twice, since an answer may be lost after the deed.
+    """
+    until = clock.now() + (PATIENCE_S if patience_s is None else patience_s)
+    pause = FIRST_PAUSE_S
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            if is_access_denied(error) or not no_answer(error) or clock.now() >= until:
+                raise
+        clock.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def is_access_denied(error: BaseException) -> bool:
+    """Does Modal not let us in?"""
+    return isinstance(error, (sdk().exception.AuthError, sdk().exception.PermissionDeniedError))
+
+
+def access_denied_error(error: BaseException) -> Refused:
+    return Refused(
+        f"Modal does not know who you are ({error}). Run `modal token new`, or set MODAL_TOKEN_ID and "
+        "MODAL_TOKEN_SECRET"
+    )
+
+
+def no_answer(error: BaseException) -> bool:
+    """Does it say nothing about what was asked for, but that Modal or the way there has trouble?"""
+    e = sdk().exception
+    service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
+    if isinstance(error, OSError):
+        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # of the call, or of our files
+    return isinstance(error, (*service, e.ClientClosed, e.PermissionDeniedError)) or type(error).__module__.startswith(
+        "grpclib"
+    )
+
+
+def check_secret(name: str, run: str) -> str:
+    """-> its id.  Raises ExecutorError if the workspace has none of that name."""
+    try:
+        return sdk().Secret.from_name(name).hydrate().object_id
+    except sdk().exception.NotFoundError:
+        raise ExecutorError(f"Modal has no secret called {name!r}. Make it with {how_to_create(name, run)}") from None
+
+
+def volume_id(name: str) -> str:
+    """-> its id; it is made if there is none."""
+    return sdk().Volume.from_name(name, create_if_missing=True, version=2).hydrate().object_id
+
+
+def how_to_create(secret: str, run: str) -> str:
+    return f"`modal secret create {secret} {SECRET_KEYS.get(run.partition('://')[0], 'KEY=VALUE')}`"
+
+
+def _why_build_failed(error: Any) -> list[str]:
+    lines = list[str]()
+    with suppress(Exception):  # the logs are a help, not the point
+        entries = sdk().Image.from_id(error.image_id).logs.tail(TAIL)
+        lines += "".join([str(entry.message) for entry in entries]).splitlines()
+    last = [f"    {line}" for line in lines[-TAIL:]] or [f"    {error}"]
+    return ["Modal could not build the image. Its last lines:", *last, f"All: `modal image logs {error.image_id}`"]

@@ -1,0 +1,111 @@
+"""The image that Modal's containers start from: Debian, this Python, and the packages that run here, at their versions.
+
+    requirements of serverless-diloco[train,diloco,replay,serverless] ──closure──▶ torch==2.13.0, trl==1.16.0, …
+    diloco · executors · inner · rendezvous ──▶ mounted when a container starts: no new build when they change
+
+Not promised: the same wheels as here.  A CPU-only torch of this machine is the CUDA one there.
+"""
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from executors.platforms.base import ExecutorError
+from executors.platforms.on_modal.client import sdk
+from executors.platforms.portable import portable_requirement
+
+PROJECT = "serverless-diloco"
+EXTRAS = ("train", "diloco", "replay", "serverless")
+PACKAGES = ("diloco", "executors", "inner", "rendezvous")
+THERE_ALREADY = {"modal"}  # Modal brings its client along
+NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
+
+
+def image_of(base: Any = None, pip: Sequence[str] = ()) -> Any:
+    """A modal.Image with everything but the project itself.
+
+    base: one that has all of it, or the name of one in a registry that gets it, or None for a plain Debian.
+    pip: more packages, in pip's words, resolved together with ours.
+    """
+    image = sdk().Image
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if base is None:
+        return image.debian_slim(python_version=version).uv_pip_install(*pinned_requirements(), *pip)
+    if isinstance(base, str):
+        return image.from_registry(base, add_python=version).uv_pip_install(*pinned_requirements(), *pip)
+    return base.uv_pip_install(*pip) if pip else base
+
+
+def fingerprint(base: Any, pip: Sequence[str], entrypoints: Iterable[str]) -> str:
+    """Of an image and the source that is mounted in it; "" for a modal.Image, which does not say what it is."""
+    if base is not None and not isinstance(base, str):
+        return ""
+    found = hashlib.sha256(repr((base, sys.version_info[:2], pinned_requirements(), sorted(pip))).encode())
+    for package in sorted({*PACKAGES, *_foreign_packages(entrypoints)}):
+        for name, path in _package_files(package):
+            found.update(f"{name}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _package_files(package: str) -> Iterator[tuple[str, Path]]:
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file() and p.suffix != ".pyc"):
+            yield f"{package}/{path.relative_to(folder).as_posix()}", path
+
+
+def _foreign_packages(entrypoints: Iterable[str]) -> list[str]:
+    """The packages of entry points that are not the project's."""
+    tops = {name.partition(":")[0].partition(".")[0] for name in entrypoints}
+    return sorted(t for t in tops.difference(PACKAGES, sys.stdlib_module_names) if importlib.util.find_spec(t))
+
+
+def with_source(image: Any, entrypoints: Iterable[str]) -> Any:
+    """And the project, as it is here; and the packages of entry points that are not the project's."""
+    others = _foreign_packages(entrypoints)
+    image = image.add_local_python_source(*PACKAGES, ignore=NO_SOURCE)
+    return image.add_local_python_source(*others) if others else image
+
+
+def pinned_requirements() -> list[str]:
+    """name==version of every package that the project needs, as it is installed here (portable.py)."""
+    found: dict[str, str] = {}
+    todo: list[tuple[str, frozenset[str]]] = [(PROJECT, frozenset(EXTRAS))]
+    seen = set(todo)
+    while todo:
+        name, extras = todo.pop()
+        for need in _direct_requirements(name, extras):
+            key = canonicalize_name(need.name)
+            step = (key, frozenset(need.extras))
+            if key in THERE_ALREADY or step in seen or (version := _installed_version(key)) is None:
+                continue
+            seen.add(step)
+            todo.append(step)
+            found[key] = portable_requirement(key, version)
+    found.pop(PROJECT, None)
+    return [text for _, text in sorted(found.items()) if text]
+
+
+def _direct_requirements(name: str, extras: frozenset[str]) -> list[Requirement]:
+    try:
+        texts = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        raise ExecutorError(
+            f"{name} is not installed as a package here: run `pip install -e .` in its folder"
+        ) from None
+    found = [Requirement(text) for text in texts]
+    return [r for r in found if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras | {""})]
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Replicas as Slurm jobs, through submitit."""

@@ -1,0 +1,423 @@
+"""Replicas as jobs of a Slurm cluster, through submitit.
+
+    launch ──▶ {root}/r00.1/  submit.1   who submits; made by one process only        ──▶ sbatch ──▶ a node:
+                              card.json  the handle: job id                                run_replica(spec)
+                              {id}_0_log.out                                          ◀──     its output
+                              cancelled  we asked it to go                                    │
+                              end.json   how it ended  ◀──────────────────────────────────────┘
+
+    SlurmExecutor(partition="gpu", account="me", cpus_per_task=8)     sbatch's options, submitit's names
+    SlurmExecutor(cluster="local")                                    submitit's local mode: jobs as processes here
+
+The folder must be on a file system that every node sees, as must a run that is a folder.  Slurm is told not to start
+a job again after a preemption, and submitit not to after a time-out: the supervisor does.  A secret is an environment
+variable of whoever launches; sbatch hands it on.
+
+Not promised: a price (give `usd_per_hour` if your site bills), nor how fast Slurm kills after the grace (KillWait).
+"""
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from executors.platforms import processes
+from executors.platforms.base import (
+    RANK_ENV,
+    REPLICA,
+    ExecutorError,
+    Handle,
+    LaunchPlan,
+    Refused,
+    ReplicaSpec,
+    Result,
+    State,
+    Status,
+    Unavailable,
+    ranked_specs,
+    unanswered,
+    wait_for_all,
+)
+from executors.platforms.entrypoint import write_json
+from executors.platforms.logfile import LogFile
+from executors.platforms.on_slurm.job import (
+    CANCELLED,
+    CARD,
+    END,
+    NAME,
+    create_exclusively,
+    ended_as,
+    kill_tree,
+    read_card,
+    read_json,
+    run_job,
+)
+from rendezvous.clock import Clock, SystemClock
+
+PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
+DAY_S = 24 * 3600.0
+SIGNAL_S = 0  # Slurm's USR2 so long before its limit: the same moment.  A replica leaves by its own clock before; with
+# submitit's 90 s every life would be as much shorter, and one of a minute would be told to leave as it begins
+TAIL = 12
+AT_ONCE = 16
+OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+GOING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING", "COMPLETED")
+FORGOTTEN = "FORGOTTEN"  # our own word
+WHY_GONE = {
+    "TIMEOUT": "Slurm's time limit",
+    "DEADLINE": "Slurm's deadline",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "its node failed",
+    "BOOT_FAIL": "its node did not boot",
+    "CANCELLED": "cancelled by somebody else",
+    FORGOTTEN: "Slurm knows no such job any more",
+}
+
+
+class SlurmExecutor:
+    """folder: where jobs keep their files (default: in the run's folder; for a bucket ~/.diloco/slurm).
+
+    sbatch: submitit's names for sbatch's options.   timeout_s: of jobs whose spec has none.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        *,
+        folder: str | Path | None = None,
+        cluster: str = "slurm",
+        usd_per_hour: float | None = 0.0,
+        timeout_s: float = DAY_S,
+        clock: Clock | None = None,
+        **sbatch: Any,
+    ) -> None:
+        self._folder = None if folder is None else Path(folder).expanduser()
+        self._cluster = cluster
+        self._usd = usd_per_hour
+        self._clock = clock or SystemClock()
+        self._timeout_s = timeout_s
+        self._sbatch = sbatch
+        self._pause_s = 0.1 if cluster == "local" else 2.0  # between two looks
+        self._failed: dict[Handle, str] = {}
+        self._deadlines: dict[Handle, float] = {}
+        self._known: dict[Handle, Status] = {}
+        self._ended_since: dict[Handle, float] = {}
+
+    # ------------------------------------------------------------------ starting
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        self._check_cluster()
+        refused = tuple(dict.fromkeys(why for s in specs if (why := self._why_not(s))))
+        price = None if self._usd is None else self._usd * len(specs)
+        cost = "no price is known" if price is None else f"${price:.2f} per hour" if price else "no bill of its own"
+        seen = [f"all nodes must see {root}; {cost}" for root in {self._run_folder(s.run) for s in specs}]
+        return LaunchPlan((*map(self._plan_line, specs), *seen, *refused), price, refused)
+
+    def _plan_line(self, spec: ReplicaSpec) -> str:
+        gpu = spec.gpu[0] if spec.gpu else "no GPU"
+        minutes = self._limit_minutes(spec)
+        return f"{spec.slot}: {self._cluster} job {_job_name(spec)}, {gpu}, at most {minutes} min"
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        if specs is None:
+            run = f"ranks-{time.time_ns():x}-{os.getpid()}"
+            specs = ranked_specs(f"slurm://{run}", n_replicas, entrypoint, entrypoint_args, rank_env)
+        self._check_cluster()
+        refused = [self._why_not(s) for s in specs]
+        if specs and all(refused):
+            raise ExecutorError(refused[0])
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # every sbatch waits for its answer
+            start = lambda spec, why: self._failed_handle(spec, why) if why else self._launch_one(spec)  # noqa: E731
+            return list(pool.map(start, specs, refused))
+
+    def _launch_one(self, spec: ReplicaSpec) -> Handle:
+        """Submit it unless somebody has; -> the handle on its card."""
+        folder = self._folder_of(spec)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            turn = 1
+            while not create_exclusively(folder / f"submit.{turn}"):
+                if (known := self._wait_for_card(folder)) is not None:
+                    return known
+                turn += 1  # who had the turn died over it; its job, if there is one, finds no input and ends
+            return self._submit_job(spec, folder)
+        except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
+            return self._failed_handle(spec, str(error))
+
+    def _submit_job(self, spec: ReplicaSpec, folder: Path) -> Handle:
+        executor = _import_submitit().AutoExecutor(folder=folder, cluster=self._cluster)
+        minutes = self._limit_minutes(spec)
+        options = {f"slurm_{key}": value for key, value in self._sbatch.items()}
+        if spec.gpu:
+            options["slurm_gres"] = f"gpu:{spec.gpu[0]}"
+        no_restart = {"no_requeue": True, **options.pop("slurm_additional_parameters", {})}
+        executor.update_parameters(
+            name=_job_name(spec), timeout_min=minutes, stderr_to_stdout=True,
+            **{"slurm_signal_delay_s": SIGNAL_S, **options}, slurm_additional_parameters=no_restart,
+        )  # fmt: skip
+        job = executor.submit(run_job, {**spec.to_dict(), "timeout_s": 60.0 * minutes}, str(folder))
+        pid = int(job.job_id) if self._cluster == "local" else 0
+        handle = replace(
+            _new_handle(spec), native=job.job_id, pid=pid, started=processes.start_ticks(pid) or 0,
+            files=str(folder), launched_at=self._clock.wall(), usd_per_hour=self._usd,
+        )  # fmt: skip
+        write_json(str(folder / CARD), handle.to_dict())
+        return handle
+
+    def _wait_for_card(self, folder: Path) -> Handle | None:
+        until = self._clock.now() + PATIENCE_S
+        while (card := read_card(folder)) is None and self._clock.now() < until:
+            self._clock.sleep(0.05)
+        return card
+
+    def _failed_handle(self, spec: ReplicaSpec, why: str) -> Handle:
+        handle = replace(_new_handle(spec), launched_at=self._clock.wall())
+        self._failed[handle] = why
+        return handle
+
+    def _check_cluster(self) -> None:
+        _import_submitit()
+        if self._cluster == "slurm" and shutil.which("sbatch") is None:
+            raise ExecutorError(
+                "there is no `sbatch` here, so this is no machine that can submit Slurm jobs. Run the same command on "
+                "your cluster's login node, or use --executor local"
+            )
+
+    def _why_not(self, spec: ReplicaSpec) -> str:
+        """Why this one cannot be started, or "" if nothing speaks against it."""
+        if missing := [name for name in spec.secrets if name not in os.environ]:
+            return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch"
+        if len(spec.gpu) > 1:
+            return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
+        if spec.gpu and (kinds := self._gpu_kinds()) is not None and _gpu_kind(spec.gpu[0]) not in kinds:
+            known = ", ".join(sorted(kinds)) or "none"
+            return f"no node of this cluster has the GPU {spec.gpu[0]!r}; there are: {known} (sinfo -o %G)"
+        return ""
+
+    def _gpu_kinds(self) -> frozenset[str] | None:
+        """Kinds of GPU that the nodes offer; None if sinfo does not say."""
+        if self._cluster == "local":
+            return frozenset()
+        try:
+            told = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=True, timeout=30)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return frozenset(re.findall(r"gpu:([A-Za-z][\w.-]*)", told.stdout)) or None
+
+    def _limit_minutes(self, spec: ReplicaSpec) -> int:
+        return max(1, math.ceil((spec.timeout_s or self._timeout_s) / 60.0))
+
+    def _run_folder(self, run: str) -> Path:
+        if self._folder is not None:
+            return self._folder / _plain_name(run)
+        scheme, colon, rest = run.partition("://")
+        if not colon or scheme == "file":
+            return Path(rest if colon else run).absolute() / "slurm"
+        return Path.home() / ".diloco" / "slurm" / _plain_name(run)
+
+    def _folder_of(self, spec: ReplicaSpec) -> Path:
+        return self._run_folder(spec.run) / f"{spec.slot}.{spec.attempt}"
+
+    # ------------------------------------------------------------------ watching
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        """One call of squeue for all that have not ended, and one of sacct for those that it has forgotten."""
+        handles = list(handles)
+        self._enforce_deadlines()
+        open_ones = [h for h in handles if h.native and self._written_end(h) is None]
+        told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
+        for handle in handles:
+            self._known[handle] = self._status_of(handle, told, trouble)
+        return [self._known[h] for h in handles]
+
+    def _status_of(self, handle: Handle, told: Mapping[str, str], trouble: ExecutorError | None) -> Status:
+        if not handle.native:
+            return Status(handle, State.FAILED, self._failed.get(handle, "it could not be submitted"))
+        before = self._known.get(handle)
+        if before is not None and before.state.ended:
+            return before
+        if (end := self._written_end(handle)) is not None:
+            return ended_as(handle, end, asked=self._was_cancelled(handle))
+        if self._cluster == "local":
+            return self._local_status(handle)
+        word = told.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
+        if word == "UNKNOWN":
+            return unanswered(
+                before or Status(handle, State.PENDING), trouble or f"Slurm did not tell of {handle.native}"
+            )
+        return self._status_from_word(handle, word)
+
+    def _status_from_word(self, handle: Handle, word: str) -> Status:
+        if word in WAITING:
+            return Status(handle, State.PENDING, word.lower())
+        if word in GOING and word != "COMPLETED":
+            return Status(handle, State.RUNNING)
+        since = self._ended_since.setdefault(handle, self._clock.now())
+        if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
+            return Status(handle, State.RUNNING, "its end is on the way")
+        if self._was_cancelled(handle):
+            return Status(handle, State.CANCELLED, "killed after the grace")
+        reason = WHY_GONE.get(word, f"Slurm says {word}, and it left no result")
+        return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
+
+    def _local_status(self, handle: Handle) -> Status:
+        if processes.is_alive(handle.pid, handle.started):
+            return Status(handle, State.RUNNING)
+        if (end := self._written_end(handle)) is not None:  # written since we looked
+            return ended_as(handle, end, asked=self._was_cancelled(handle))
+        state = State.CANCELLED if self._was_cancelled(handle) else State.LOST
+        return Status(handle, state, "gone, and it left no result")
+
+    def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, str], ExecutorError | None]:
+        """(job id -> Slurm's word for its state, of those that it knows; why there is no answer)"""
+        ids = [h.native for h in handles]
+        told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T", "-j", ",".join(ids)])
+        if left := [i for i in ids if i not in told]:  # it forgets them some minutes after their end
+            told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(left)])[0]
+        return {**(dict.fromkeys(ids, FORGOTTEN) if trouble is None else {}), **told}, trouble
+
+    def _written_end(self, handle: Handle) -> Any:
+        return read_json(Path(handle.files) / END)
+
+    def _was_cancelled(self, handle: Handle) -> bool:
+        return (Path(handle.files) / CANCELLED).exists()
+
+    def _log_file(self, handle: Handle) -> LogFile:
+        return LogFile(Path(handle.files) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None)
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        return self._log_file(handle).lines(tail) if handle.native else []
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        return self._log_file(handle).follow(
+            tail, lambda: self.poll([handle])[0].state.ended, self._clock, self._pause_s
+        )
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self._pause_s)
+        return [self._make_result(s, timeout) for s in statuses]
+
+    def _make_result(self, status: Status, timeout: float | None) -> Result:
+        handle = status.handle
+        end = self._written_end(status.handle) or {}
+        if not status.state.ended:
+            return Result(
+                handle, status.state, f"still running after {timeout:g} s", tail=tuple(self.logs(handle, TAIL))
+            )
+        tail = () if status.state is State.SUCCEEDED else tuple(self.logs(handle, TAIL))
+        return Result(handle, status.state, status.reason, status.exit_code, end.get("value"), tail)
+
+    # ------------------------------------------------------------------ ending
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        going = [s.handle for s in self.poll(handles) if not s.state.ended]
+        until = self._clock.now() + grace_s
+        for handle in going:
+            (Path(handle.files) / CANCELLED).touch()
+        self._ask_to_leave([h for h in going if h not in self._deadlines])
+        for handle in going:
+            self._deadlines[handle] = min(until, self._deadlines.get(handle, until))
+        self._enforce_deadlines()
+
+    def _ask_to_leave(self, handles: Sequence[Handle]) -> None:
+        if self._cluster == "local":
+            for handle in handles:
+                processes.send_signal(handle.pid, handle.started, signal.SIGTERM)
+        elif handles:
+            ids = [h.native for h in handles]
+            _run_quietly(["scancel", "--state=PENDING", *ids])
+            _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *ids])
+
+    def _enforce_deadlines(self) -> None:
+        due = [h for h, until in self._deadlines.items() if until <= self._clock.now() and self._written_end(h) is None]
+        if self._cluster == "local":
+            for handle in due:
+                kill_tree(handle.pid, handle.started)
+        elif due:
+            _run_quietly(["scancel", *(h.native for h in due)])
+        for handle in due if self._cluster == "slurm" else ():
+            del self._deadlines[handle]  # Slurm sees to it from here
+
+    def find(self, run: str) -> list[Handle]:
+        newest: dict[str, Handle] = {}
+        for folder in self._run_folder(run).glob("*.*"):
+            card = read_card(folder)
+            if card is not None and card.attempt > newest.get(card.slot, replace(card, attempt=0)).attempt:
+                newest[card.slot] = card
+        return [newest[slot] for slot in sorted(newest)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# -------------------------------------------------------------------- small things
+
+
+def _import_submitit() -> Any:
+    try:
+        import submitit
+    except ImportError:
+        raise ExecutorError("Slurm needs submitit: pip install 'serverless-diloco[slurm]'") from None
+    return submitit
+
+
+def _new_handle(spec: ReplicaSpec) -> Handle:
+    return Handle(spec.run, spec.slot, spec.attempt, NAME)
+
+
+def _job_name(spec: ReplicaSpec) -> str:
+    return f"diloco-{spec.run.rstrip('/').rpartition('/')[2] or 'run'}-{spec.slot}.{spec.attempt}"
+
+
+def _plain_name(run: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", run.rstrip("/"))
+
+
+def _gpu_kind(gpu: str) -> str:
+    """ "h100:2" -> "h100" """
+    return gpu.partition(":")[0]
+
+
+def _query_table(command: Sequence[str]) -> tuple[dict[str, str], ExecutorError | None]:
+    """("id|word" lines as a dict, why there was no answer)"""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {}, Unavailable(f"`{command[0]}` gave no answer: {error}")
+    rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
+    known = done.returncode == 0 or "Invalid job id" in done.stderr
+    return {row[0]: row[1] for row in rows}, None if known else _no_answer(command[0], done.stderr)
+
+
+def _no_answer(command: str, said: str) -> ExecutorError:
+    last = (said.strip().splitlines() or ["nothing"])[-1]
+    if re.search(r"authentication|credential|permission|denied", said, re.I):
+        return Refused(f"Slurm refuses `{command}`: {last}. Next: is munge alive here, and is this your cluster?")
+    return Unavailable(f"Slurm gave `{command}` no answer: {last}")
+
+
+def _run_quietly(command: Sequence[str]) -> None:
+    """A job that is gone already is no error."""
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=sys.stderr, check=False, timeout=60)

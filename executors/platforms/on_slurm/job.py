@@ -1,0 +1,93 @@
+"""One Slurm job: what it runs on its node, and the files by which it is known.
+
+    r00.1/  submit.1   who submits; made by one process only
+            card.json  the handle
+            cancelled  we asked it to go
+            end.json   how it ended: {"exit_code", "reason", "value", "tail"}, written on the node
+
+Not promised: an end for a job whose node failed; Slurm tells.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from diloco import exitcodes
+from executors.platforms import oom, processes
+from executors.platforms.base import Handle, State, Status
+from executors.platforms.entrypoint import write_json
+
+NAME = "slurm"
+CARD, END, CANCELLED = "card.json", "end.json", "cancelled"
+
+
+class Asked(BaseException):
+    """Somebody wants this job to go."""
+
+
+def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """The function that submitit runs on the node; it also writes the replica's end into the folder."""
+    from executors.platforms.container import run_replica
+
+    why: list[int] = []
+
+    def asked(number: int, _: object) -> NoReturn:
+        why.append(number)
+        raise Asked
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # submitit would pass over the first
+        signal.signal(number, asked)
+    try:
+        end = run_replica(raw, NAME)
+    except Asked:
+        code = exitcodes.LEFT if why[-1] == signal.SIGTERM else exitcodes.RESUME  # USR: the time limit is near
+        end = {"exit_code": code, "reason": processes.describe_exit(code), "value": None, "tail": []}
+    write_json(str(Path(folder) / END), end)
+    return end
+
+
+def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
+    """The status that follows from its written end.   asked: we had cancelled it."""
+    code = end["exit_code"]
+    outside = State.LOST if oom.from_outside(code, end["reason"]) else State.FAILED
+    state = State.SUCCEEDED if code == 0 else State.CANCELLED if asked else outside
+    return Status(handle, state, end["reason"], code)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def create_exclusively(path: Path) -> bool:
+    """Create the file; False if it exists."""
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+def read_card(folder: Path) -> Handle | None:
+    raw = read_json(folder / CARD)
+    return None if raw is None else Handle.from_dict(raw)
+
+
+def kill_tree(pid: int, started: int) -> None:
+    """SIGKILL to a process of this machine and all that it started (submitit's local jobs share our process group)."""
+    if not processes.is_alive(pid, started):
+        return
+    family = [pid]
+    for parent in family:  # grows while we walk
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(OSError):
+                family += map(int, task.read_text().split())
+    for member in family:
+        with suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)

@@ -1,0 +1,72 @@
+"""Out of memory, as each platform says it, so that it counts as a replica's own fault: three starts, not ten.
+
+    words    Hugging Face "OOMKilled", Slurm OUT_OF_MEMORY or "oom_kill event",
+             Modal KERNEL_OOM_KILL or MEMORY_…_EVICTION, SkyPilot and Kubernetes "OOMKilled (exit code 137)",
+             the kernel "Out of memory: Killed process"
+    kernel   memory.events (cgroup v2) or memory.oom_control (v1): oom_kill N      it rises with each process it kills
+
+A process that ended by SIGKILL while that count rose was killed for its memory; one for which it stood still was killed
+by somebody, which may be a preemption.
+
+Not promised: a count where the container does not show its cgroup (gVisor); there only words tell.
+"""
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*eviction|cannot allocate memory", re.I)
+COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
+TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; ask for more, or for less per step)"
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def says_out_of_memory(*texts: str) -> bool:
+    """Does a platform say that memory ran out?"""
+    return any(WORDS.search(text) for text in texts)
+
+
+def from_outside(exit_code: int | None, *texts: str) -> bool:
+    """Was it ended by somebody else: a signal from outside, and not for its memory?"""
+    return exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not says_out_of_memory(*texts)
+
+
+def count_kills(root: Path = CGROUPS, own: Path = OWN) -> int | None:
+    """Processes of our cgroup that the kernel has killed for memory; None where it does not show."""
+    for path in _count_files(root, own):
+        try:
+            found = COUNT.search(path.read_text())
+        except OSError:
+            continue
+        if found:
+            return int(found[1])
+    return None
+
+
+def _count_files(root: Path, own: Path) -> list[Path]:
+    """Where the count may be: at our own place, or at the root of what a container is shown."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    places = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    v1 = [root / "memory" / path.lstrip("/") for _, names, path in places if "memory" in names.split(",")]
+    v2 = [root / path.lstrip("/") for _, names, path in places if not names]
+    folders = [(v1, "memory.oom_control", root / "memory"), (v2, "memory.events", root)]
+    return [folder / name for places, name, top in folders if places for folder in (*places, top)]
+
+
+class Kills:
+    """Counts up from when it is made; each kill explains one death."""
+
+    def __init__(self, count: Callable[[], int | None] = count_kills) -> None:
+        self._count = count
+        self._explained = count() or 0
+
+    def explain(self, exit_code: int | None) -> bool:
+        """Was a process that ended with this code killed for its memory?"""
+        if exit_code != -signal.SIGKILL or (self._count() or 0) <= self._explained:
+            return False
+        self._explained += 1
+        return True

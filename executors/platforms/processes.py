@@ -1,0 +1,87 @@
+"""Processes of this machine, named so that a recycled pid is never taken for the old one.
+
+    pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
+
+Not promised: anything about processes of other machines.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from diloco import exitcodes
+
+
+def start_ticks(pid: int) -> int | None:
+    """When this process (or its zombie) started, in clock ticks since boot; None if there is none."""
+    found = _read_process(pid)
+    return found[1] if found else None
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Is exactly that process still there, and not only its zombie?"""
+    return pid > 0 and _read_process(pid) == (True, started)
+
+
+def _read_process(pid: int) -> tuple[bool, int] | None:
+    """(it runs, its start)"""
+    if not sys.platform.startswith("linux"):
+        return _look_by_ps(pid)
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            fields = f.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0] not in (b"Z", b"X"), int(fields[19])
+
+
+def _look_by_ps(pid: int) -> tuple[bool, int] | None:
+    shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, began = shown.stdout.strip().partition(" ")
+    if not began:
+        return None
+    return not state.startswith("Z"), int(time.mktime(time.strptime(began.strip())))
+
+
+def started_at(ticks: int) -> float:
+    """The wall time of a start, about a second exact."""
+    if not sys.platform.startswith("linux"):
+        return float(ticks)
+    with open("/proc/uptime") as f:
+        boot = time.time() - float(f.read().split()[0])
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_name(pid: int) -> str:
+    """ "PID:START", as a replica's --parent wants it."""
+    return f"{pid}:{start_ticks(pid) or 0}"
+
+
+def send_signal(pid: int, started: int, sig: int, group: bool = False) -> bool:
+    """Signal that process (or its whole group); False if it is gone."""
+    if not is_alive(pid, started):
+        return False
+    if group:
+        with suppress(ProcessLookupError):  # it leads no group: the shell's, perhaps
+            os.killpg(pid, sig)
+            return True
+    with suppress(ProcessLookupError):
+        os.kill(pid, sig)
+        return True
+    return False
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """-9 -> "killed by SIGKILL", 3 -> "exit code 3 (fenced)"."""
+    if exit_code is None:
+        return "gone; nobody saw its exit code"
+    if exit_code >= 0:
+        word = exitcodes.NAMES.get(exit_code)
+        return f"exit code {exit_code}" + (f" ({word})" if word else "")
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"

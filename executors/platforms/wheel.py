@@ -1,0 +1,106 @@
+"""This installation as a wheel, and the versions that it runs with: what a rented machine needs to run the same code.
+
+    diloco, executors, inner, rendezvous (+ yours) ─▶ serverless_diloco-0.1.0-py3-none-any.whl  ┐
+    every distribution that is installed here      ─▶ constraints.txt    name==version          ├─▶ digest
+    the wheel, with its extras                     ─▶ requirements.txt   -c constraints.txt     ┘
+
+Same files, same bytes, same digest.  The files are those that Python imports here, so an editable tree is shipped as
+it is now, and an installed distribution as it was installed; nothing is built and no network is needed.
+
+Not promised: that another Python or another platform finds the same versions on its package index.
+"""
+
+import base64
+import hashlib
+import io
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from executors.platforms.base import ExecutorError
+from executors.platforms.portable import portable_requirement
+
+PROJECT = "serverless-diloco"
+PACKAGES = ("diloco", "executors", "inner", "rendezvous")
+EXTRAS = "train,diloco,replay,serverless"
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the first second of a zip
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Files by name.   digest: of all of them.   wheel: the name of the one that is the code."""
+
+    files: dict[str, bytes]
+    digest: str
+    wheel: str
+
+
+def pack_code(mount: str, packages: Sequence[str] = ()) -> Shipment:
+    """The files to put under `mount`/{digest}/.   packages: top-level names of your own that go along."""
+    project = _own_distribution()
+    wheel = f"serverless_diloco-{project.version}-py3-none-any.whl"
+    code = _build_wheel(project, [*PACKAGES, *packages])
+    pins = _constraints_file()
+    digest = hashlib.sha256(code + pins).hexdigest()[:16]
+    needs = f"-c constraints.txt\n{PROJECT}[{EXTRAS}] @ file://{mount}/{digest}/{wheel}\n"
+    return Shipment({wheel: code, "constraints.txt": pins, "requirements.txt": needs.encode()}, digest, wheel)
+
+
+def _own_distribution() -> metadata.Distribution:
+    try:
+        return metadata.distribution(PROJECT)
+    except metadata.PackageNotFoundError:
+        raise ExecutorError(
+            f"{PROJECT} is not installed here, so what it needs is not known: `pip install -e .` in its folder"
+        ) from None
+
+
+def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> bytes:
+    """A zip of the packages and what pip wants to know about them."""
+    info = f"serverless_diloco-{project.version}.dist-info"
+    files = {name: path.read_bytes() for package in packages for name, path in _package_files(package)}
+    files[f"{info}/METADATA"] = (project.read_text("METADATA") or "").encode()
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: diloco\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/entry_points.txt"] = (project.read_text("entry_points.txt") or "").encode()
+    files[f"{info}/RECORD"] = _record_file(files, f"{info}/RECORD")
+    body = io.BytesIO()
+    with zipfile.ZipFile(body, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name in sorted(files):
+            wheel.writestr(zipfile.ZipInfo(name, EPOCH), files[name], zipfile.ZIP_DEFLATED)
+    return body.getvalue()
+
+
+def _package_files(package: str) -> Iterator[tuple[str, Path]]:
+    """(name in the wheel, file) of a top-level package or module."""
+    spec = util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
+    origin = Path(spec.origin)
+    if spec.submodule_search_locations is None:
+        yield origin.name, origin
+        return
+    for path in sorted(origin.parent.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            yield f"{package}/{path.relative_to(origin.parent).as_posix()}", path
+
+
+def _record_file(files: dict[str, bytes], own: str) -> bytes:
+    rows = [f"{name},sha256={_sha256_base64(body)},{len(body)}" for name, body in sorted(files.items())]
+    return "\n".join([*rows, f"{own},,", ""]).encode()
+
+
+def _sha256_base64(body: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(body).digest()).rstrip(b"=").decode()
+
+
+def _constraints_file() -> bytes:
+    """One line per distribution that came from an index; "2.13.0+cpu" becomes "2.13.0", whatever its build."""
+    found: dict[str, str] = {}
+    for d in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()
+        if name and d.read_text("direct_url.json") is None:
+            found.setdefault(name, portable_requirement(name, d.version))
+    return "".join(f"{found[name]}\n" for name in sorted(found) if "==" in found[name]).encode()

@@ -1,0 +1,87 @@
+"""Looked at on the laptop, before anything is founded or paid: can this config run in these places?
+
+    config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
+    places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
+    inner.model        ─▶ inner/known.py      a folder, the cache, or one request to the Hub   no torch
+    reward, pairs, …   ─▶ inner/rehearse.py   tried in a process of its own, 8 s at most
+
+    the first mistake ──▶ UsageError: file, line or key, what was seen, the next thing to do
+    what nobody can tell here ──▶ a note: "not checked: …"
+
+Not promised: that a run which passes will train well; that a platform has a machine free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.config import RunConfig
+from executors.platforms.multi import Place
+from executors.preflight.place_faults import about_missing, notes_about, place_faults
+from executors.preflight.run_url import UsageError
+from inner.base import InnerError
+from inner.check import check_data
+from inner.known import KnownModel, chat_template, known_model
+from inner.rehearse import TIME_S, rehearse
+
+
+@dataclass(frozen=True)
+class Checked:
+    """model: where the start model's files are on this machine, if they are.   notes: what was not checked."""
+
+    model: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> Checked:
+    """name: of the config file.   url: of the run, "" if none is named.   Raises UsageError for the first mistake."""
+    try:
+        check_data(config.inner, config.user_files())
+        for fault in place_faults(config, url, places):
+            raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
+        known = known_model(config.inner)
+        _check_template(config, known)
+        notes = _rehearse(config, known, places)
+    except InnerError as error:
+        raise UsageError(f"{name}: {_with_inner(str(error))}") from None
+    return Checked(known.folder, tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n))
+
+
+def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> list[str]:
+    """-> notes.  Raises InnerError for what cannot work."""
+    replays = config.inner.uses_replay
+    notes = list[str]()
+    if replays and known.folder is None:
+        notes.append(f"not checked: whether {config.inner.model}'s chat template can write the pairs (it is not here)")
+    found = rehearse(config.inner, config.user_files(), known.folder if replays else None)
+    code = config.inner.reward or config.inner.environment
+    if found.late:
+        notes.append(
+            f"not checked: {code or config.inner.pairs} took longer than {TIME_S:.0f} s when it was tried here"
+        )
+    elif found.missing:
+        notes.append(about_missing(found.missing, str(code), found.refused, places))
+    elif found.refused:
+        raise InnerError(found.refused)
+    return notes
+
+
+def _check_template(config: RunConfig, known: KnownModel) -> None:
+    """Prompts that are chats need a chat template."""
+    inner = config.inner
+    if known.folder is None or inner.loop == "supervised" or inner.prompts is None:
+        return
+    from inner.userfiles import load_prompts
+
+    (row,) = load_prompts(inner.prompts, config.user_files(), limit=1)
+    if isinstance(row["prompt"], list) and chat_template(known.folder) is False:
+        raise InnerError(
+            f"prompts = {inner.prompts!r} are chats, and the tokenizer of {inner.model} has no chat template. Write "
+            "each prompt as one text, or use the -Instruct model."
+        )
+
+
+def _with_inner(text: str) -> str:
+    """ "reward = …" is a key of [inner]."""
+    key, equals, _ = text.partition(" = ")
+    return f"inner.{text}" if equals and key.isidentifier() else text

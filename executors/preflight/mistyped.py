@@ -1,0 +1,60 @@
+"""A command that was mistyped: one line, with the nearest word, and exit code 2.
+
+    diloco trian run.toml          ──▶  diloco: there is no VERB 'trian'; did you mean train?
+    diloco train c --run r --gpus  ──▶  diloco train: there is no option --gpus; did you mean --gpu?
+
+Not promised: that the nearest word is the one that was meant.
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+_CHOICE = re.compile(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (.*)\)", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, without the usage in front of every error."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            verb = self._verb_parser(getattr(found, "command", ""))
+            verb.error(unknown_words(unknown, verb._option_string_actions))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raises SystemExit(2)."""
+        self.exit(2, f"{self.prog}: {in_words(message, self.prog)}\n")
+
+    def _verb_parser(self, name: str) -> "Parser":
+        choices = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return next((c[name] for c in choices if name in c), self)
+
+
+def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
+    """A message about the first of `unknown`, with the nearest of `options` if it begins like one."""
+    first = unknown[0].partition("=")[0]
+    if not first.startswith("-"):
+        return f"{first!r} is one word too many; words with blanks need quotes"
+    return f"there is no option {first}{nearest_hint(first, options)}"
+
+
+def nearest_hint(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?", or "" if nothing is near."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def in_words(message: str, prog: str) -> str:
+    """argparse's message, with the nearest choice or the next thing to do."""
+    if (choice := _CHOICE.fullmatch(message)) is not None:
+        name, word, listed = choice.groups()
+        known = re.findall(r"[\w.-]+", listed)
+        return f"there is no {name} {word!r}{nearest_hint(word, known) or '; there are ' + ', '.join(known)}"
+    if message.startswith("the following arguments are required"):
+        missing = message.partition(": ")[2]
+        return f"{missing} must be given; `{prog} --help` says what it is"
+    return message.removeprefix("argument ")

@@ -1,0 +1,87 @@
+"""The forecast of `diloco plan` for a run that does not exist yet: price, memory, bytes, seconds.
+
+    --run URL     wishes and costs as they stand there; a bucket that does not answer is a note, not an error
+    no --run      places and budget as typed; the price is the same
+
+Not promised: what only the bucket knows (whether another config stands there, what was spent).
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.config import ConfigError, RunConfig, keep_bytes
+from diloco.footprint import footprint, lines
+from diloco.superseded import current_url
+from executors.platforms.multi import Place
+from inner.known import ASK_S
+from rendezvous.errors import RendezvousError
+from rendezvous.membership import Wanted, read_control
+from rendezvous.stores.open import open_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOOK_S = 4.0
+SOMEWHERE = "s3://BUCKET/RUN"  # stands for a run that was not named
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The contents of a run's bucket.   url: where the run is now.   note: why that is not known."""
+
+    url: str = ""
+    wanted: Wanted = field(default_factory=Wanted)
+    note: str = ""
+
+
+def look_into_bucket(url: str) -> Bucket:
+    """`url` "" for none.  LOOK_S at most: a cloud without keys or network makes one wait much longer."""
+    if not url:
+        return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(lambda: _read_bucket(current_url(url))).result(LOOK_S)
+    except Late:
+        return Bucket(url, note=f"not checked: {url} did not answer within {LOOK_S:.0f} s")
+    except RendezvousError as error:
+        return Bucket(url, note=f"not checked: {str(error).splitlines()[0]}")
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _read_bucket(url: str) -> Bucket:
+    return Bucket(url, read_control(open_store(url)))
+
+
+def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: int) -> list[str]:
+    """Memory, bytes and seconds in words.   model: its folder on this machine, if there is one."""
+    parameters = parameters_within(config, model)
+    if parameters is None:
+        return [
+            f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
+        ]
+    found = footprint(config, parameters, replicas, steps)
+    return lines(found, steps, keep_bytes(config.fleet.keep))
+
+
+def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
+    """From the headers of its files, here or on the Hub; None if nobody can tell within `seconds`."""
+    from diloco.sizing import parameters_in, parameters_of
+
+    if model is not None:
+        return parameters_in(model) or None
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(parameters_of, config).result(seconds)
+    except (Late, ConfigError):
+        return None
+    finally:
+        pool.shutdown(wait=False)
+
+
+def stand_in_url(url: str, places: Sequence[Place], far: Sequence[str]) -> str:
+    """The run's URL, or one that stands for it."""
+    return url or (SOMEWHERE if any(p.executor in far for p in places) else "runs/RUN")

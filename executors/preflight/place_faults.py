@@ -1,0 +1,202 @@
+"""Mistakes in the chosen places: pure functions of config, places and environment.
+
+    idle_devices    --gpu H100:8 while a replica uses one device
+    vllm_missing    inner.vllm = true where no image will have it
+    keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
+    model_far       the model is a folder of this machine, and is published from somewhere else
+    image_fault     an image's name that is none
+    options_fault   sbatch's and SkyPilot's own options (platform_options.py)
+
+Each returns a sentence, or "" if nothing speaks against it.
+
+Not promised: what a Modal secret or an image holds; notes say so.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from diloco.config import RunConfig
+from executors.platforms.multi import Place
+from executors.preflight.platform_options import options_fault
+from executors.preflight.quote import FAR
+from inner.base import InnerError
+from rendezvous.seal import KEY
+
+SAME_MACHINES = ("local", "slurm")  # replicas import what is installed here
+AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> what its store reads from the environment
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+PACKAGES = ("pip", "packages", "setup", "code", "image")  # options that bring more than what is installed here
+REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+
+
+def place_faults(
+    config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """The mistakes, one sentence each, the cheapest to find first."""
+    for place in places:
+        found = (
+            idle_devices(place), image_fault(place), vllm_missing(config, place), keys_missing(url, place, environ),
+            options_fault(place),
+        )  # fmt: skip
+        yield from (fault for fault in found if fault)
+    if fault := model_far(config, places):
+        yield fault
+
+
+def notes_about(
+    config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """Notes about what cannot be checked from here."""
+    for place in places:
+        if place.executor == "modal" and place.secrets and (names := _needed_variables(url, environ)):
+            yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
+        if image := place.options.get("image"):
+            yield _image_words(place, str(image))
+        if config.inner.vllm and any(key in place.options for key in PACKAGES):
+            yield f"not checked: that vLLM is there on {place.executor}, since that image is not looked at from here"
+    far = sorted({p.executor for p in places if p.executor in FAR})
+    endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
+    if far and endpoint and url.startswith("s3://") and not any(endpoint in (*p.secrets, *p.env) for p in places):
+        yield f"not checked: {endpoint} is set here; replicas on {', '.join(far)} need it too, or {url}?endpoint=…"
+
+
+# -------------------------------------------------------------------- devices
+
+
+def idle_devices(place: Place) -> str:
+    for gpu in place.gpu:
+        if (count := device_count(place.executor, gpu)) > 1:
+            one = one_device(place.executor, gpu)
+            return (
+                f"--gpu {gpu} rents {count} GPUs for each replica on {place.executor}, and a replica uses one device: "
+                f"{count - 1} would be billed and idle. Use --gpu {one} and more --replicas"
+            )
+    return ""
+
+
+def device_count(executor: str, gpu: str) -> int:
+    """How many devices that is, in the platform's words; 1 if nobody can tell.   "H100:8" -> 8, "a10g-largex4" -> 4"""
+    found = re.search(r"x(\d+)$" if executor == "hf-jobs" else r":(\d+)$", gpu)
+    return int(found[1]) if found else 1
+
+
+def one_device(executor: str, gpu: str) -> str:
+    return re.sub(r"x\d+$" if executor == "hf-jobs" else r":\d+$", "x1" if executor == "hf-jobs" else "", gpu)
+
+
+# -------------------------------------------------------------------- what is installed there
+
+
+def vllm_missing(config: RunConfig, place: Place) -> str:
+    if not config.inner.vllm or any(key in place.options for key in PACKAGES):
+        return ""
+    if place.executor in SAME_MACHINES:
+        if importlib.util.find_spec("vllm") is not None:
+            return ""
+        where = "is not installed here, where replicas run"
+    else:
+        where = (
+            f"cannot be in the image on {place.executor}: that is built from the versions installed here, and vLLM "
+            f"0.31 wants transformers below 5.18 (here: {_installed_version('transformers')})"
+        )
+    return (
+        f"inner.vllm = true, and vLLM {where}. Leave inner.vllm out, or run from an environment with vllm==0.31.0, "
+        "transformers==5.17.* and huggingface_hub==1.33.*"
+    )
+
+
+def about_missing(package: str, spelling: str, refused: str, places: Sequence[Place]) -> str:
+    """A note for a package that the user's code imports and this machine lacks.  Raises InnerError if replicas do, too.
+
+    Images are built from what is installed here, so only what an option adds can be there and not here.
+    """
+    without = next((p for p in places if p.executor in SAME_MACHINES or not _may_bring(p, package)), None)
+    if without is None:
+        return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
+    where = "here" if without.executor in SAME_MACHINES else f"here, and so not in the image on {without.executor}"
+    raise InnerError(
+        f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "
+        f"{package}` (a file of your own, like {package}.py, does not travel: put it into one file with the code)."
+    )
+
+
+def _may_bring(place: Place, package: str) -> bool:
+    named = " ".join(str(place.options.get(key, "")) for key in ("pip", "packages", "setup")).replace("_", "-")
+    return package.replace("_", "-") in named or any(key in place.options for key in ("image", "code"))
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def image_fault(place: Place) -> str:
+    image = place.options.get("image")
+    if isinstance(image, str) and REFERENCE.fullmatch(image) is None:
+        return (
+            f"--option image={image} is no image's name in a registry; it looks like docker.io/me/image:tag. Nothing "
+            "that is only on this machine can be reached"
+        )
+    return ""
+
+
+def _image_words(place: Place, image: str) -> str:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    has = f"Python {version} and uv" if place.executor == "hf-jobs" else "what a GPU needs"
+    return f"not checked: the image {image}, which must have {has}; our code is added to it"
+
+
+# -------------------------------------------------------------------- secrets
+
+
+def keys_missing(url: str, place: Place, environ: Mapping[str, str]) -> str:
+    """Modal's secrets have names of their own, so there one at least; elsewhere the very variables."""
+    needed = _needed_variables(url, environ)
+    if place.executor not in FAR or not needed:
+        return ""
+    if place.executor == "modal":
+        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed)
+    missing = [n for n in needed if n not in place.secrets and n not in place.env]
+    if not missing:
+        return ""
+    why = "the run key is set here" if missing == [KEY] else f"they write to {url.partition('?')[0]}"
+    options = " ".join(f"--secret {name}" for name in missing)
+    names = ", ".join(missing)
+    return f"replicas on {place.executor} need {names} ({why}), and see nothing of this environment: add {options}"
+
+
+def _modal_words(url: str, needed: Sequence[str]) -> str:
+    values = " ".join(f'{name}="${name}"' for name in needed)
+    return (
+        f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is named. "
+        f"Next: `modal secret create diloco {values}`, then add --secret diloco"
+    )
+
+
+def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:
+    """Variables without which a replica elsewhere cannot take part."""
+    keys = list(NEEDED.get(url.partition("://")[0], ()))
+    temporary = ["AWS_SESSION_TOKEN"] if keys and environ.get("AWS_SESSION_TOKEN") else []
+    return [*keys, *temporary, *([KEY] if environ.get(KEY) else [])]
+
+
+# -------------------------------------------------------------------- the model
+
+
+def model_far(config: RunConfig, places: Sequence[Place]) -> str:
+    """θ₀ is published by a process in the first place."""
+    if places and places[0].executor in FAR and Path(config.inner.model).is_dir():
+        return (
+            f"inner.model = {config.inner.model!r} is a folder of this machine, and the start model is published from "
+            f"{places[0].executor}, which cannot see it. Upload it (`hf upload NAME {config.inner.model}`) and give "
+            "its name, or let the first --place be local"
+        )
+    return ""

@@ -1,0 +1,246 @@
+"""A quote: places and budget as a person asked for them, shown with a price before anything is rented.
+
+    --executor modal --gpu H100 --max-usd 20  ──wanted_places, limits──▶ places, budget
+    places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
+                          └─agree──▶ yes · no · nobody to ask: an error
+                                └─remember──▶ control: places, budget; any supervisor reads them there
+
+Not promised: the bill.  Prices are the platforms' own lists, or a dated table; storage and traffic are not in them.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TextIO, TypeGuard
+
+from diloco.config import ConfigError, RunConfig, check_fleet
+from diloco.launch import Run
+from diloco.sizing import BUILT_IN, parameters_of
+from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
+from executors.platforms.multi import EXECUTORS, FAR, Place, are_places, build_executor, place_of, places_of
+from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
+from executors.preflight.run_url import UsageError, is_folder
+from executors.supervision.costs import Budget, Costs, launch_refusal
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.membership import Wanted, read_control, write_control
+from rendezvous.store import Store
+
+# -------------------------------------------------------------------- where
+
+
+def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
+    """Take what the options name, else what the run had before."""
+    if args.places and args.executor:
+        raise UsageError("--executor is for one place, --place for several; use one of them")
+    if not args.places and not args.executor:
+        if any((args.gpu, args.secrets, args.timeout, args.option, args.pip, args.no_lease)):
+            if not before:
+                raise UsageError(
+                    "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
+                )
+            _check_pip(args.pip, places_of(before))
+            return tuple(_refined_place(p, args) for p in places_of(before))
+        return places_of(before)
+    named = [Place.from_dict(p) for p in args.places or [{"executor": args.executor}]]
+    _check_pip(args.pip, named)
+    for p in named:
+        if p.executor not in EXECUTORS:
+            raise UsageError(f"there is no executor {p.executor!r}; there are {', '.join(EXECUTORS)}")
+    for key, _ in args.option or ():
+        if "." in key and key.partition(".")[0] not in {p.executor for p in named}:
+            raise UsageError(f"--option {key}: none of the places is {key.partition('.')[0]!r}")
+    return tuple(_refined_place(p, args) for p in named)
+
+
+def _check_pip(packages: Sequence[str] | None, places: Sequence[Place]) -> None:
+    if packages and not any(p.executor in FAR for p in places):
+        raise UsageError(
+            f"--pip is for images that are built ({', '.join(FAR)}); replicas on {places[0].executor} use the Python "
+            f"that is here: `pip install {' '.join(packages)}`"
+        )
+
+
+def _refined_place(place: Place, args: argparse.Namespace) -> Place:
+    """One place, with what was said for all of them.  "modal.region=eu" is an option for modal alone."""
+    options = dict(place.options)
+    for key, value in args.option or ():
+        whose, dot, rest = key.partition(".")
+        if not dot or whose == place.executor:
+            options[rest if dot else key] = value
+    if args.pip and place.executor in FAR:
+        options["pip"] = list(args.pip)
+    return Place(
+        executor=place.executor,
+        count=place.count,
+        gpu=place.gpu or tuple(args.gpu or ()),
+        timeout_s=args.timeout or place.timeout_s,
+        secrets=tuple(args.secrets or place.secrets),
+        env=place.env,
+        options=options,
+        lease=place.lease and not args.no_lease,
+    )
+
+
+def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
+    """The same, with options that follow from the run's model, unless a place names them itself.
+
+    Modal bills for what is used: a memory limit.   A model on the Hub: a Volume that keeps it.
+    """
+    if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in places):
+        return tuple(places)
+    cache = {"hub_cache": HUB_VOLUME} if _is_on_hub(config.inner.model) else {}
+    try:
+        options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config))}
+    except ConfigError:  # nobody knows its size here: the platform's own default holds
+        options = cache
+    return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in places)
+
+
+def _is_on_hub(model: str) -> bool:
+    return model not in BUILT_IN and not os.path.isdir(model)
+
+
+def replicas_in(places: Sequence[Place]) -> int | None:
+    """How many the places name, if each names its number."""
+    return sum(p.count for p in places) if all(p.count for p in places) else None
+
+
+def check_reach(url: str, places: Sequence[Place]) -> None:
+    """A folder of this machine is no meeting place for others."""
+    far = sorted({p.executor for p in places if p.executor in FAR})
+    if far and is_folder(url):
+        raise UsageError(
+            f"{url} is a folder of this machine; replicas on {', '.join(far)} cannot reach it. Give a bucket: "
+            "--run s3://bucket/prefix (gs://, az:// and hf://buckets/… too; docs/operations.md says which fits where)"
+        )
+
+
+# -------------------------------------------------------------------- how much
+
+
+def budget_from(args: argparse.Namespace, wanted: Wanted) -> Budget:
+    """Take what the options name, else what the run had before."""
+    return Budget(
+        wanted.max_usd if args.max_usd is None else args.max_usd,
+        wanted.max_hours if args.max_hours is None else args.max_hours,
+        wanted.allow_unknown_price if args.allow_unknown_price is None else args.allow_unknown_price,
+    )
+
+
+@dataclass(frozen=True)
+class Quote:
+    """The effects and the price of a start."""
+
+    places: tuple[Place, ...]
+    plan: LaunchPlan
+    budget: Budget
+    spent: Costs
+
+    @property
+    def free(self) -> bool:
+        return self.plan.usd_per_hour == 0
+
+    def lines(self) -> list[str]:
+        return [*self.plan.lines, *([] if self.free else [self._price_in_words()])]
+
+    def _price_in_words(self) -> str:
+        price = self.plan.usd_per_hour
+        spent = f"${self.spent.usd:.2f} spent so far, " if self.spent.usd else ""
+        if price is None:
+            return f"{spent}nobody knows the price of one of these; {self._limit_in_words()}"
+        return f"{spent}${price:.2f} per hour in all; {self._limit_in_words()}"
+
+    def _limit_in_words(self) -> str:
+        told = []
+        if self.budget.max_usd:
+            told.append(f"${self.budget.max_usd:.2f}{self._hours_left()}")
+        if self.budget.max_hours:
+            told.append(f"{self.budget.max_hours:g} hours")
+        return f"ends by itself before {' or '.join(told)}" if told else "no limit (--max-usd X sets one)"
+
+    def _hours_left(self) -> str:
+        if not self.plan.usd_per_hour:
+            return ""
+        return f" ({max(0.0, self.budget.max_usd - self.spent.usd) / self.plan.usd_per_hour:.1f} hours at this price)"
+
+    def to_dict(self) -> dict[str, Any]:
+        price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
+        limit = {"max_usd": self.budget.max_usd, "max_hours": self.budget.max_hours}
+        return {"plan": list(self.plan.lines), **price, **limit}
+
+
+def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Quote:
+    """Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
+    check_reach(url, places)
+    if budget.limited and not all(p.lease for p in places):
+        raise UsageError("--no-lease and a budget contradict each other: when nobody looks, nobody minds the budget")
+    executor = build_executor(places)
+    try:
+        plan = executor.plan([spec_for(url, place_of(places, slot), slot) for slot in slots])
+    finally:
+        executor.close()
+    if plan.refused:
+        raise ExecutorError(plan.refused[0])
+    if plan.usd_per_hour != 0 and (why := launch_refusal(budget, spent, [plan.usd_per_hour])):
+        raise UsageError(why)
+    return Quote(tuple(places), plan, budget, spent)
+
+
+def spec_for(url: str, place: Place, slot: str) -> ReplicaSpec:
+    return ReplicaSpec(
+        url, slot, env=place.env, gpu=place.gpu, timeout_s=place.timeout_s, secrets=place.secrets,
+    )  # fmt: skip
+
+
+def slots_of(replicas: int) -> list[str]:
+    return [layout.slot_name(i) for i in range(replicas)]
+
+
+def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool:
+    """Is the price right?  What costs nothing is not asked for."""
+    if found.free or yes:
+        return True
+    if not _is_terminal(person := person or sys.stdin):
+        raise UsageError(
+            "this costs money, and there is nobody to ask (stdin is no terminal); add --yes if it is right"
+        )
+    return _ask_person("start it?", person)
+
+
+def yes(question: str, agreed: bool, person: TextIO | None = None) -> bool:
+    """May it be done?   agreed: said beforehand.  Nobody there to ask is a no."""
+    return agreed or (_is_terminal(person := person or sys.stdin) and _ask_person(question, person))
+
+
+def _is_terminal(person: TextIO | None) -> TypeGuard[TextIO]:
+    return person is not None and person.isatty()
+
+
+def _ask_person(question: str, person: TextIO) -> bool:
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return person.readline().strip().lower() in ("y", "yes")
+
+
+# -------------------------------------------------------------------- into the bucket
+
+
+def write_quote(store: Store, clock: Clock, found: Quote) -> None:
+    """Places and budget stand in the run's control records, if they do not already."""
+    wanted = read_control(store)
+    budget = {k: v for k, v in asdict(found.budget).items() if getattr(wanted, k) != v}
+    places = {} if are_places(wanted.places, found.places) else {"places": [p.to_dict() for p in found.places]}
+    if budget or places:
+        write_control(store, clock, **budget, **places)
+
+
+def write_desired(run: Run, clock: Clock, **changed: int) -> None:
+    """The fleet goes on, with these wishes; what was stopped or drained comes back."""
+    wanted = read_control(run.store)
+    fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
+    check_fleet(replace(run.config.fleet, **fleet))
+    news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
+    if news or wanted.stop or wanted.drains:
+        write_control(run.store, clock, **news, resume=wanted.stop or bool(wanted.drains))

@@ -1,0 +1,49 @@
+"""A run's URL, as typed: can it be one, and who can see it?
+
+    runs/mine · file:///an/absolute/path      a folder: processes of machines that share it
+    s3:// gs:// az:// hf://buckets/…           a bucket: anybody with its keys
+    memory://                                  one process: no run of several
+
+Not promised: that the bucket answers; the first read tells.  Light: stores are imported when they are asked for.
+"""
+
+from pathlib import Path
+
+_SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…, az://…, hf://buckets/…"
+
+
+class UsageError(ValueError):
+    """The command cannot mean anything."""
+
+
+def shareable_url(url: str) -> str:
+    """A run that several processes can see."""
+    if url.startswith("memory://"):
+        raise UsageError(f"{url} lives inside one process, replicas are several; use a folder, e.g. --run runs/mine")
+    return checked_url(url)
+
+
+def checked_url(url: str) -> str:
+    """A run that this version can open."""
+    from rendezvous.stores.open import open_store
+
+    if url.startswith(("http://", "https://")):
+        raise UsageError(f"{url} is a web page's address, and a run must be written to: {_SCHEMES}")
+    try:
+        open_store(url)
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from None
+    return url
+
+
+def is_folder(url: str) -> bool:
+    return url.startswith("file://") or "://" not in url
+
+
+def make_folder(url: str) -> None:
+    if not is_folder(url):
+        return
+    try:
+        Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {url}: {error.strerror}. Use another one for --run") from None

@@ -1,0 +1,290 @@
+"""The past, present and allowed costs of a run, from its log alone.
+
+    launched ──(pending … running)──▶ lost, ended        seconds × usd_per_hour = one bill
+      └─ bills ─▶ costs ─┬─ refusal   would this launch pass the budget?   Is its price known?
+                         ├─ over      must the run end now, so that it has ended before the budget is passed?
+                         └─ lease     until when may replicas go on if nobody looks any more?
+
+        spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: of all, the waiting too
+        a launch: + its price · BOOT_S, since a replica that must end before it has booted is money for nothing
+
+A bill runs from the launch to the end that somebody saw, without the time in which it waited for a machine.
+An end that nobody saw is the replica's goodbye, and else now: the sum errs towards too much.
+
+Not promised: what the platform's invoice says.  Storage, traffic and rounding up to minutes are not in it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.runlog.report import SUPERVISOR, Life, Report
+from executors.platforms.base import Plain
+from executors.supervision.slot_state import native_of
+from rendezvous.membership import Wanted
+from rendezvous.records import Beat
+
+BEGINS, ENDS = ("launched", "found"), ("lost", "ended")
+END_S = 60.0  # from "leave now" until nobody runs: a last offer, the goodbye, a kill if need be
+LEASE_S = 1800.0  # a fleet that nobody looks after bills no longer than this
+BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
+
+
+@dataclass(frozen=True)
+class Bill(Plain):
+    """One launch.   usd_per_hour: None if nobody knows.   seconds: billed for so far.   began, ended: Unix time.
+
+    pending: it waits for a machine.
+    """
+
+    slot: str
+    attempt: int
+    executor: str
+    usd_per_hour: float | None
+    began: float
+    seconds: float
+    ended: float | None = None
+    pending: bool = False
+
+    @property
+    def usd(self) -> float:
+        """0 where nobody knows the price."""
+        return (self.usd_per_hour or 0.0) * self.seconds / 3600
+
+    @property
+    def rate(self) -> float:
+        """US dollars per hour, now."""
+        return 0.0 if self.pending else self.rate_soon
+
+    @property
+    def rate_soon(self) -> float:
+        """The same, once it has its machine."""
+        return 0.0 if self.ended is not None else self.usd_per_hour or 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """hours: of the clock, in which anybody was billed for."""
+
+    bills: tuple[Bill, ...] = ()
+    hours: float = 0.0
+
+    @property
+    def usd(self) -> float:
+        return sum(b.usd for b in self.bills)
+
+    @property
+    def rate(self) -> float:
+        """US dollars per hour, now."""
+        return sum(b.rate for b in self.bills)
+
+    @property
+    def rate_soon(self) -> float:
+        """The same, once those that wait for a machine have one: what a budget must reckon with."""
+        return sum(b.rate_soon for b in self.bills)
+
+    @property
+    def rented(self) -> bool:
+        """Does anything run, or wait for a machine, that costs money, as far as anybody knows?"""
+        return any(b.ended is None and b.usd_per_hour != 0 for b in self.bills)
+
+    @property
+    def unknown(self) -> tuple[Bill, ...]:
+        """Bills whose price nobody knows: they are not in any sum."""
+        return tuple(b for b in self.bills if b.usd_per_hour is None)
+
+    def per_slot(self) -> dict[str, float]:
+        return _sum_by_key((b.slot, b.usd) for b in self.bills)
+
+    def per_executor(self) -> dict[str, float]:
+        return _sum_by_key((b.executor, b.usd) for b in self.bills)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs (`diloco costs --json`)."""
+        return {
+            "usd": self.usd,
+            "usd_per_hour": self.rate,
+            "hours": self.hours,
+            "per_slot": self.per_slot(),
+            "per_executor": self.per_executor(),
+            "unknown_price": sorted({b.slot for b in self.unknown}),
+            "bills": [{**b.to_dict(), "usd": b.usd} for b in self.bills],
+        }
+
+
+def _sum_by_key(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for key, value in pairs:
+        sums[key] += value
+    return dict(sorted(sums.items()))
+
+
+# -------------------------------------------------------------------- what it has cost
+
+
+def costs(report: Report, now: float | None = None) -> Costs:
+    """now: Unix time (default: that of the newest sign of life)."""
+    now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
+    bills = list[Bill]()
+    spans = list[tuple[float, float]]()
+    for events in _per_launch(report.events).values():
+        ended = _end_time(events, _goodbye_time(_newest_life(report.lives, events[0]), report.beats))
+        billed = _billed_spans(events, now if ended is None else ended)
+        bills.append(_make_bill(events, ended, sum(to - since for since, to in billed)))
+        spans += billed
+    return Costs(tuple(sorted(bills, key=lambda b: (b.slot, b.attempt))), _union_length(sorted(spans)) / 3600)
+
+
+def _per_launch(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
+    """(slot, attempt, id on its platform) -> its launch and what came after, in the order of time.
+
+    A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
+    of the newest.
+    """
+    found: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    newest: dict[str, int] = {}
+    process: dict[tuple[str, int], str] = {}
+    for e in events:
+        if not e["who"].startswith(SUPERVISOR):
+            continue
+        slot = e["slot"]
+        native = native_of(e)
+        if e["event"] in BEGINS:
+            newest[slot] = e.get("attempt", 1)
+            process[slot, newest[slot]] = native or ""
+            found.setdefault((slot, newest[slot], native or ""), [e])
+        elif e["event"] in ("pending", "running", *ENDS):
+            launch = (slot, e.get("attempt", newest.get(slot, 0)))
+            key = (*launch, process.get(launch, "") if native is None else native)
+            if key in found:
+                found[key].append(e)
+    return found
+
+
+def _newest_life(lives: Iterable[Life], launch: Mapping[str, Any]) -> Life | None:
+    """The last life that this launch has lived: a platform may have restarted it."""
+    slot = launch["slot"]
+    pid = launch.get("pid", 0)
+    place = f"{launch.get('executor', 'local')}/{slot}.{launch.get('attempt', 1)}"
+    own = [x for x in lives if x.slot == slot and (x.host == place or (pid and x.pid == pid))]
+    return max(own, key=lambda x: x.generation, default=None)
+
+
+def _goodbye_time(life: Life | None, beats: Mapping[str, Beat]) -> float | None:
+    """When a life said that it leaves; None if it did not."""
+    if life is None:
+        return None
+    beat = beats.get(life.slot)
+    if beat is not None and beat.generation == life.generation and beat.phase == "left":
+        return beat.at
+    return life.ended if life.how in ("left", "done") else None
+
+
+def _end_time(events: Sequence[Mapping[str, Any]], goodbye: float | None) -> float | None:
+    """When a supervisor saw the end of a launch; else its goodbye."""
+    return next((e["at"] for e in events if e["event"] in ENDS), goodbye)
+
+
+def _billed_spans(events: Sequence[Mapping[str, Any]], end: float) -> list[tuple[float, float]]:
+    """The intervals in which a launch was billed."""
+    since: float | None = _begin_time(events[0])  # None while it waits for a machine
+    spans: list[tuple[float, float]] = []
+    for e in events[1:]:
+        if e["event"] == "pending" and since is not None:
+            if not e.get("first"):  # else it has waited since its launch
+                spans.append((since, e["at"]))
+            since = None
+        elif e["event"] == "running" and since is None:
+            since = e["at"]
+    return spans if since is None else [*spans, (since, max(since, end))]
+
+
+def _begin_time(launch: Mapping[str, Any]) -> float:
+    return launch.get("launched_at") or launch["at"]
+
+
+def _make_bill(events: Sequence[Mapping[str, Any]], ended: float | None, seconds: float) -> Bill:
+    e = events[0]
+    waits = [x["event"] for x in events if x["event"] in ("pending", "running")][-1:] == ["pending"]
+    return Bill(
+        slot=e["slot"],
+        attempt=e.get("attempt", 1),
+        executor=e.get("executor", "local"),
+        usd_per_hour=e.get("usd_per_hour", 0.0),
+        began=_begin_time(e),
+        seconds=seconds,
+        ended=ended,
+        pending=waits and ended is None,
+    )
+
+
+def _union_length(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of sorted intervals."""
+    total = 0.0
+    until = float("-inf")
+    for began, ended in spans:
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
+
+
+# -------------------------------------------------------------------- what it may cost
+
+
+@dataclass(frozen=True)
+class Budget:
+    """0: no limit."""
+
+    max_usd: float = 0.0
+    max_hours: float = 0.0
+    allow_unknown_price: bool = False
+
+    @classmethod
+    def of(cls, wanted: Wanted) -> "Budget":
+        return cls(wanted.max_usd, wanted.max_hours, wanted.allow_unknown_price)
+
+    @property
+    def limited(self) -> bool:
+        return self.max_usd > 0 or self.max_hours > 0
+
+
+def launch_refusal(budget: Budget, spent: Costs, prices: Sequence[float | None]) -> str:
+    """Why replicas at these prices per hour may not be launched; "" if they may."""
+    if None in prices and not budget.allow_unknown_price:
+        return "nobody knows the price of what would be launched; --allow-unknown-price launches it all the same"
+    new = sum(p or 0.0 for p in prices)
+    return _limit_passed(budget, spent, spent.rate_soon + new, "starting this", new * BOOT_S / 3600)
+
+
+def over(budget: Budget, spent: Costs) -> str:
+    """Why the run must end now; "" if it may go on."""
+    return _limit_passed(budget, spent, spent.rate_soon, "going on")
+
+
+def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: float = 0.0) -> str:
+    """boot: US dollars until what is started has booted."""
+    end = END_S / 3600
+    if budget.max_usd and spent.usd + boot + rate * end > budget.max_usd:
+        boots = f" ${boot:.2f} until it has booted, and" if boot else ""
+        return (
+            f"{doing} would pass max_usd = {budget.max_usd:g}: ${spent.usd:.2f} are spent, and{boots} all together, at "
+            f"${rate:.2f} per hour, cost ${rate * end:.2f} more until they have ended; raise --max-usd to go on"
+        )
+    if budget.max_hours and spent.hours + end > budget.max_hours:
+        return (
+            f"{doing} would pass max_hours = {budget.max_hours:g}: it has run for {spent.hours:.2f} hours, and ending "
+            f"takes {END_S:.0f} s; raise --max-hours to go on"
+        )
+    return ""
+
+
+def lease(budget: Budget, spent: Costs, now: float, rate: float | None = None) -> float:
+    """Unix time until which replicas may go on unattended at `rate` (default: theirs)."""
+    rate = spent.rate_soon if rate is None else rate
+    left = [LEASE_S]
+    if budget.max_usd and rate > 0:
+        left.append((budget.max_usd - spent.usd) / rate * 3600 - END_S)
+    if budget.max_hours:
+        left.append((budget.max_hours - spent.hours) * 3600 - END_S)
+    return now + max(0.0, min(left))

@@ -1,0 +1,61 @@
+"""The report to a person about a run's supervisor.
+
+    done                                             the run has all its steps
+    supervised by pid 7 on modal/supervisor.1        its beat is younger than UNHEARD_S
+    … was last heard 3 h 2 min ago                   older: killed, or cut off; how to replace it
+    nobody supervises it; the last one ended: …      its last words, from the log
+
+Not promised: that a silent supervisor is dead; a second one takes over only once the beat is seen to stand still.
+"""
+
+from typing import Any
+
+from diloco import exitcodes
+from diloco.runlog.report import SUPERVISOR, Report
+from executors.supervision import lease
+from rendezvous.clock import Clock
+from rendezvous.membership import read_beat
+from rendezvous.store import Readable
+
+UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run takes a while
+
+
+def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
+    """-> (one line, for `--json`).   store: to read the supervisor's beat from; its claim is in the report."""
+    beat = read_beat(store, SUPERVISOR)
+    holder = lease.still_holding(report.supervisor, beat)
+    end = last_end(report)
+    if holder is None:
+        words = f"; the last one ended with code {end['code']}: {_first_line(end['text'])}" if end else ""
+        return "done" if report.done else f"nobody supervises it{words}", {"supervisor": None, "supervisor_end": end}
+    unheard = round(lease.unheard_s(holder, beat, clock), 1)
+    about = {"pid": holder.pid, "host": holder.host, "unheard_s": unheard}
+    who = f"pid {holder.pid} on {holder.host}"
+    line = f"supervised by {who}"
+    if unheard >= UNHEARD_S:
+        line = (
+            f"! its supervisor ({who}) was last heard {format_duration(unheard)} ago, so nobody may be replacing "
+            f"replicas; "
+            f"`diloco resume {report.url} --detach` starts another if it is dead"
+        )
+    return "done" if report.done else line, {"supervisor": about, "supervisor_end": end}
+
+
+def last_end(report: Report) -> dict[str, Any] | None:
+    """How the newest supervisor that said so has ended; None if that was well, or nobody did."""
+    ends = [e for e in report.of_kind("stopped", "crashed") if e["who"].startswith(SUPERVISOR)]
+    if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
+        return None
+    return {"code": ends[-1]["code"], "text": str(ends[-1].get("text", "")), "at": ends[-1]["at"]}
+
+
+def format_duration(seconds: float) -> str:
+    """ "42 s", "3 min", "3 h 2 min" """
+    minutes = int(seconds // 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,175 @@
+"""One supervisor per run: the slot called "supervisor", held like any other.
+
+    replicas/supervisor/{g}   by put_once: the highest generation may launch
+    alive/supervisor          its beat; another process takes over only once that stands still, or its process is gone
+
+Not promised: exclusion by time.  A supervisor that slept and wakes reads the claim after its own before it acts.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from diloco.host import host_name
+from diloco.runlog.report import SUPERVISOR
+from executors.platforms import processes
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.errors import Fenced, StoreError
+from rendezvous.membership import claim, claims, newest_claim, read_beat
+from rendezvous.records import Beat, Claim
+from rendezvous.store import Readable, Store
+
+FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
+WATCHING = "watching"  # its beat's phase once its first look, and what followed from it, are over
+
+LatestBeat = tuple[int, int, str] | None  # generation, number, phase
+
+
+class Supervised(RuntimeError):
+    """Another process supervises this run."""
+
+
+@dataclass
+class Lease:
+    """The right to launch replicas of one run."""
+
+    store: Store
+    clock: Clock
+    generation: int
+    beats: int = 0
+
+    @classmethod
+    def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
+        """Raises Supervised while another supervisor lives, or wins the race for it."""
+        holder = _newest_holder(store)
+        if holder is not None and _is_alive(store, clock, holder, fresh_s):
+            raise Supervised(f"process {holder.pid} on {holder.host} supervises this run already")
+        try:
+            return cls.seize(store, clock)
+        except Fenced as lost_race:
+            raise Supervised(str(lost_race)) from None
+
+    @classmethod
+    def seize(cls, store: Store, clock: Clock) -> "Lease":
+        """Take the lease from any holder.  Raises Fenced if another process takes it at the same moment."""
+        lease = cls(store, clock, claim(store, clock, SUPERVISOR, host=host_name(), pid=os.getpid()))
+        lease.beat("starting")
+        return lease
+
+    def beat(self, phase: str, note: str = "") -> None:
+        """note: what it has trouble with, for people."""
+        self.beats += 1
+        body = Beat(
+            slot=SUPERVISOR,
+            generation=self.generation,
+            n=self.beats,
+            phase=phase,
+            step=0,
+            inner=0,
+            rate=0.0,
+            at=self.clock.wall(),
+            host=host_name(),
+            pid=os.getpid(),
+            note=note,
+        )
+        try:
+            self.store.put(layout.beat(SUPERVISOR), body.encode())
+        except StoreError:
+            return  # advisory
+
+    @property
+    def lost(self) -> bool:
+        """Has another supervisor taken over?"""
+        return any(True for _ in claims(self.store, SUPERVISOR, self.generation))
+
+
+def _newest_holder(store: Readable) -> Claim | None:
+    return newest_claim(store, SUPERVISOR)
+
+
+def supervisor_of(store: Readable) -> Claim | None:
+    """The claim of the present supervisor, as far as a look without waiting can tell."""
+    return still_holding(_newest_holder(store), read_beat(store, SUPERVISOR))
+
+
+def still_holding(holder: Claim | None, beat: Beat | None) -> Claim | None:
+    """The supervisor that claimed the run last, unless it said goodbye or its process is known to be dead."""
+    if holder is None or _said_goodbye(holder, _as_latest_beat(beat)) or _known_dead(holder):
+        return None
+    return holder
+
+
+def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> Claim | None:
+    """The claim of a supervisor that lives: its process is on this machine, or its beat moves within `fresh_s`.
+
+    A claim without a goodbye is no sign of life: its process may have been killed long ago.
+    """
+    holder = _newest_holder(store)
+    return holder if holder is not None and _is_alive(store, clock, holder, fresh_s) else None
+
+
+def latest_beat(store: Readable) -> LatestBeat:
+    return _read_latest_beat(store)
+
+
+def has_looked_since(store: Readable, before: LatestBeat) -> bool:
+    """Has a supervisor looked at the run since its latest beat was `before`?"""
+    holder, beat = _newest_holder(store), _read_latest_beat(store)
+    if holder is None or beat is None or beat == before:
+        return False
+    return beat[0] == holder.generation and beat[2] == WATCHING
+
+
+def left_since(store: Readable, before: LatestBeat) -> bool:
+    """Has a supervisor said goodbye since its latest beat was `before`?  Then its last words are in the log."""
+    beat = _read_latest_beat(store)
+    return beat is not None and beat != before and beat[2] == "left"
+
+
+def unheard_s(holder: Claim, beat: Beat | None, clock: Clock) -> float:
+    """Seconds since this supervisor's last beat, by the clocks of two machines."""
+    mine = beat is not None and beat.generation == holder.generation
+    return max(0.0, clock.wall() - (beat.at if mine and beat else holder.at))
+
+
+def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
+    """Is it a process of this machine, or does its beat move (or come at all) within `fresh_s`?"""
+    first = _read_latest_beat(store)
+    until = clock.now() + fresh_s
+    while not (_said_goodbye(holder, first) or _known_dead(holder)):
+        if _is_on_this_machine(holder):
+            return True
+        if _read_latest_beat(store) != first:
+            return True
+        if clock.now() >= until:
+            return False
+        clock.sleep(0.05)
+    return False
+
+
+def _read_latest_beat(store: Readable) -> LatestBeat:
+    return _as_latest_beat(read_beat(store, SUPERVISOR))
+
+
+def _as_latest_beat(beat: Beat | None) -> LatestBeat:
+    return None if beat is None else (beat.generation, beat.n, beat.phase)
+
+
+def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
+    return beat is not None and beat[0] == holder.generation and beat[2] == "left"
+
+
+def _is_on_this_machine(holder: Claim) -> bool:
+    """Does it name a process of this machine?  A container's name and pids say nothing to other containers."""
+    return holder.host == host_name() == socket.gethostname()
+
+
+def _known_dead(holder: Claim) -> bool:
+    """A process of this machine that is not there any more."""
+    if not _is_on_this_machine(holder):
+        return False
+    started = processes.start_ticks(holder.pid)
+    if started is None or not processes.is_alive(holder.pid, started):
+        return True
+    return processes.started_at(started) > holder.at + 2.0  # a younger process with its pid

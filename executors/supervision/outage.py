@@ -1,0 +1,159 @@
+"""Platforms that give no news: since when, why, when to ask them again, and what to say meanwhile.
+
+    executor ──poll──▶ fresh statuses ──▶ over
+                    └▶ stale ones     ──▶ asked again after 1, 2, 4 s          (refused: after 1, 2, … 15 s)
+                                          └─▶ told: a refusal (401, 403) at once, a lost answer after a minute;
+                                              then once a minute, and once when the platform answers again
+
+    told ──▶ log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
+
+Every platform says "no news" in the same way (`unanswered` in base.py), so this is the only place that counts it.
+A launch that a platform refuses while the run goes on is told and repeated by the same rules, under the name "launch".
+
+Not promised: what happens on a silent platform; replicas that beat are known to work all the same.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from executors.platforms.base import Handle, Refused, ServerlessExecutor, Status
+from rendezvous.clock import Clock
+
+TELL_S = 60.0  # a lost answer is told after so long, and everything again after so long
+FRESH_S = 1.5 * TELL_S  # what was told is the present state until then
+FIRST_PAUSE_S, LOST_PAUSE_S, REFUSED_PAUSE_S = 1.0, 4.0, 15.0
+LAUNCH = "launch"
+
+
+@dataclass
+class Outage:
+    """One platform without news.   since: per launch.   ask_at: no request before.   told_at: None: not yet."""
+
+    since: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+    refused: bool = False
+    pause: float = 0.0
+    ask_at: float = float("-inf")
+    told_at: float | None = None
+
+    def again(self, now: float, why: str, refused: bool) -> None:
+        """One more request without an answer."""
+        most = REFUSED_PAUSE_S if refused else LOST_PAUSE_S
+        self.pause = min(most, 2 * self.pause) if self.pause else FIRST_PAUSE_S
+        self.why = why
+        self.refused = refused
+        self.ask_at = now + self.pause
+
+    def due(self, now: float) -> bool:
+        """Is it time to say something?"""
+        if self.told_at is not None:
+            return now - self.told_at >= TELL_S
+        return self.refused or now - self.began >= TELL_S
+
+    @property
+    def began(self) -> float:
+        return min(self.since.values())
+
+
+class Outages:
+    """All platforms of one run, as one supervisor asks them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[str, Outage] = {}
+        self._last: dict[Handle, Status] = {}  # of launches whose platform is not asked now
+        self._over: list[dict[str, Any]] = []
+
+    def poll(self, executor: ServerlessExecutor, handles: Iterable[Handle]) -> list[Status]:
+        """As `executor.poll`, but what a silent platform has not told is asked for only when its pause is over.
+
+        handles: all that count; an outage of others is over.
+        """
+        handles = list(handles)
+        asked = [h for h in handles if h not in self._last or not self.waits(h.executor)]
+        found = dict(zip(asked, executor.poll(asked) if asked else [], strict=True))
+        stale = {h: s for h, s in found.items() if s.stale}
+        self._last = {h: s for h, s in self._last.items() if h in handles and h not in found} | stale
+        for name in {h.executor for h in asked} | set(self._open) - {LAUNCH}:
+            self._note_poll(name, [s for h, s in stale.items() if h.executor == name])
+        return [found[h] if h in found else self._last[h] for h in handles]
+
+    def waits(self, name: str) -> bool:
+        """Is it too early to ask this platform again?"""
+        outage = self._open.get(name)
+        return outage is not None and self._clock.now() < outage.ask_at
+
+    def failed(self, name: str, slots: Iterable[str], error: Exception) -> None:
+        """A request that is no poll had no success."""
+        outage = self._open.setdefault(name, Outage())
+        now = self._clock.now()
+        for slot in slots:
+            outage.since.setdefault(slot, now)
+        outage.again(now, str(error), isinstance(error, Refused))
+
+    def answered(self, name: str) -> None:
+        """It answers again, or nobody asks any more."""
+        outage = self._open.pop(name, None)
+        if outage is not None and outage.told_at is not None:
+            seconds = round(self._clock.now() - outage.began, 1)
+            self._over.append({"event": "platform_answers", "platform": name, "seconds": seconds})
+
+    def _note_poll(self, name: str, stale: Sequence[Status]) -> None:
+        """stale: what it did not tell just now."""
+        silent = [launch_name(h) for h in self._last if h.executor == name]
+        if not silent:
+            return self.answered(name)
+        outage = self._open.setdefault(name, Outage())
+        now = self._clock.now()
+        outage.since = {launch: outage.since.get(launch, now) for launch in silent}
+        if stale:
+            trouble = next((s for s in stale if s.refused), stale[0])
+            outage.again(now, trouble.trouble or trouble.reason, trouble.refused)
+
+    # ------------------------------------------------------------------ what is said
+
+    def news(self) -> list[dict[str, Any]]:
+        """Events for the log that are due now."""
+        now, (over, self._over) = self._clock.now(), (self._over, [])
+        for name, outage in self._open.items():
+            if outage.due(now):
+                outage.told_at = now
+                over.append(_silence_event(name, outage, now))
+        return over
+
+    @property
+    def note(self) -> str:
+        """For the beat: outages that were reported and are not over."""
+        now = self._clock.now()
+        return "; ".join(
+            outage_in_words(_silence_event(n, o, now)) for n, o in self._open.items() if o.told_at is not None
+        )
+
+
+def _silence_event(name: str, outage: Outage, now: float) -> dict[str, Any]:
+    seconds = round(now - outage.began, 1)
+    about = {"event": "platform_silent", "platform": name, "slots": sorted(outage.since), "seconds": seconds}
+    return {**about, "refused": outage.refused, "text": outage.why}
+
+
+def launch_name(handle: Handle) -> str:
+    return f"{handle.slot}.{handle.attempt}"
+
+
+def outage_in_words(event: Mapping[str, Any]) -> str:
+    """One line for people."""
+    slots = ", ".join(map(str, event.get("slots", ())))
+    seconds = event.get("seconds", 0)
+    launches = event.get("platform") == LAUNCH
+    name = "the platform" if launches else event.get("platform")
+    what = f"{'cannot start' if launches else 'no news of'} {slots}"
+    verb = "refuses us" if event.get("refused") else "gives no answer"
+    return f"{name} {verb}, for {seconds:.0f} s: {what}; {event.get('text', '')}"
+
+
+def open_outages(events: Sequence[Mapping[str, Any]], now: float) -> list[str]:
+    """Outages that the log reports and that have not ended.   now: Unix time."""
+    newest = {e.get("platform"): e for e in events if e["event"] in ("platform_silent", "platform_answers")}
+    silent = [e for e in newest.values() if e["event"] == "platform_silent" and now - e["at"] < FRESH_S]
+    return [outage_in_words(e) for e in silent]

@@ -1,0 +1,207 @@
+"""The supervisor's next actions: a pure function of the desired and the observed state.
+
+    desired ─┐                    Launch    nobody runs this slot
+             ├─▶ plan ─▶ actions  Replace   its replica is gone, or stands still
+    observed ┘                    Fence     it was told to end for that, and does not
+                                  Drain     runs, and is not wanted any more
+                                  Cancel    the same, and it cannot hear or does not go
+                                  Wait      not now, and why
+                                  GiveUp    starting it again would change nothing
+
+A slot is one replica's place.  A replica that ended well (DONE), or because we asked, is never started again; nor is
+a slot that a newer generation holds, as long as that one beats.  A platform may restart a process by itself: while it
+says RUNNING, the slot is its business until `restart_grace_s` of silence; then it is ended first, or fenced, and only
+then started again.  A replica that waits for a machine (PENDING) is not silent.
+
+Not promised: that two supervisors never launch one slot twice.  They would; the supervisor's own claim prevents
+two of them, and the claim of the slot fences the older replica if all else fails.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco import exitcodes
+from executors.platforms.base import State
+from executors.platforms.processes import describe_exit
+
+Holder = Literal["none", "unknown", "beating", "silent", "left"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """failures: ends in a row by a replica's own fault, without one pseudogradient counted, before we give up.
+
+    losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
+    silent_s: a running process of this machine whose beat stands still for so long is replaced.
+    restart_grace_s: the same on a platform, which may start it again by itself.   boot_s: before its first beat there.
+    fence_s: from telling it to end until its slot is taken from it.   drain_s: for leaving by itself, once asked.
+    """
+
+    failures: int = 3
+    losses: int = 10
+    backoff_s: float = 1.0
+    backoff_most_s: float = 60.0
+    silent_s: float = 120.0
+    restart_grace_s: float = 600.0
+    boot_s: float = 1800.0
+    fence_s: float = 60.0
+    drain_s: float = 60.0
+
+    def pause(self, losses: int) -> float:
+        """Seconds between the latest of `losses` ends in a row and the next start."""
+        return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
+
+
+@dataclass(frozen=True)
+class Desired:
+    """slots: who should run.   done: the run has all its steps.   ending: somebody asked us to stop."""
+
+    slots: frozenset[str]
+    done: bool = False
+    ending: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One slot.   state, exit_code, reason: of the process launched last (None: none known).
+
+    holder: what the slot's newest generation does, by its heartbeat, whoever launched it.
+    silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
+    native: a platform runs it.   beaten: its heart has been heard.
+    replacing_s, draining_s: since we told it to end, to start it anew or for good (None: we did not).
+    """
+
+    slot: str
+    state: State | None = None
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    holder: Holder = "none"
+    silent_s: float = 0.0
+    losses: int = 0
+    failures: int = 0
+    reason: str = ""
+    native: bool = False
+    beaten: bool = True
+    replacing_s: float | None = None
+    draining_s: float | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.state is not None and not self.state.ended
+
+
+@dataclass(frozen=True)
+class Action:
+    slot: str
+    why: str
+
+
+class Launch(Action):
+    """Start it."""
+
+
+class Replace(Action):
+    """End what is left of it, and start it again."""
+
+
+class Fence(Action):
+    """Take its slot from it, as it does not end."""
+
+
+class Drain(Action):
+    """Ask it to go."""
+
+
+class Cancel(Action):
+    """End it for good."""
+
+
+class Wait(Action):
+    """Nothing yet."""
+
+
+class GiveUp(Action):
+    """End the run: this slot cannot be brought to life."""
+
+
+def plan(desired: Desired, observed: Iterable[Seen], now: float, limits: Limits = Limits()) -> list[Action]:
+    """One action per slot that needs one; none for slots that are as desired."""
+    found = [_action_for(desired, seen, now, limits) for seen in observed]
+    return [action for action in found if action is not None]
+
+
+def _action_for(desired: Desired, s: Seen, now: float, limits: Limits) -> Action | None:
+    if s.running:
+        return _about_running(desired, s, limits)
+    if desired.done or desired.ending or s.slot not in desired.slots:
+        return None
+    if s.exit_code == exitcodes.DONE or (s.state is State.CANCELLED and s.replacing_s is None):
+        return None
+    if s.holder == "beating":
+        return Wait(s.slot, "a process that was launched elsewhere holds it")
+    if s.holder == "unknown":
+        return Wait(s.slot, "looking whether its heartbeat moves")
+    return _about_ended(s, now, limits)
+
+
+def _about_running(desired: Desired, s: Seen, limits: Limits) -> Action | None:
+    if desired.ending or (s.slot not in desired.slots and not desired.done):
+        return _about_unwanted(s, limits)
+    if desired.done:
+        return None
+    if s.replacing_s is not None:
+        if s.replacing_s >= limits.fence_s:
+            return Fence(s.slot, f"it has not ended within {s.replacing_s:.0f} s")
+        return Wait(s.slot, "told to end, to be started again")
+    if s.state is State.RUNNING and s.silent_s >= _silence_limit_s(s, limits):
+        what = "its heartbeat has stood still" if s.beaten else "it runs without a heartbeat"
+        return Replace(s.slot, f"{what} for {s.silent_s:.0f} s")
+    return None
+
+
+def _about_unwanted(s: Seen, limits: Limits) -> Action:
+    if s.state is State.PENDING:
+        return Cancel(s.slot, "no longer wanted, and still waiting for a machine")
+    if s.draining_s is not None and s.draining_s >= limits.drain_s:
+        return Cancel(s.slot, f"no longer wanted, and it has not left within {s.draining_s:.0f} s")
+    return Drain(s.slot, "no longer wanted")
+
+
+def _silence_limit_s(s: Seen, limits: Limits) -> float:
+    if not s.native:
+        return limits.silent_s
+    return limits.restart_grace_s if s.beaten else limits.boot_s
+
+
+def _about_ended(s: Seen, now: float, limits: Limits) -> Action:
+    if s.state is None:
+        return Launch(s.slot, "nobody runs it")
+    if (hopeless := _give_up_reason(s, limits)) is not None:
+        return GiveUp(s.slot, hopeless)
+    left = s.ended_at + limits.pause(s.losses) - now
+    if left > 0:
+        return Wait(s.slot, f"{_end_in_words(s)}; trying again in {left:.0f} s")
+    return Replace(s.slot, _end_in_words(s))
+
+
+def _end_in_words(s: Seen) -> str:
+    """How it ended."""
+    if s.replacing_s is not None:
+        return "ended because it was silent"
+    if s.exit_code == exitcodes.FENCED:
+        return "fenced by a generation that is silent now"
+    return s.reason if s.exit_code is None and s.reason else describe_exit(s.exit_code)
+
+
+def _give_up_reason(s: Seen, limits: Limits) -> str | None:
+    """Why another start would change nothing, or None."""
+    if s.exit_code == exitcodes.USER_ERROR:
+        return "its configuration, files or model are wrong"
+    if s.exit_code == exitcodes.GAVE_UP:
+        return "nothing moved for too long"
+    if s.failures >= limits.failures:
+        return f"failed {s.failures} times in a row ({_end_in_words(s)})"
+    if s.losses >= limits.losses:
+        return f"ended {s.losses} times in a row before its work counted ({_end_in_words(s)})"
+    return None

@@ -1,0 +1,242 @@
+"""End a run's replicas, and prove it.
+
+    control: stop ─▶ replicas offer what they have and leave ─▶ after `grace_s`: no supervisor may launch any more
+                                                             ─▶ cancelled on every platform, kill -9 on this machine
+                                                             ─▶ polled until each launch has ended
+                                                             ─▶ each platform's list looked through for the run's label,
+                                                                until nothing lives and no list can lag any more
+                                                             ─▶ every heartbeat looked at once more: none moves
+
+Not promised: an end for processes on machines that we cannot signal; their heartbeat tells, and so do we.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from diloco import exitcodes
+from diloco.journal import Journal
+from diloco.runlog.report import SUPERVISOR
+from executors.platforms import processes
+from executors.platforms.base import Handle, ServerlessExecutor, State, Status
+from executors.platforms.on_host.executor import claimed_process, newest_claims
+from executors.supervision.launches import LAG_S, Launches
+from executors.supervision.lease import Lease, supervisor_of
+from executors.supervision.outage import launch_name
+from executors.supervision.slot_state import begin_fields, end_fields
+from rendezvous.clock import Clock
+from rendezvous.errors import Fenced
+from rendezvous.membership import read_beat
+from rendezvous.records import Beat, Claim
+from rendezvous.salvage import write_stop
+from rendezvous.store import Store
+
+LOOK_S = 1.0  # how long a heartbeat must stand still to be called silent; they move every 0.2 s
+KILLED_S = 5.0  # how long a killed process may take to vanish
+CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and how long it may take to say that somebody has ended
+PAUSE_S, ASK_S = 0.1, 1.0  # between two looks at this machine and the bucket, and at a platform
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one slot's newest generation, or of a launch on a platform.   live: it has not ended."""
+
+    name: str
+    live: bool
+    text: str
+
+
+def stop_run(
+    store: Store,
+    clock: Clock,
+    grace_s: float,
+    say: Callable[[str], None],
+    executor: ServerlessExecutor | None = None,
+) -> list[End]:
+    """Ask everybody to leave, wait, end who stays, look again; -> one End per slot and launch, and the supervisor's.
+
+    executor: where replicas live (default: as the run's control records say).
+    """
+    if lost := write_stop(store, clock):
+        say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
+    say("asked every replica to leave; they offer what they have first")
+    launches = Launches(store, executor)
+    try:
+        launches.cancel(launches.waiting, 0.0)  # they hear nothing yet
+        _wait_until_ended(store, clock, grace_s, launches)
+        launches.refresh()  # a supervisor may have launched something meanwhile
+        lease = _seize_if_needed(store, clock, launches)
+        _end_remaining(store, clock, grace_s, say, launches)
+        left = _sweep_until_none(clock, say, launches)
+        if launches.strangers and lease is None:
+            lease = _seize_if_needed(store, clock, launches)
+        _write_down(store, clock, lease, launches)
+        return [*prove_ends(store, clock, launches), *(End("platform", True, text) for text in left)]
+    finally:
+        launches.close()
+
+
+def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
+    """The supervisor's lease, so that nobody launches any more, if there is anything left to do."""
+    if not (launches.look() or launches.unbooked or launches.strangers) and supervisor_of(store) is None:
+        return None
+    with suppress(Fenced):
+        return Lease.seize(store, clock)
+    return None
+
+
+def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:
+    """Kill or cancel every replica that has not left."""
+    there = launches.there
+    local = {(h.pid, h.started): h for h in [*(h for h in there if not h.native), *_local_processes(store)]}
+    for handle in local.values():
+        if processes.send_signal(handle.pid, handle.started, signal.SIGKILL, group=True):
+            say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
+    rented = [h for h in there if h.native]
+    for h in rented:
+        say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; cancelled")
+    launches.cancel(rented, CANCEL_S)
+    if rented:
+        _wait_until_ended(store, clock, CANCELLED_S, launches)
+    _wait_until_ended(store, clock, KILLED_S, launches)
+
+
+def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
+    """Cancel again and again what still lives under the run's label, also what a list shows late; -> what remains."""
+    if not launches.labelled:
+        return []
+    began = clock.now()
+    told = set[str]()
+    lag_s = launches.lag_s(clock.wall())
+    while True:
+        there = launches.sweep()
+        for text in [text for text in there if text not in told]:
+            told.add(text)
+            say(f"{text}: nobody was looking after it; cancelled")
+        waited = clock.now() - began
+        if (not there and waited >= lag_s) or waited >= CANCELLED_S or launches.out_of_reach:
+            return there
+        clock.sleep(ASK_S)
+
+
+def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launches) -> None:
+    """Ends that no supervisor has seen: their bills are closed."""
+    if lease is None:
+        return
+    journal = Journal(store, clock, SUPERVISOR, lease.generation)
+    launches.read_log()  # the supervisor that ended just now may have written some of them down
+    for handle in launches.strangers:
+        journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; nobody wrote it down")
+        journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
+    for status in launches.unbooked:
+        journal.emit("ended", **end_fields(status))
+    journal.emit("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
+    journal.flush()
+    lease.beat("left")
+
+
+# -------------------------------------------------------------------- the proof
+
+
+def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
+    """One End per replica that claimed a slot or was launched elsewhere, with the proof that it ended (or not)."""
+    over = launches.ended_places
+    claims = newest_claims(store.url)
+    before = {c.slot: _beat_of_claim(store, c) for c in claims}
+    if any(_may_beat(before[c.slot]) and c.host not in over and claimed_process(store.url, c) is None for c in claims):
+        clock.sleep(LOOK_S)
+    found = [_prove_claim_end(store, c, before[c.slot], over) for c in claims]
+    found += [_launch_end(launches, h) for h in launches.there]
+    found += _never_began(launches, {c.slot for c in claims})
+    supervisor = _other_supervisor(store)
+    if supervisor is not None:
+        found.append(End("supervisor", True, f"pid {supervisor.pid} on {supervisor.host} has not ended yet"))
+    if launches.out_of_reach:
+        found.append(End("platforms", True, f"not all of them could be asked: {launches.out_of_reach}"))
+    return found
+
+
+def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
+    """Launches of slots that nobody ever claimed: there is no heartbeat of them."""
+    over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
+    found = [
+        End(
+            launch_name(s.handle),
+            False,
+            f"{s.handle.executor} ({s.handle.native or 'no process'}): {s.state}, {s.reason}",
+        )
+        for s in over
+        if s.handle.slot not in (*claimed, SUPERVISOR)
+    ]
+    if not found and not claimed and launches.begun:
+        text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"
+        found.append(End("launches", False, text))
+    return found
+
+
+def _launch_end(launches: Launches, handle: Handle) -> End:
+    status = launches.statuses[handle.slot, handle.attempt]
+    where = f"{handle.executor} ({handle.native or handle.pid})"
+    text = f"{where} could not be asked: {status.trouble}" if status.stale else f"still {status.state} on {where}"
+    return End(f"{handle.slot}.{handle.attempt}", True, text)
+
+
+def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[str]) -> End:
+    name = f"{claim.slot}-{claim.generation}"
+    process = claimed_process(store.url, claim)
+    if process is not None:
+        return End(name, True, f"pid {process.pid} still runs")
+    now = _beat_of_claim(store, claim)
+    if now is not None and now.phase == "left":
+        return End(name, False, f"left at outer step {now.step}")
+    if now is not None and before is not None and now.n != before.n and claim.host not in over:
+        return End(name, True, f"its heartbeat moves, from {claim.host or 'an unknown machine'} (pid {claim.pid})")
+    return End(name, False, "gone without a goodbye" + ("" if now is None else f", last seen at outer step {now.step}"))
+
+
+def _wait_until_ended(store: Store, clock: Clock, seconds: float, launches: Launches) -> None:
+    """Until nobody is there any more, at most so long."""
+    until = clock.now() + seconds
+    asked = float("-inf")
+    moved: dict[str, int] = {}
+    while clock.now() < until:
+        if clock.now() - asked >= (ASK_S if any(h.native for h in launches.there) else 0.0):
+            launches.look()
+            asked = clock.now()
+        over = launches.ended_places
+        waiting = [c for c in newest_claims(store.url) if c.host not in over and _may_be_alive(store, c, moved)]
+        if not waiting and not launches.there and _other_supervisor(store) is None:
+            return
+        clock.sleep(PAUSE_S)
+
+
+def _other_supervisor(store: Store) -> Claim | None:
+    """The claim of the supervisor, unless this process holds the lease in order to end the run."""
+    holder = supervisor_of(store)
+    return None if holder is not None and holder.pid == os.getpid() else holder
+
+
+def _may_be_alive(store: Store, claim: Claim, moved: dict[str, int]) -> bool:
+    """Does it run here, or may it still beat elsewhere?  (Elsewhere: until it says goodbye or the time is over.)"""
+    if claimed_process(store.url, claim) is not None:
+        return True
+    beat = _beat_of_claim(store, claim)
+    if not _may_beat(beat) or beat is None:
+        return False
+    first = moved.setdefault(claim.slot, beat.n)
+    return beat.n != first
+
+
+def _may_beat(beat: Beat | None) -> bool:
+    return beat is not None and beat.phase != "left"
+
+
+def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:
+    beat = read_beat(store, claim.slot)
+    return beat if beat is not None and beat.generation == claim.generation else None
+
+
+def _local_processes(store: Store) -> list[Handle]:
+    return [h for c in newest_claims(store.url) if (h := claimed_process(store.url, c)) is not None]

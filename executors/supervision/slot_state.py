@@ -1,0 +1,291 @@
+"""The state of one slot, as far as a supervisor knows.
+
+    log in the bucket ──▶ past ──▶ Track ◀── polls (what the platform says)
+                                     │   ◀── beats (what the replica says)
+                                     └─▶ Seen, for the plan
+
+A heartbeat is a handle's if it comes from its place on a platform, or from its pid on this machine.
+
+Not promised: how a launch ended that nobody polled; it is counted when the next supervisor finds it.
+"""
+
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco import exitcodes
+from diloco.runlog.report import SUPERVISOR, Life
+from executors.platforms.base import Handle, State, Status
+from executors.supervision.plan import Holder, Seen
+from rendezvous.fields import checked
+from rendezvous.records import Beat
+
+LOCAL = "local"
+LOST_LEASE = 3  # how a supervisor ends when another one has taken over
+BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
+
+
+def is_from_launch(handle: Handle, who: Beat | Life) -> bool:
+    """Does this heartbeat or life come from that launch?"""
+    if handle.place:
+        return who.host == handle.place
+    return (who.host, who.pid) == (handle.host, handle.pid)
+
+
+def can_be_asked(handle: Handle) -> bool:
+    """Can we ask how it is?  Processes of other machines are known by their heartbeat alone."""
+    return bool(handle.native) or handle.executor != LOCAL or handle.host == socket.gethostname()
+
+
+def begin_fields(handle: Handle) -> dict[str, Any]:
+    """How the log tells a launch, for the bill and for the next supervisor."""
+    about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
+    price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
+    return {**about, **price, "handle": handle.to_dict()}
+
+
+def end_fields(status: Status) -> dict[str, Any]:
+    """How the log tells an end."""
+    h = status.handle
+    about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
+    return {**about, "native": h.native, "exit_code": status.exit_code, "reason": status.reason}
+
+
+@dataclass(frozen=True)
+class Past:
+    """A slot's past, from the log.
+
+    attempt: the highest number used.   losses, failures: ends in a row; the last one at `ended_at` (Unix time) left
+    `state`.   open: launches that nobody saw end.   pending: the newest of them waited for a machine.
+    """
+
+    attempt: int = 0
+    losses: int = 0
+    failures: int = 0
+    ended_at: float = 0.0
+    state: State | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    open: tuple[Handle, ...] = ()
+    pending: bool = False
+
+
+def past(events: Iterable[Mapping[str, Any]]) -> dict[str, Past]:
+    """Per slot, from what supervisors wrote down (Report.events).
+
+    Counting starts anew after an end that a person has seen: everybody gone, or the run given up.
+    """
+    found: dict[str, Past] = {}
+    for e in events:
+        if not e["who"].startswith(SUPERVISOR):
+            continue
+        kind, slot = e["event"], e["slot"]
+        if kind == "gave_up_on" or (kind == "stopped" and e.get("code") != LOST_LEASE):
+            found = {s: Past(p.attempt, open=p.open, pending=p.pending) for s, p in found.items()}
+        elif kind in ("pending", "running") and slot in found:
+            found[slot] = replace(found[slot], pending=kind == "pending")
+        elif kind in ("launched", "found", "lost", "ended"):
+            found[slot] = _history_after(found.get(slot, Past()), e)
+    return found
+
+
+def _history_after(p: Past, e: Mapping[str, Any]) -> Past:
+    attempt = e.get("attempt", p.attempt)
+    others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
+    if e["event"] in ("launched", "found"):
+        launched = handle_in(e)
+        still = (*others, *([launched] if launched else []))
+        return Past(
+            attempt=max(p.attempt, attempt),
+            losses=p.losses,
+            failures=p.failures,
+            ended_at=p.ended_at,
+            state=p.state,
+            exit_code=p.exit_code,
+            reason=p.reason,
+            open=still,
+        )
+    if e["event"] == "ended":
+        return replace(p, open=others) if attempt < p.attempt or e.get("twin") else Past(p.attempt, open=others)
+    losses, failures = count_end(p.losses, p.failures, e.get("useful", True), e.get("own_fault", False))
+    state = State(e["state"]) if e.get("state") in list(State) else State.LOST
+    code = e.get("exit_code")
+    return Past(
+        attempt=p.attempt,
+        losses=losses,
+        failures=failures,
+        ended_at=e["at"],
+        state=state,
+        exit_code=code,
+        reason=e.get("reason", ""),
+        open=others,
+    )
+
+
+def native_of(e: Mapping[str, Any]) -> str | None:
+    """The id, on its platform, of the process that an event speaks of; None where it does not say."""
+    handle = e.get("handle") or {}
+    found = e.get("native", handle.get("native"))
+    return found if isinstance(found, str) else None
+
+
+def same_process(native: str | None, other: str) -> bool:
+    """An event that names no process speaks of whichever its launch had."""
+    return native is None or native == other
+
+
+def handle_in(e: Mapping[str, Any]) -> Handle | None:
+    """The launched handle, if the event has a valid one."""
+    try:
+        return checked(Handle, e["handle"])
+    except (KeyError, ValueError):
+        return None
+
+
+def count_end(losses: int, failures: int, useful: bool, own_fault: bool) -> tuple[int, int]:
+    """Ends in a row after one more: from zero if its life had brought something."""
+    return 1 + (0 if useful else losses), own_fault + (0 if useful else failures)
+
+
+@dataclass
+class Track:
+    """The state of one slot.
+
+    handle, status: of the process that runs it or was the last to.   attempt: the highest number used so far.
+    gone: a launch that is known to have ended.   beat: as last seen, since when, how often it moved.
+    running_since: when it was first seen to run.   ran: it may have, before us.
+    pending: the log says that it waits for a machine.
+    replacing_at, draining_at: when we told it to end, to start it anew or for good.
+    cancelled: when we told the platform so, and with how much grace.
+    """
+
+    slot: str
+    handle: Handle | None = None
+    status: Status | None = None
+    attempt: int = 0
+    launches: int = 0
+    launched_at: float = 0.0
+    gone: Handle | None = None
+    ended_at: float = 0.0
+    losses: int = 0
+    failures: int = 0
+    beat: tuple[int, int] | None = None
+    beaten: bool = False
+    moves: int = 0
+    moved_at: float | None = None
+    still_since: float = 0.0
+    running_since: float | None = None
+    ran: bool = False
+    pending: bool = False
+    replacing_at: float | None = None
+    draining_at: float | None = None
+    cancelled: tuple[float, float] | None = None
+
+    @classmethod
+    def after(cls, slot: str, past: Past, found: Status | None, clock_now: float, wall: float) -> "Track":
+        """A slot as it was before us: its process goes on if it runs; an end that nobody has counted is still to come.
+
+        found: what runs it, or the last that did.
+        """
+        number = max(past.attempt, found.handle.attempt if found else 0)
+        uncounted = found is not None and any(h.attempt == found.handle.attempt for h in past.open)
+        if found is not None and (not found.state.ended or uncounted):
+            track = cls(slot, found.handle, Status(found.handle, State.STARTING), number)
+            track.still_since = track.ended_at = clock_now
+            track.pending = past.pending
+            track.ran = not past.pending
+        else:
+            track = cls(slot, attempt=number, gone=found.handle if found else None)
+        track.losses, track.failures = past.losses, past.failures
+        if track.handle is None and past.state is not None:
+            ghost = found.handle if found else Handle("", slot, past.attempt, "")
+            track.status = Status(ghost, past.state, past.reason, past.exit_code)
+            track.ended_at = clock_now - max(0.0, wall - past.ended_at)
+        return track
+
+    @property
+    def running(self) -> bool:
+        return self.handle is not None and self.status is not None and not self.status.state.ended
+
+    def launched(self, handle: Handle, now: float) -> None:
+        """Note a new launch."""
+        self.handle = handle
+        self.status = Status(handle, State.STARTING)
+        self.attempt = handle.attempt
+        self.launches = self.launches + 1
+        self.launched_at = now
+        self.still_since = now
+        self.beaten = False
+        self.running_since = None
+        self.ran = False
+        self.pending = False
+        self.replacing_at = self.draining_at = self.cancelled = None
+
+    def forget(self) -> None:
+        """Clear the slot: it is not desired any more, and its process has ended."""
+        self.handle = None
+        self.status = None
+        self.losses = 0
+        self.failures = 0
+        self.replacing_at = self.draining_at = self.cancelled = None
+
+    def polled(self, status: Status, now: float) -> None:
+        """Note the platform's status."""
+        was_running = self.running
+        self.status = status
+        if status.state is State.RUNNING and self.running_since is None:
+            self.running_since = now
+            self.ran = True
+        if was_running and status.state.ended:
+            self.ended_at = now
+            self.gone = status.handle
+
+    def heard(self, beat: Beat, now: float, fresh_s: float) -> None:
+        """Note the slot's heartbeat, which knows better than a platform whether the replica runs."""
+        seen = (beat.generation, beat.n)
+        if seen != self.beat:
+            self.moves, self.moved_at = (0, None) if self.beat is None else (self.moves + 1, now)
+            self.beat = seen
+            self.still_since = now
+        if self.handle is None or beat.phase == "left" or not is_from_launch(self.handle, beat):
+            return
+        self.beaten = True
+        s = self.status
+        fresh = self.moved_at is not None and now - self.moved_at < fresh_s
+        if fresh and s is not None and s.state in (State.PENDING, State.STARTING):
+            self.polled(replace(s, state=State.RUNNING), now)
+
+    def seen(self, beat: Beat | None, now: float, fresh_s: float) -> Seen:
+        """The observation of this slot, for the plan."""
+        s, since = self.status, lambda at: None if at is None else now - at
+        return Seen(
+            slot=self.slot,
+            state=s.state if s else None,
+            exit_code=s.exit_code if s else None,
+            ended_at=self.ended_at,
+            holder=self._classify_holder(beat, now, fresh_s),
+            silent_s=self._silent_s(beat, now),
+            losses=self.losses,
+            failures=self.failures,
+            reason=s.reason if s else "",
+            native=bool(self.handle and self.handle.native),
+            beaten=self.beaten,
+            replacing_s=since(self.replacing_at),
+            draining_s=since(self.draining_at),
+        )
+
+    def _silent_s(self, beat: Beat | None, now: float) -> float:
+        """How long its own heart has stood still, or not begun to beat."""
+        if self.handle is not None and beat is not None and is_from_launch(self.handle, beat):
+            return now - self.still_since
+        return 0.0 if self.running_since is None else now - self.running_since
+
+    def _classify_holder(self, beat: Beat | None, now: float, fresh_s: float) -> Holder:
+        if beat is None:
+            return "none"
+        if beat.phase == "left":
+            return "left"
+        if now - self.still_since >= fresh_s or (self.gone is not None and is_from_launch(self.gone, beat)):
+            return "silent"
+        return "beating" if self.moves else "unknown"

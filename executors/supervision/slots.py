@@ -1,0 +1,244 @@
+"""The slots of a run as one supervisor sees them, and the launches that it must not lose sight of.
+
+    platforms ──find, poll──┐                                     ┌─▶ seen      for the plan
+    log: launched, ended ───┴──▶ tracks: one per slot ────────────┤
+                                 strays: replaced, not yet ended  ├─▶ log: found, pending, running, lost, ended
+                                 twins: no launch of ours names them, or a second process of one
+
+Every launch that is not known to have ended is in a track or a stray, also after a restart of the supervisor.  A
+process that a platform lists and nobody wrote down (the answer to its launch was lost) is written down, so that it is
+billed, and ended: of two processes of one launch the platform's executor keeps the oldest.
+
+Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from diloco import exitcodes
+from diloco.launch import Run
+from diloco.runlog.report import SUPERVISOR, Report
+from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status, orphans
+from executors.supervision.outage import Outages, launch_name
+from executors.supervision.plan import Seen
+from executors.supervision.slot_state import (
+    BLAMELESS,
+    Past,
+    Track,
+    begin_fields,
+    can_be_asked,
+    count_end,
+    end_fields,
+    is_from_launch,
+    past,
+)
+from rendezvous.clock import Clock
+
+PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
+AGAIN_S = 30.0  # between two words to somebody who does not go
+
+
+class Fleet:
+    """fresh_s: a heartbeat that has stood still for longer is silent.   tell: writes to the log."""
+
+    def __init__(
+        self, run: Run, executor: ServerlessExecutor, clock: Clock, fresh_s: float, tell: Callable[..., None]
+    ) -> None:
+        self.run = run
+        self.executor = executor
+        self.clock = clock
+        self.fresh_s = fresh_s
+        self.tell = tell
+        self.tracks: dict[str, Track] = {}
+        self.publisher = Track(PUBLISH)
+        self.strays: dict[Handle, float] = {}  # and when we last told them to end
+        self.twins: dict[Handle, float] = {}  # the same
+        self.outages = Outages(clock)
+        self._past: dict[str, Past] | None = None  # None: not looked yet
+        self._found: dict[str, Status] = {}
+
+    def all(self) -> list[Track]:
+        return [*self.tracks.values(), self.publisher]
+
+    @property
+    def anybody(self) -> bool:
+        return bool(self.strays or self.twins) or any(t.running for t in self.all())
+
+    def look(self, report: Report) -> None:
+        if self._past is None:
+            self._look_back(report)
+        for slot in report.wanted.slots:
+            if slot not in self.tracks:
+                self.tracks[slot] = self._new_track(slot)
+        known = [(t, t.handle) for t in self.all() if t.handle is not None and t.running]
+        handles = [*(h for _, h in known), *self.strays]
+        statuses = dict(zip(handles, self._poll(handles), strict=True))
+        for track, handle in known:
+            if not (status := statuses[handle]).stale:
+                self._adopt_older_process(track, status.handle)
+                self._note_status(track, status, report)
+        for slot, beat in report.beats.items():
+            self.tracks[slot].heard(beat, self.clock.now(), self.fresh_s)
+        for track, _ in known:
+            self._emit_waiting(track)
+        self._look_at_strays(statuses)
+        self._look_at_twins(report)
+        for slot, track in self.tracks.items():
+            if slot in wanted_slots(report):
+                self._wanted_again(track, report)
+            elif not track.running and not report.done:
+                track.forget()
+
+    def _poll(self, handles: Sequence[Handle]) -> list[Status]:
+        return self.outages.poll(self.executor, handles)
+
+    def _adopt_older_process(self, track: Track, runs: Handle) -> None:
+        """Another process than we thought runs this launch: an older one, whose answer was lost."""
+        if track.handle is None or track.handle.native == runs.native:
+            return
+        self.book("found", runs, "it runs this launch; the answer that named it was lost")
+        self.twins.setdefault(track.handle, self.clock.now())
+        self.twins.pop(runs, None)
+        track.handle = runs
+
+    def _look_at_twins(self, report: Report) -> None:
+        """Processes that nobody wrote down: they are billed from their launch, and end."""
+        own = [*(t.handle for t in self.all() if t.handle is not None), *self.strays]
+        newest = {t.slot: t.attempt for t in self.all()}
+        alive = [h for h in orphans(self.executor, self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
+        for handle in alive:
+            if handle not in self.twins:
+                self.book("found", handle, "nobody wrote it down: a second process of one launch, or one given up")
+                self.twins[handle] = float("-inf")
+        for handle in [h for h in self.twins if not any(h.native == a.native for a in alive)]:
+            del self.twins[handle]
+            self.tell("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
+        self._end_twins()
+
+    def _end_twins(self) -> None:
+        """Now, and again from time to time."""
+        now = self.clock.now()
+        due = [h for h, asked in self.twins.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
+        self.twins |= dict.fromkeys(due, now)
+        if due:
+            self.executor.cancel(due, 0.0)
+
+    def _is_run_by_us(self, handle: Handle) -> bool:
+        """A cancel means the launch; its executor ends second processes of one that goes on."""
+        return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
+
+    def _wanted_again(self, track: Track, report: Report) -> None:
+        """Perhaps it has not heard that it was to leave; if it has, another one follows."""
+        if track.cancelled is None and not self._lease_over(report):
+            track.draining_at = None
+
+    def _look_back(self, report: Report) -> None:
+        """Find launches of earlier supervisors, from the platforms and the log."""
+        before = past(report.events)
+        opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
+        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the oldest
+        booked = set(launches)
+        written = {(h.slot, h.attempt, h.native) for h in opened}
+        found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
+        launches |= found
+        self.twins = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
+        statuses = self._poll(list(launches.values()))
+        best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
+        self._past = before
+        self._found = best
+        for s in statuses:
+            h = s.handle
+            if not s.state.ended and (h.slot, h.attempt, h.native) not in written:
+                self.book("found", h, "it runs, and nobody wrote that down")
+            if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
+                self.strays[h] = float("-inf")
+        self.publisher = self._new_track(PUBLISH)
+
+    def _new_track(self, slot: str) -> Track:
+        before = (self._past or {}).get(slot, Past())
+        return Track.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
+
+    def _look_at_strays(self, statuses: Mapping[Handle, Status]) -> None:
+        """Launches that have been replaced, but were not seen to end."""
+        for handle in list(self.strays):
+            status = statuses.get(handle)
+            if status is not None and status.state.ended and not status.stale:
+                del self.strays[handle]
+                self.tell("ended", **end_fields(status))
+            elif self.clock.now() - self.strays[handle] > AGAIN_S:
+                self.executor.cancel([handle], 0.0)
+                self.strays[handle] = self.clock.now()
+
+    def _note_status(self, track: Track, status: Status, report: Report) -> None:
+        was_running = track.running
+        track.polled(status, self.clock.now())
+        if was_running and status.state.ended:
+            self._count_end(track, status, report)
+
+    def _count_end(self, track: Track, status: Status, report: Report) -> None:
+        """An end.  One that nobody asked for is a loss, counted from zero if its life had brought something."""
+        lives = [x for x in report.lives if x.slot == track.slot and is_from_launch(status.handle, x)]
+        told = status.state is State.CANCELLED or (
+            status.exit_code == exitcodes.LEFT and self._was_asked_to_leave(track, report)
+        )
+        if track.replacing_at is None and (told or status.state is State.SUCCEEDED):
+            return self.tell("ended", **end_fields(status))
+        useful = any(x.commits for x in lives)
+        own_fault = status.state is State.FAILED and status.exit_code not in BLAMELESS and track.replacing_at is None
+        track.losses, track.failures = count_end(track.losses, track.failures, useful, own_fault)
+        life = max(lives, key=lambda x: x.generation, default=None)
+        who = {"pid": life.pid, "generation": life.generation} if life else {"pid": status.handle.pid}
+        more = {"useful": useful, "own_fault": own_fault, "tail": self.tail(status.handle, 8)}
+        self.tell("lost", **end_fields(status), **who, **more)
+
+    def _was_asked_to_leave(self, track: Track, report: Report) -> bool:
+        """Was this replica asked to leave, by us or through the bucket?"""
+        return track.draining_at is not None or self.hears(track.slot, report)
+
+    def hears(self, slot: str, report: Report) -> bool:
+        """Does the bucket tell this replica to leave?"""
+        return report.wanted.leaves(slot) or self._lease_over(report)
+
+    def _lease_over(self, report: Report) -> bool:
+        return 0 < report.wanted.until <= self.clock.wall()
+
+    def _emit_waiting(self, track: Track) -> None:
+        """A launch that waits for a machine costs nothing."""
+        if track.handle is None or not track.handle.native or track.status is None:
+            return
+        waits = track.status.state is State.PENDING
+        about = {"slot": track.slot, "attempt": track.handle.attempt, "native": track.handle.native}
+        if waits and not track.pending:
+            self.tell("pending", **about, first=not track.ran)
+        elif track.pending and not waits and not track.status.state.ended:
+            self.tell("running", **about)
+        track.pending = waits
+
+    def observed(self, report: Report) -> list[Seen]:
+        now = self.clock.now()
+        return [t.seen(report.beats.get(t.slot), now, self.fresh_s) for t in self.tracks.values()]
+
+    def tail(self, handle: Handle, lines: int) -> list[str]:
+        try:
+            return self.executor.logs(handle, lines)
+        except ExecutorError as error:
+            return [f"(no log: {error})"]
+
+    # ------------------------------------------------------------------ acting
+
+    def cancel(self, tracks: Sequence[Track], grace_s: float) -> None:
+        """Now, and again from time to time until the platform has heard it."""
+        now = self.clock.now()
+        due = [t for t in tracks if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
+        for track in due:
+            track.cancelled = (now, grace_s)
+        if due:
+            self.executor.cancel([t.handle for t in due if t.handle], grace_s)
+
+    def book(self, event: str, handle: Handle, why: str) -> None:
+        """Write down who was launched."""
+        self.tell(event, **begin_fields(handle), why=why)
+
+
+def wanted_slots(report: Report) -> list[str]:
+    """The slots that should run."""
+    return [s for s in report.wanted.slots if not report.wanted.leaves(s)]

@@ -1,0 +1,442 @@
+"""Keeps a run's replicas alive: looks, plans, acts, until the run is done.
+
+        ┌────────────────────────────────────────────────────────────────┐
+        ▼                                                                │
+    bucket, executor ──▶ observed ──▶ plan ──▶ launch · replace · fence · drain ──▶ log, screen
+                             budget ──┘
+
+    python -m executors.supervision.supervisor RUN_URL         what `diloco train --detach` starts, on any machine
+
+It holds nothing that is not in the bucket: where replicas live (platforms/multi.py), how often a slot has failed
+(slot_state.py) and what it all has cost (costs.py) stand there.  It may be killed and started again
+anywhere, at any time, and the replicas of a detached run do not notice.
+
+Not promised: that places which change while it runs are used before the next supervisor.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from diloco import exitcodes
+from diloco.journal import Journal
+from diloco.launch import Run, read_run, solo_warning
+from diloco.runlog.report import SUPERVISOR, Reader, Report
+from diloco.runlog.scope import STATUS
+from executors.platforms.base import (
+    REPLICA,
+    ExecutorError,
+    Handle,
+    Refused,
+    ReplicaSpec,
+    ServerlessExecutor,
+    Unavailable,
+    expect,
+)
+from executors.platforms.gpu import asked_for
+from executors.platforms.multi import FAR, build_executor, former_places, place_of, places_of
+from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
+from executors.supervision.budget import SpendLimit
+from executors.supervision.lease import WATCHING, Lease, Supervised
+from executors.supervision.outage import LAUNCH, TELL_S, outage_in_words
+from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
+from executors.supervision.slot_state import LOST_LEASE, Track
+from executors.supervision.slots import PUBLISH, Fleet, wanted_slots
+from rendezvous import layout
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
+from rendezvous.membership import claim, newest_claim, read_control
+from rendezvous.records import Beat
+
+T = TypeVar("T")
+
+PUBLISHER = "executors.supervision.supervisor:publish_model"
+FAILED = 1
+TICK_S, GRACE_S, PATIENCE_S = 0.2, 20.0, 120.0
+RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
+FINISH_S = 300.0  # a replica that beats may take so long for its last snapshot
+LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end
+BEAT_S = 2.0  # between beats while a platform takes its time
+PROOF_S = 600.0  # for seeing everybody's end
+
+
+def publish_model(argv: list[str]) -> int:
+    """Entry point of the child that publishes θ₀."""
+    from diloco.launch import publish
+
+    return publish(*argv)
+
+
+def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
+    """Seconds that a replica which beats may take to end, once a run has all its `steps`.
+
+    It may write a last snapshot for long.  One that is still in the inner steps of a decided step has nothing to write:
+    it hears of the end when its inner step ends, if that does not hang.
+    """
+    if beat.phase == "left":
+        return usual
+    still_trains = beat.phase == "train" and beat.step < steps
+    return min(FINISH_S, usual + LAST_STEPS * beat.rate) if still_trains else FINISH_S
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the supervision ended.   code: for the shell."""
+
+    code: int
+    text: str
+
+
+@dataclass
+class Supervisor:
+    """parent: "PID:START" that replicas of this machine should not outlive ("" for a detached run).
+
+    show(report): draws.   each_tick(supervisor, report): a hook, for who wants to meddle (the demo kills).
+    """
+
+    run: Run
+    executor: ServerlessExecutor
+    clock: Clock
+    parent: str = ""
+    entrypoint: str = REPLICA
+    limits: Limits = field(default_factory=Limits)
+    show: Callable[[Report], None] = lambda report: None
+    each_tick: Callable[["Supervisor", Report], None] = lambda supervisor, report: None
+
+    def __post_init__(self) -> None:
+        self.lease = Lease.take(self.run.store, self.clock)
+        self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
+        self.tell("started", pid=os.getpid(), executor=self.executor.name)
+        wanted = read_control(self.run.store)
+        if text := solo_warning(wanted):
+            self.tell("warning", kind="solo", text=text)
+        self.places = places_of(wanted.places)
+        self._reader = Reader(self.run.store, STATUS)
+        timing = self.run.timing
+        self._tick_s = max(TICK_S, timing.poll)
+        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell)
+        self._ticked = False
+        self._published = False
+        self._leaving = ""  # why we end before the run is done
+        self._killing = False
+        self._verdict: Outcome | None = None
+        self._ending_since: float | None = None
+        self._trouble_since: float | None = None
+        self._said_at = float("-inf")  # when we last told of it
+        former = former_places(wanted.former)
+        self._spend_limit = SpendLimit(self.run.store, self.clock, self.executor, self.places, former)
+        self._short_of = ""  # why the purse refused a launch
+
+    # ------------------------------------------------------------------ from outside
+
+    def leave(self, why: str = "interrupted") -> None:
+        """Ask every replica to go, and end.  Safe in a signal handler."""
+        self._leaving = self._leaving or why
+
+    def kill(self) -> None:
+        """End every replica now.  Safe in a signal handler."""
+        self._killing = True
+        self.leave("killed")
+
+    def handle(self, slot: str) -> Handle | None:
+        """The running process of a slot."""
+        track = self.fleet.tracks.get(slot)
+        return track.handle if track and track.running else None
+
+    def tell(self, event: str, **fields: object) -> None:
+        self._journal.emit(event, **fields)
+        self._journal.flush()
+
+    # ------------------------------------------------------------------ the loop
+
+    def supervise(self) -> Outcome:
+        """Until the run is done, or cannot go on, or somebody asks us to end."""
+        try:
+            self.show(self._while_beating(self._reader.refresh))  # both this and the first launch may take a while
+            while (outcome := self._patient_tick()) is None:
+                self.clock.sleep(self._tick_s)
+        except Exception as error:
+            self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
+            raise
+        self._emit_end("stopped", outcome.code, outcome.text)
+        return outcome
+
+    def _emit_end(self, event: str, code: int, text: str) -> None:
+        """Last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
+        self.tell(event, code=code, text=text)
+        self.lease.beat("left")
+
+    def _patient_tick(self) -> Outcome | None:
+        try:
+            outcome = self.tick()
+            self._trouble_since = None
+            return outcome
+        except StoreError as error:  # the replicas wait for it too; nothing is lost meanwhile
+            patience_s = max(PATIENCE_S, self.run.timing.give_up) if isinstance(error, StoreFull) else PATIENCE_S
+            self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
+        except ExecutorError as error:
+            if self.fleet.anybody:
+                self._wait_out(error, f"trying again; those that run, run on: {error}", patience_s=float("inf"))
+            elif isinstance(error, Unavailable):
+                self._wait_out(error, f"trying again: {error}")
+            else:
+                return Outcome(exitcodes.USER_ERROR, str(error))
+        return None
+
+    def _wait_out(self, error: Exception, text: str, patience_s: float = PATIENCE_S) -> None:
+        now = self.clock.now()
+        if self._trouble_since is None:
+            self._trouble_since = now
+            self._said_at = float("-inf")
+        if now - self._said_at >= TELL_S:
+            print(text, file=sys.stderr, flush=True)
+            self._said_at = now
+        if now - self._trouble_since > patience_s:
+            raise error
+
+    def tick(self) -> Outcome | None:
+        """One look and what follows from it."""
+        if self.lease.lost:
+            return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
+        self.lease.beat(WATCHING if self._ticked else "starting", self.fleet.outages.note)
+        report = self._reader.refresh()
+        self.fleet.look(report)
+        self._tell_outages()
+        self._leaving = self._leaving or self._spend_limit.must_end(report)
+        actions = plan(self._desired_state(report), self.fleet.observed(report), self.clock.now(), self.limits)
+        self._carry_out(actions, report)
+        self.each_tick(self, report)
+        self.show(report)
+        self._ticked = True
+        return self._outcome_if_ended(report)
+
+    def _tell_outages(self) -> None:
+        """In the log of the run and in our own, once a minute."""
+        for event in self.fleet.outages.news():
+            self.tell(**event)
+            if event["event"] == "platform_silent":
+                print(outage_in_words(event), file=sys.stderr, flush=True)
+
+    def _desired_state(self, report: Report) -> Desired:
+        return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
+
+    def _outcome_if_ended(self, report: Report) -> Outcome | None:
+        """The outcome, once nobody runs any more."""
+        outcome = self._verdict or self._outcome_if_over(report)
+        if outcome is None:
+            return None
+        now = self.clock.now()
+        self._ending_since = since = self._ending_since if self._ending_since is not None else now
+        late = [t for t in self.fleet.all() if t.running and (self._killing or now - since > self._grace_s(t, report))]
+        self.fleet.cancel(late, 0.0)
+        if not self.fleet.anybody:
+            return outcome
+        return self._given_up(outcome) if now - since > PROOF_S else None
+
+    def _grace_s(self, track: Track, report: Report) -> float:
+        """Seconds for who is to end, from when the run is over."""
+        beat = report.beats.get(track.slot)
+        beats = self.clock.now() - track.still_since < self.fleet.fresh_s
+        finishing = report.done and not self._leaving and self._verdict is None
+        usual = RENTED_GRACE_S if track.handle and track.handle.native else GRACE_S
+        return usual if beat is None or not (finishing and beats) else goodbye_s(beat, report.wanted.steps, usual)
+
+    def _given_up(self, outcome: Outcome) -> Outcome:
+        there = [t.handle for t in self.fleet.all() if t.running and t.handle]
+        there += [*self.fleet.strays, *self.fleet.twins]
+        names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
+        text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {self.run.url}` tries again"
+        return Outcome(outcome.code or FAILED, text)
+
+    def _outcome_if_over(self, report: Report) -> Outcome | None:
+        if report.done:
+            return Outcome(exitcodes.DONE, f"all {report.head} outer steps are committed")
+        if self._leaving or report.wanted.stop:
+            why = self._leaving or "stopped by `diloco stop`"
+            where = f"at outer step {report.head} of {report.wanted.steps}"
+            return Outcome(exitcodes.LEFT, f"{why} {where}; nothing is lost")
+        return None
+
+    # ------------------------------------------------------------------ acting
+
+    def _carry_out(self, actions: Sequence[Action], report: Report) -> None:
+        starts: list[tuple[Track, str]] = []
+        for action in actions:
+            track = self.fleet.tracks[action.slot]
+            if isinstance(action, Launch | Replace) and not track.running:
+                starts.append((track, action.why))
+            else:
+                self._act_on(track, action, report)
+        publishing = [(self.fleet.publisher, why) for why in self._publish_reasons()]
+        early = [] if self._published else [track for track, _ in starts if self._bills_a_gpu(track)]
+        expect(self.executor, [self._spec_for(track) for track in early])
+        starts = [start for start in starts if start[0] not in early] + publishing
+        if not starts:
+            self.fleet.outages.answered(LAUNCH)  # nobody asks any more
+        elif self._verdict is None and not self.fleet.outages.waits(LAUNCH) and not self.lease.lost:
+            self._try_to_start(starts, report)
+
+    def _bills_a_gpu(self, track: Track) -> bool:
+        """Would it wait for the model on somebody else's GPU?  Such replicas are launched once the model is there."""
+        place = place_of(self.places, track.slot)
+        return place.executor in FAR and asked_for(place.gpu) > 0
+
+    def _act_on(self, track: Track, action: Action, report: Report) -> None:
+        if isinstance(action, Replace):
+            self.tell("replacing", slot=track.slot, why=action.why)
+            track.replacing_at = self.clock.now()
+            self.fleet.cancel([track], 0.0)
+        elif isinstance(action, Fence):
+            self._fence(track, action.why)
+        elif isinstance(action, Drain):
+            self._drain(track, action.why, report)
+        elif isinstance(action, Cancel):
+            self.fleet.cancel([track], GRACE_S)
+        elif isinstance(action, GiveUp) and self._verdict is None:
+            self._give_up(track, action.why)
+
+    def _drain(self, track: Track, why: str, report: Report) -> None:
+        """It hears it through the bucket, or else by a signal."""
+        if track.draining_at is None:
+            self.tell("draining", slot=track.slot, why=why)
+            track.draining_at = self.clock.now()
+        if not self.fleet.hears(track.slot, report):
+            self.fleet.cancel([track], GRACE_S)
+
+    def _fence(self, track: Track, why: str) -> None:
+        """Claim its slot in the name of the next launch, which alone may follow."""
+        newest = newest_claim(self.run.store, track.slot)
+        number = 2 + max(track.attempt, newest.generation if newest else 0)
+        with suppress(Fenced):  # it claimed at the same moment: the next tick fences that one
+            claim(self.run.store, self.clock, track.slot, host=f"{SUPERVISOR}/{track.slot}.{number}", pid=os.getpid())
+            assert track.handle is not None
+            self.tell("fenced_off", slot=track.slot, attempt=track.handle.attempt, why=why)
+            self.fleet.strays[track.handle] = self.clock.now()
+            track.attempt = number - 1
+            track.handle = None
+            track.status = None
+
+    def _try_to_start(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
+        """A platform that refuses is asked again later, if the run has ever begun and this is no mistake in it."""
+        try:
+            self._launch_all(starts, report)
+            self.fleet.outages.answered(LAUNCH)
+        except ExecutorError as error:
+            begun = isinstance(error, Refused | Unavailable) and bool(report.of_kind("launched"))
+            if not begun and not self.fleet.anybody:
+                raise
+            self.fleet.outages.failed(LAUNCH, [track.slot for track, _ in starts], error)
+
+    def _launch_all(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
+        """All at once; nothing if the budget does not allow all of them."""
+        specs = [self._spec_for(track) for track, _ in starts]
+        refused = self._while_beating(lambda: self._spend_limit.refuses(report, specs))
+        if refused:
+            return self._do_without(refused, report)
+        self.tell("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
+        handles = self._while_beating(lambda: self.executor.launch_replicas(specs))
+        for (track, why), handle in zip(starts, handles, strict=True):
+            track.launched(handle, self.clock.now())
+            self.fleet.book("launched", handle, why)
+
+    def _spec_for(self, track: Track) -> ReplicaSpec:
+        slot = track.slot
+        place = place_of(self.places, track.slot)
+        url = self.run.url
+        attempt = 1 + max(track.attempt, track.beat[0] if track.beat else 0)
+        settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
+        if slot == PUBLISH:
+            return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
+        parent = ("--parent", self.parent) if self.parent and place.executor == "local" else ()
+        return ReplicaSpec(
+            url, slot, attempt, self.entrypoint, (url, "--slot", slot, *parent), gpu=place.gpu, **settings
+        )
+
+    def _do_without(self, why: str, report: Report) -> None:
+        """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
+        if self._short_of != why[:60]:
+            self._short_of = why[:60]
+            self.tell("refused", text=why)
+        if not self.fleet.anybody:
+            new = not report.of_kind("launched")
+            self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
+
+    def _while_beating(self, act: Callable[[], T]) -> T:
+        """Do what may take a platform minutes, and keep the lease meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(act)
+            while not wait([future], timeout=BEAT_S).done:
+                self.lease.beat("launching")
+            return future.result()
+
+    def _give_up(self, track: Track, why: str) -> None:
+        tail = self.fleet.tail(track.handle, 12) if track.handle else []
+        self._stop_for(track.slot, track.status.exit_code if track.status else None, why, tail)
+
+    def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
+        """The run cannot go on: everybody leaves, and the caller hears why."""
+        code = exit_code if exit_code in (exitcodes.USER_ERROR, exitcodes.GAVE_UP) else FAILED
+        text = "\n".join([f"{slot}: {why}. Its last lines:", *(f"    {line}" for line in tail)])
+        self._verdict = Outcome(code, text)
+        self._leaving = self._leaving or why
+        self.tell("gave_up_on", slot=slot, why=why, tail=tail)
+
+    # ------------------------------------------------------------------ θ₀
+
+    def _publish_reasons(self) -> list[str]:
+        """Why one child must put θ₀ into the bucket now, beside the replicas that are starting; else nothing."""
+        p = self.fleet.publisher
+        if self._published or self._leaving or p.running:
+            return []
+        if self.run.store.get(layout.MODEL_MANIFEST) is not None:
+            self._published = True
+            if p.launches:
+                self.tell("published", seconds=self.clock.now() - p.launched_at)
+        elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.losses >= self.limits.failures):
+            tail = self.fleet.tail(p.status.handle, 12)
+            wrong = p.status.exit_code == exitcodes.USER_ERROR
+            why = "your files, settings or model cannot be used" if wrong else "the start model cannot be published"
+            self._stop_for("before the first step", p.status.exit_code, why, tail)
+        else:
+            return ["the run has no model yet"]
+        return []
+
+
+def main(argv: list[str] | None = None) -> int:
+    """A supervisor of its own, for a detached run: ends when told to, and its replicas stay."""
+    parser = argparse.ArgumentParser(
+        prog="python -m executors.supervision.supervisor", description="Keep a run's replicas alive."
+    )
+    parser.add_argument("url", help="the run")
+    parser.add_argument("--entrypoint", default=REPLICA, metavar="MODULE:FUNCTION", help="what each replica runs")
+    args = parser.parse_args(argv)
+    try:
+        outcome = _supervise_run(args.url, args.entrypoint)
+    except Supervised as error:
+        outcome = Outcome(LOST_LEASE, str(error))
+    except (RendezvousError, ExecutorError) as error:
+        outcome = Outcome(FAILED, str(error))
+    print(outcome.text, flush=True)
+    return outcome.code
+
+
+def _supervise_run(url: str, entrypoint: str) -> Outcome:
+    run = read_run(url)
+    wanted = read_control(run.store)
+    executor = build_executor(wanted.places, wanted.former)
+    try:
+        return Supervisor(run, executor, SystemClock(), entrypoint=entrypoint).supervise()
+    finally:
+        executor.close()
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    sys.exit(main())

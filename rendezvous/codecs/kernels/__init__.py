@@ -1,0 +1,55 @@
+"""A codec's whole piece in one pass over memory: C on the CPU, Triton on CUDA.  Nobody else knows of them.
+
+    load_kernels("int8", "cpu") ──▶ cpu.py ── cc, once per user ──▶ cpu.c        None where there is no compiler
+    load_kernels("int8", "cuda") ─▶ cuda.py ─ Triton                             None where there is no Triton
+
+Importing this compiles nothing; the first call of `load_kernels` does.  Without kernels the codecs call torch,
+operation by operation, and give the same bits.
+
+Not promised: kernels for top-k and the gate; torch does those.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Kernels(Protocol):
+    """encode and add of the codecs that lie in rows of a fixed size."""
+
+    def encode(self, name: str, x: "Tensor", e: "Tensor | None", rows: "Tensor") -> float | None:
+        """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
+        ...
+
+    def add(self, name: str, rows: "Tensor", w: float, target: "Tensor", first: bool) -> bool:
+        """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
+        ...
+
+
+@cache
+def load_kernels(name: str, device_type: str) -> Kernels | None:
+    """Kernels of that codec for that type of device ("cpu", "cuda"); None: the codec calls torch instead."""
+    try:
+        if device_type == "cpu" and name in ("bf16", "int8", "int4"):
+            from rendezvous.codecs.kernels import cpu
+
+            return cpu
+        if device_type == "cuda" and name in ("int8", "int4"):
+            from rendezvous.codecs.kernels import cuda
+
+            return cuda
+    except ImportError:  # no C compiler; no Triton, which comes with torch for CUDA on Linux
+        pass
+    return None
+
+
+def load_mean_kernel(name: str) -> Callable[..., bool] | None:
+    """`cpu.mean` of that codec's bodies; None where it was not compiled, or there is none."""
+    try:
+        from rendezvous.codecs.kernels import cpu
+    except ImportError:
+        return None
+    return partial(cpu.mean, name) if name in cpu.MEANS else None

@@ -1,0 +1,61 @@
+"""From a URL to the store behind it: the only file that knows every store, and imports the one that is asked for.
+
+    runs/demo, file:///abs   folders            s3:// gs:// az:// hf://   buckets, through obstore and the Hub's client
+    memory://name            this process       modal://name              Modal's dict and volume
+    fsspec+scheme://         what fsspec reads
+
+Not promised: that the store can carry a run; rendezvous/probe.py finds that out.
+"""
+
+from pathlib import Path
+
+from rendezvous.store import Store
+
+
+def open_store(url: str) -> Store:
+    """A store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or what fsspec reads.
+
+    `fsspec+s3://…` is s3fs instead of our own client; memory:// is ours, fsspec's is `fsspec+memory://`.
+    """
+    scheme, colon, rest = url.partition("://")
+    if not colon:
+        scheme, rest = "file", url
+    if scheme == "file":
+        from rendezvous.stores.files import FileStore
+
+        return FileStore(rest)
+    if scheme == "memory":
+        from rendezvous.stores.memory import MemoryStore
+
+        return MemoryStore.named(rest)
+    if scheme in ("s3", "gs", "az", "hf"):
+        from rendezvous.stores.cloud import CloudStore
+
+        return CloudStore(url)
+    if scheme == "modal":
+        from rendezvous.stores.modal_store import ModalStore
+
+        return ModalStore(url)
+    from rendezvous.stores.adapter import AdapterStore, served
+
+    if scheme.startswith("fsspec+") or served(scheme):
+        return AdapterStore(url.removeprefix("fsspec+"))
+    raise ValueError(
+        f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
+        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and for "
+        "files what fsspec can read"
+    )
+
+
+def urls_above(url: str) -> list[str]:
+    """The URLs of the folders or prefixes that `url` lies in, nearest first; none for memory://.
+
+    "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
+    """
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme == "file":
+        return [str(folder) for folder in Path(rest if colon else url).absolute().parents][:-1]
+    path, mark, query = rest.partition("?")
+    first = {"memory": len(path), "hf": 3}.get(scheme, 1)  # parts that name the bucket itself
+    parts = path.rstrip("/").split("/")
+    return [f"{scheme}://{'/'.join(parts[:n])}{mark}{query}" for n in range(len(parts) - 1, first - 1, -1)]

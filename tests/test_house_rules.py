@@ -1,0 +1,85 @@
+"""The rules of CONTRIBUTING.md that a machine can check, over the source of all four rooms.
+
+a public class name means one class · four things by position at most six · functions of at most 60 lines
+a class of at most 25 methods, but for those in LARGE, each with its reason · executors has floors, not a flat folder
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("diloco", "executors", "inner", "rendezvous")
+MOST_METHODS, MOST_LINES, MOST_POSITIONAL = 25, 60, 6
+LARGE = {
+    "Rendezvous": "one replica's side of the protocol; its parts are chain, closing, reduce, membership, snapshots",
+    "Closer": "whether to close, with whom and when: rules decides, each question to the store is a method",
+    "Reducer": "fetches, checks and averages; every way in which a body can fail is a method of its own",
+    "StoreManager": "torchft.Manager's surface, and the outer loop's",
+    "LighthouseManager": "the same, over a torchft.Manager",
+    "Supervisor": "the verbs of a plan, each with its action",
+    "ModalExecutor": "the executor protocol on one platform; the skeleton that five of them share is to leave it",
+    "HFJobsExecutor": "as ModalExecutor",
+    "SlurmExecutor": "as ModalExecutor",
+    "SkyExecutor": "as ModalExecutor",
+}
+CALLS_BY_POSITION = {"zip", "_encode", "_add"}  # zip takes what there is; the last two are Triton kernels
+
+
+def _trees() -> Iterator[tuple[Path, ast.Module]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def test_a_public_class_name_means_one_class() -> None:
+    homes = defaultdict[str, list[str]](list)
+    for path, tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_no_class_grows_into_two_things() -> None:
+    large = {
+        node.name: count
+        for _, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and (count := sum(isinstance(b, ast.FunctionDef | ast.AsyncFunctionDef) for b in node.body)) > MOST_METHODS
+    }
+    assert set(large) <= set(LARGE), f"split it, or say in LARGE why it is one thing: {large}"
+    assert set(LARGE) <= set(large), "take out of LARGE what is small by now"
+
+
+def test_functions_fit_on_a_page() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MOST_LINES
+    ]
+    assert not long
+
+
+def test_many_arguments_go_by_keyword() -> None:
+    calls = [
+        f"{path}:{node.lineno} {ast.unparse(node)[:80]}"
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL and _called(node) not in CALLS_BY_POSITION
+    ]
+    assert not calls
+
+
+def _called(call: ast.Call) -> str:
+    """The last name of what is called; for `kernel[grid](...)` the kernel's."""
+    target = call.func.value if isinstance(call.func, ast.Subscript) else call.func
+    return target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+
+
+def test_executors_is_floors_and_no_flat_folder() -> None:
+    assert [p.name for p in (ROOT / "executors").glob("*.py")] == ["__init__.py"]
