@@ -333,6 +333,7 @@ class StoreManager:
 
     def close(self, reason: str) -> None:
         """Say goodbye; the last write of this generation."""
+        reason = "done" if self.done else reason
         self.left = reason != "done"
         self._land_in_time()
         self.session.rv.finish(reason)

@@ -343,6 +343,7 @@ class Rendezvous:
             why_open = self._closer.attempt(vigil, self._snapshot)
             self.members.status.note = why_open
             if why_open:
+                self._leave_if_done()
                 self._give_up_after(vigil.idle, why_open)
                 if vigil.long():
                     self._mend_mine()
@@ -360,6 +361,11 @@ class Rendezvous:
         if vigil.long(normal):
             self._mend_mine()
         vigil.sleep()
+
+    def _leave_if_done(self) -> None:
+        """The run was shortened while we trained: whoever had heard of it has ended, and nobody closes this step."""
+        if self.done:
+            raise Leaving(f"the run is to have {self.wanted.steps} outer steps now, and {self.name} has taken them all")
 
     def _give_up_after(self, idle: float, why_open: str) -> None:
         if idle > self.timing.give_up:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from diloco import exitcodes, session
 from diloco.make import make_diloco
 from diloco.manager import StoreManager
+from diloco.optimizer import Nesterov, OuterState
 from diloco.replica import _end_session
 from diloco.session import Session
 from rendezvous import layout
@@ -26,8 +28,9 @@ from rendezvous.background import TRIES, Parts, Worker
 from rendezvous.clock import SystemClock
 from rendezvous.errors import HeartbeatLost, RendezvousError, StoreUnclear
 from rendezvous.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
-from rendezvous.records import Beat
-from rendezvous.rules import Timing
+from rendezvous.records import Beat, Leave
+from rendezvous.rendezvous import Rendezvous
+from rendezvous.rules import Rules, Timing
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 
@@ -339,3 +342,37 @@ def assert_true(fact: object) -> None:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+# ---------------------------------------------------------------------- a run that is shortened
+
+
+def test_a_replica_that_hears_late_that_the_run_is_shorter_ends_as_one_that_is_done() -> None:
+    """It is alone in a step beyond the end. Before, it waited there for a quorum until give_up, and then failed."""
+    store = run()
+    write_control(store, SystemClock(), min_replicas=2, steps=9)
+    model = nn.Linear(4, 4)
+    manager = StoreManager(store, "r00", timing=FAST)
+    other = Rendezvous(store, SystemClock(), "r01", Rules(sync_every=2), FAST)
+    other.claim()
+
+    def train_once_and_shorten() -> None:
+        state = OuterState([torch.zeros(20)], [Nesterov(nn.Parameter(torch.zeros(20)), lr=0.7, momentum=0.9)])
+        until(lambda: manager.session.rv.members.status.phase in ("train", "wait"))
+        other.join(state)
+        other.offer(np.ones(20, np.float32), 2)
+        other.settle()
+        until(lambda: manager.session.rv.step == 1 and manager.session.rv.members.status.phase == "wait")
+        write_control(store, SystemClock(), steps=1)
+
+    thread = threading.Thread(target=train_once_and_shorten, daemon=True)
+    thread.start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_diloco(model, optimizer, manager, sync_every=2) as outer:
+        for _ in range(8):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+    thread.join(LIMIT)
+    assert (manager.done, manager.left, outer.committed()) == (True, False, 1)
+    left = store.get(layout.leave("r00", 1))
+    assert left is not None and Leave.decode(left).reason == "done"

@@ -136,6 +136,31 @@ def test_fragments_take_turns_and_late_offers_age_by_their_own_syncs(clock: Manu
     assert [(o.step, o.slot, o.weight) for o in carried] == [(0, "r01", 0.125)]
 
 
+def test_a_run_is_shortened_and_one_replica_hears_of_it_when_the_others_have_ended(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it waited for a quorum that had gone home, until give_up."""
+    store, a, b = pair(clock)
+    together(a, b)
+    write_control(store, clock, steps=1)
+    a.rv.members.tick()
+    assert a.rv.done and not b.rv.done
+    a.rv.finish("done")
+    b.offer()
+    began, sleep = clock.now(), clock.sleep
+
+    def sleep_and_tick(seconds: float) -> None:
+        sleep(seconds)
+        b.rv.members.tick()
+
+    monkeypatch.setattr(clock, "sleep", sleep_and_tick)
+    with pytest.raises(Leaving, match="1 outer steps now, and r01-1 has taken them all"):
+        b.rv.settle()
+    assert clock.now() - began <= 2 * TIMING.beat, "as soon as it hears of it"
+    b.rv.finish("done")
+    assert (snapshot := snapshots.read(store, 1)) is not None and snapshot.confirmed and snapshot.base == a.rv.base
+
+
 # ---------------------------------------------------------------------- claims
 
 
