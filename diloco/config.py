@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from inner import InnerConfig, InnerError
+from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
-CODECS = ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate")
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"
 USER_FILES = ("reward", "environment", "prompts", "pairs", "text")  # settings of [inner] that name a file

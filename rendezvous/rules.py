@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from rendezvous.codecs import DENSE
 from rendezvous.records import Beat, Commit, Listed, Offer
 
 CROWD = 12  # slots; with more of them not everybody looks at everybody all the time
@@ -244,7 +245,7 @@ def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
 
     At N = 2 that is the same, and two more round trips.  Top-k's sum is dense, so its shards would not be smaller.
     """
-    return len(sizes) >= 3 and min(sizes) >= shard_from and codec in ("fp32", "bf16", "int8", "int4")
+    return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
 
 
 def expected(

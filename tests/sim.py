@@ -40,13 +40,13 @@ import xxhash
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from rendezvous import records
+from rendezvous.codecs import NAMES as CODECS
 from rendezvous.errors import KeyExists
 from rendezvous.rules import Rules, Timing
 from rendezvous.seal import SealedStore
 from rendezvous.store import Store
 from tests import sim_adversary as adversary
 from tests.sim_adversary import may_vanish
-from tests.sim_codecs import CODECS
 from tests.sim_fleet import Fleet
 from tests.sim_observer import Observer, Violation
 from tests.sim_replica import Process

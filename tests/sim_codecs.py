@@ -15,8 +15,6 @@ import numpy as np
 
 from rendezvous.codecs import codec
 
-CODECS = ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate")
-
 
 @dataclass
 class Kept:

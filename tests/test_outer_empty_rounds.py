@@ -29,6 +29,7 @@ from diloco.safety import is_zero
 from executors.cli.status import status_table
 from rendezvous import layout
 from rendezvous.clock import SystemClock
+from rendezvous.codecs import DENSE
 from rendezvous.membership import write_control
 from rendezvous.records import Commit, Snapshot
 from rendezvous.rendezvous import Rendezvous
@@ -161,9 +162,7 @@ def test_every_codec_and_both_ways_of_reducing_leave_theta_where_it_is(codec: st
         assert {s.digest() for s in states} == {before}
     commits = [Commit.decode(store.get(layout.commit(t)) or b"") for t in range(3)]
     assert {c.base for c in commits} == {before}, "consecutive bases are equal"
-    assert {c.mode for c in commits} == {
-        "sharded" if sharded and codec in ("fp32", "bf16", "int8", "int4") else "direct"
-    }
+    assert {c.mode for c in commits} == {"sharded" if sharded and codec in DENSE else "direct"}
     two = Snapshot.decode(store.get(layout.snapshot(2)) or b"")
     assert two.base == before and two.confirmed
     outer_step(rvs, states, [vector(n)] * 3)

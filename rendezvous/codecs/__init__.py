@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
 
 import numpy as np
 
-from rendezvous.codecs.choose import NAMES, auto, nominal_ratio
+from rendezvous.codecs.choose import DENSE, NAMES, auto, nominal_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NAMES", "Array", "Body", "Codec", "auto", "codec", "nominal_ratio"]
+__all__ = ["DENSE", "NAMES", "Array", "Body", "Codec", "auto", "codec", "nominal_ratio"]
 
 Array: TypeAlias = Union[np.ndarray, "Tensor"]  # flat and contiguous
 Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]

@@ -18,12 +18,16 @@ _SHARE = 0.1  # of the time between syncs
 
 @dataclass(frozen=True)
 class Traits:
-    """ratio: fp32 bytes per byte sent, as papers count.   *_ns: per element, one CPU thread, with a residual."""
+    """ratio: fp32 bytes per byte sent, as papers count.   *_ns: per element, one CPU thread, with a residual.
+
+    dense: a sum of bodies is as small as one of them, so the mean may be reduced in shards.
+    """
 
     ratio: float
     encode_ns: float
     decode_ns: float
     why: str
+    dense: bool = True
 
 
 _TRAITS = {
@@ -36,10 +40,13 @@ _TRAITS = {
         5,
         0.8,
         "5 % of the elements at 2 bits; the residual sends the rest, over tens of outer steps",
+        dense=False,
     ),
-    "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model"),
+    "bf16-gate": Traits(17, 6, 0.7, "only what changes the bf16 model", dense=False),
 }
 NAMES = tuple(_TRAITS)
+DENSE = tuple(name for name, traits in _TRAITS.items() if traits.dense)
+_FORESEEABLE = tuple(name for name in NAMES if name != "bf16-gate")
 
 
 def nominal_ratio(name: str) -> float:
@@ -54,7 +61,7 @@ def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: flo
     coding = parameters * 1e-9 * (codec.encode_ns + (n - 1) * codec.decode_ns)
     direct = size / up + (n - 1) * size / down
     sharded = (size + size / n) / up + 2 * (n - 1) / n * size / down
-    return coding + (direct if name == "topk" else min(direct, sharded))
+    return coding + (min(direct, sharded) if codec.dense else direct)
 
 
 def auto(
@@ -69,10 +76,7 @@ def auto(
         )
     if replicas == 1:
         return "fp32", "one replica exchanges nothing, so nothing needs to be lost"
-    took = {
-        name: sync_seconds(name, parameters, replicas, bandwidth_up, bandwidth_down)
-        for name in ("fp32", "bf16", "int8", "int4", "topk")
-    }
+    took = {name: sync_seconds(name, parameters, replicas, bandwidth_up, bandwidth_down) for name in _FORESEEABLE}
     fits = [name for name, s in took.items() if s <= _SHARE * compute_s]
     name = fits[0] if fits else min(took, key=lambda name: took[name])
     return name, _reason(name, took, bool(fits), compute_s)
