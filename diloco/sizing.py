@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 
 from diloco.config import ConfigError, RunConfig
+from inner import InnerError
+from inner.gguf_header import is_gguf_file, read_gguf_header
 from rendezvous import codecs
 from rendezvous.clock import Clock
 from rendezvous.probe import throughput
@@ -60,9 +62,18 @@ def parameters_of(config: RunConfig) -> int:
     model = config.inner.model
     if model in BUILT_IN:
         return BUILT_IN[model]
+    if is_gguf_file(model):
+        return _parameters_of_gguf(model)
     if Path(model).is_dir():
         return sum(_parameters_in(path) for path in _weight_files(Path(model)))
     return _parameters_on_the_hub(model, config.inner.revision)
+
+
+def _parameters_of_gguf(model: str) -> int:
+    try:
+        return sum(prod(shape) for shape in read_gguf_header(Path(model)).shapes.values())
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
 
 
 def parameters_in(folder: Path) -> int:

@@ -5,6 +5,7 @@
     build_inner(config, folder, files, seeds) -> loop    in every session of a replica
 
     toolworld    built and warm-started in code          tiny    built in code
+    *.gguf       dequantised (inner/gguf_model.py)
     else         loaded from the folder or the Hub at `revision`, saved again
 
 Not promised: that a Hub id without `revision` means the same model tomorrow; a run names its commit
@@ -24,6 +25,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from inner.base import Files, InnerConfig, InnerError, InnerLoop, Seeds
+from inner.gguf_header import is_gguf_file
+from inner.gguf_model import load_gguf
 from inner.supervised import SupervisedLoop, load_tokens
 from inner.task import load_task
 from inner.userfiles import local_file
@@ -85,10 +88,13 @@ def _load_model(
     _silence_transformers()
     where = {"revision": revision} if revision is not None else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, config.dtype), local_files_only=local, **where
-        )
+        if is_gguf_file(source):
+            model, tokenizer = load_gguf(source, config.dtype)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, config.dtype), local_files_only=local, **where
+            )
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inner.base import BUILT_IN_MODELS, InnerConfig, InnerError
+from inner.gguf_header import is_gguf_file
 from inner.known import ASK_S, cache_folder, cached_snapshot
 
 _AT_ONCE = 4  # files; each is one connection
@@ -50,8 +51,12 @@ class HubModel:
 
 
 def is_on_hub(config: InnerConfig) -> bool:
-    """Whether inner.model names a model on the Hub, and not a folder of this machine."""
-    return config.model not in BUILT_IN_MODELS and not Path(config.model).is_dir()
+    """Whether inner.model names a model on the Hub, and not a folder or file of this machine."""
+    return is_hub_name(config.model)
+
+
+def is_hub_name(model: str) -> bool:
+    return model not in BUILT_IN_MODELS and not is_gguf_file(model) and not Path(model).is_dir()
 
 
 def pin_hub_model(config: InnerConfig) -> HubModel | None:

@@ -1,6 +1,7 @@
 """Checks that the start model exists, without loading it: file names, sizes, headers, and one request to the Hub.
 
     inner.model   toolworld, tiny ─▶ built in code
+                  a .gguf file    ─▶ its header: an architecture that transformers reads
                   a folder        ─▶ config.json · weights, each as long as its header says · tokenizer · chat template
                   a Hub id        ─▶ in the cache: the same look      not there: one request, `timeout_s` at most
                                        └─ no such model, no such revision, gated: refused      no answer: "not checked"
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.base import BUILT_IN_MODELS, InnerConfig, InnerError
+from inner.gguf_header import GgufHeader, check_gguf_file, is_gguf_file
 
 ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -27,7 +29,7 @@ LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class KnownModel:
-    """folder: where its files are on this machine (None: nowhere).   note: what was not checked, and why."""
+    """folder: where its files are on this machine (None: nowhere).   note: what a person should know of it."""
 
     folder: Path | None = None
     note: str = ""
@@ -38,6 +40,8 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
     model = config.model
     if model in BUILT_IN_MODELS:
         return KnownModel()
+    if is_gguf_file(model):
+        return KnownModel(note=_gguf_note(config, check_gguf_file(Path(model))))
     if Path(model).is_dir():
         _check_folder(Path(model), f"model = {model!r}")
         return KnownModel(Path(model))
@@ -50,6 +54,12 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
         _check_folder(folder, f"model = {model!r}, as cached in {folder}", whole=False)
         return KnownModel(folder)
     return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
+
+
+def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
+    kinds = ", ".join(header.quantised)
+    rounding = f"from {kinds}; training begins at these rounded weights" if kinds else "without loss"
+    return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}), and carried through the bucket so"
 
 
 def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:

@@ -25,6 +25,7 @@ from executors.platforms.multi import Place
 from executors.preflight.platform_options import options_fault
 from executors.preflight.quote import FAR
 from inner.base import InnerError
+from inner.gguf_header import is_gguf_file
 from rendezvous.seal import KEY
 
 SAME_MACHINES = ("local", "slurm")  # replicas import what is installed here
@@ -193,10 +194,12 @@ def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:
 
 def model_far(config: RunConfig, places: Sequence[Place]) -> str:
     """θ₀ is published by a process in the first place."""
-    if places and places[0].executor in FAR and Path(config.inner.model).is_dir():
+    model = config.inner.model
+    if places and places[0].executor in FAR and (Path(model).is_dir() or is_gguf_file(model)):
+        kind = "file" if is_gguf_file(model) else "folder"
         return (
-            f"inner.model = {config.inner.model!r} is a folder of this machine, and the start model is published from "
-            f"{places[0].executor}, which cannot see it. Upload it (`hf upload NAME {config.inner.model}`) and give "
+            f"inner.model = {model!r} is a {kind} of this machine, and the start model is published from "
+            f"{places[0].executor}, which cannot see it. Upload it (`hf upload NAME {model}`) and give "
             "its name, or let the first --place be local"
         )
     return ""

@@ -9,7 +9,6 @@ Not promised: the bill.  Prices are the platforms' own lists, or a dated table; 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,12 +16,13 @@ from typing import Any, TextIO, TypeGuard
 
 from diloco.config import ConfigError, RunConfig, check_fleet
 from diloco.launch import Run
-from diloco.sizing import BUILT_IN, parameters_of
+from diloco.sizing import parameters_of
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.multi import EXECUTORS, FAR, Place, are_places, build_executor, place_of, places_of
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.preflight.run_url import UsageError, is_folder
 from executors.supervision.costs import Budget, Costs, launch_refusal
+from inner.hub_model import is_hub_name
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.membership import Wanted, read_control, write_control
@@ -91,16 +91,12 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     """
     if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in places):
         return tuple(places)
-    cache = {"hub_cache": HUB_VOLUME} if _is_on_hub(config.inner.model) else {}
+    cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
     try:
         options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config))}
     except ConfigError:  # nobody knows its size here: the platform's own default holds
         options = cache
     return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in places)
-
-
-def _is_on_hub(model: str) -> bool:
-    return model not in BUILT_IN and not os.path.isdir(model)
 
 
 def replicas_in(places: Sequence[Place]) -> int | None:
