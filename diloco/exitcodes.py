@@ -12,6 +12,7 @@ DIVERGED = 5  # its memory was not the chain's θ, or what it needed was collect
 BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals
 RESUME = 7  # it left because its platform's time limit is near; start the slot again
 HUNG = 8  # an inner step stood still (diloco/watchdog.py); starting again may help
+NO_REWARD = 9  # the reward gave no numbers any more; starting again helps once whatever it asks is back
 GAVE_UP = 75  # EX_TEMPFAIL: nothing moved for too long; the same command resumes the run
 
 NAMES = {
@@ -23,5 +24,6 @@ NAMES = {
     BAD_DELTA: "bad delta",
     RESUME: "time limit near",
     HUNG: "inner step hung",
+    NO_REWARD: "no reward",
     GAVE_UP: "gave up",
 }

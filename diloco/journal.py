@@ -126,6 +126,11 @@ class Event:
     code: int | None = None
     useful: bool = True
     own_fault: bool = False
+    by_reward: bool = False
+    counted: Count = 0
+    reward_failures: Count = 0
+    reward_limit: Count = 0
+    again_in_s: float | None = None
     first: bool = False
     launched_at: UnixTime | None = None
     usd_per_hour: Usd | None = None

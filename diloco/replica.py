@@ -93,7 +93,9 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     except Exception as error:
         session.emit("crashed", error=f"{type(error).__name__}: {error}")
         session.flush()
-        if isinstance(error, RewardFailed) or (isinstance(error, InnerError) and not _is_preflight(session)):
+        if isinstance(error, RewardFailed):
+            return _print_end(slot, error, exitcodes.NO_REWARD)
+        if isinstance(error, InnerError) and not _is_preflight(session):
             return _print_end(slot, error, exitcodes.CRASHED)
         raise
 

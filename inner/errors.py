@@ -11,7 +11,7 @@ class InnerError(RuntimeError):
 
 
 class RewardFailed(RuntimeError):
-    """The reward gives no numbers any more. This session ends; its slot is started again, three times at most."""
+    """The reward gives no numbers any more. This session ends; its slot is started again, with growing pauses."""
 
 
 FLOAT16 = (

@@ -236,8 +236,8 @@ def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
     return (
         f"the reward {_reward_name(reward)} gave no number for any completion of {often}, {scored.tries} tries each.\n"
         f"{shown}\n"
-        "  This life ends, and its slot is started again; after three such lives in a row whose work never counted the "
-        "run ends.\n"
+        "  This session ends, and its slot is started again: at once, and twice at most, in a run without any outer "
+        "step;\n  else after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
         "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
         "  A run keeps its files. A mended one needs `diloco train CONFIG --run RUN --again` while nothing was trained "
         "there,\n  and another --run afterwards.\n"

@@ -86,6 +86,13 @@ TABLE = [
     (lost(exitcodes.GAVE_UP, State.FAILED), WANTED, GiveUp, "nothing moved"),
     (lost(1, State.FAILED, losses=2, failures=2), WANTED, Wait, "trying again in 1 s"),
     (lost(1, State.FAILED, losses=3, failures=3), WANTED, GiveUp, "3 times in a row"),
+    (lost(9, State.FAILED, reward_failures=1), WANTED, Wait, "no reward); trying again in 60 s"),
+    (lost(9, State.FAILED, reward_failures=2), WANTED, Wait, "trying again in 240 s"),
+    (lost(9, State.FAILED, reward_failures=5, losses=5), WANTED, Wait, "trying again in 1800 s"),
+    (lost(9, State.FAILED, reward_failures=6), WANTED, GiveUp, "its reward failed in 6 sessions in a row"),
+    (lost(9, State.FAILED, reward_failures=6), NOBODY, None, ""),
+    (lost(exitcodes.GAVE_UP, State.FAILED, reward_failures=1), WANTED, Wait, "gave up); trying again in 60 s"),
+    (lost(exitcodes.GAVE_UP, State.FAILED, reward_failures=6), WANTED, GiveUp, "its reward failed in 6"),
     (lost(-9, losses=9), WANTED, Wait, "trying again in 60 s"),
     (lost(-9, losses=10), WANTED, GiveUp, "10 times in a row"),
 ]

@@ -1,17 +1,21 @@
 """The supervisor on rented machines: a platform in memory, in virtual time (tests/cloud.py)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco import exitcodes
 from diloco.config import RunConfig
+from diloco.journal import Journal
 from diloco.launch import Run, open_run
 from diloco.runlog.report import read_report
+from executors.cli.status import status_table
 from executors.platforms.base import State
 from executors.platforms.multi import Place
 from executors.supervision.costs import END_S, LEASE_S, costs
 from executors.supervision.plan import Limits
+from executors.supervision.reward_waits import reward_waits
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slot_state import past
 from executors.supervision.supervisor import Outcome, Supervisor
@@ -265,6 +269,42 @@ def test_the_pause_before_a_restart_outlives_the_supervisor(world):
     assert world.cloud.job("r00").spec.attempt == attempt + 1
 
 
+def test_who_waits_for_those_whose_reward_fails_ends_no_run_and_starts_again_with_them(world):
+    """Before: exit code 75 of the one that waited for a quorum ended the run; so did three ends by the reward."""
+    world.started()
+    journal = Journal(world.run.store, world.clock, "r00", world.cloud.job("r00").generation)
+    journal.emit("step", step=0, theta="0")
+    journal.flush()
+    world.pass_time(40)
+    world.cloud.end("r00", exitcodes.NO_REWARD, State.FAILED)
+    world.pass_time(2)
+    world.cloud.end("r01", exitcodes.GAVE_UP, State.FAILED)
+    world.pass_time(30)
+    report = read_report(world.run.store)
+    assert world.outcome is None and set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}
+    assert [(e["slot"], e["by_reward"], e["again_in_s"]) for e in report.of_kind("lost")] == [
+        ("r00", True, 60.0), ("r01", True, 60.0)
+    ]  # fmt: skip
+    (line,) = [text for text in status_table(report, world.clock.wall()) if "the reward failed" in text]
+    assert "r00 1 of 6 times in a row, again in 2" in line and "; those sessions cost $0.10" in line
+    assert "cost" not in reward_waits(replace(report, events=world.told("lost")), world.clock.wall())[0]
+    world.pass_time(40)
+    assert {("r00", 2), ("r01", 2)} <= set(world.cloud.jobs)
+    assert reward_waits(read_report(world.run.store), world.clock.wall()) == []
+
+
+def test_a_reward_that_never_worked_in_this_run_gets_three_strikes(world):
+    world.started()
+    for attempt in (1, 2, 3):
+        world.cloud.end("r00", exitcodes.NO_REWARD, State.FAILED)
+        world.pass_time(4)
+        if attempt < 3:
+            world.cloud.begin("r00")
+            world.pass_time(2)
+    assert ("r00", 4) not in world.cloud.jobs and not any(e["by_reward"] for e in world.told("lost"))
+    assert world.told("gave_up_on")[0]["why"].startswith("failed 3 times in a row (exit code 9")
+
+
 def told(kind: str, attempt: int, at: float = 0.0, who: str = "supervisor-1", **more) -> dict:
     return {"who": who, "event": kind, "slot": "r00", "generation": 0, "at": at, "attempt": attempt, **more}
 
@@ -292,7 +332,7 @@ PASTS = [
 @pytest.mark.parametrize(("events", "expected"), PASTS)
 def test_the_past_of_a_slot_from_the_log(events, expected):
     found = past(events)["r00"]
-    assert (found.attempt, found.losses, found.failures, found.state) == expected
+    assert (found.attempt, found.strikes.losses, found.strikes.failures, found.state) == expected
 
 
 # -------------------------------------------------------------------- smaller and larger

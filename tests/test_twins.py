@@ -177,7 +177,7 @@ def test_each_process_of_a_launch_is_open_until_its_own_end() -> None:
     assert [h.native for h in past([*both, event("ended", "b", twin=True)])["r00"].open] == ["a"]
     assert past([*both, event("ended", None)])["r00"].open == (), "an older release named no process"
     counted = past([*both, event("lost", "a", useful=False, own_fault=True), event("ended", "b", twin=True)])["r00"]
-    assert (counted.losses, counted.failures) == (1, 1), "the end of a twin is no end of the launch"
+    assert (counted.strikes.losses, counted.strikes.failures) == (1, 1), "the end of a twin is no end of the launch"
 
 
 # -------------------------------------------------------------------- stop

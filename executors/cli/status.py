@@ -35,6 +35,7 @@ from diloco.runlog.report import (
 from executors.platforms.full_disk import found_room, full_words
 from executors.supervision.costs import Costs
 from executors.supervision.outage import open_outages
+from executors.supervision.reward_waits import reward_waits
 from rendezvous.membership import Wanted
 from rendezvous.records import Beat
 
@@ -48,7 +49,7 @@ LOUD = {
     "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
     "replay_differs", "reward_failed", "hint_failed", "disk_full",
 }  # fmt: skip
-SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault")
+SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
 OLD_LIVES = 4
 INDENT = " " * 12
@@ -260,6 +261,7 @@ def remark_lines(report: Report, now: float) -> list[str]:
     lines = [f"! {e['who']}: {_event_in_words(e)}" for e in loud[-2:]]
     lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _is_listening(b, report, now)]
     lines += [f"! {text}" for text in open_outages(report.events, now)]
+    lines[:0] = [f"! {text}" for text in reward_waits(report, now)]
     if full := full_words(report.url):
         lines.insert(0, f"! {full}")
     if report.damage:

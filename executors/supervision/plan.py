@@ -24,6 +24,7 @@ from typing import Literal
 from diloco import exitcodes
 from executors.platforms.base import State
 from executors.platforms.processes import describe_exit
+from executors.supervision.strikes import ENOUGH
 
 Holder = Literal["none", "unknown", "beating", "silent", "left"]
 
@@ -33,6 +34,8 @@ class Limits:
     """failures: ends in a row by a replica's own fault, without one pseudogradient counted, before we give up.
 
     losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
+    reward_failures: ends in a row by a reward that has worked before (strikes.py).   reward_backoff_s: before the first
+    replacement after one; then four times that, …: 60, 240, 960, 1800, 1800 s, which is 81 minutes in all.
     silent_s: a running process of this machine whose beat stands still for so long is replaced.
     restart_grace_s: the same on a platform, which may start it again by itself.   boot_s: before its first beat there.
     fence_s: from telling it to end until its slot is taken from it.   drain_s: for leaving by itself, once asked.
@@ -40,8 +43,11 @@ class Limits:
 
     failures: int = 3
     losses: int = 10
+    reward_failures: int = 6
     backoff_s: float = 1.0
     backoff_most_s: float = 60.0
+    reward_backoff_s: float = 60.0
+    reward_backoff_most_s: float = 1800.0
     silent_s: float = 120.0
     restart_grace_s: float = 600.0
     boot_s: float = 1800.0
@@ -51,6 +57,10 @@ class Limits:
     def pause(self, losses: int) -> float:
         """Seconds between the latest of `losses` ends in a row and the next start."""
         return 0.0 if losses < 2 else min(self.backoff_most_s, self.backoff_s * 2 ** (losses - 2))
+
+    def reward_pause(self, failures: int) -> float:
+        """The same after the latest of `failures` ends in a row by the reward."""
+        return 0.0 if failures < 1 else min(self.reward_backoff_most_s, self.reward_backoff_s * 4 ** (failures - 1))
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class Seen:
 
     holder: what the slot's newest generation does, by its heartbeat, whoever launched it.
     silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
+    reward_failures: the same by the reward; 0 if the latest end was of another kind.
     native: a platform runs it.   beaten: its heart has been heard.
     replacing_s, draining_s: since we told it to end, to start it anew or for good (None: we did not).
     """
@@ -80,6 +91,7 @@ class Seen:
     silent_s: float = 0.0
     losses: int = 0
     failures: int = 0
+    reward_failures: int = 0
     reason: str = ""
     native: bool = False
     beaten: bool = True
@@ -179,7 +191,7 @@ def _about_ended(s: Seen, now: float, limits: Limits) -> Action:
         return Launch(s.slot, "nobody runs it")
     if (hopeless := _give_up_reason(s, limits)) is not None:
         return GiveUp(s.slot, hopeless)
-    left = s.ended_at + limits.pause(s.losses) - now
+    left = s.ended_at + max(limits.pause(s.losses), limits.reward_pause(s.reward_failures)) - now
     if left > 0:
         return Wait(s.slot, f"{_end_in_words(s)}; trying again in {left:.0f} s")
     return Replace(s.slot, _end_in_words(s))
@@ -198,7 +210,12 @@ def _give_up_reason(s: Seen, limits: Limits) -> str | None:
     """Why another start would change nothing, or None."""
     if s.exit_code == exitcodes.USER_ERROR:
         return "its configuration, files or model are wrong"
-    if s.exit_code == exitcodes.GAVE_UP:
+    if s.reward_failures >= limits.reward_failures:
+        return (
+            f"its reward failed in {s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its "
+            f"work ({_end_in_words(s)})"
+        )
+    if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
         return "nothing moved for too long"
     if s.failures >= limits.failures:
         return f"failed {s.failures} times in a row ({_end_in_words(s)})"

@@ -18,6 +18,7 @@ from diloco import exitcodes
 from diloco.runlog.report import SUPERVISOR, Life
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Seen
+from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
 from rendezvous.fields import checked
 from rendezvous.records import Beat
 
@@ -56,13 +57,12 @@ def end_fields(status: Status) -> dict[str, Any]:
 class Past:
     """A slot's past, from the log.
 
-    attempt: the highest number used.   losses, failures: ends in a row; the last one at `ended_at` (Unix time) left
-    `state`.   open: launches that nobody saw end.   pending: the newest of them waited for a machine.
+    attempt: the highest number used.   strikes: ends in a row; the last one at `ended_at` (Unix time) left `state`.
+    open: launches that nobody saw end.   pending: the newest of them waited for a machine.
     """
 
     attempt: int = 0
-    losses: int = 0
-    failures: int = 0
+    strikes: Strikes = NO_STRIKES
     ended_at: float = 0.0
     state: State | None = None
     exit_code: int | None = None
@@ -98,8 +98,7 @@ def _history_after(p: Past, e: Mapping[str, Any]) -> Past:
         still = (*others, *([launched] if launched else []))
         return Past(
             attempt=max(p.attempt, attempt),
-            losses=p.losses,
-            failures=p.failures,
+            strikes=p.strikes,
             ended_at=p.ended_at,
             state=p.state,
             exit_code=p.exit_code,
@@ -108,13 +107,11 @@ def _history_after(p: Past, e: Mapping[str, Any]) -> Past:
         )
     if e["event"] == "ended":
         return replace(p, open=others) if attempt < p.attempt or e.get("twin") else Past(p.attempt, open=others)
-    losses, failures = count_end(p.losses, p.failures, e.get("useful", True), e.get("own_fault", False))
     state = State(e["state"]) if e.get("state") in list(State) else State.LOST
     code = e.get("exit_code")
     return Past(
         attempt=p.attempt,
-        losses=losses,
-        failures=failures,
+        strikes=count_end(p.strikes, end_in(e)),
         ended_at=e["at"],
         state=state,
         exit_code=code,
@@ -143,9 +140,10 @@ def handle_in(e: Mapping[str, Any]) -> Handle | None:
         return None
 
 
-def count_end(losses: int, failures: int, useful: bool, own_fault: bool) -> tuple[int, int]:
-    """Ends in a row after one more: from zero if its life had brought something."""
-    return 1 + (0 if useful else losses), own_fault + (0 if useful else failures)
+def end_in(e: Mapping[str, Any]) -> SessionEnd:
+    """The end that a "lost" event tells.  Older releases wrote no number of steps, the oldest not even `useful`."""
+    counted = e.get("counted", int(e.get("useful", True)))
+    return SessionEnd(counted, own_fault=e.get("own_fault", False), by_reward=e.get("by_reward", False))
 
 
 @dataclass
@@ -168,8 +166,7 @@ class Track:
     launched_at: float = 0.0
     gone: Handle | None = None
     ended_at: float = 0.0
-    losses: int = 0
-    failures: int = 0
+    strikes: Strikes = NO_STRIKES
     beat: tuple[int, int] | None = None
     beaten: bool = False
     moves: int = 0
@@ -197,7 +194,7 @@ class Track:
             track.ran = not past.pending
         else:
             track = cls(slot, attempt=number, gone=found.handle if found else None)
-        track.losses, track.failures = past.losses, past.failures
+        track.strikes = past.strikes
         if track.handle is None and past.state is not None:
             ghost = found.handle if found else Handle("", slot, past.attempt, "")
             track.status = Status(ghost, past.state, past.reason, past.exit_code)
@@ -226,8 +223,7 @@ class Track:
         """Clear the slot: it is not desired any more, and its process has ended."""
         self.handle = None
         self.status = None
-        self.losses = 0
-        self.failures = 0
+        self.strikes = NO_STRIKES
         self.replacing_at = self.draining_at = self.cancelled = None
 
     def polled(self, status: Status, now: float) -> None:
@@ -266,8 +262,9 @@ class Track:
             ended_at=self.ended_at,
             holder=self._classify_holder(beat, now, fresh_s),
             silent_s=self._silent_s(beat, now),
-            losses=self.losses,
-            failures=self.failures,
+            losses=self.strikes.losses,
+            failures=self.strikes.failures,
+            reward_failures=self.strikes.reward_failures if self.strikes.by_reward else 0,
             reason=s.reason if s else "",
             native=bool(self.handle and self.handle.native),
             beaten=self.beaten,

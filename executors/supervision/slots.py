@@ -19,18 +19,18 @@ from diloco.launch import Run
 from diloco.runlog.report import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status, orphans
 from executors.supervision.outage import Outages, launch_name
-from executors.supervision.plan import Seen
+from executors.supervision.plan import Limits, Seen
 from executors.supervision.slot_state import (
     BLAMELESS,
     Past,
     Track,
     begin_fields,
     can_be_asked,
-    count_end,
     end_fields,
     is_from_launch,
     past,
 )
+from executors.supervision.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
@@ -38,16 +38,24 @@ AGAIN_S = 30.0  # between two words to somebody who does not go
 
 
 class Fleet:
-    """fresh_s: a heartbeat that has stood still for longer is silent.   tell: writes to the log."""
+    """fresh_s: a heartbeat that has stood still for longer is silent.   tell: writes to the log.
+    limits: how long a slot whose reward has failed waits."""
 
     def __init__(
-        self, run: Run, executor: ServerlessExecutor, clock: Clock, fresh_s: float, tell: Callable[..., None]
+        self,
+        run: Run,
+        executor: ServerlessExecutor,
+        clock: Clock,
+        fresh_s: float,
+        tell: Callable[..., None],
+        limits: Limits,
     ) -> None:
         self.run = run
         self.executor = executor
         self.clock = clock
         self.fresh_s = fresh_s
         self.tell = tell
+        self.limits = limits
         self.tracks: dict[str, Track] = {}
         self.publisher = Track(PUBLISH)
         self.strays: dict[Handle, float] = {}  # and when we last told them to end
@@ -182,13 +190,33 @@ class Fleet:
         )
         if track.replacing_at is None and (told or status.state is State.SUCCEEDED):
             return self.tell("ended", **end_fields(status))
-        useful = any(x.commits for x in lives)
-        own_fault = status.state is State.FAILED and status.exit_code not in BLAMELESS and track.replacing_at is None
-        track.losses, track.failures = count_end(track.losses, track.failures, useful, own_fault)
+        end = self._classify_end(track, status, report, counted=sum(len(x.commits) for x in lives))
+        track.strikes = count_end(track.strikes, end)
         life = max(lives, key=lambda x: x.generation, default=None)
         who = {"pid": life.pid, "generation": life.generation} if life else {"pid": status.handle.pid}
-        more = {"useful": useful, "own_fault": own_fault, "tail": self.tail(status.handle, 8)}
-        self.tell("lost", **end_fields(status), **who, **more)
+        more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
+        self.tell("lost", **end_fields(status), **who, **more, **self._reward_wait(track))
+
+    def _reward_wait(self, track: Track) -> dict[str, float]:
+        """When a slot whose reward has failed starts again, for `diloco status`."""
+        count = track.strikes.reward_failures
+        if not track.strikes.by_reward:
+            return {}
+        row: dict[str, float] = {"reward_failures": count, "reward_limit": self.limits.reward_failures}
+        return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
+
+    def _classify_end(self, track: Track, status: Status, report: Report, counted: int) -> SessionEnd:
+        """Whose fault was it?  A reward that has worked in this run is nobody's; nor is it that nothing moved while
+        another slot waits for its own."""
+        replaced = track.replacing_at is not None
+        failed = status.state is State.FAILED and not replaced
+        awaited = any(t.strikes.by_reward and not t.running for t in self.tracks.values() if t is not track)
+        by_reward = failed and (
+            (status.exit_code == exitcodes.NO_REWARD and report.head > 0)
+            or (status.exit_code == exitcodes.GAVE_UP and awaited)
+        )
+        own_fault = failed and not by_reward and status.exit_code not in BLAMELESS
+        return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
     def _was_asked_to_leave(self, track: Track, report: Report) -> bool:
         """Was this replica asked to leave, by us or through the bucket?"""

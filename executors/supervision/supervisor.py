@@ -120,7 +120,7 @@ class Supervisor:
         self._reader = Reader(self.run.store, STATUS)
         timing = self.run.timing
         self._tick_s = max(TICK_S, timing.poll)
-        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell)
+        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell, self.limits)
         self._ticked = False
         self._published = False
         self._leaving = ""  # why we end before the run is done
@@ -398,7 +398,7 @@ class Supervisor:
             self._published = True
             if p.launches:
                 self.tell("published", seconds=self.clock.now() - p.launched_at)
-        elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.losses >= self.limits.failures):
+        elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.strikes.losses >= self.limits.failures):
             tail = self.fleet.tail(p.status.handle, 12)
             wrong = p.status.exit_code == exitcodes.USER_ERROR
             why = "your files, settings or model cannot be used" if wrong else "the start model cannot be published"
