@@ -1,0 +1,261 @@
+"""One executor for every platform: the life of launched processes, written once over a platform's verbs.
+
+    launch_replicas ─▶ fault_of(spec) ─▶ submit(specs)     a handle each; one that could not start is FAILED, and why
+    poll            ─▶ deadlines ─▶ observe(handles)       all in one batch; without an answer the last status, stale
+    cancel          ─▶ stop(handles, kill=False)           after the grace a later poll calls stop(handles, kill=True)
+    collect         ─▶ poll until all have ended           then read_value(handle), or the last lines of its log
+    logs, follow    ─▶ read_log(handle, tail)              each line once, over dropped connections
+    find            ─▶ discover(run)                       the newest process of each slot
+    orphans, sweep  ─▶ alive(run)                          on a platform that labels its processes
+
+A platform is a subclass with the verbs on the right (platform.py), which keeps what it needs to reach its service and
+nothing about the life of a process.  It is a subclass and no object beside it, since people write how it is made,
+`SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
+
+Not promised: threads.  One thread at a time calls an executor.
+"""
+
+from abc import ABC
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from executors.platforms.base import (
+    RANK_ENV,
+    REPLICA,
+    ExecutorError,
+    Handle,
+    LaunchPlan,
+    ReplicaSpec,
+    Result,
+    ServerlessExecutor,
+    State,
+    Status,
+    Unavailable,
+    ranked_specs,
+    unanswered,
+    wait_for_all,
+)
+from executors.platforms.platform import NotStarted, Platform
+from rendezvous.clock import Clock, SystemClock
+
+TAIL = 12  # lines of a failed process's log that its result shows
+Launch = tuple[str, str, int]
+
+
+class Executor(Platform, ServerlessExecutor, ABC):
+    """The life of the processes of one platform."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._launched: dict[Launch, Handle] = {}
+        self._not_started: dict[Handle, NotStarted] = {}
+        self._known: dict[Hashable, Status] = {}  # the last answer about each process
+        self._cancelled: set[Handle] = set()
+        self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
+
+    # ------------------------------------------------------------------ starting
+
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        faults = [self.fault_of(s) for s in specs]
+        refused = tuple(dict.fromkeys(why for why in faults if why))
+        prices = [None if why else self.price_of(s) for s, why in zip(specs, faults, strict=True)]
+        lines = [f"{s.slot}: {self.plan_line(s)}" for s in specs]
+        return LaunchPlan((*lines, *self.plan_notes(specs), *refused), total_price(prices), refused)
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str = REPLICA,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        rank_env: str = RANK_ENV,
+    ) -> list[Handle]:
+        """A launch that has a process is not repeated; one that failed may be tried again."""
+        if specs is None:
+            specs = ranked_specs(self.nameless_run(), n_replicas, entrypoint, entrypoint_args, rank_env)
+        new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
+        faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
+        if new and len(faults) == len(new):
+            raise ExecutorError(next(iter(faults.values())))
+        good = {launch: s for launch, s in new.items() if launch not in faults}
+        answers: dict[Launch, Handle | NotStarted] = {launch: NotStarted(why) for launch, why in faults.items()}
+        answers |= dict(zip(good, self.submit(list(good.values())) if good else (), strict=True))
+        handles = self._launched | {launch: self.keep_answer(new[launch], x) for launch, x in answers.items()}
+        return [handles[launch_of(s)] for s in specs]
+
+    def keep_answer(self, spec: ReplicaSpec, answer: Handle | NotStarted) -> Handle:
+        """Remember the platform's answer to a launch; -> the handle, a failed one where nothing was started."""
+        if isinstance(answer, Handle):
+            self._launched[launch_of(spec)] = answer
+            return answer
+        handle = replace(self.new_handle(spec), launched_at=self._clock.wall())
+        self._not_started[handle] = answer
+        return handle
+
+    def forget(self, run: str) -> None:
+        """Nothing of this run is left on the platform, and a launch starts anew."""
+        self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
+
+    # ------------------------------------------------------------------ watching
+
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        handles = list(handles)
+        self._enforce_deadlines()
+        asked = list(dict.fromkeys(h for h in handles if self.needs_look(h)))
+        answers = dict(zip(asked, self._observe(asked) if asked else (), strict=True))
+        for handle, answer in answers.items():
+            if isinstance(answer, Status) and not answer.stale:
+                self._known[self.memory_key(handle)] = answer
+        return [self._status_of(h, answers.get(h)) for h in handles]
+
+    def needs_look(self, handle: Handle) -> bool:
+        """Does a poll ask the platform about it?"""
+        return self.is_started(handle) and not self.has_ended(handle)
+
+    def _observe(self, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
+        try:
+            return self.observe(handles)
+        except ExecutorError as error:
+            return [error] * len(handles)
+
+    def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
+        """The status that follows from the newest answer, and from what was known before."""
+        if (why := self.why_not_started(handle)) is not None:
+            return Status(handle, why.state, why.reason)
+        known = answer if isinstance(answer, Status) else self.last_status(handle)
+        if known.handle.native == handle.native:  # else another process runs this launch, and is named
+            known = replace(known, handle=handle)
+        return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known
+
+    def why_not_started(self, handle: Handle) -> NotStarted | None:
+        """None for a handle that has a process."""
+        if handle in self._not_started:
+            return self._not_started[handle]
+        return None if self.is_started(handle) else NotStarted("it could not be started")
+
+    def last_status(self, handle: Handle) -> Status:
+        """The status that the platform told last."""
+        return self._known.get(self.memory_key(handle)) or Status(handle, self.first_state)
+
+    def has_ended(self, handle: Handle) -> bool:
+        """Did an earlier poll see its end?"""
+        return self.last_status(handle).state.ended
+
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self.pause_s)
+        return self.make_results([s if s.state.ended else _still_running(s, timeout) for s in statuses])
+
+    def make_results(self, statuses: Sequence[Status]) -> list[Result]:
+        """One after the other; a platform where each costs requests overrides this."""
+        return [self.make_result(status) for status in statuses]
+
+    def make_result(self, status: Status) -> Result:
+        """How a process ended, with its value or its last lines."""
+        result = Result(status.handle, status.state, status.reason, status.exit_code)
+        if status.state is State.SUCCEEDED:
+            return replace(result, value=self.read_value(status.handle))
+        if status.state.ended:
+            with suppress(ExecutorError):  # its end is known; its last lines are only a help
+                return replace(result, tail=tuple(self.logs(status.handle, TAIL)))
+        return result
+
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        if (why := self.why_not_started(handle)) is not None:
+            return last_lines(why.reason.splitlines(), tail)
+        return [] if tail == 0 else last_lines(self.read_log(handle, tail), tail)
+
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        if self.why_not_started(handle) is not None:
+            return iter(self.logs(handle, tail))
+        return self.follow_log(handle, tail, lambda: self.poll([handle])[0].state.ended)
+
+    def follow_log(self, handle: Handle, tail: int | None, ended: Callable[[], bool]) -> Iterator[str]:
+        """Read the log again and again from where the last line was told, until `ended()`."""
+        if (file := self.log_file(handle)) is not None:
+            yield from file.follow(tail, ended, self._clock, self.pause_s)
+            return
+        told = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
+        while True:
+            over = ended()  # before the look, so that nothing is missed
+            with suppress(Unavailable):
+                for number, line in enumerate(self.stream_log(handle), 1):
+                    if number > told:
+                        told = number
+                        yield line
+                if over:
+                    return
+            self._clock.sleep(self.pause_s)
+
+    # ------------------------------------------------------------------ ending
+
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        going = [h for h in handles if self.may_run(h)]
+        new = [h for h in going if h not in self._cancelled]
+        self._cancelled.update(going)
+        if self.own_grace:
+            self._stop(going, kill=False)
+            return
+        until = self._clock.now() + grace_s
+        self._deadlines |= {h: min(until, self._deadlines.get(h, until)) for h in going}
+        if grace_s > 0:
+            self._stop(new, kill=False)
+        self._enforce_deadlines()
+
+    def may_run(self, handle: Handle) -> bool:
+        """Is there something to cancel, as far as is known here?"""
+        return self.is_started(handle) and not self.has_ended(handle)
+
+    def _enforce_deadlines(self) -> None:
+        """Kill whoever had its grace, and again whoever could not be told."""
+        now = self._clock.now()
+        due = [h for h, until in self._deadlines.items() if until <= now]
+        for handle in due:
+            del self._deadlines[handle]
+        alive = [h for h in due if not self.has_ended(h)]
+        try:
+            unheard = self._stop(alive, kill=True)
+        except ExecutorError:
+            unheard = alive
+        self._deadlines |= dict.fromkeys(unheard, now)
+
+    def _stop(self, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
+        """-> those that could not be told."""
+        return (self.stop(handles, kill) or ()) if handles else ()
+
+    def find(self, run: str) -> list[Handle]:
+        best = {handle.slot: handle for handle in self.discover(run)}
+        return [best[slot] for slot in sorted(best)]
+
+    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
+        natives = {h.native for h in known}
+        return [h for h in self.alive(run) if h.native not in natives]
+
+    def sweep(self, run: str) -> list[str]:
+        list(self.discover(run))  # so that `alive` is of now
+        alive = list(self.alive(run))
+        self._stop(alive, kill=True)
+        return [f"{h.slot}.{h.attempt}: job {h.native} on {self.name}" for h in alive]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def launch_of(one: ReplicaSpec | Handle) -> Launch:
+    return one.run, one.slot, one.attempt
+
+
+def last_lines(lines: list[str], tail: int | None) -> list[str]:
+    return lines if tail is None else lines[-tail:] if tail > 0 else []
+
+
+def total_price(prices: Iterable[float | None]) -> float | None:
+    """None if nobody knows one of them."""
+    known = list(prices)
+    return None if None in known else sum(price for price in known if price is not None)
+
+
+def _still_running(status: Status, timeout: float | None) -> Status:
+    return replace(status, reason=f"still running after {timeout:g} s")
