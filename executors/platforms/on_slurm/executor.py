@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -32,23 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from executors.platforms import processes
-from executors.platforms.base import (
-    RANK_ENV,
-    REPLICA,
-    ExecutorError,
-    Handle,
-    LaunchPlan,
-    Refused,
-    ReplicaSpec,
-    Result,
-    State,
-    Status,
-    Unavailable,
-    ranked_specs,
-    unanswered,
-    wait_for_all,
-)
+from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
 from executors.platforms.entrypoint import write_json
+from executors.platforms.executor import Executor
 from executors.platforms.logfile import LogFile
 from executors.platforms.on_slurm.job import (
     CANCELLED,
@@ -62,13 +48,13 @@ from executors.platforms.on_slurm.job import (
     read_json,
     run_job,
 )
-from rendezvous.clock import Clock, SystemClock
+from executors.platforms.platform import NotStarted, missing_secret
+from rendezvous.clock import Clock
 
 PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
 DAY_S = 24 * 3600.0
 SIGNAL_S = 0  # Slurm's USR2 so long before its limit: the same moment.  A replica leaves by its own clock before; with
 # submitit's 90 s every life would be as much shorter, and one of a minute would be told to leave as it begins
-TAIL = 12
 AT_ONCE = 16
 OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -86,13 +72,14 @@ WHY_GONE = {
 }
 
 
-class SlurmExecutor:
+class SlurmExecutor(Executor):
     """folder: where jobs keep their files (default: in the run's folder; for a bucket ~/.diloco/slurm).
 
     sbatch: submitit's names for sbatch's options.   timeout_s: of jobs whose spec has none.
     """
 
     name = NAME
+    first_state = State.PENDING
 
     def __init__(
         self,
@@ -104,54 +91,38 @@ class SlurmExecutor:
         clock: Clock | None = None,
         **sbatch: Any,
     ) -> None:
+        super().__init__(clock)
         self._folder = None if folder is None else Path(folder).expanduser()
         self._cluster = cluster
         self._usd = usd_per_hour
-        self._clock = clock or SystemClock()
         self._timeout_s = timeout_s
         self._sbatch = sbatch
-        self._pause_s = 0.1 if cluster == "local" else 2.0  # between two looks
-        self._failed: dict[Handle, str] = {}
-        self._deadlines: dict[Handle, float] = {}
-        self._known: dict[Handle, Status] = {}
+        self.pause_s = 0.1 if cluster == "local" else 2.0
         self._ended_since: dict[Handle, float] = {}
 
     # ------------------------------------------------------------------ starting
 
-    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        self._check_cluster()
-        refused = tuple(dict.fromkeys(why for s in specs if (why := self._why_not(s))))
-        price = None if self._usd is None else self._usd * len(specs)
-        cost = "no price is known" if price is None else f"${price:.2f} per hour" if price else "no bill of its own"
-        seen = [f"all nodes must see {root}; {cost}" for root in {self._run_folder(s.run) for s in specs}]
-        return LaunchPlan((*map(self._plan_line, specs), *seen, *refused), price, refused)
-
-    def _plan_line(self, spec: ReplicaSpec) -> str:
+    def plan_line(self, spec: ReplicaSpec) -> str:
         gpu = spec.gpu[0] if spec.gpu else "no GPU"
         minutes = self._limit_minutes(spec)
-        return f"{spec.slot}: {self._cluster} job {_job_name(spec)}, {gpu}, at most {minutes} min"
+        return f"{self._cluster} job {_job_name(spec)}, {gpu}, at most {minutes} min"
 
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
-        rank_env: str = RANK_ENV,
-    ) -> list[Handle]:
-        if specs is None:
-            run = f"ranks-{time.time_ns():x}-{os.getpid()}"
-            specs = ranked_specs(f"slurm://{run}", n_replicas, entrypoint, entrypoint_args, rank_env)
-        self._check_cluster()
-        refused = [self._why_not(s) for s in specs]
-        if specs and all(refused):
-            raise ExecutorError(refused[0])
+    def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
+        price = None if self._usd is None else self._usd * len(specs)
+        cost = "no price is known" if price is None else f"${price:.2f} per hour" if price else "no bill of its own"
+        return [f"all nodes must see {root}; {cost}" for root in {self._run_folder(s.run) for s in specs}]
+
+    def price_of(self, spec: ReplicaSpec) -> float | None:
+        return self._usd
+
+    def nameless_run(self) -> str:
+        return f"{NAME}://ranks-{time.time_ns():x}-{os.getpid()}"
+
+    def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
         with ThreadPoolExecutor(AT_ONCE) as pool:  # every sbatch waits for its answer
-            start = lambda spec, why: self._failed_handle(spec, why) if why else self._launch_one(spec)  # noqa: E731
-            return list(pool.map(start, specs, refused))
+            return list(pool.map(self._launch_one, specs))
 
-    def _launch_one(self, spec: ReplicaSpec) -> Handle:
+    def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
         """Submit it unless somebody has; -> the handle on its card."""
         folder = self._folder_of(spec)
         try:
@@ -163,7 +134,7 @@ class SlurmExecutor:
                 turn += 1  # who had the turn died over it; its job, if there is one, finds no input and ends
             return self._submit_job(spec, folder)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
-            return self._failed_handle(spec, str(error))
+            return NotStarted(str(error))
 
     def _submit_job(self, spec: ReplicaSpec, folder: Path) -> Handle:
         executor = _import_submitit().AutoExecutor(folder=folder, cluster=self._cluster)
@@ -179,7 +150,7 @@ class SlurmExecutor:
         job = executor.submit(run_job, {**spec.to_dict(), "timeout_s": 60.0 * minutes}, str(folder))
         pid = int(job.job_id) if self._cluster == "local" else 0
         handle = replace(
-            _new_handle(spec), native=job.job_id, pid=pid, started=processes.start_ticks(pid) or 0,
+            self.new_handle(spec), native=job.job_id, pid=pid, started=processes.start_ticks(pid) or 0,
             files=str(folder), launched_at=self._clock.wall(), usd_per_hour=self._usd,
         )  # fmt: skip
         write_json(str(folder / CARD), handle.to_dict())
@@ -191,11 +162,6 @@ class SlurmExecutor:
             self._clock.sleep(0.05)
         return card
 
-    def _failed_handle(self, spec: ReplicaSpec, why: str) -> Handle:
-        handle = replace(_new_handle(spec), launched_at=self._clock.wall())
-        self._failed[handle] = why
-        return handle
-
     def _check_cluster(self) -> None:
         _import_submitit()
         if self._cluster == "slurm" and shutil.which("sbatch") is None:
@@ -204,10 +170,10 @@ class SlurmExecutor:
                 "your cluster's login node, or use --executor local"
             )
 
-    def _why_not(self, spec: ReplicaSpec) -> str:
-        """Why this one cannot be started, or "" if nothing speaks against it."""
-        if missing := [name for name in spec.secrets if name not in os.environ]:
-            return f"the secret {missing[0]} is not set here; `export {missing[0]}=…` before the launch"
+    def fault_of(self, spec: ReplicaSpec) -> str:
+        self._check_cluster()
+        if why := missing_secret(spec):
+            return why
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
         if spec.gpu and (kinds := self._gpu_kinds()) is not None and _gpu_kind(spec.gpu[0]) not in kinds:
@@ -241,31 +207,22 @@ class SlurmExecutor:
 
     # ------------------------------------------------------------------ watching
 
-    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+    def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """One call of squeue for all that have not ended, and one of sacct for those that it has forgotten."""
-        handles = list(handles)
-        self._enforce_deadlines()
-        open_ones = [h for h in handles if h.native and self._written_end(h) is None]
+        open_ones = [h for h in handles if self._written_end(h) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
-        for handle in handles:
-            self._known[handle] = self._status_of(handle, told, trouble)
-        return [self._known[h] for h in handles]
+        return [self._status_or_error(h, told, trouble) for h in handles]
 
-    def _status_of(self, handle: Handle, told: Mapping[str, str], trouble: ExecutorError | None) -> Status:
-        if not handle.native:
-            return Status(handle, State.FAILED, self._failed.get(handle, "it could not be submitted"))
-        before = self._known.get(handle)
-        if before is not None and before.state.ended:
-            return before
+    def _status_or_error(
+        self, handle: Handle, told: Mapping[str, str], trouble: ExecutorError | None
+    ) -> Status | ExecutorError:
         if (end := self._written_end(handle)) is not None:
             return ended_as(handle, end, asked=self._was_cancelled(handle))
         if self._cluster == "local":
             return self._local_status(handle)
         word = told.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
         if word == "UNKNOWN":
-            return unanswered(
-                before or Status(handle, State.PENDING), trouble or f"Slurm did not tell of {handle.native}"
-            )
+            return trouble or Unavailable(f"Slurm did not tell of {handle.native}")
         return self._status_from_word(handle, word)
 
     def _status_from_word(self, handle: Handle, word: str) -> Status:
@@ -303,72 +260,38 @@ class SlurmExecutor:
     def _was_cancelled(self, handle: Handle) -> bool:
         return (Path(handle.files) / CANCELLED).exists()
 
-    def _log_file(self, handle: Handle) -> LogFile:
+    def log_file(self, handle: Handle) -> LogFile:
         return LogFile(Path(handle.files) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None)
 
-    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
-        return self._log_file(handle).lines(tail) if handle.native else []
-
-    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        return self._log_file(handle).follow(
-            tail, lambda: self.poll([handle])[0].state.ended, self._clock, self._pause_s
-        )
-
-    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, self._pause_s)
-        return [self._make_result(s, timeout) for s in statuses]
-
-    def _make_result(self, status: Status, timeout: float | None) -> Result:
-        handle = status.handle
-        end = self._written_end(status.handle) or {}
-        if not status.state.ended:
-            return Result(
-                handle, status.state, f"still running after {timeout:g} s", tail=tuple(self.logs(handle, TAIL))
-            )
-        tail = () if status.state is State.SUCCEEDED else tuple(self.logs(handle, TAIL))
-        return Result(handle, status.state, status.reason, status.exit_code, end.get("value"), tail)
+    def read_value(self, handle: Handle) -> Any:
+        return (self._written_end(handle) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        going = [s.handle for s in self.poll(handles) if not s.state.ended]
-        until = self._clock.now() + grace_s
+        """One that has ended by itself is not marked as cancelled, so all are polled first."""
+        super().cancel([s.handle for s in self.poll(handles) if not s.state.ended], grace_s)
+
+    def stop(self, handles: Sequence[Handle], kill: bool) -> None:
+        going = [h for h in handles if self._written_end(h) is None]
+        ids = [h.native for h in going]
         for handle in going:
             (Path(handle.files) / CANCELLED).touch()
-        self._ask_to_leave([h for h in going if h not in self._deadlines])
-        for handle in going:
-            self._deadlines[handle] = min(until, self._deadlines.get(handle, until))
-        self._enforce_deadlines()
-
-    def _ask_to_leave(self, handles: Sequence[Handle]) -> None:
         if self._cluster == "local":
-            for handle in handles:
-                processes.send_signal(handle.pid, handle.started, signal.SIGTERM)
-        elif handles:
-            ids = [h.native for h in handles]
+            for handle in going:
+                if kill:
+                    kill_tree(handle.pid, handle.started)
+                else:
+                    processes.send_signal(handle.pid, handle.started, signal.SIGTERM)
+        elif ids and kill:
+            _run_quietly(["scancel", *ids])
+        elif ids:
             _run_quietly(["scancel", "--state=PENDING", *ids])
             _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *ids])
 
-    def _enforce_deadlines(self) -> None:
-        due = [h for h, until in self._deadlines.items() if until <= self._clock.now() and self._written_end(h) is None]
-        if self._cluster == "local":
-            for handle in due:
-                kill_tree(handle.pid, handle.started)
-        elif due:
-            _run_quietly(["scancel", *(h.native for h in due)])
-        for handle in due if self._cluster == "slurm" else ():
-            del self._deadlines[handle]  # Slurm sees to it from here
-
-    def find(self, run: str) -> list[Handle]:
-        newest: dict[str, Handle] = {}
-        for folder in self._run_folder(run).glob("*.*"):
-            card = read_card(folder)
-            if card is not None and card.attempt > newest.get(card.slot, replace(card, attempt=0)).attempt:
-                newest[card.slot] = card
-        return [newest[slot] for slot in sorted(newest)]
-
-    def close(self) -> None:
-        """Nothing is held."""
+    def discover(self, run: str) -> list[Handle]:
+        cards = [read_card(folder) for folder in self._run_folder(run).glob("*.*")]
+        return sorted((card for card in cards if card is not None), key=lambda card: card.attempt)
 
 
 # -------------------------------------------------------------------- small things
@@ -380,10 +303,6 @@ def _import_submitit() -> Any:
     except ImportError:
         raise ExecutorError("Slurm needs submitit: pip install 'serverless-diloco[slurm]'") from None
     return submitit
-
-
-def _new_handle(spec: ReplicaSpec) -> Handle:
-    return Handle(spec.run, spec.slot, spec.attempt, NAME)
 
 
 def _job_name(spec: ReplicaSpec) -> str:
