@@ -105,7 +105,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
         handles = list(handles)
         self._enforce_deadlines()
         asked = list(dict.fromkeys(h for h in handles if self.needs_look(h)))
-        answers = dict(zip(asked, self._observe(asked) if asked else (), strict=True))
+        answers = dict(zip(asked, _answers_of(self, asked), strict=True))
         for handle, answer in answers.items():
             if isinstance(answer, Status) and not answer.stale:
                 self._known[self.memory_key(handle)] = answer
@@ -114,12 +114,6 @@ class Executor(Platform, ServerlessExecutor, ABC):
     def needs_look(self, handle: Handle) -> bool:
         """Does a poll ask the platform about it?"""
         return self.is_started(handle) and not self.has_ended(handle)
-
-    def _observe(self, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
-        try:
-            return self.observe(handles)
-        except ExecutorError as error:
-            return [error] * len(handles)
 
     def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
         """The status that follows from the newest answer, and from what was known before."""
@@ -255,6 +249,14 @@ def total_price(prices: Iterable[float | None]) -> float | None:
     """None if nobody knows one of them."""
     known = list(prices)
     return None if None in known else sum(price for price in known if price is not None)
+
+
+def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
+    """One answer for each handle."""
+    try:
+        return platform.observe(handles) if handles else ()
+    except ExecutorError as error:
+        return [error] * len(handles)
 
 
 def _still_running(status: Status, timeout: float | None) -> Status:

@@ -39,14 +39,14 @@ from executors.platforms.logfile import LogFile
 from executors.platforms.on_slurm.job import (
     CANCELLED,
     CARD,
-    END,
     NAME,
     create_exclusively,
     ended_as,
     kill_tree,
     read_card,
-    read_json,
     run_job,
+    was_cancelled,
+    written_end,
 )
 from executors.platforms.platform import NotStarted, missing_secret
 from rendezvous.clock import Clock
@@ -209,15 +209,15 @@ class SlurmExecutor(Executor):
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """One call of squeue for all that have not ended, and one of sacct for those that it has forgotten."""
-        open_ones = [h for h in handles if self._written_end(h) is None]
+        open_ones = [h for h in handles if written_end(h) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
 
     def _status_or_error(
         self, handle: Handle, told: Mapping[str, str], trouble: ExecutorError | None
     ) -> Status | ExecutorError:
-        if (end := self._written_end(handle)) is not None:
-            return ended_as(handle, end, asked=self._was_cancelled(handle))
+        if (end := written_end(handle)) is not None:
+            return ended_as(handle, end, asked=was_cancelled(handle))
         if self._cluster == "local":
             return self._local_status(handle)
         word = told.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
@@ -233,7 +233,7 @@ class SlurmExecutor(Executor):
         since = self._ended_since.setdefault(handle, self._clock.now())
         if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
             return Status(handle, State.RUNNING, "its end is on the way")
-        if self._was_cancelled(handle):
+        if was_cancelled(handle):
             return Status(handle, State.CANCELLED, "killed after the grace")
         reason = WHY_GONE.get(word, f"Slurm says {word}, and it left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
@@ -241,9 +241,9 @@ class SlurmExecutor(Executor):
     def _local_status(self, handle: Handle) -> Status:
         if processes.is_alive(handle.pid, handle.started):
             return Status(handle, State.RUNNING)
-        if (end := self._written_end(handle)) is not None:  # written since we looked
-            return ended_as(handle, end, asked=self._was_cancelled(handle))
-        state = State.CANCELLED if self._was_cancelled(handle) else State.LOST
+        if (end := written_end(handle)) is not None:  # written since we looked
+            return ended_as(handle, end, asked=was_cancelled(handle))
+        state = State.CANCELLED if was_cancelled(handle) else State.LOST
         return Status(handle, state, "gone, and it left no result")
 
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, str], ExecutorError | None]:
@@ -254,17 +254,11 @@ class SlurmExecutor(Executor):
             told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(left)])[0]
         return {**(dict.fromkeys(ids, FORGOTTEN) if trouble is None else {}), **told}, trouble
 
-    def _written_end(self, handle: Handle) -> Any:
-        return read_json(Path(handle.files) / END)
-
-    def _was_cancelled(self, handle: Handle) -> bool:
-        return (Path(handle.files) / CANCELLED).exists()
-
     def log_file(self, handle: Handle) -> LogFile:
         return LogFile(Path(handle.files) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None)
 
     def read_value(self, handle: Handle) -> Any:
-        return (self._written_end(handle) or {}).get("value")
+        return (written_end(handle) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
 
@@ -273,7 +267,7 @@ class SlurmExecutor(Executor):
         super().cancel([s.handle for s in self.poll(handles) if not s.state.ended], grace_s)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        going = [h for h in handles if self._written_end(h) is None]
+        going = [h for h in handles if written_end(h) is None]
         ids = [h.native for h in going]
         for handle in going:
             (Path(handle.files) / CANCELLED).touch()

@@ -58,6 +58,15 @@ def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
     return Status(handle, state, end["reason"], code)
 
 
+def written_end(handle: Handle) -> Any:
+    """The end that the job wrote on its node, or None."""
+    return read_json(Path(handle.files) / END)
+
+
+def was_cancelled(handle: Handle) -> bool:
+    return (Path(handle.files) / CANCELLED).exists()
+
+
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
