@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from inner.losses.chunks import by_position
 from inner.losses.divergence import IGNORE, generalized_jsd_loss
-from inner.losses.opd import entropy_aware_opd_loss
+from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
 from inner.losses.preference import dpo_loss, simpo_loss
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
@@ -119,6 +119,8 @@ def distillation_loss(student_N_V: Tensor, teacher_N_V: Tensor, settings: Channe
     student, teacher = student_N_V / settings.sdpo_temperature, teacher_N_V / settings.sdpo_temperature
     if settings.sdpo_wrapper == "taid":
         return n * taid_loss(student, teacher, everywhere, taid_t)
+    if settings.sdpo_wrapper == "eopd" and settings.eopd_threshold is not None:
+        return n * eopd_loss(student, teacher, everywhere, settings.eopd_threshold)
     return n * entropy_aware_opd_loss(student, teacher, everywhere, settings.entropy_opd_h_max)
 
 

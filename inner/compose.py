@@ -54,9 +54,10 @@ def compose_loss(
     dpo_variant: Literal["dpo", "simpo"] = "dpo",
     simpo_beta: float = 2.0,
     simpo_gamma: float = 1.0,
-    sdpo_wrapper: Literal["none", "taid", "entropy_opd"] = "none",
+    sdpo_wrapper: Literal["none", "taid", "entropy_opd", "eopd"] = "none",
     taid_t: float | None = None,
     entropy_opd_h_max: float | None = None,
+    eopd_threshold: float | None = None,
     teacher: nn.Module | None = None,
     **anchors: float,
 ) -> LossParts:
@@ -84,6 +85,7 @@ def compose_loss(
         sdpo_wrapper=sdpo_wrapper,
         schedule_steps=1 if sdpo_wrapper == "taid" else None,  # the schedule is the caller's: taid_t
         entropy_opd_h_max=entropy_opd_h_max,
+        eopd_threshold=eopd_threshold,
         **anchors,  # pyright: ignore[reportArgumentType]
     )
     logits = _model_logits(model, batch, "")

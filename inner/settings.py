@@ -29,7 +29,7 @@ class ChannelError(InnerError, ValueError):
 
 TEACHERS = ("round", "frozen", "ema", "live")
 CONTEXTS = ("hint", "rollout")
-WRAPPERS = ("none", "taid", "entropy_opd")
+WRAPPERS = ("none", "taid", "entropy_opd", "eopd")
 DPO_VARIANTS = ("dpo", "simpo")
 
 
@@ -39,7 +39,7 @@ class ChannelSettings:
                    "rollout": the SDPO paper: the whole response again, behind a sibling's success and the errors
     sdpo_teacher   whose weights: "round" θ_t as committed, the same on every replica (without a run: as they came in)
                    · "frozen" θ₀ · "ema" this session's own average · "live" those of this very step
-    sdpo_wrapper   "none" generalized JSD · "taid" · "entropy_opd"
+    sdpo_wrapper   "none" generalized JSD · "taid" · "entropy_opd" soft gate · "eopd" hard gate
     dpo_variant    "dpo" against θ₀, with anchors: label smoothing, NLL, DPO-Positive · "simpo" without a reference
     """
 
@@ -60,6 +60,7 @@ class ChannelSettings:
     taid_t_start: float = 0.4
     taid_t_end: float = 1.0
     entropy_opd_h_max: float | None = None  # nats; None is log V, at which the gate hardly opens
+    eopd_threshold: float | None = None  # nats of the teacher's entropy, above which forward KL is added
 
     beta_replay: float = 0.0
     beta_replay_end: float | None = None
@@ -91,12 +92,6 @@ class ChannelSettings:
         """A model that follows itself at full weight: measured, reward .94 to 0."""
         return self.sdpo_teacher == "live" and max(self.alpha_sdpo, self.alpha_sdpo_end or 0) >= 1
 
-    def alpha_at(self, step: int) -> float:
-        return linear_ramp(self.alpha_sdpo, self.alpha_sdpo_end, step, self.schedule_steps)
-
-    def beta_at(self, step: int) -> float:
-        return linear_ramp(self.beta_replay, self.beta_replay_end, step, self.schedule_steps)
-
     def taid_t_at(self, step: int) -> float:
         return linear_ramp(self.taid_t_start, self.taid_t_end, step, self.schedule_steps)
 
@@ -115,6 +110,11 @@ class ChannelSettings:
             raise ChannelError(
                 f'sdpo_context = "rollout" has the SDPO paper\'s own loss, which takes no sdpo_wrapper = '
                 f"{self.sdpo_wrapper!r} and no sdpo_token_clip = {self.sdpo_token_clip}. Leave them out."
+            )
+        if self.sdpo_wrapper == "eopd" and self.eopd_threshold is None:
+            raise ChannelError(
+                'sdpo_wrapper = "eopd" adds forward KL where the teacher\'s entropy is above eopd_threshold, which is '
+                "not set. Set it, in nats: a high quantile of the teacher's entropies, 0.8 say."
             )
         self._check_inert()
 
@@ -138,6 +138,7 @@ class ChannelSettings:
     def _check_numbers(self) -> None:
         least_zero = ["policy_weight", "alpha_sdpo", "alpha_sdpo_end", "beta_replay", "beta_replay_end"]
         least_zero += ["replay_label_smoothing", "replay_nll_weight", "replay_dpop_lambda", "simpo_gamma"]
+        least_zero += ["eopd_threshold"]
         for name in least_zero:
             if (value := getattr(self, name)) is not None and not (isfinite(value) and value >= 0):
                 raise ChannelError(f"{name} = {value} must be 0 (off) or more. Set {name}.")
@@ -187,13 +188,15 @@ READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, 
         "alpha_sdpo or alpha_sdpo_end is above 0",
         lambda s: s.uses_sdpo,
         ("sdpo_context", "sdpo_teacher", "sdpo_ema_rate", "sdpo_wrapper", "sdpo_jsd_beta", "sdpo_temperature",
-         "sdpo_token_clip", "sdpo_top_k", "sdpo_success", "taid_t_start", "taid_t_end", "entropy_opd_h_max"),
+         "sdpo_token_clip", "sdpo_top_k", "sdpo_success", "taid_t_start", "taid_t_end", "entropy_opd_h_max",
+         "eopd_threshold"),
     ),
     ('sdpo_teacher = "ema"', lambda s: s.sdpo_teacher == "ema", ("sdpo_ema_rate",)),
     ('sdpo_context = "rollout"', lambda s: s.sdpo_context == "rollout", ("sdpo_top_k", "sdpo_success")),
     ('sdpo_wrapper = "none"', lambda s: s.sdpo_wrapper == "none", ("sdpo_jsd_beta", "sdpo_token_clip")),
     ('sdpo_wrapper = "taid"', lambda s: s.sdpo_wrapper == "taid", ("taid_t_start", "taid_t_end")),
     ('sdpo_wrapper = "entropy_opd"', lambda s: s.sdpo_wrapper == "entropy_opd", ("entropy_opd_h_max",)),
+    ('sdpo_wrapper = "eopd"', lambda s: s.sdpo_wrapper == "eopd", ("eopd_threshold",)),
     (
         "beta_replay or beta_replay_end is above 0",
         lambda s: s.uses_replay,

@@ -20,7 +20,7 @@ from inner.check import check_inner
 from inner.grpo import _silence_libraries, trainer_arguments
 from inner.lessons import Rollout, reprompt, rollout_lessons
 from inner.losses.divergence import generalized_jsd_loss
-from inner.losses.opd import entropy_aware_opd_loss
+from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
 from inner.losses.sdpo import sdpo_loss
 from inner.losses.taid import taid_loss
 from inner.pair_ids import encode_pair, turn_marks
@@ -406,9 +406,13 @@ def student_and_teacher(trainer: Any, batch: dict[str, Any]) -> tuple[Tensor, Te
     return torch.cat(student), torch.cat(teacher)
 
 
-@pytest.mark.parametrize("wrapper", ["none", "taid", "entropy_opd"])
+@pytest.mark.parametrize("wrapper", ["none", "taid", "entropy_opd", "eopd"])
 def test_wrappers_are_their_kernels(wrapper: str) -> None:
-    options = {"taid": {"schedule_steps": 10}, "entropy_opd": {"entropy_opd_h_max": 1.5}}.get(wrapper, {})
+    options = {
+        "taid": {"schedule_steps": 10},
+        "entropy_opd": {"entropy_opd_h_max": 1.5},
+        "eopd": {"eopd_threshold": 1.2},
+    }.get(wrapper, {})
     trainer = make(alpha_sdpo=0.5, sdpo_teacher="live", sdpo_wrapper=wrapper, **options)
     batch = rollouts(trainer)
     trainer.follow(lambda: 5, lambda: iter(()))
@@ -419,6 +423,7 @@ def test_wrappers_are_their_kernels(wrapper: str) -> None:
         "none": generalized_jsd_loss(student, teacher, reduction="sum"),
         "taid": n * taid_loss(student, teacher, mask, 0.7),
         "entropy_opd": n * entropy_aware_opd_loss(student, teacher, mask, 1.5),
+        "eopd": n * eopd_loss(student, teacher, mask, 1.2),
     }[wrapper]
     assert trainer._metrics["train"]["loss/sdpo_kl"][0] == pytest.approx(expected.item() / B, rel=1e-4)
 
@@ -427,8 +432,16 @@ def test_weights_and_taids_t_move_with_the_committed_step() -> None:
     settings = ChannelSettings(
         alpha_sdpo=0.0, alpha_sdpo_end=0.2, beta_replay=0.3, beta_replay_end=0.0, sdpo_wrapper="taid", schedule_steps=10
     )
-    assert [settings.alpha_at(t) for t in (0, 5, 10, 99)] == [0.0, 0.1, 0.2, 0.2]
-    assert [settings.beta_at(t) for t in (0, 5, 10, 99)] == pytest.approx([0.3, 0.15, 0.0, 0.0])
+    trainer = make(
+        alpha_sdpo=0.0, alpha_sdpo_end=0.2, beta_replay=0.3, beta_replay_end=0.0, schedule_steps=10, pairs=world_pairs()
+    )
+    in_training(trainer)
+    weights: list[tuple[float, float]] = []
+    for t in (0, 5, 10, 99):
+        trainer.follow(lambda t=t: t, lambda: iter(()))
+        weights.append(trainer._channel_weights({LESSONS: []}))
+    assert [alpha for alpha, _ in weights] == pytest.approx([0.0, 0.1, 0.2, 0.2])
+    assert [beta for _, beta in weights] == pytest.approx([0.3, 0.15, 0.0, 0.0])
     assert [settings.taid_t_at(t) for t in (0, 5, 10, 99)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
     assert settings.uses_sdpo and settings.uses_replay and linear_ramp(0.5, None, 7, None) == 0.5
 

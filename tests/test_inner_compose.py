@@ -1,5 +1,7 @@
 """compose_loss: channels on and off, the causal shift, the pairing by index, and the quickstart batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -189,8 +191,10 @@ def test_settings_that_cannot_be(model: nn.Module) -> None:
     cases: list[tuple[dict[str, object], str]] = [
         ({"alpha_sdpo": -0.1}, "0 .off. or more"),
         ({"beta_replay": -0.1}, "0 .off. or more"),
-        ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd"),
+        ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd, eopd"),
         ({"entropy_opd_h_max": 0.0}, "greater than 0"),
+        ({"eopd_threshold": -1.0}, "0 .off. or more"),
+        ({"sdpo_wrapper": "eopd"}, "eopd_threshold, which is not set"),
         ({"sdpo_jsd_beta": 1.5}, "outside"),
     ]
     for settings, words in cases:
@@ -203,11 +207,11 @@ def test_settings_that_cannot_be(model: nn.Module) -> None:
 
 
 def test_wrappers(model: nn.Module) -> None:
-    values = {
-        name: compose_loss(model, batch(), alpha_sdpo=1.0, sdpo_wrapper=name, taid_t=0.5).sdpo_jsd.item()  # type: ignore[arg-type]
-        for name in ("none", "taid", "entropy_opd")
-    }
-    assert len(set(values.values())) == 3 and all(value > 0 for value in values.values())
+    values = {}
+    for name in ("none", "taid", "entropy_opd", "eopd"):
+        more: dict[str, Any] = {"sdpo_wrapper": name, "eopd_threshold": 0.5 if name == "eopd" else None}
+        values[name] = compose_loss(model, batch(), alpha_sdpo=1.0, taid_t=0.5, **more).sdpo_jsd.item()
+    assert len(set(values.values())) == 4 and all(value > 0 for value in values.values())
     for t in (None, -0.1, 1.1):
         with pytest.raises(ValueError, match="taid_t"):
             compose_loss(model, batch(), alpha_sdpo=1.0, sdpo_wrapper="taid", taid_t=t)

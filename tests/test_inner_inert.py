@@ -13,7 +13,7 @@ ON: dict[str, Any] = {"alpha_sdpo": 0.1, "beta_replay": 0.1}
 CHANGED: dict[str, Any] = {
     "sdpo_context": "rollout", "sdpo_teacher": "frozen", "sdpo_ema_rate": 0.05, "sdpo_jsd_beta": 0.1,
     "sdpo_temperature": 2.0, "sdpo_token_clip": 0.05, "sdpo_top_k": 20, "sdpo_success": 0.5, "taid_t_start": 0.5,
-    "taid_t_end": 0.9, "entropy_opd_h_max": 1.0, "dpo_variant": "simpo", "replay_batch_size": 4,
+    "taid_t_end": 0.9, "entropy_opd_h_max": 1.0, "eopd_threshold": 0.5, "dpo_variant": "simpo", "replay_batch_size": 4,
     "replay_skip_unfit": True,
     "replay_dpo_beta": 0.2, "replay_label_smoothing": 0.1, "replay_nll_weight": 0.1, "replay_dpop_lambda": 5.0,
     "simpo_beta": 1.0, "simpo_gamma": 0.5, "sdpo_wrapper": "entropy_opd",
@@ -26,6 +26,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "taid_t_start": {"sdpo_wrapper": "taid", "schedule_steps": 5},
     "taid_t_end": {"sdpo_wrapper": "taid", "schedule_steps": 5},
     "entropy_opd_h_max": {"sdpo_wrapper": "entropy_opd"},
+    "eopd_threshold": {"sdpo_wrapper": "eopd"},
     "simpo_beta": {"dpo_variant": "simpo"},
     "simpo_gamma": {"dpo_variant": "simpo"},
 }

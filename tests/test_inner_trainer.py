@@ -279,7 +279,7 @@ def test_refusals() -> None:
         ({"beta_replay": -1.0}, "0 .off. or more"),
         ({"policy_weight": -1.0}, "0 .off. or more"),
         ({"sdpo_teacher": "old"}, "round, frozen, ema, live"),
-        ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd"),
+        ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd, eopd"),
         ({"dpo_variant": "ipo"}, "dpo, simpo"),
         ({"sdpo_wrapper": "taid"}, "Set schedule_steps"),
     ]
