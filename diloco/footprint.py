@@ -5,7 +5,8 @@
     bucket, each step      N·S  pseudogradients  +  the mean:   S     reduced in shards (long bodies, 3 replicas)
                                                                 4·P/F announced in fp32, if that is half of N·S or less
                                                                 0     else
-            each snapshot  8·P  θ and momentum, fp32
+            each snapshot  8·P  θ and momentum, fp32, every snapshot_every steps or as fleet.keep asks
+                                (rendezvous/keeping.py: snapshot_period, largest_window)
             once           the start model in its own dtype, and 4·P: snapshot 0, which has no momentum
                            0 for a model of the Hub: every replica takes it from there
     device  weights + gradients + Adam's two moments, each in the model's dtype       activations and engine beside it
@@ -18,11 +19,12 @@ No torch here.
 from dataclasses import dataclass
 from math import ceil
 
-from diloco.config import AUTO, OuterConfig, RunConfig
+from diloco.config import AUTO, RunConfig, keep_bytes
 from diloco.sizing import compute_seconds_of
 from inner.hub_model import is_on_hub
 from rendezvous import codecs
 from rendezvous.codecs.choose import sync_seconds
+from rendezvous.keeping import Sizes, largest_window, snapshot_period
 from rendezvous.rules import Rules, reduces_sharded
 
 LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines get to a bucket of their region
@@ -35,8 +37,10 @@ DTYPE = {"float32": 4, "bfloat16": 2}
 class Footprint:
     """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
 
-    compute_s: a guess of the time between two syncs.   needed: the most that a reader may need of the bucket's blobs,
-    which stays whatever fleet.keep is.   back: bytes that one more step costs whose mean stays.
+    compute_s: a guess of the time between two syncs.   period: outer steps between snapshots, under the run's budget.
+    needed: the least budget that has room for what a reader may need then, which stays whatever fleet.keep is.
+    floor, int8_floor: the same with a snapshot at every step, and with that codec.
+    back: bytes that one more step costs whose mean stays.
     """
 
     parameters: int
@@ -49,7 +53,10 @@ class Footprint:
     in_all: int
     sync_s: float
     compute_s: float
+    period: int
     needed: int
+    floor: int
+    int8_floor: int
     back: int
 
 
@@ -62,7 +69,9 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> 
     width, each_step = DTYPE[config.inner.dtype], step_bytes(parameters, replicas, codec, fragments)
     each_snapshot = snapshot_bytes(parameters)
     once = 0 if is_on_hub(config.inner) else (width + 4) * parameters
-    snapshots = steps // config.outer.snapshot_every + bool(steps % config.outer.snapshot_every)
+    left = step_sizes(parameters, replicas, codec, fragments)
+    every, keep = config.outer.snapshot_every, keep_bytes(config.fleet.keep) or 0
+    period = snapshot_period(keep, every, each_snapshot, left)
     return Footprint(
         parameters=parameters,
         codec=codec,
@@ -71,11 +80,14 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> 
         each_step=each_step,
         each_snapshot=each_snapshot,
         once=once,
-        in_all=once + steps * each_step + snapshots * each_snapshot,
+        in_all=once + steps * each_step + ceil(steps / period) * each_snapshot,
         sync_s=sync_seconds(codec, ceil(parameters / fragments), replicas, LINK, LINK) if replicas > 1 else 0.0,
         compute_s=compute_s / fragments,
-        needed=needed_bytes(parameters, replicas, codec, config.outer),
-        back=mean_bytes(ceil(parameters / fragments), replicas, codec) or each_step,
+        period=period,
+        needed=largest_window(period, each_snapshot, left),
+        floor=largest_window(1, each_snapshot, left),
+        int8_floor=largest_window(1, each_snapshot, step_sizes(parameters, replicas, "int8", fragments)),
+        back=left.mean or each_step,
     )
 
 
@@ -86,8 +98,13 @@ def delta_bytes(parameters: int, codec: str) -> int:
 
 def step_bytes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> int:
     """Bytes that one outer step leaves in the bucket, if all replicas take part: their pseudogradients and the mean."""
+    left = step_sizes(parameters, replicas, codec, fragments)
+    return left.deltas + left.mean
+
+
+def step_sizes(parameters: int, replicas: int, codec: str, fragments: int = 1) -> Sizes:
     part = ceil(parameters / fragments)
-    return replicas * delta_bytes(part, codec) + mean_bytes(part, replicas, codec)
+    return Sizes(replicas * delta_bytes(part, codec), mean_bytes(part, replicas, codec))
 
 
 def mean_bytes(part: int, replicas: int, codec: str) -> int:
@@ -96,14 +113,6 @@ def mean_bytes(part: int, replicas: int, codec: str) -> int:
     if reduces_sharded([body] * replicas, codec, Rules().shard_from):
         return body
     return 4 * part if 2 * 4 * part <= replicas * body else 0
-
-
-def needed_bytes(parameters: int, replicas: int, codec: str, outer: OuterConfig) -> int:
-    """The window of rendezvous/keeping.py, when it is largest: the third snapshot is on its way."""
-    steps, part = 2 * outer.snapshot_every + 1, ceil(parameters / outer.fragments)
-    deltas, mean = replicas * delta_bytes(part, codec), mean_bytes(part, replicas, codec)
-    with_deltas = outer.snapshot_every + 2 if mean else steps
-    return 3 * snapshot_bytes(parameters) + steps * mean + with_deltas * deltas
 
 
 def snapshot_bytes(parameters: int) -> int:
@@ -116,11 +125,7 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
     f, link = found, f"{LINK * 8 / 1e9:g} Gbit/s"
     kept = f"{in_bytes(f.in_all)} after {steps} steps"
     if keep is not None and keep < f.in_all:
-        bound = (
-            f"at most {in_bytes(keep)}" if keep >= f.needed else f"what a replica may need, up to {in_bytes(f.needed)},"
-        )
-        reach = f", and reach back {(keep - f.needed) // f.back:,} steps or more" if keep >= f.needed else ""
-        kept = f"{bound} of {in_bytes(f.in_all)} in {steps} steps stay (fleet.keep){reach}"
+        kept = kept_text(f, steps, keep)
     return [
         f"memory per replica: {in_bytes(f.device)} on the device (weights, gradients, Adam; activations and generation "
         f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
@@ -128,6 +133,32 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
         f"a sync takes about {in_seconds(f.sync_s)} at an assumed {link} up and down, every {in_seconds(f.compute_s)} "
         "(a guess); `diloco doctor URL` measures the link",
     ]
+
+
+def kept_text(found: Footprint, steps: int, keep: int) -> str:
+    """How much stays under a budget that is smaller than the run, how often snapshots come, how far back it reaches."""
+    of_all = f"of {in_bytes(found.in_all)} in {steps} steps"
+    every = f"with a snapshot {f'every {found.period} steps' if found.period > 1 else 'at every step'}"
+    if keep >= found.needed:
+        reach = f"reach back {(keep - found.needed) // found.back:,} steps or more"
+        return f"at most {in_bytes(keep)} {of_all} stay (fleet.keep), {every}, and {reach}"
+    stays = f"what a replica may need, up to {in_bytes(found.needed)}, {of_all} stay (fleet.keep), {every}"
+    return f"{stays}{_floor_advice(found, keep)}" if keep else stays
+
+
+def _floor_advice(found: Footprint, keep: int) -> str:
+    """The next thing to do where the budget is below the floor."""
+    room = f'fleet.keep = "{in_bytes(_rounded_up(found.floor))}" is the least that has room for it'
+    if found.int8_floor >= found.floor:
+        return f"; {room}"
+    enough = "which fits" if found.int8_floor <= keep else "which is still more"
+    return f'; {room}, and outer.codec = "int8" makes that {in_bytes(found.int8_floor)}, {enough}'
+
+
+def _rounded_up(size: int) -> int:
+    """To the three digits that `in_bytes` writes, so that the size it writes is enough."""
+    unit = 10 ** max(0, len(str(size)) - 3)
+    return -(-size // unit) * unit
 
 
 def in_bytes(n: float) -> str:

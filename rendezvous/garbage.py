@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreError, Terminal
-from rendezvous.keeping import Kept, Sizes, Window, kept, parts_of, sizes_of
+from rendezvous.keeping import LATE, Kept, Sizes, Window, kept, largest_window, parts_of, sizes_of
 from rendezvous.records import Commit, Mean, Snapshot, WireError
 from rendezvous.rules import Rules
 from rendezvous.store import Store
@@ -212,10 +212,19 @@ class Collector:
                 break
             self._read_back(range(max(0, start - _BACK), start))
             answer = ask()
-        if answer is not None and answer.over and self._budget and not self._warned:
-            self._warned = True
-            self._tell("warning", kind="keep", step=self._head, text=_over(answer.over, self._budget))
+        if answer is not None and answer.over and self._budget:
+            self._warn_of_excess(answer.over)
         return answer
+
+    def _warn_of_excess(self, over: int) -> None:
+        """Once, where the window does not fit, and is not about to: a snapshot that makes it fit may be on its way."""
+        newest = self._known.get(self._head - 1, Sizes(0, 0))
+        floor = largest_window(1, self._window.snapshot, newest)
+        on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
+        if not self._warned and (self._budget < floor or over > on_their_way):
+            self._warned = True
+            text = _excess_text(over, self._budget, floor)
+            self._tell("warning", kind="keep", step=self._head, text=text)
 
     def _learn(self) -> None:
         while self._news:
@@ -312,11 +321,17 @@ def _left(answer: Kept | None, floor: int) -> dict[str, Any]:
     return {"deltas_from": answer.deltas_from, "means_from": answer.means_from, "snapshots": stay}
 
 
-def _over(over: int, budget: int) -> str:
+def _excess_text(over: int, budget: int, floor: int) -> str:
+    advice = (
+        f"Less than {floor / 1e9:.3g} GB is not possible, even with a snapshot at every step, as this run takes them "
+        'now. A smaller codec (outer.codec = "int8") in a new run makes it less'
+        if budget < floor
+        else "A newer snapshot would make it less and does not come: replicas die while they write one, or the store "
+        "takes longer for it than a round lasts (`diloco doctor URL` measures the link)"
+    )
     return (
         f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB more: the "
-        "two newest snapshots and what was uploaded since. That stays; everything older goes. Snapshots more often "
-        '(outer.snapshot_every), or a smaller codec (outer.codec = "int8"), make it less'
+        f"two newest snapshots and what was uploaded since. That stays; everything older goes. {advice}"
     )
 
 

@@ -13,6 +13,10 @@
 A pure function of records that are never deleted (commits, manifests), so all collectors come to the same answer, on
 any replica, at any moment.  What an earlier answer gave up, a later one never asks for: ages only grow.
 
+The window itself follows the budget: `snapshot_period` says after how many steps the next snapshot is due, so that the
+window, at its largest, fits.  `largest_window` with one step between snapshots is the floor below which no budget is
+kept to (decision 033).
+
 Not promised: the byte.  Counted are bodies that a commit lists; one of a replica that was killed before its offer, or
 whose offer expired, goes with its step.  Where steps are faster than the store deletes, deleting comes later.
 """
@@ -20,11 +24,14 @@ whose offer expired, goes with its step.  Where steps are faster than the store 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 
 from rendezvous.records import Commit
 from rendezvous.rules import Rules
 
 _SHARE = 0.95  # 6 % of the deltas expired in the simulations of the protocol, and others die with their replica
+LATE = 3  # steps: the one that is decided just now, and two that may follow while blobs are deleted
+COMPLETE = 3  # snapshots: the two newest, and one that is on its way
 FULL_ENOUGH = 4  # a run that would fit so many times is not read back to see what it takes
 ALWAYS = 64  # the level of the oldest snapshot: no run lasts for 2^64 periods
 _RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
@@ -87,6 +94,32 @@ class Window:
         return step.mean + (step.deltas if t >= self.newest or not step.mean else 0)
 
 
+def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
+    """Outer steps from one snapshot to the next, `every` at most, by which the window fits into the budget.
+
+    snapshot: bytes of one.   step: what each step leaves.   1 where nothing fits; `every` where there is no budget.
+    """
+    each = _each_in_window(step)
+    if not budget or not each:
+        return every
+    return max(1, min(every, int((_SHARE * budget - _beside(snapshot, step)) // each)))
+
+
+def largest_window(period: int, snapshot: int, step: Sizes) -> int:
+    """The least budget in which the window has room, with a snapshot every `period` steps."""
+    return ceil((_beside(snapshot, step) + period * _each_in_window(step)) / _SHARE)
+
+
+def _beside(snapshot: int, step: Sizes) -> int:
+    """Bytes beside the steps from one snapshot to the next."""
+    return COMPLETE * snapshot + LATE * (step.deltas + step.mean)
+
+
+def _each_in_window(step: Sizes) -> int:
+    """Bytes that a step between two snapshots costs: means stay for two periods, deltas that have one stay for one."""
+    return 2 * step.mean + step.deltas if step.mean else 2 * step.deltas
+
+
 @dataclass(frozen=True)
 class Kept:
     """The answer.   snapshots: those below the floor that stay.   means_from, deltas_from: first steps that keep any.
@@ -105,11 +138,10 @@ def kept(budget: int, head: int, known: Mapping[int, Sizes], window: Window, old
     """What of the steps below `head` stays; None if more commits must be read first.
 
     known: sizes of the newest steps, without a gap; maybe not of all.   older: snapshots below the floor.
-    Left free are a snapshot and three steps (the one that is decided just now, and two that may follow while blobs are
-    deleted), and a twentieth for bodies that no commit lists.
+    Left free are a snapshot that is on its way, the LATE steps, and a twentieth for bodies that no commit lists.
     """
     newest = known.get(head - 1, Sizes(0, 0))
-    room: float = _SHARE * budget - 3 * window.snapshot - 3 * (newest.deltas + newest.mean)
+    room = _SHARE * budget - _beside(window.snapshot, newest)
     for t in range(head - 1, window.floor - 1, -1):
         if t not in known and room >= 0:
             return None

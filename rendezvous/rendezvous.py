@@ -25,14 +25,17 @@ from rendezvous.clock import Clock
 from rendezvous.closing import Closer, Vigil, refuse_misweighed
 from rendezvous.digests import needed
 from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, HeartbeatLost, Leaving, RendezvousError
+from rendezvous.keeping import Sizes, sizes_of
 from rendezvous.membership import Membership, Wanted, read_leave
 from rendezvous.records import Commit, Leave, Offer, nonce
 from rendezvous.reduce import Mine, Reducer
 from rendezvous.rules import Rules, Timing
 from rendezvous.sharded import Sharer
+from rendezvous.snapshot_pace import SnapshotPace
 from rendezvous.snapshot_writer import SnapshotWriter
 from rendezvous.state import Digests, ReplicatedState, all_arrays, base_of
 from rendezvous.store import PatientStore, Store, put_once
+from rendezvous.tensors import TensorFile
 from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
 
 
@@ -99,6 +102,7 @@ class Rendezvous:
             self._bucket, rules_, self.tell, self._keep or 0, lambda f: self.state.size(f)
         )
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
+        self._pace = SnapshotPace(rules_.snapshot_every, self._keep or 0)
         self.chain = Chain(self.store, rules_.window)
         self._reducer = Reducer(self.store, self.clock, self.tell, rules_, together=self._together)
         self._encoder = Encoder(rules_.codec, digests=needed(self.store))
@@ -556,6 +560,7 @@ class Rendezvous:
             self._garbage.saw(commit)
         self._open(commit.t + 1)
         self._snapshot = max(self._snapshot, commit.snapshot)
+        self._keep_pace(commit)
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh) else 0
         self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
 
@@ -607,17 +612,36 @@ class Rendezvous:
 
     def _snapshot_if_due(self, commit: Commit) -> None:
         """Begin to write θ as this commit has made it, beside the next inner steps."""
-        closed = commit.by == self.name or self._writer.owes
-        due = rules.snapshot_due(self.step, self._snapshot, self.rules.snapshot_every, closed=closed)
+        due = self._pace.is_due(
+            self.step, self._snapshot, closed=commit.by == self.name, owes=self._writer.owes,
+            stands=self._hear_of_snapshot,
+        )  # fmt: skip
         if due and not (self._writer.busy or self.behind or self.done):
             self._writer.start(
                 self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.digest(commit.t)
             )
 
+    def _keep_pace(self, commit: Commit) -> None:
+        """Reckon when the next snapshot is due; without the budget for a state that cannot be seen into."""
+        size, left = 0, Sizes(0, 0)
+        if self._keep and (arrays := self._arrays(0)):
+            size = TensorFile(arrays).size
+            left = sizes_of(commit, self.state.size(commit.t % self.rules.fragments), self.rules)
+        self._pace.take_step(commit.t, left, snapshot=size, newest=self._snapshot)
+
+    def _hear_of_snapshot(self, step: int) -> bool:
+        """Is this snapshot there?  Its writer alone knows until it closes a step."""
+        found = snapshots.read(self.store, step) is not None
+        if found:
+            self._snapshot_stands(step)
+        return found
+
     def _snapshot_stands(self, step: int) -> None:
         self._snapshot = max(self._snapshot, step)
 
     def _sweep(self) -> None:
+        if self._pace.planned > self._snapshot:
+            self._hear_of_snapshot(self._pace.planned)
         self._garbage.sweep(self._snapshot)
 
     # ------------------------------------------------------------------ leaving

@@ -353,13 +353,3 @@ def rank(t: int, slot: int, slots: int) -> int:
     """
     mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
     return min(LED, mixed % max(1, slots))
-
-
-def snapshot_due(t: int, newest: int, every: int, *, closed: bool) -> bool:
-    """Is this replica to write θ_t?
-
-    newest: step of the newest snapshot known.   closed: it wrote commit t − 1, or gave up the last one that it began.
-
-    Whoever closed writes one in every period; after two periods without one, anybody.
-    """
-    return (closed and t // every > newest // every) or t - newest >= 2 * every

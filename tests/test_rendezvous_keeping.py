@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,18 @@ import pytest
 
 from rendezvous import layout, snapshots
 from rendezvous.garbage import Collector
-from rendezvous.keeping import Kept, Sizes, Window, kept, parts_of, thinned
+from rendezvous.keeping import Kept, Sizes, Window, kept, largest_window, parts_of, snapshot_period, thinned
 from rendezvous.reach import Reach, reach
 from rendezvous.records import Commit, Listed, Mean
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous, no_tell
 from rendezvous.rules import Rules
+from rendezvous.snapshot_pace import RETRY, SnapshotPace
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from tests.fakes import FaultyStore, ManualClock
+from rendezvous.tensors import TensorFile
+from tests.fakes import FaultyStore, ManualClock, VectorState
 from tests.test_rendezvous_engine import Seat, bucket
 
 RULES = Rules(sync_every=2, max_carry=1, snapshot_every=5)
@@ -114,6 +117,97 @@ def test_a_mean_has_the_parts_that_have_shards(owners: int, shards: int) -> None
     rules = Rules(shard_from=1, shard_elements=2)
     reducer = Reducer(MemoryStore(), ManualClock(), no_tell, rules)
     assert parts_of(made) == [j for j, part in enumerate(reducer.parts(made, 2 * shards)) if part]
+
+
+# ---------------------------------------------------------------------- when a snapshot is due
+
+
+@pytest.mark.parametrize("step", [Sizes(60, 20), Sizes(45, 0), Sizes(15, 5), Sizes(0, 0)])
+@pytest.mark.parametrize("snapshot", [0, 40, 1_000])
+def test_the_window_fits_with_the_longest_period_that_fits(step: Sizes, snapshot: int) -> None:
+    """One function says how often, the other how much: each is the other's inverse."""
+    for budget in range(1, 9_000, 37):
+        period = snapshot_period(budget, 50, snapshot, step)
+        fits = largest_window(period, snapshot, step) <= budget
+        assert 1 <= period <= 50 and (fits or period == 1 or step == Sizes(0, 0))
+        assert period == 50 or largest_window(period + 1, snapshot, step) > budget
+
+
+def test_no_budget_leaves_the_period_of_the_rules() -> None:
+    assert snapshot_period(0, 7, 10**9, Sizes(10**9, 10**9)) == 7
+
+
+def test_the_window_at_its_largest_is_what_the_collector_keeps() -> None:
+    """Snapshots at 90 and 100; that of 110 is begun, and seen when step 111 has been taken."""
+    step, known = Sizes(20, 10), steps(111)
+    answer = kept(1, 110, known, Window(90, 100, carry=1, snapshot=100, every=10), ())
+    assert answer is not None and answer.over == int(0.95 * largest_window(10, 100, step) - 0.95 * 1)
+
+
+def due(
+    pace: SnapshotPace, t: int, newest: int, *, closed: bool = True, owes: bool = False, there: bool = True
+) -> bool:
+    return pace.is_due(t, newest, closed=closed, owes=owes, stands=lambda step: there)
+
+
+def steps_due(pace: SnapshotPace, begin: int, end: int, sizes: Sizes, *, newest: int = 0) -> list[int]:
+    """Where a snapshot is begun and stands at once."""
+    found = []
+    for t in range(begin, end):
+        pace.take_step(t, sizes, snapshot=100, newest=newest)
+        if due(pace, t + 1, newest):
+            found.append(newest := t + 1)
+    return found
+
+
+def budget_for(period: int) -> int:
+    """A snapshot has 100, a step 20 + 10: three snapshots and three steps are 390, and each step of a period is 40."""
+    return ceil((390 + 40 * period) / 0.95)
+
+
+def test_a_budget_that_binds_brings_snapshots_forward_and_another_does_not() -> None:
+    assert steps_due(SnapshotPace(10, budget_for(4)), 0, 13, Sizes(20, 10)) == [4, 8, 12]
+    assert steps_due(SnapshotPace(10, budget_for(1)), 0, 4, Sizes(20, 10)) == [1, 2, 3, 4]
+    assert steps_due(SnapshotPace(10, 1), 0, 4, Sizes(20, 10)) == [1, 2, 3, 4], "below the floor, too"
+    for roomy in (0, budget_for(10), budget_for(99)):
+        assert steps_due(SnapshotPace(10, roomy), 0, 35, Sizes(20, 10)) == [10, 20, 30]
+
+
+def test_a_step_with_more_replicas_brings_the_snapshot_forward() -> None:
+    pace = SnapshotPace(50, budget_for(6))
+    assert steps_due(pace, 0, 8, Sizes(20, 10)) == [6]
+    assert steps_due(pace, 8, 12, Sizes(40, 10), newest=6) == [9, 12], "3 steps of 60 have room beside 450"
+
+
+def test_who_joins_at_a_snapshot_plans_what_the_others_plan() -> None:
+    old, new = SnapshotPace(50, budget_for(5)), SnapshotPace(50, budget_for(5))
+    steps_due(old, 0, 20, Sizes(20, 10))
+    new.take_step(20, Sizes(20, 10), snapshot=100, newest=20)
+    assert steps_due(old, 20, 41, Sizes(20, 10), newest=20) == [25, 30, 35, 40]
+    assert steps_due(new, 21, 41, Sizes(20, 10), newest=20) == [25, 30, 35, 40]
+
+
+@pytest.mark.parametrize("budget", [0, budget_for(10), budget_for(99)])
+def test_who_writes_a_snapshot(budget: int) -> None:
+    pace = SnapshotPace(20, budget)
+    period = min(20, 20 if not budget else snapshot_period(budget, 20, 100, Sizes(20, 10)))
+    for t in range(period):
+        assert not due(pace, t, 0)
+        pace.take_step(t, Sizes(20, 10), snapshot=100, newest=0)
+    assert due(pace, period, 0) and not due(pace, period, 0, closed=False), "the closer of the step before"
+    pace.take_step(period, Sizes(20, 10), snapshot=100, newest=0)
+    assert not due(pace, period + 1, 0, there=False), "it is on its way, and another closer does not know of it"
+    assert due(pace, period + 1, 0, closed=False, owes=True), "its own was given up"
+    pace.take_step(period + 1, Sizes(20, 10), snapshot=100, newest=0)
+    late = period + RETRY
+    assert due(pace, late, 0, there=False) and not due(pace, late, 0, there=True) and not due(pace, late, period)
+    assert not due(pace, late, 0, there=False, closed=False)
+    assert due(pace, 40, 0, closed=False), "two periods without one: anybody"
+
+
+def test_a_late_snapshot_does_not_move_those_that_follow() -> None:
+    pace = SnapshotPace(10, 0)
+    assert steps_due(pace, 12, 35, Sizes(20, 10), newest=12) == [20, 30]
 
 
 # ---------------------------------------------------------------------- a collector and a bucket
@@ -323,3 +417,90 @@ def test_a_run_under_a_budget_heals_a_joiner_at_any_step_and_stays_within_it() -
         assert joiner.rv.step == t + 1 and np.array_equal(joiner.state.theta, a.state.theta)
     left = reach(store.inner)
     assert left.since > 0 and left.before[0] == 0 and not left.covers(1)
+
+
+def seated(store: Store, clock: ManualClock, keep: int, monkeypatch: pytest.MonkeyPatch) -> list[Seat]:
+    """Three replicas of 100 elements under this budget, with no other reason for a snapshot."""
+    real = Rendezvous.__init__
+    monkeypatch.setattr(Rendezvous, "__init__", lambda self, *a, **n: real(self, *a, **{**n, "keep": keep}))
+    seats = [Seat(store, f"r0{i}", clock, RARELY) for i in range(3)]
+    for seat in seats:
+        seat.state = VectorState(100)
+        seat.join()
+    return seats
+
+
+RARELY = Rules(sync_every=2, max_carry=1, snapshot_every=1000)
+LEFT, SNAPSHOT = Sizes(deltas=3 * 400, mean=400), TensorFile({"theta.0": np.zeros(100, np.float32)}).size
+
+
+def take_steps(seats: list[Seat], store: FaultyStore, count: int) -> int:
+    """Each closes in turn; -> the most bytes of blobs that were there at any time."""
+    most = 0
+    for t in range(count):
+        for i, seat in enumerate(seats):
+            seat.offer(*[i + 1.0] * 100)
+            most = max(most, blob_bytes(store.inner))
+        for i in range(len(seats)):
+            seats[(i + t) % len(seats)].step()
+            most = max(most, blob_bytes(store.inner))
+    return most
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_snapshots_come_early_so_that_the_window_follows_the_budget(
+    period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closers take turns, and none of them knows what another has begun."""
+    budget, clock = largest_window(period, SNAPSHOT, LEFT), ManualClock()
+    store = bucket(clock, replicas=3, m=3, steps=1000)
+    seats = seated(store, clock, budget, monkeypatch)
+    assert take_steps(seats, store, 40) <= budget
+    made = snapshots.steps_of(store.list(layout.SNAPSHOTS))
+    assert made == list(range(0, 40, period)), "no more of them than the budget asks for"
+    assert {fields["kind"] for seat in seats for fields in seat.events("warning")} == set()
+    joiner = Seat(store, "r02", clock, RARELY)
+    joiner.state = VectorState(100)
+    joiner.join()
+    assert np.array_equal(joiner.state.theta, seats[0].state.theta)
+
+
+def test_below_the_floor_the_window_is_the_floor_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    floor, clock = largest_window(1, SNAPSHOT, LEFT), ManualClock()
+    store = bucket(clock, replicas=3, m=3, steps=1000)
+    seats = seated(store, clock, floor // 2, monkeypatch)
+    assert floor // 2 < take_steps(seats, store, 20) <= floor
+    said = [fields["text"] for seat in seats for fields in seat.events("warning")]
+    assert said and all(
+        "even with a snapshot at every step" in text and 'outer.codec = "int8"' in text for text in said
+    )
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+def test_without_a_budget_snapshots_come_as_the_rules_say(keep: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    store = bucket(clock, replicas=3, m=3, steps=1000)
+    take_steps(seated(store, clock, keep, monkeypatch), store, 20)  # type: ignore[arg-type]
+    assert snapshots.steps_of(store.list(layout.SNAPSHOTS)) == [0]
+
+
+def test_a_state_that_cannot_be_seen_into_has_no_snapshots_to_bring_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VectorState, "arrays", lambda self, fragment: {})
+    clock = ManualClock()
+    store = bucket(clock, replicas=3, m=3, steps=1000)
+    take_steps(seated(store, clock, 1, monkeypatch), store, 10)
+    assert snapshots.steps_of(store.list(layout.SNAPSHOTS)) == [0]
+
+
+def test_a_planned_snapshot_whose_writer_died_is_begun_again_and_the_window_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blob of snapshot 5 does not reach the store, and the next closers find nothing there."""
+    budget, clock = largest_window(5, SNAPSHOT, LEFT), ManualClock()
+    store = bucket(clock, replicas=3, m=3, steps=1000)
+    seats = seated(store, clock, budget, monkeypatch)
+    monkeypatch.setattr(seats[1].rv._writer, "start", lambda *a, **n: None)
+    take_steps(seats[:], store, 20)
+    made = snapshots.steps_of(store.list(layout.SNAPSHOTS))
+    assert 5 not in made and 7 in made and max(b - a for a, b in pairwise(made)) <= 7
+    assert blob_bytes(store.inner) <= budget

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from safetensors.numpy import load_file
 
 from diloco import exitcodes
 from diloco.config import ConfigError
+from diloco.footprint import footprint, in_bytes, lines
 from diloco.history import state_at
 from diloco.runlog.kept import kept_words
 from diloco.runlog.report import read_report, summary
 from executors.cli.status import status_dict, status_table
+from rendezvous import layout, snapshots
 from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
@@ -329,6 +332,28 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
     said = str(told.value).partition("reaches back to step ")[2].partition(". Use one")[0]
     for step in map(int, re.findall(r"\d+", said)):  # how much room older snapshots have depends on who was late
         assert state_at(fleet.run, fleet.model, step)[0] == step, told.value
+
+
+def test_a_small_budget_brings_snapshots_forward_and_holds_at_every_look(tmp_path: Path) -> None:
+    """A snapshot every 1,000 steps alone would let the bodies of all steps stay."""
+    keep, steps = 14_000_000, 40
+    fleet = Fleet(tmp_path, outer={"snapshot_every": 1000}, fleet={"keep": "14 MB", "steps": steps})
+    parameters = sum(prod(shape) for _, shape, _ in fleet.model.layout)
+    planned = footprint(fleet.config, parameters, 3, steps)
+    assert 1 < planned.period < 8 and planned.needed <= keep < planned.in_all / 4
+    fleet.start_all()
+    most = 0
+    while fleet.commit(steps - 1) is None:
+        most = max(most, blob_bytes(tmp_path / "run"))
+        time.sleep(0.02)
+    codes = fleet.wait()
+    assert codes == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    assert f"at most {in_bytes(keep)} of" in lines(planned, steps, keep)[1]
+    assert planned.needed / 2 < most <= keep, f"{most} bytes"
+    made = snapshots.steps_of(fleet.store.list(layout.SNAPSHOTS))
+    assert steps / planned.period / 2 <= len(made) <= 2 * steps / planned.period
+    at, state = state_at(fleet.run, fleet.model, None)
+    assert at == steps and {state.digest()} == logged_digests(tmp_path / "run")[steps - 1]
 
 
 def beat_of(fleet: Fleet, slot: str) -> Beat:

@@ -19,7 +19,7 @@ from rendezvous.digests import SHA256, XXH3, digest
 from rendezvous.errors import Corrupt, StoreUnclear
 from rendezvous.membership import write_control
 from rendezvous.rendezvous import Rendezvous
-from rendezvous.rules import Rules, Timing, snapshot_due
+from rendezvous.rules import Rules, Timing
 from rendezvous.snapshot_writer import Abandoned, LiveFile
 from rendezvous.store import Buffer, PatientStore
 from rendezvous.stores.files import FileStore
@@ -226,13 +226,6 @@ def test_a_blob_with_the_right_digest_that_is_no_safetensors_file_is_told_and_pa
     store.put(good.blob, body)
     forged = replace(good, size=len(body), digest=digest(body))
     assert snapshots.load(store, forged, lambda event, **_: told.append(event), {}) is None and told == ["bad_snapshot"]
-
-
-def test_who_writes_a_snapshot() -> None:
-    assert snapshot_due(10, 0, 10, closed=True) and not snapshot_due(10, 0, 10, closed=False)
-    assert not snapshot_due(9, 0, 10, closed=True) and not snapshot_due(11, 10, 10, closed=True)
-    assert snapshot_due(11, 0, 10, closed=True), "its own at 10 was given up"
-    assert snapshot_due(20, 0, 10, closed=False), "two periods without one: anybody"
 
 
 def test_a_store_that_breaks_off_shows_nothing(tmp_path: Path) -> None:
