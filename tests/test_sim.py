@@ -61,7 +61,7 @@ RARE = {
 }  # fmt: skip
 
 
-RARE_IN = dict.fromkeys(RARE, 0)  # name -> the batch in which it must happen
+RARE_IN = dict.fromkeys(RARE, 0) | {"kill at create commit": 180}  # name -> the batch in which it must happen
 
 
 @pytest.mark.timeout(900)
