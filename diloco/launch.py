@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
+from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
 from rendezvous import layout
@@ -427,8 +428,10 @@ def publish(url: str) -> int:
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     except (StoreError, OSError) as error:
-        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
-        return exitcodes.USER_ERROR
+        full = isinstance(error, OSError) and is_full(error)
+        words = f"{full_disk_words(error, 'it')}; free some, then `diloco resume RUN`" if full else error
+        print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
+        return exitcodes.GAVE_UP if full else exitcodes.USER_ERROR
     return exitcodes.DONE
 
 

@@ -18,15 +18,15 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco import exitcodes
 from diloco.config import BUCKET, ConfigError, RunConfig, keep_bytes
+from diloco.disk_space import retry_when_full
 from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run, refuse_layout
 from diloco.output import survive_full_disk
-from diloco.room import retry_when_full
 from diloco.runlog.learning import step_line
 from diloco.session import Session, process_alive
 from inner import InnerError, Seeds
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from inner import InnerLoop
 
 OPEN_S = 60.0  # for the first answer of the store
+LOOP_FOLDER = "inner"  # of a replica's scratch folder: what the inner loop's libraries write
 REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
 
 
@@ -142,18 +143,20 @@ def _train_session(run: Run, session: Session) -> int:
     stay = lambda: _leave_now(session)  # noqa: E731
     make_folder = lambda: tempfile.TemporaryDirectory(prefix="replica-")  # noqa: E731
     temporary = retry_when_full(session, "temporary files", make_folder, stay)
-    with temporary as scratch:
-        fetch = lambda: _fetch_inputs(run, record, Path(scratch), session, stay)  # noqa: E731
+    with temporary as path:
+        scratch = Path(path)
+        fetch = lambda: _fetch_inputs(run, record, scratch, session, stay)  # noqa: E731
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
         session.rv.members.status.note = ""
         stay()
-        return _train_model(run.config, session, record, model_dir, files)
+        return _train_model(run.config, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
 
 
 def _fetch_inputs(
     run: Run, record: ModelRecord, scratch: Path, session: Session, stay: Callable[[], None]
 ) -> tuple[Path, dict[str, Path]]:
-    """θ₀'s folder, and the user's own files."""
+    """θ₀'s folder, and the user's own files.  Makes the loop's folder, too: space for it is waited for."""
+    (scratch / LOOP_FOLDER).mkdir(exist_ok=True)
     files = fetch_files(run, scratch / "code")
     take = lambda: fetch_model(run.store, record, scratch / "model")  # noqa: E731
     if (model := record.hub_model) is None:
@@ -163,9 +166,16 @@ def _fetch_inputs(
     return from_hub(session, model, take, stay), files
 
 
-def _train_model(
-    config: RunConfig, session: Session, record: ModelRecord, model_dir: Path, files: dict[str, Path]
-) -> int:
+@dataclass(frozen=True)
+class Inputs:
+    """On this machine's disk.   model_dir: θ₀'s folder.   files: the user's own.   scratch: for the loop's files."""
+
+    model_dir: Path
+    files: dict[str, Path]
+    scratch: Path
+
+
+def _train_model(config: RunConfig, session: Session, record: ModelRecord, inputs: Inputs) -> int:
     import torch  # heavy imports only now: the slot is claimed and beating
 
     from diloco import lighthouse
@@ -183,12 +193,13 @@ def _train_model(
     warmup = REJOIN_WARMUP if at else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
-        loop = build_inner(config.inner, model_dir, files, seeds_of(config, session, at), warmup)
+        seeds = seeds_of(config, session, at)
+        loop = build_inner(config.inner, inputs.model_dir, inputs.files, seeds, warmup, scratch=inputs.scratch)
     if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
         session.emit("warning", kind="bf16", text=text)
     refuse_layout(record.layout, layout_of(loop.model))
     refuse_other_bits(record.theta, loop.model)
-    again = lambda: first_arrays(model_dir, config.inner.dtype, config.outer)  # noqa: E731
+    again = lambda: first_arrays(inputs.model_dir, config.inner.dtype, config.outer)  # noqa: E731
     bucket = config.rendezvous == BUCKET
     manager = (
         StoreManager(session, theta_0=again if record.hub else None)

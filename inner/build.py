@@ -34,8 +34,17 @@ from inner.worlds.tiny import tiny_model, tiny_tokenizer
 from inner.worlds.toolworld import ToolWorld
 
 
-def build_inner(config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0) -> InnerLoop:
-    """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`."""
+def build_inner(
+    config: InnerConfig,
+    model_dir: Path,
+    files: Files,
+    seeds: Seeds,
+    warmup_steps: int = 0,
+    scratch: Path | None = None,
+) -> InnerLoop:
+    """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`.
+
+    scratch: a folder for what its libraries write (default: a temporary one)."""
     model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
     if config.loop == "supervised":
         path = local_file("text", str(config.text), files)
@@ -45,7 +54,9 @@ def build_inner(config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds
         from inner.grpo import GrpoLoop
     except ModuleNotFoundError as missing:
         raise ImportError(f"build_inner needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
-    return GrpoLoop(config, model, tokenizer, load_task(config, files), seeds, warmup_steps)
+    return GrpoLoop(
+        config, model, tokenizer, load_task(config, files), seeds, warmup_steps=warmup_steps, scratch=scratch
+    )
 
 
 def publish_model(config: InnerConfig, out_dir: Path) -> None:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class GrpoLoop:
         task: Task,
         seeds: Seeds,
         warmup_steps: int = 0,
+        scratch: Path | None = None,
     ) -> None:
         self.config = config
         self.boundary = config.boundary
@@ -97,7 +99,8 @@ class GrpoLoop:
         self._reward_calls = RewardCalls(
             config.reward_retries, config.reward_timeout_s, config.num_generations, time.monotonic
         )
-        self._folder = tempfile.TemporaryDirectory(prefix="inner-")
+        self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
+        self._folder = self._own_folder.name if self._own_folder else str(scratch)
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
         self.trainer.remove_callback(PrinterCallback)
         self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
@@ -118,7 +121,7 @@ class GrpoLoop:
         return ComposerReplicationTrainer(
             model=model,
             reward_funcs=task.reward,
-            args=trainer_arguments(config, seeds, self._folder.name),
+            args=trainer_arguments(config, seeds, self._folder),
             train_dataset=_to_dataset(task.rows),
             processing_class=tokenizer,
             optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),

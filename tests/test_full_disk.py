@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,17 @@ from typing import Any
 
 import pytest
 
-from diloco.room import retry_when_full
+from diloco import exitcodes
+from diloco.disk_space import retry_when_full
+from diloco.launch import open_run, publish
 from diloco.runlog.report import read_report
+from executors.cli.main import VERBS, main
 from executors.cli.status import status_table
 from executors.platforms.base import ReplicaSpec, Unavailable
+from executors.platforms.container import run_replica
 from executors.platforms.full_disk import full_words, room_for
 from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.on_host.forkserver import ForkServer
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, StoreFull
 from rendezvous.membership import write_control
@@ -30,6 +36,7 @@ from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fakes import ManualClock
 from tests.fleet import Fleet
+from tests.fleet import config as fleet_config
 
 
 class Disk:
@@ -142,6 +149,73 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
         check_run(tmp_path / "run", report.head)
     finally:
         fleet.kill_all()
+
+
+@pytest.mark.timeout(300)
+def test_the_inner_loop_writes_where_its_replica_has_made_room(tmp_path: Path) -> None:
+    """Before: a temporary folder of its own, outside of what waits for space, and exit code 1 where there was none."""
+    inner = {"loop": "grpo", "model": "toolworld", "text": None, "batch_size": 16, "world_kinds": 2, "world_names": 4}
+    inner |= {"warm_start_steps": 1, "reward": None}
+    fleet = Fleet(tmp_path, outer={"sync_every": 1}, inner=inner, fleet={"replicas": 1, "steps": 1})
+    fleet.start("r00", die="full:inner-")
+    assert fleet.wait(200.0) == {"r00": [0]}, fleet.logs()
+
+
+# -------------------------------------------------------------------- where nobody waits: words, and what to do
+
+
+@pytest.fixture
+def no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No temporary folder can be made."""
+
+    def mkdtemp(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/folder")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+
+
+WORDS = "no space left on this machine's disk for {} (/scratch)"
+
+
+def test_a_container_without_space_ends_with_the_reason(no_folder: None) -> None:
+    """Before: a traceback of tempfile's."""
+    spec = ReplicaSpec("memory://x", "r00", entrypoint="tests.entrypoints:returns")
+    end = run_replica(spec.to_dict(), "somewhere")
+    assert end["exit_code"] == exitcodes.CRASHED
+    assert f"r00: from inside somewhere: {WORDS.format('temporary files')}" in end["reason"]
+
+
+def test_the_child_that_publishes_says_so_and_may_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: exit code 2, as if files, settings or model were wrong."""
+    run = open_run(fleet_config(tmp_path), str(tmp_path / "run"), SystemClock())
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "", "/s/x")))
+    assert publish(run.url) == exitcodes.GAVE_UP
+    assert "no space left on this machine's disk for it (/s); free some, then `diloco resume" in capsys.readouterr().err
+
+
+def test_a_command_says_so_and_may_be_typed_again(
+    no_folder: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: "[Errno 28] No space left on device", and exit code 2."""
+    monkeypatch.setitem(VERBS, "demo", lambda args: tempfile.mkdtemp())
+    assert main(["demo"]) == exitcodes.GAVE_UP
+    assert capsys.readouterr().err == f"diloco demo: {WORDS.format('its files')}; free some, then the same command\n"
+
+
+def test_a_launch_without_space_is_asked_for_again(no_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: an OSError, which ended the supervisor."""
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/forkserver-1")
+
+    executor = LocalProcessExecutor()
+    with pytest.raises(Unavailable, match="for the processes' files"):
+        executor.launch_replicas(n_replicas=1, entrypoint="tests.entrypoints:main")
+    monkeypatch.setattr(tempfile, "TemporaryFile", nothing)
+    with pytest.raises(Unavailable, match="no space left on this machine's disk for the fork server's log"):
+        ForkServer((), {})
 
 
 PRINTS = """

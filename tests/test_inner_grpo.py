@@ -177,13 +177,13 @@ def test_warm_up_of_a_life_and_of_the_run() -> None:
 def test_quiet_and_no_files(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.chdir(tmp_path)
     loop = build()
-    folder = Path(loop._folder.name)
+    folder = Path(loop._folder)
     loop.train(after(2))
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
     assert list(tmp_path.iterdir()) == []
     assert list(folder.rglob("*")) == []
-    loop._folder.cleanup()
+    loop._own_folder.cleanup()
     assert not folder.exists()
 
 

@@ -4,6 +4,7 @@ die = "after:put:/delta/@3"        kill -9 itself right after the put of a key w
 when: before | after      verb: put | create
 die = "hang:3"                     the 3rd inner step never ends
 die = "fail:ENOSPC:10@3.0"         from the 10th write on, writes fail with that error for 3 seconds
+die = "full:inner-"                there is no space for a temporary folder of that prefix
 """
 
 import errno
@@ -30,6 +31,8 @@ def arm(spec: str, store: type[Any] = FileStore) -> None:
     """Make this process kill itself at the call of `store` that `spec` names."""
     if spec.startswith("hang:"):
         return _hang(int(spec.removeprefix("hang:")))
+    if spec.startswith("full:"):
+        return _refuse_folder(spec.removeprefix("full:"))
     when, verb, rest = spec.split(":")
     if when == "fail":
         return _fail(getattr(errno, verb), *rest.split("@"))
@@ -72,6 +75,17 @@ def _fail(code: int, nth: str, seconds: str) -> None:
         return original(*args, **kwargs)
 
     tempfile.mkstemp = mkstemp  # the file store's way to write anything
+
+
+def _refuse_folder(prefix: str) -> None:
+    original = tempfile.mkdtemp
+
+    def mkdtemp(suffix: Any = None, given: Any = None, dir: Any = None) -> str:
+        if given == prefix:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tempfile.gettempdir()}/{prefix}")
+        return original(suffix, given, dir)
+
+    tempfile.mkdtemp = mkdtemp
 
 
 def _poison(factor: float) -> None:

@@ -43,16 +43,20 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("DILOCO_DEBUG") or not _is_expected(error):
             raise
-        print(f"diloco {args.command}: {error}", file=sys.stderr)
-        return _exit_code(error)
+        text, code = _explain_error(error)
+        print(f"diloco {args.command}: {text}", file=sys.stderr)
+        return code
 
 
-def _exit_code(error: Exception) -> int:
-    """A platform that gives no answer is no mistake of anybody's: the same command may do later."""
+def _explain_error(error: Exception) -> tuple[str, int]:
+    """A platform that gives no answer, or a full disk, is no mistake in the command: the same one may do later."""
     from diloco import exitcodes
+    from diloco.disk_space import full_disk_words, is_full
     from executors.platforms.base import Unavailable
 
-    return exitcodes.GAVE_UP if isinstance(error, Unavailable) else exitcodes.USER_ERROR
+    if isinstance(error, OSError) and is_full(error):
+        return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
+    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable) else exitcodes.USER_ERROR
 
 
 def _resolve_run(args: Namespace) -> None:

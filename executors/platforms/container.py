@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from diloco import exitcodes
+from diloco.disk_space import full_disk_words, is_full
 from diloco.host import PLACE_ENV
 from executors.platforms import entrypoint as entry
 from executors.platforms import oom
@@ -71,10 +72,16 @@ def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[d
     except BaseException as interruption:
         return _make_end(exitcodes.LEFT), interruption
     if unfit is not None:
-        code, reason = unfit[0], f"{spec.slot}: from inside {executor}: {unfit[1]}"
-        print(reason, file=sys.stderr, flush=True)
-        return _make_end(code, reason=reason, tail=(reason,)), None
-    with tempfile.TemporaryDirectory(prefix="replica-") as scratch:
+        return _refuse_start(spec, executor, *unfit)
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="replica-")
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return _refuse_start(
+            spec, executor, CRASHED, f"{full_disk_words(error, 'temporary files')}; start it elsewhere"
+        )
+    with temporary as scratch:
         child = Child(spec, executor, Path(scratch) / "end")
         interruption = None
         kills = oom.Kills()
@@ -88,6 +95,13 @@ def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[d
         return _make_end(
             code, reason=starved, value=child.value() if code == 0 else None, tail=tail if code else ()
         ), interruption
+
+
+def _refuse_start(spec: ReplicaSpec, executor: str, code: int, why: str) -> tuple[dict[str, Any], None]:
+    """The end of a spec whose child was never started."""
+    reason = f"{spec.slot}: from inside {executor}: {why}"
+    print(reason, file=sys.stderr, flush=True)
+    return _make_end(code, reason=reason, tail=(reason,)), None
 
 
 class Child:

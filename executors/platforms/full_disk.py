@@ -2,6 +2,7 @@
 
     status ──▶ full_words(run) ──▶ "the run's disk is full …"   no heartbeat can say it: there is no room for one
     launch ──▶ room_for(folder) ──▶ Unavailable                  a process without room would only die; asked again
+           └─▶ launches_wait("…")  ──▶ the same                  for what the launch itself writes
     a replica's word that its own disk is full ──▶ found_room    it is not shown any more once the replica has joined
 
 Not promised: quotas of a user or a bucket.  The replicas that write meet and report them.
@@ -9,10 +10,12 @@ Not promised: quotas of a user or a bucket.  The replicas that write meet and re
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from diloco.disk_space import full_disk_words, is_full
 from diloco.output import FULL
 from diloco.runlog.report import Report
 from executors.platforms.base import Unavailable
@@ -52,7 +55,21 @@ def room_for(folder: Path) -> None:
             probe.write(CARD)
     except OSError as error:
         if error.errno in FULL:
-            raise Unavailable(
-                f"no space left on this machine's disk for the processes' files ({folder}). Free some; nothing is "
-                "started until then, and what runs goes on"
-            ) from error
+            raise no_launch(error, "the processes' files", str(folder)) from error
+
+
+@contextmanager
+def launches_wait(what: str) -> Iterator[None]:
+    """Raises Unavailable where a launch finds no space for `what`: it is asked for again, and is no replica's fault."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise no_launch(error, what) from error
+        raise
+
+
+def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
+    """Why nothing is launched now.   folder: where, if the error does not say it."""
+    words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
+    return Unavailable(f"{words}. Free some; nothing is started until then, and what runs goes on")

@@ -28,6 +28,7 @@ from executors.platforms import oom, processes
 from executors.platforms.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
 from executors.platforms.container import read_end, replica_lines
 from executors.platforms.executor import Executor
+from executors.platforms.full_disk import launches_wait
 from executors.platforms.platform import NotStarted, answer_or_error, missing_secret
 from executors.platforms.wheel import pack_code
 from rendezvous.clock import Clock
@@ -163,9 +164,10 @@ class SkyExecutor(Executor):
     def _code_folder(self) -> Path:
         shipment = pack_code(MOUNT, self._packages)
         folder = Path.home() / ".diloco" / NAME / shipment.digest
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, body in shipment.files.items():
-            (folder / name).write_bytes(body)
+        with launches_wait("the code that jobs are sent"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, body in shipment.files.items():
+                (folder / name).write_bytes(body)
         return folder
 
     def _handle_for(self, run: str, slot: str, attempt: int, job: SkyJob) -> Handle:

@@ -44,7 +44,7 @@ from executors.platforms.base import (
     unanswered,
     wait_for_all,
 )
-from executors.platforms.full_disk import room_for
+from executors.platforms.full_disk import launches_wait, room_for
 from executors.platforms.logfile import LogFile
 from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
@@ -126,7 +126,8 @@ class LocalProcessExecutor:
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
         if specs is None:
-            run = Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
+            with launches_wait("the processes' files"):
+                run = Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
             specs = ranked_specs(run, n_replicas, entrypoint, entrypoint_args, rank_env)
         keys = [(s.run, s.slot, s.attempt) for s in specs]
         new = {key: spec for key, spec in zip(keys, specs, strict=True) if key not in self._handles}

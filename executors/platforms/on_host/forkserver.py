@@ -35,6 +35,7 @@ from contextlib import suppress
 from typing import IO, Any, NoReturn
 
 from executors.platforms import entrypoint
+from executors.platforms.full_disk import launches_wait
 from executors.platforms.processes import start_ticks
 
 START = "from executors.platforms.on_host.forkserver import serve; serve()"
@@ -45,7 +46,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         self.exits: dict[int, int] = {}
-        self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as long as we do
+        with launches_wait("the fork server's log"):
+            self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as we do
         self._buffer = b""
         self._socket, theirs = socket.socketpair()
         with theirs:

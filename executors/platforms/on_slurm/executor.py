@@ -35,6 +35,7 @@ from executors.platforms import processes
 from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
 from executors.platforms.entrypoint import write_json
 from executors.platforms.executor import Executor
+from executors.platforms.full_disk import launches_wait
 from executors.platforms.logfile import LogFile
 from executors.platforms.on_slurm.job import (
     CANCELLED,
@@ -126,12 +127,13 @@ class SlurmExecutor(Executor):
         """Submit it unless somebody has; -> the handle on its card."""
         folder = self._folder_of(spec)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            turn = 1
-            while not create_exclusively(folder / f"submit.{turn}"):
-                if (known := self._wait_for_card(folder)) is not None:
-                    return known
-                turn += 1  # who had the turn died over it; its job, if there is one, finds no input and ends
+            with launches_wait("the jobs' files"):
+                folder.mkdir(parents=True, exist_ok=True)
+                turn = 1
+                while not create_exclusively(folder / f"submit.{turn}"):
+                    if (known := self._wait_for_card(folder)) is not None:
+                        return known
+                    turn += 1  # who had the turn died over it; its job, if there is one, finds no input and ends
             return self._submit_job(spec, folder)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             return NotStarted(str(error))

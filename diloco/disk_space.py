@@ -1,25 +1,28 @@
-"""No space left on this machine's disk: say so in the heartbeat, wait for room, go on.
+"""No space left on this machine's disk: say so in the heartbeat, wait for space, go on.
 
     retry_when_full(session, "the start model", fetch)
         ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
+    full_disk_words(error, "the start model")      where nobody waits: a command, a container, the child that publishes
 
-Not promised: room that is free when asked for and gone when used.
+Not promised: space that is free when asked for and gone when used.
 """
 
 import os
 import tempfile
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from diloco.output import FULL
-from diloco.session import Session
 from rendezvous.errors import GaveUp
+
+if TYPE_CHECKING:
+    from diloco.session import Session
 
 T = TypeVar("T")
 AGAIN_S = 2.0  # between two tries
 
 
-def retry_when_full(session: Session, what: str, act: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
+def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
     """Try `act` until there is space for it; -> its result.   check: called before each wait, and may raise.
 
     Raises GaveUp after the run's give_up_s without space."""
@@ -40,9 +43,14 @@ def is_full(error: OSError) -> bool:
     )
 
 
-def _wait_for_space(session: Session, what: str, error: OSError, waited: float, check: Callable[[], None]) -> None:
-    where = os.path.dirname(error.filename) if error.filename else _temporary_folder(error)
-    text = f"no space left on this machine's disk for {what} ({where}); free some, it goes on by itself"
+def full_disk_words(error: OSError, what: str) -> str:
+    """What there is no space for, and where."""
+    where = os.path.dirname(error.filename) if isinstance(error.filename, str) else _temporary_folder(error)
+    return f"no space left on this machine's disk for {what} ({where})"
+
+
+def _wait_for_space(session: "Session", what: str, error: OSError, waited: float, check: Callable[[], None]) -> None:
+    text = f"{full_disk_words(error, what)}; free some, it goes on by itself"
     if waited > session.timing.give_up:
         raise GaveUp(f"{text}. That was {waited:.0f} s ago; then run the same command again") from error
     if session.rv.members.status.note != text:
