@@ -20,7 +20,6 @@ LARGE = {
     "LighthouseManager": "the same, over a torchft.Manager",
     "Supervisor": "the verbs of a plan, each with its action",
     "ModalExecutor": "the executor protocol on one platform; the skeleton that five of them share is to leave it",
-    "HFJobsExecutor": "as ModalExecutor",
 }
 CALLS_BY_POSITION = {"zip", "_encode", "_add"}  # zip takes what there is; the last two are Triton kernels
 

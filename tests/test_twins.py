@@ -15,7 +15,8 @@ from diloco.runlog.report import SUPERVISOR, Report, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, State
 from executors.platforms.on_hf_jobs.client import HubJob
-from executors.platforms.on_hf_jobs.executor import HFJobsExecutor, job_that_counts, second_jobs
+from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.platforms.on_hf_jobs.jobs import job_that_counts, second_jobs
 from executors.supervision.costs import costs
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import begin_fields, past

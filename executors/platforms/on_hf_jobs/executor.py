@@ -16,30 +16,16 @@ Not promised: what the platform does before it kills a job; a replica survives a
 
 import json
 import sys
-import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from diloco import exitcodes
 from executors.platforms import container, oom, processes
-from executors.platforms.base import (
-    RANK_ENV,
-    REPLICA,
-    ExecutorError,
-    Handle,
-    LaunchPlan,
-    ReplicaSpec,
-    Result,
-    State,
-    Status,
-    Unavailable,
-    ranked_specs,
-    unanswered,
-    wait_for_all,
-)
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable
 from executors.platforms.container import ENDED, STARTED, TAIL, read_end, replica_lines
+from executors.platforms.executor import Executor, Launch, launch_of
 from executors.platforms.on_hf_jobs.client import (
     Hub,
     HubJob,
@@ -49,20 +35,20 @@ from executors.platforms.on_hf_jobs.client import (
     is_transient,
 )
 from executors.platforms.on_hf_jobs.job_spec import CPU, IMAGE, TIMEOUT_S, Recipe
+from executors.platforms.on_hf_jobs.jobs import ANSWER_S, JobLists, best_last, job_that_counts
+from executors.platforms.platform import NotStarted
 from executors.supervision.lease import supervisor_of
 from executors.supervision.slot_state import LOST_LEASE
-from rendezvous.clock import Clock, SystemClock
+from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 
 SUPERVISOR = "supervisor"
 WATCH_S = 12 * 3600.0
 WATCHES = 10  # times that the Hub may start one supervisor's job: it ends well, and not again, once it has said goodbye
 END_LINES = 64  # of a log: enough to see how it ended
-ANSWER_S = 10.0  # a poll takes no longer; what is not known by then is stale
-COLLECT_S, FOLLOW_S = 0.5, 0.5
 
 
-class HFJobsExecutor:
+class HFJobsExecutor(Executor):
     """hardware: a flavor, for replicas that ask for none (`hf jobs hardware` lists them).
 
     namespace: user or organization that pays ("": the token's own).   timeout_s: of a replica that asks for none.
@@ -74,6 +60,9 @@ class HFJobsExecutor:
     """
 
     name = "hf-jobs"
+    pause_s = 0.5
+    own_grace = True
+    labelled = True
 
     def __init__(
         self,
@@ -89,105 +78,64 @@ class HFJobsExecutor:
         pip: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:
-        self._clock = clock or SystemClock()
+        super().__init__(clock)
         self._options = {"hardware": hardware, "namespace": namespace, "timeout_s": timeout_s, "image": image}
         self._options |= {"secrets": _split_names(secrets), "packages": _split_names(packages), "env": {**(env or {})}}
         self._options |= {"code": code, "pip": _split_names(pip)}
         self._hub = Hub(namespace, self._clock)
         self._recipe = Recipe(self._hub, **{k: v for k, v in self._options.items() if k != "namespace"})
-        self._handles: dict[tuple[str, str, int], Handle] = {}
-        self._failed: dict[Handle, str] = {}
-        self._last: dict[tuple[str, str, int], Status] = {}  # by launch
-        self._lists: dict[str, list[HubJob]] = {}  # the newest list of each run
-        self._doubtful: set[tuple[str, str, int]] = set()  # launches that we gave up, and that may come to be
-        self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
+        self._jobs = JobLists(self._hub)
 
     # ------------------------------------------------------------------ starting
 
-    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        recipe = self._recipe
-        checked = [recipe.checked(s) for s in specs]
-        lines = [recipe.line(s, flavor) for s, (flavor, _) in zip(specs, checked, strict=True)]
-        prices = [self._hub.prices().get(flavor) for flavor, _ in checked]
-        total = None if None in prices else sum(p for p in prices if p is not None)
-        names = sorted({name for s in specs for name in recipe.names(s)})
-        lines += [f"secrets from this environment: {', '.join(names) or 'none'}", f"code: {recipe.code_words()}"]
-        refused = tuple(dict.fromkeys(why for _, why in checked if why))
-        return LaunchPlan((*lines, *refused), total, refused)
+    def plan_line(self, spec: ReplicaSpec) -> str:
+        return self._recipe.line(spec, self._recipe.flavor(spec))
 
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
-        rank_env: str = RANK_ENV,
-    ) -> list[Handle]:
-        if specs is None:
-            specs = ranked_specs("", n_replicas, entrypoint, entrypoint_args, rank_env)
-        nameless = f"{self.name}://{uuid.uuid4().hex}"
-        specs = [s if s.run else replace(s, run=nameless) for s in specs]
-        new = {_launch_key(s): s for s in specs if _launch_key(s) not in self._handles}
-        for run in dict.fromkeys(s.run for s in new.values()):
-            self._launch_run(run, [s for s in new.values() if s.run == run])
-        return [self._handles[_launch_key(s)] for s in specs]
+    def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
+        names = sorted({name for s in specs for name in self._recipe.names(s)})
+        return [
+            f"secrets from this environment: {', '.join(names) or 'none'}",
+            f"code: {self._recipe.code_words()}",
+        ]
 
-    def _launch_run(self, run: str, specs: Sequence[ReplicaSpec]) -> None:
+    def price_of(self, spec: ReplicaSpec) -> float | None:
+        return self._hub.prices().get(self._recipe.flavor(spec))
+
+    def fault_of(self, spec: ReplicaSpec) -> str:
+        return self._recipe.checked(spec)[1]
+
+    def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
+        outcomes: dict[Launch, HubJob | Exception | str] = {}
+        for run in dict.fromkeys(s.run for s in specs):
+            outcomes |= self._start_missing(run, [s for s in specs if s.run == run])
+        return [self._answer_from(s, outcomes[launch_of(s)]) for s in specs]
+
+    def _start_missing(self, run: str, specs: Sequence[ReplicaSpec]) -> dict[Launch, HubJob | Exception | str]:
         """Start the jobs that do not exist yet, all at once; then check what the Hub started."""
-        checked = [self._recipe.checked(s) for s in specs]
-        if all(why for _, why in checked):
-            raise ExecutorError(checked[0][1])
-        there = {(j.slot, j.attempt): j for j in reversed(self._list_patiently(run))}  # the oldest counts
-        found: dict[tuple[str, int], HubJob | Exception | str] = {**there}
-        pairs = list(zip(specs, checked, strict=True))
-        found |= {(s.slot, s.attempt): why for s, (_, why) in pairs if why}
-        new = [(s, flavor) for s, (flavor, _) in pairs if (s.slot, s.attempt) not in found]
-        outcomes = at_once([self._start_request(s, flavor) for s, flavor in new])
+        there = {(run, j.slot, j.attempt): j for j in reversed(self._jobs.list_patiently(run))}  # the oldest counts
+        new = [s for s in specs if launch_of(s) not in there]
+        outcomes = at_once([self._start_request(s) for s in new])
         if new and not there and all(refused(x) for x in outcomes):
             raise next(x for x in outcomes if isinstance(x, Exception))
-        started = {(s.slot, s.attempt): x for (s, _), x in zip(new, outcomes, strict=True)}
-        found |= {**started, **self._settle_duplicates(run, started)}
-        for spec in specs:
-            self._keep_outcome(spec, found[spec.slot, spec.attempt])
+        started = dict(zip(map(launch_of, new), outcomes, strict=True))
+        return {**there, **started, **self._jobs.settle_duplicates(run, started)}
 
-    def _list_patiently(self, run: str) -> list[HubJob]:
-        return self._hub.patient("list jobs", lambda: self._list_jobs(run))
-
-    def _list_jobs(self, run: str) -> list[HubJob]:
-        self._lists[run] = found = self._hub.jobs(run)
-        return found
-
-    def _start_request(self, spec: ReplicaSpec, flavor: str) -> Callable[[], HubJob]:
+    def _start_request(self, spec: ReplicaSpec) -> Callable[[], HubJob]:
         module = (
             ("executors.platforms.on_hf_jobs.executor", json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
         )
-        wanted = self._recipe.job(spec, flavor, *module)
+        wanted = self._recipe.job(spec, self._recipe.flavor(spec), *module)
         limit = self._recipe.limit(spec)
         attempts = WATCHES if spec.slot == SUPERVISOR else 1
         return lambda: self._hub.start(spec.run, spec.slot, spec.attempt, limit, attempts, **wanted)
 
-    def _settle_duplicates(self, run: str, started: Collection[tuple[str, int]]) -> dict[tuple[str, int], HubJob | str]:
-        """Of several jobs of one launch the oldest; of one whose time-out was cut short, the reason to end it."""
-        (listed,) = at_once([lambda: self._list_patiently(run)]) if started else ([],)
-        if isinstance(listed, Exception):  # they have been started all the same
-            return {}
-        first = {(j.slot, j.attempt): j for j in reversed(listed) if (j.slot, j.attempt) in started}
-        short = [j for j in first.values() if not j.ended and j.given_s is not None and j.given_s < j.limit_s]
-        second = [j for j in listed if (j.slot, j.attempt) in first and j not in first.values() and not j.ended]
-        at_once([lambda job=job: self._cancel_job(job.id) for job in (*short, *second)])
-        told = "Hugging Face gave it a time-out of {} s and not the {} s that were asked for; cancelled"
-        return {**first, **{(j.slot, j.attempt): told.format(j.given_s, j.limit_s) for j in short}}
-
-    def _keep_outcome(self, spec: ReplicaSpec, outcome: HubJob | Exception | str) -> None:
-        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, launched_at=self._clock.wall())
+    def _answer_from(self, spec: ReplicaSpec, outcome: HubJob | Exception | str) -> Handle | NotStarted:
+        self._jobs.given_up.discard(launch_of(spec))
         if isinstance(outcome, HubJob):
-            handle = self._handle_for(spec.run, outcome)
-        else:
-            self._failed[handle] = str(outcome)
+            return self._handle_for(spec.run, outcome)
         if isinstance(outcome, Exception) and not refused(outcome):
-            self._doubtful.add(_launch_key(spec))
-        self._handles[_launch_key(spec)] = handle
+            self._jobs.given_up.add(launch_of(spec))
+        return NotStarted(str(outcome))
 
     def _handle_for(self, run: str, job: HubJob) -> Handle:
         price = self._hub.prices().get(job.flavor)
@@ -195,40 +143,30 @@ class HFJobsExecutor:
 
     # ------------------------------------------------------------------ watching
 
-    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+    def memory_key(self, handle: Handle) -> Launch:
+        """A handle means its launch: of several live jobs of one launch the oldest counts."""
+        return launch_of(handle)
+
+    def needs_look(self, handle: Handle) -> bool:
+        """Also at a launch that was given up: a job that comes of it is to be ended."""
+        return super().needs_look(handle) if handle.native else launch_of(handle) in self._jobs.given_up
+
+    def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """One list of jobs per run; and once for each job that did not end well, its last lines.
 
-        A handle means its launch: of several live jobs of one launch the oldest counts, and the others are cancelled.
+        Second jobs of one launch are cancelled.
         """
-        handles = list(handles)
-        runs = list(dict.fromkeys(h.run for h in handles if not self._is_over(h)))
-        answers = at_once([lambda run=run: self._list_jobs(run) for run in runs], ANSWER_S)
-        jobs = [(run, j) for run, js in zip(runs, answers, strict=True) if isinstance(js, list) for j in js]
-        silent: dict[object, Exception] = {
-            run: x for run, x in zip(runs, answers, strict=True) if isinstance(x, Exception)
-        }
-        asked = [h for h in handles if h.native and h.run not in silent and not self._is_over(h)]
-        launches = {_launch_key(h): [j for run, j in jobs if (run, j.slot, j.attempt) == _launch_key(h)] for h in asked}
-        seen = at_once([lambda h=h: self._look_up_status(h, launches[_launch_key(h)]) for h in asked], ANSWER_S)
-        self._last |= {_launch_key(h): s for h, s in zip(asked, seen, strict=True) if isinstance(s, Status)}
-        silent |= {_launch_key(h): x for h, x in zip(asked, seen, strict=True) if isinstance(x, Exception)}
-        self._end_unwanted(jobs)
-        return [self._status_of(h, silent.get(h.run) or silent.get(_launch_key(h))) for h in handles]
-
-    def _is_over(self, handle: Handle) -> bool:
-        if not handle.native:
-            return _launch_key(handle) not in self._doubtful
-        return _launch_key(handle) in self._last and self._last[_launch_key(handle)].state.ended
-
-    def _status_of(self, handle: Handle, trouble: Exception | None) -> Status:
-        if not handle.native:
-            return Status(handle, State.FAILED, self._failed.get(handle, "it could not be started"))
-        known = self._last.get(_launch_key(handle)) or Status(handle, State.STARTING)
-        if known.handle.native == handle.native:
-            known = replace(known, handle=handle)
-        if trouble is None or known.state.ended:
-            return known
-        return unanswered(known, as_executor_error(f"say how {handle.slot} is", trouble))
+        runs = list(dict.fromkeys(h.run for h in handles))
+        lists = dict(
+            zip(runs, at_once([lambda run=run: self._jobs.list_run(run) for run in runs], ANSWER_S), strict=True)
+        )
+        jobs = [(run, job) for run, found in lists.items() if isinstance(found, list) for job in found]
+        asked = [h for h in handles if h.native and isinstance(lists[h.run], list)]
+        listed = {h: [j for run, j in jobs if (run, j.slot, j.attempt) == launch_of(h)] for h in asked}
+        seen = at_once([lambda h=h: self._look_up_status(h, listed[h]) for h in asked], ANSWER_S)
+        self._jobs.end_unwanted(jobs)
+        answers = {**{h: lists[h.run] for h in handles}, **dict(zip(asked, seen, strict=True))}
+        return [_status_or_error(h, answers[h]) for h in handles]
 
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
         """listed: the jobs of its launch."""
@@ -244,70 +182,27 @@ class HFJobsExecutor:
             return Status(handle, State.SUCCEEDED, processes.describe_exit(0), 0)
         if not job.ended:
             return Status(handle, State.RUNNING, job.message)
-        return ended(handle, job, self._last_lines(job.id))
+        return ended(handle, job, _last_lines(self._hub, job.id))
 
-    def _last_lines(self, job_id: str) -> list[str]:
-        """Empty if the Hub has none any more; raises if it may give them later."""
-        try:
-            return list(self._hub.lines(job_id, tail=END_LINES))
-        except Exception as error:
-            if is_transient(error) or is_access_denied(error):
-                raise
-            return []
-
-    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
-        if not handle.native:
-            return self._failed.get(handle, "").splitlines()
-        told = None if tail is None else tail + END_LINES
-        lines = replica_lines(self._read_log(handle, told))
-        return lines if tail is None else lines[-tail:] if tail > 0 else []
+    def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
+        return replica_lines(self._read_log(handle, None if tail is None else tail + END_LINES))
 
     def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         what = f"give the log of {handle.slot}"
         return self._hub.patient(what, lambda: list(self._hub.lines(handle.native, tail=tail)))
 
-    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        """The client resumes a dropped stream; where it gives up (a 503 is enough), we count what was told."""
-        if not handle.native:
-            yield from self.logs(handle, tail)
-            return
-        told = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
-        while True:
-            over = self.poll([handle])[0].state.ended
-            at = 0
-            try:
-                for line in self._hub.lines(handle.native, follow=True):
-                    if not replica_lines([line]):
-                        continue
-                    at += 1
-                    if at > told:
-                        told = at
-                        yield line
-                if over:
-                    return
-            except Exception as error:
-                if not is_transient(error):
-                    raise as_executor_error(f"give the log of {handle.slot}", error) from error
-            self._clock.sleep(FOLLOW_S)
+    def stream_log(self, handle: Handle) -> Iterator[str]:
+        """The client resumes a dropped stream; where it gives up a 503 is enough."""
+        try:
+            for line in self._hub.lines(handle.native, follow=True):
+                yield from replica_lines([line])
+        except Exception as error:
+            raise as_executor_error(f"give the log of {handle.slot}", error) from error
 
-    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, COLLECT_S)
-        return [_result_or_raise(r) for r in at_once([lambda s=s: self._make_result(s, timeout) for s in statuses])]
+    def make_results(self, statuses: Sequence[Status]) -> list[Result]:
+        return [_result_or_raise(r) for r in at_once([lambda s=s: self.make_result(s) for s in statuses])]
 
-    def _make_result(self, status: Status, timeout: float | None) -> Result:
-        handle = status.handle
-        state = status.state
-        reason = status.reason
-        code = status.exit_code
-        if not state.ended:
-            return Result(handle, state, f"still running after {timeout:g} s", code)
-        if not handle.native:
-            return Result(handle, state, reason, tail=tuple(reason.splitlines()[-TAIL:]))
-        if state is State.SUCCEEDED:
-            return Result(handle, state, reason, code, self._returned_value(handle))
-        return Result(handle, state, reason, code, tail=tuple(self.logs(handle, TAIL)))
-
-    def _returned_value(self, handle: Handle) -> Any:
+    def read_value(self, handle: Handle) -> Any:
         lines = self._read_log(handle, END_LINES)
         if all(line.startswith(ENDED) for line in lines):  # a long one: it may begin before these lines
             lines = self._read_log(handle)
@@ -315,56 +210,20 @@ class HFJobsExecutor:
 
     # ------------------------------------------------------------------ ending
 
-    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """The platform asks, and kills when it likes: it takes no grace."""
-        handles = [h for h in handles if h.native]
-        going = [
-            h.native for h in handles if not (self._is_over(h) and self._last[_launch_key(h)].handle.native == h.native)
-        ]
-        launches = {_launch_key(h) for h in handles}
-        listed = [(run, job) for run, jobs in self._lists.items() for job in jobs]
-        others = [j.id for run, j in listed if (run, j.slot, j.attempt) in launches and not j.ended]
-        at_once([lambda job=job: self._cancel_job(job) for job in dict.fromkeys([*going, *others])])
+    def may_run(self, handle: Handle) -> bool:
+        """Its launch may have ended, and another job of it may still run."""
+        return bool(handle.native)
 
-    def _cancel_job(self, job_id: str) -> None:
-        """Now, or if the Hub does not listen with the next poll."""
-        try:
-            self._hub.cancel(job_id)
-            self._unwanted.discard(job_id)
-        except ExecutorError as error:
-            self._unwanted.add(job_id)
-            print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
+    def stop(self, handles: Sequence[Handle], kill: bool) -> None:
+        """These jobs, and all others of their launches."""
+        going = [h.native for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
+        self._jobs.end([*going, *self._jobs.of_launches(set(map(launch_of, handles)))])
 
-    def _end_unwanted(self, jobs: Iterable[tuple[str, HubJob]]) -> None:
-        """End those that we wanted to end, what came of launches that we gave up, and second jobs of one launch."""
-        alive = [(run, job) for run, job in jobs if not job.ended]
-        ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self._doubtful]
-        ids += [j.id for _, j in second_jobs(alive)]
-        at_once([lambda job=job: self._cancel_job(job) for job in dict.fromkeys(ids)], ANSWER_S)
+    def alive(self, run: str) -> list[Handle]:
+        return [self._handle_for(run, job) for job in self._jobs.alive(run)]
 
-    def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        """Live jobs of the run, in its newest list, that none of `known` names."""
-        natives = {h.native for h in known}
-        alive = [j for j in self._lists.get(run, ()) if not j.ended and j.id not in natives]
-        return [self._handle_for(run, job) for job in alive]
-
-    def sweep(self, run: str) -> list[str]:
-        """Cancel every job of the run that lives, whoever started it; -> those that did."""
-        alive = [job for job in self._list_patiently(run) if not job.ended]
-        at_once([lambda job=job: self._cancel_job(job.id) for job in alive])
-        return [f"{job.slot}.{job.attempt}: {job.id} on {self.name}" for job in alive]
-
-    def find(self, run: str) -> list[Handle]:
-        """Per slot the job that runs, else the one that was launched last."""
-        found: dict[str, HubJob] = {}
-        for job in self._list_patiently(run):
-            best = found.get(job.slot)
-            if best is None or _rank_for_slot(job) > _rank_for_slot(best):
-                found[job.slot] = job
-        return [self._handle_for(run, found[slot]) for slot in sorted(found)]
-
-    def close(self) -> None:
-        """Nothing to let go."""
+    def discover(self, run: str) -> list[Handle]:
+        return [self._handle_for(run, job) for job in best_last(self._jobs.list_patiently(run))]
 
     # ------------------------------------------------------------------ who watches
 
@@ -415,6 +274,16 @@ def _cut_off(run: str, code: int) -> bool:
         return True
 
 
+def _last_lines(hub: Hub, job_id: str) -> list[str]:
+    """Empty if the Hub has none any more; raises if it may give them later."""
+    try:
+        return list(hub.lines(job_id, tail=END_LINES))
+    except Exception as error:
+        if is_transient(error) or is_access_denied(error):
+            raise
+        return []
+
+
 def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
     """The final status of a job, from its last log lines."""
     told = read_end(lines)
@@ -450,23 +319,6 @@ def _timed_out(job: HubJob) -> str:
     return f"{job.message}: ended by Hugging Face after {job.ran_s:.0f} s{cut}"
 
 
-def job_that_counts(jobs: Iterable[HubJob]) -> HubJob | None:
-    """Of the jobs of one launch the one that runs it: the oldest that lives, else the oldest that nobody cancelled."""
-    rank = lambda job: (job.ended, job.stage == "CANCELED", *job.age)  # noqa: E731
-    return min(jobs, key=rank, default=None)
-
-
-def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]:
-    """Of the live jobs of each launch all but the oldest."""
-    found: list[tuple[str, HubJob]] = []
-    there = set[tuple[str, str, int]]()
-    for run, job in sorted(alive, key=lambda pair: pair[1].age):
-        launch = (run, job.slot, job.attempt)
-        found += [(run, job)] if launch in there else []
-        there.add(launch)
-    return found
-
-
 def refused(outcome: object) -> bool:
     """Is it certain that no job came of it?"""
     return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
@@ -477,13 +329,13 @@ def _split_names(told: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in (told.split(",") if isinstance(told, str) else told) if name)
 
 
-def _launch_key(spec: ReplicaSpec | Handle) -> tuple[str, str, int]:
-    return spec.run, spec.slot, spec.attempt
-
-
-def _rank_for_slot(job: HubJob) -> tuple[bool, int, float]:
-    """Higher is rather the one that a slot's handle should name; of two of one attempt it is the oldest."""
-    return not job.ended, job.attempt, -job.created
+def _status_or_error(handle: Handle, answer: object) -> Status | ExecutorError:
+    """The answer of a look, or of the list where that one failed."""
+    if isinstance(answer, Status):
+        return answer
+    if isinstance(answer, Exception):
+        return as_executor_error(f"say how {handle.slot} is", answer)
+    return Unavailable("its launch was given up, and no job of it is known")
 
 
 def _result_or_raise(result: Result | Exception) -> Result:

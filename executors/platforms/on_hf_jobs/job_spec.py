@@ -64,6 +64,9 @@ class Recipe:
         there = " · ".join(f"{f} {'?' if p is None else f'{p:.2f}'}" for f, p in prices.items())
         return wanted[0], f"{spec.slot}: no hardware is called {' or '.join(wanted)}; there are (USD per hour): {there}"
 
+    def flavor(self, spec: ReplicaSpec) -> str:
+        return self.checked(spec)[0]
+
     def job(
         self, spec: ReplicaSpec, flavor: str, module: str = "executors.platforms.container", *more: str
     ) -> dict[str, Any]:
@@ -92,7 +95,7 @@ class Recipe:
         price = self.hub.prices().get(flavor)
         cost = "nobody knows its price" if price is None else f"{price:.2f} USD per hour"
         limit = timedelta(seconds=self.limit(spec))
-        return f"{spec.slot}: a job of {self.hub.namespace} on {flavor}, {cost}, at most {limit} h, image {self.image}"
+        return f"a job of {self.hub.namespace} on {flavor}, {cost}, at most {limit} h, image {self.image}"
 
     def names(self, spec: ReplicaSpec) -> list[str]:
         """Names of the spec's and the executor's secrets."""

@@ -1,0 +1,95 @@
+"""The jobs of each run, as the Hub listed them last; which of one launch counts, and which are to be ended.
+
+    list_run(run) ─▶ all jobs, the oldest first          kept: `alive` and `of_launches` ask nobody
+    end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not listen
+    given_up      launches whose answer never came: a job that comes of one is ended
+
+Not promised: that a job which was just started is listed.
+"""
+
+import sys
+from collections.abc import Collection, Iterable
+
+from executors.platforms.base import ExecutorError
+from executors.platforms.executor import Launch
+from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
+
+ANSWER_S = 10.0  # a poll takes no longer; what is not known by then is stale
+
+
+class JobLists:
+    """The newest list of each run."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.given_up: set[Launch] = set()
+        self._hub = hub
+        self._lists: dict[str, list[HubJob]] = {}
+        self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
+
+    def list_run(self, run: str) -> list[HubJob]:
+        """One try."""
+        self._lists[run] = found = self._hub.jobs(run)
+        return found
+
+    def list_patiently(self, run: str) -> list[HubJob]:
+        return self._hub.patient("list jobs", lambda: self.list_run(run))
+
+    def alive(self, run: str) -> list[HubJob]:
+        return [job for job in self._lists.get(run, ()) if not job.ended]
+
+    def of_launches(self, launches: Collection[Launch]) -> list[str]:
+        """The ids of all live jobs of these launches."""
+        return [j.id for run in self._lists for j in self.alive(run) if (run, j.slot, j.attempt) in launches]
+
+    def settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
+        """Of several jobs of one launch the oldest; of one whose time-out was cut short, the reason to end it."""
+        (listed,) = at_once([lambda: self.list_patiently(run)]) if started else ([],)
+        if isinstance(listed, Exception):  # they have been started all the same
+            return {}
+        by_launch = [((run, j.slot, j.attempt), j) for j in listed]
+        first = {launch: j for launch, j in reversed(by_launch) if launch in started}
+        short = [j for j in first.values() if not j.ended and j.given_s is not None and j.given_s < j.limit_s]
+        second = [j for launch, j in by_launch if launch in first and j not in first.values() and not j.ended]
+        self.end(job.id for job in (*short, *second))
+        told = "Hugging Face gave it a time-out of {} s and not the {} s that were asked for; cancelled"
+        return {**first, **{(run, j.slot, j.attempt): told.format(j.given_s, j.limit_s) for j in short}}
+
+    def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
+        at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)
+
+    def _cancel(self, job_id: str) -> None:
+        try:
+            self._hub.cancel(job_id)
+            self._unwanted.discard(job_id)
+        except ExecutorError as error:
+            self._unwanted.add(job_id)
+            print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
+
+    def end_unwanted(self, jobs: Iterable[tuple[str, HubJob]]) -> None:
+        """End those that we wanted to end, what came of launches that we gave up, and second jobs of one launch."""
+        alive = [(run, job) for run, job in jobs if not job.ended]
+        ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self.given_up]
+        self.end([*ids, *(j.id for _, j in second_jobs(alive))], ANSWER_S)
+
+
+def job_that_counts(jobs: Iterable[HubJob]) -> HubJob | None:
+    """Of the jobs of one launch the one that runs it: the oldest that lives, else the oldest that nobody cancelled."""
+    rank = lambda job: (job.ended, job.stage == "CANCELED", *job.age)  # noqa: E731
+    return min(jobs, key=rank, default=None)
+
+
+def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]:
+    """Of the live jobs of each launch all but the oldest."""
+    found: list[tuple[str, HubJob]] = []
+    there = set[Launch]()
+    for run, job in sorted(alive, key=lambda pair: pair[1].age):
+        launch = (run, job.slot, job.attempt)
+        found += [(run, job)] if launch in there else []
+        there.add(launch)
+    return found
+
+
+def best_last(jobs: Iterable[HubJob]) -> list[HubJob]:
+    """Of each slot the job that runs comes last, else the newest attempt; of two of one attempt the oldest."""
+    youngest_first = sorted(jobs, key=lambda job: job.age, reverse=True)
+    return sorted(youngest_first, key=lambda job: (not job.ended, job.attempt))
