@@ -22,10 +22,13 @@ from diloco.config import RunConfig
 from diloco.launch import Run, open_run, publish_model
 from rendezvous import layout
 from rendezvous.clock import SystemClock
+from rendezvous.membership import write_control
 from rendezvous.records import Beat, Commit
 from rendezvous.store import PatientStore
 from tests import victim
 
+ENDLESS = 100_000  # outer steps: such a run ends when a test says so, however long a replica takes to get there
+WAIT_S = 150.0  # only a hang takes so long, on the busiest machine
 TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
 PRELOAD = [
     "torch", "transformers", "diloco.replica", "diloco.manager", "diloco.outer", "diloco.history", "inner.build",
@@ -47,7 +50,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     base: dict[str, dict[str, Any]] = {
         "outer": {"sync_every": 4, "snapshot_every": 2},
         "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4, "context_length": 16},
-        "fleet": {"replicas": 3, "steps": 6, "give_up_s": 60.0},
+        "fleet": {"replicas": 3, "steps": 6, "give_up_s": 120.0},
     }
     top = {k: v for k, v in changes.items() if k not in base}
     return RunConfig.from_dict(
@@ -78,7 +81,7 @@ class Fleet:
         for i in range(self.config.fleet.replicas):
             self.start(layout.slot_name(i))
 
-    def wait(self, timeout: float = 90.0) -> dict[str, list[int | None]]:
+    def wait(self, timeout: float = WAIT_S) -> dict[str, list[int | None]]:
         """Exit codes of every life of every slot, once all have ended."""
         end = time.monotonic() + timeout
         for child in [c for lives in self.lives.values() for c in lives]:
@@ -97,7 +100,7 @@ class Fleet:
     def signal(self, slot: str, number: signal.Signals) -> None:
         os.kill(self.lives[slot][-1].pid, number)
 
-    def wait_for(self, what: Any, timeout: float = 60.0) -> Any:
+    def wait_for(self, what: Any, timeout: float = WAIT_S) -> Any:
         """The first truthy value of `what()`."""
         end = time.monotonic() + timeout
         while not (value := what()):
@@ -124,6 +127,15 @@ class Fleet:
         while (commit := self.commit(len(found))) is not None:
             found.append(commit)
         return found
+
+    def counted(self, slot: str, generation: int = 1, since: int = 0) -> bool:
+        """Did an offer of this life count as fresh in one of the commits from `since` on?"""
+        offers = [o for commit in self.commits()[since:] for o in commit.fresh]
+        return any((o.slot, o.generation) == (slot, generation) for o in offers)
+
+    def end_in(self, more: int) -> None:
+        """End an ENDLESS run in so many outer steps, or as soon as the replicas hear of it."""
+        write_control(self.store, SystemClock(), steps=len(self.commits()) + more)
 
     def log(self, slot: str) -> Path:
         return self.folder / f"{slot}.log"

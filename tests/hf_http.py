@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.fault = self.hub.met(self.command, url.path)
         kind = self.fault.kind if self.fault else ""
-        time.sleep(self.hub.latency_s)
+        self.hub.wait_for_others(self.command, url.path)
         if kind == "dropped":
             return self._hang_up()
         if kind.isdecimal():

@@ -37,6 +37,7 @@ from typing import Any
 from executors.platforms.base import Handle, ReplicaSpec
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from tests.hf_http import ENDED, Handler, Http
+from tests.turnstile import Turnstile
 
 TOKEN = "hf_test_token"
 #           dollars per minute, GPU
@@ -128,10 +129,11 @@ class HFServer:
     plain: variables of every job, as a place sets them.   requests: (method, path) of all, in order of arrival.
     """
 
-    def __init__(self, *, token: str = TOKEN, page: int = 50, grace_s: float = 5.0, latency_s: float = 0.0) -> None:
-        self.token, self.page, self.grace_s, self.latency_s = token, page, grace_s, latency_s
+    def __init__(self, *, token: str = TOKEN, page: int = 50, grace_s: float = 5.0) -> None:
+        self.token, self.page, self.grace_s = token, page, grace_s
         self.held, self.limit_s, self.tells_limit, self.blind_after = False, 0, True, 0
         self.plain: dict[str, str] = {}
+        self.turnstiles = list[tuple[str, str, Turnstile]]()
         self.flavors, self.faults, self.requests = dict(FLAVORS), list[Fault](), list[tuple[str, str]]()
         self.jobs: dict[str, Job] = {}
         self.buckets: dict[str, dict[str, str]] = {}  # path -> hash
@@ -182,6 +184,18 @@ class HFServer:
             if fault:
                 fault.times -= 1
         return fault
+
+    def gather(self, method: str, path: str, together: int) -> Turnstile:
+        """Answer requests of this kind only once so many are in flight."""
+        self.turnstiles.append((method, path, Turnstile(together)))
+        return self.turnstiles[-1][-1]
+
+    def wait_for_others(self, method: str, path: str) -> None:
+        for asked, pattern, turnstile in self.turnstiles:
+            if asked == method and re.search(pattern, path):
+                with turnstile.request():
+                    while not turnstile.is_open and not self.closed:
+                        time.sleep(0.01)
 
     def count(self, method: str, path: str) -> int:
         return sum(m == method and bool(re.search(path, p)) for m, p in list(self.requests))

@@ -43,6 +43,7 @@ from executors.platforms.base import Handle, ReplicaSpec
 from executors.platforms.on_modal.executor import ModalExecutor
 from tests.modal_venv import packages_of, stub_driver, venv_of
 from tests.modal_volumes import Volumes
+from tests.turnstile import Turnstile
 
 ROOT = Path(__file__).parent.parent
 WHO = "x-container"  # the header by which a container says which one it is
@@ -458,7 +459,7 @@ class ModalServer(Volumes, Logs):
         self.has_gpus = True  # machines with GPUs show them, to whoever looks at the driver
         self.deploys: list[str] = []  # what containers asked for, though only a laptop may
         self.token = "ts-secret"
-        self.delay_s = 0.0  # of every request
+        self.turnstiles: dict[str, tuple[Turnstile, Callable[[Any], bool]]] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="modal-"))
         for name in ("files", "mounts", "args", "home", "venvs"):
             (self.folder / name).mkdir()
@@ -513,8 +514,7 @@ class ModalServer(Volumes, Logs):
             self.deploys.append(f"{name} by {who}")
         if not who and headers.get("x-modal-token-secret") != self.token:
             raise _refuse(Status.UNAUTHENTICATED, "Token ID is malformed or unknown.")
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
+        await self._gathered(name, request)
         fault = self._fault(name)
         if fault and fault[1] == "refuse":
             raise _refuse(fault[2] or Status.UNAVAILABLE, "injected")
@@ -538,6 +538,18 @@ class ModalServer(Volumes, Logs):
     def after(self, name: str, hook: Callable[[], object]) -> None:
         """Call it once, when the next request of that name is done and not yet answered."""
         self.hooks[name] = hook
+
+    def gather(self, name: str, together: int, about: Callable[[Any], bool] = lambda request: True) -> Turnstile:
+        """Answer requests of that name only once so many are in flight.   about: which of them (default: all)."""
+        self.turnstiles[name] = Turnstile(together), about
+        return self.turnstiles[name][0]
+
+    async def _gathered(self, name: str, request: Any) -> None:
+        turnstile, about = self.turnstiles.get(name, (None, bool))
+        if turnstile and about(request):
+            with turnstile.request():
+                while not turnstile.is_open:
+                    await asyncio.sleep(0.01)
 
     def _fault(self, name: str) -> tuple[str, str, Status | None] | None:
         found = next((f for f in self.faults if f[0] == name), None)

@@ -42,6 +42,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
 PIECE = 1 << 20
+LONGEST_S = 120.0  # of an answer that waits for a test
 SLOW_PIECE = 1 << 16  # of a limited link: so that requests take turns
 NAMES = {
     "400": "ExpiredToken",
@@ -70,6 +71,7 @@ class Fault:
     times: int = 1
     probability: float = 1.0
     seconds: float = 0.0
+    until: threading.Event | None = None  # slow: no answer before this
     location: str = ""
 
     def hits(self, op: str, key: str, dice: random.Random) -> bool:
@@ -321,7 +323,8 @@ class _Handler(BaseHTTPRequestHandler):
         """True if the request is answered by that; else the fault waits for the answer."""
         self.lost, self.cut = fault.kind == "lost", fault.kind == "truncated"
         self.short = fault.kind == "short"
-        time.sleep(fault.seconds if fault.kind == "slow" else 0)
+        if fault.kind == "slow":
+            time.sleep(fault.seconds) if fault.until is None else fault.until.wait(LONGEST_S)
         if fault.kind == "dropped":
             raise ConnectionAbortedError
         if fault.kind == "302":

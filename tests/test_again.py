@@ -120,7 +120,7 @@ def test_a_replica_that_is_started_for_the_first_founding_leaves(config):  # noq
     url = founded(config)
     open_run(load_config(mended(config)), found_again(config, url), CLOCK)
     joins = [sys.executable, "-m", "diloco.replica", url, "--slot", "r00"]
-    done = subprocess.run(joins, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(joins, capture_output=True, text=True, timeout=180)
     assert done.returncode not in (0, 1), done.stderr
     assert open_store(f"{url}/again").get(layout.claim("r00", 1)) is None  # it did not join the new one
 

@@ -75,9 +75,11 @@ def test_who_reports_an_error_applies_the_mean_that_the_others_applied(when: str
 
 @pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
 def test_torchfts_own_classes_agree_after_an_error(kind: str, request: Any) -> None:
+    start = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))  # torch's own seed is every thread's
+
     def live(rank: int, manager: StoreManager) -> torch.Tensor:
-        torch.manual_seed(0)
         model = nn.Linear(3, 2, bias=False)
+        model.load_state_dict({"weight": start})
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         allreduce, broken = manager.allreduce, [False]

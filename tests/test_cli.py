@@ -70,7 +70,7 @@ def complaint(capsys, *argv: object) -> str:
 def python(code: str, *argv: object) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=True)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=180, check=True)
 
 
 QUICK = """
@@ -200,7 +200,7 @@ def test_a_replica_refuses_to_join_with_exit_code_2_when_the_quorum_is_lost(run)
     """Seen at decbfac: exit code 2 and "expected a control, found b'{}'", without which object or what to do."""
     run.store.put(layout.control(0), b"{}")
     joins = [sys.executable, "-m", "diloco.replica", run.url, "--slot", "r01"]
-    done = subprocess.run(joins, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(joins, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2, done.stderr
     assert "control/000000.json is no control record" in done.stderr and "Restore the object" in done.stderr
 

@@ -158,7 +158,7 @@ def test_an_sdk_that_is_not_installed_is_named_with_its_extra(config, executor, 
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", f"import sys\nsys.modules[{sdk!r}] = None\n{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
     assert done.returncode == 1 and f"pip install 'serverless-diloco[{extra}]'" in done.stderr.splitlines()[-1]
 
 

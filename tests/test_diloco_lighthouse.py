@@ -49,8 +49,8 @@ class Replica:
     ) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
-            ProcessGroupGloo(timeout=timedelta(seconds=10)), None, None, 2, use_async_quorum=False, init_sync=False,
-            timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=30), rank=0, world_size=1,
+            ProcessGroupGloo(timeout=timedelta(seconds=60)), None, None, 2, use_async_quorum=False, init_sync=False,
+            timeout=timedelta(seconds=60), quorum_timeout=timedelta(seconds=60), rank=0, world_size=1,
             store_addr="127.0.0.1", store_port=self.store.port, lighthouse_addr=f"http://{lighthouse}",
             replica_id=name, hostname="127.0.0.1",
         )  # fmt: skip
@@ -77,7 +77,7 @@ class Replica:
 
 def together(*trainings: Callable[[], OuterLoop]) -> list[OuterLoop]:
     with ThreadPoolExecutor(len(trainings)) as pool:
-        return [f.result(60) for f in [pool.submit(t) for t in trainings]]
+        return [f.result(120) for f in [pool.submit(t) for t in trainings]]
 
 
 def theta_after(means: list[float], start: float = 0.0) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_a_late_one_is_healed_before_anything_of_it_counts(lighthouse: str, frag
             replica.moves, stop[0] = 1.5, min(stop[0], at + 2 * fragments)
 
     def join_later() -> OuterLoop:
-        assert ready.wait(30)
+        assert ready.wait(120)
         came.append(Replica(lighthouse, "r02", 1000.0, 77.0, fragments, lr))  # it beats from here on
         return came[0].train(stop, step)
 

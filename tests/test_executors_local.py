@@ -22,13 +22,14 @@ from rendezvous.stores.files import FileStore
 
 HERE = __name__
 ROOT = Path(__file__).parent.parent
+WAIT_S = 120.0  # only a hang takes so long
 
 # -------------------------------------------------------------------- what the children do
 
 
 def sleeps(argv: list[str]) -> int:
     print("here I am", flush=True)
-    time.sleep(60)
+    time.sleep(600)
     return 0
 
 
@@ -40,6 +41,15 @@ def stubborn(argv: list[str]) -> int:
 def polite(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
     return sleeps(argv)
+
+
+def meets(argv: list[str]) -> int:
+    """Ends once so many are here at the same time."""
+    folder, many = Path(argv[0]), int(argv[1])
+    (folder / f"here-{os.getpid()}").touch()
+    while len(list(folder.glob("here-*"))) < many:
+        time.sleep(0.01)
+    return 0
 
 
 def crashes(argv: list[str]) -> int:
@@ -87,7 +97,7 @@ def looks_around(argv: list[str]) -> int:
 
 
 def leaves_a_child_behind(argv: list[str]) -> int:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(child.pid, flush=True)
     return 0
 
@@ -120,7 +130,7 @@ def spec(folder: Path, function: str, *argv: str, slot: str = "r00", attempt: in
 
 
 def wait_for_line(executor: LocalProcessExecutor, handle: Handle) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + WAIT_S
     while not executor.logs(handle):
         assert time.monotonic() < until, "the child never spoke"
         time.sleep(0.01)
@@ -135,48 +145,48 @@ def test_kill_9_is_real_and_told(executor, tmp_path):
     wait_for_line(executor, handle)
     assert executor.poll([handle])[0].state is State.RUNNING
     os.kill(handle.pid, signal.SIGKILL)
-    (result,) = executor.collect([handle], timeout=20)
+    (result,) = executor.collect([handle], timeout=WAIT_S)
     assert (result.state, result.exit_code, result.reason) == (State.LOST, -9, "killed by SIGKILL")
     assert result.tail == ("here I am",)
 
 
 def test_a_crash_reaches_the_caller_with_its_last_lines(executor, tmp_path):
-    (result,) = executor.collect(executor.launch_replicas([spec(tmp_path, "crashes")]), timeout=20)
+    (result,) = executor.collect(executor.launch_replicas([spec(tmp_path, "crashes")]), timeout=WAIT_S)
     assert (result.state, result.exit_code) == (State.FAILED, 1)
     assert "line 2" in result.tail and result.tail[-1] == "ValueError: this is how it ends"
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, State.SUCCEEDED), (2, State.FAILED), (75, State.FAILED)])
 def test_exit_codes(forks, tmp_path, code, state):
-    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "exits", str(code))]), timeout=20)
+    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "exits", str(code))]), timeout=WAIT_S)
     assert (result.state, result.exit_code) == (state, code)
 
 
 def test_sys_exit_with_a_text_is_its_last_line(forks, tmp_path):
-    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "says_goodbye")]), timeout=20)
+    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "says_goodbye")]), timeout=WAIT_S)
     assert (result.exit_code, result.tail[-1]) == (1, "a last word")
 
 
 def test_an_entry_point_that_is_not_there_is_a_failed_child(forks, tmp_path):
-    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "nowhere")]), timeout=20)
+    (result,) = forks.collect(forks.launch_replicas([spec(tmp_path, "nowhere")]), timeout=WAIT_S)
     assert result.state is State.FAILED and "nowhere" in result.tail[-1]
 
 
 def test_the_short_form_sets_the_rank_and_collects_in_order(executor):
     args = {"base": 10, "pause_s": 0.05}  # rank 2 ends first
     handles = executor.launch_replicas(n_replicas=3, entrypoint=f"{HERE}:ranked", entrypoint_args=args)
-    results = executor.collect(handles, timeout=20)
+    results = executor.collect(handles, timeout=WAIT_S)
     assert [r.value for r in results] == [{"rank": i, "value": 10 + i} for i in range(3)]
 
 
 def test_the_rank_can_have_another_name(forks):
     handles = forks.launch_replicas(n_replicas=2, entrypoint=f"{HERE}:renamed", rank_env="MY_RANK")
-    assert [r.value for r in forks.collect(handles, timeout=20)] == ["0", "1"]
+    assert [r.value for r in forks.collect(handles, timeout=WAIT_S)] == ["0", "1"]
 
 
 def test_collect_reports_each_failed_child(forks):
     handles = forks.launch_replicas(n_replicas=3, entrypoint=f"{HERE}:fails_on_one")
-    results = forks.collect(handles, timeout=20)
+    results = forks.collect(handles, timeout=WAIT_S)
     assert [r.ok for r in results] == [True, False, True]
     assert results[1].tail[-1] == "RuntimeError: rank 1 cannot" and results[2].value == 2
 
@@ -194,7 +204,7 @@ def test_launching_again_gives_the_same_handle(forks, tmp_path):
     assert forks.launch_replicas([spec(tmp_path, "sleeps")]) == first
     assert other.launch_replicas([spec(tmp_path, "sleeps")]) == first  # another process, or we after a restart
     kill(first[0])
-    forks.collect(first, timeout=20)
+    forks.collect(first, timeout=WAIT_S)
     assert forks.launch_replicas([spec(tmp_path, "sleeps")]) == first  # an attempt is used once
     (second,) = forks.launch_replicas([spec(tmp_path, "sleeps", attempt=2)])
     assert second.pid != first[0].pid
@@ -204,7 +214,7 @@ def test_launching_again_gives_the_same_handle(forks, tmp_path):
 def test_a_start_that_fails_is_a_result_and_the_others_start(forks, tmp_path):
     (tmp_path / "processes").write_text("a file where the folder should be")
     handles = forks.launch_replicas([spec(tmp_path, "exits", "0"), spec(tmp_path / "fine", "exits", "0")])
-    broken, fine = forks.collect(handles, timeout=20)
+    broken, fine = forks.collect(handles, timeout=WAIT_S)
     assert broken.state is State.FAILED and "processes" in broken.reason
     assert fine.ok
 
@@ -215,14 +225,14 @@ def test_cancel_asks_first_and_kills_after_the_grace(executor, tmp_path):
     for handle in handles:
         wait_for_line(executor, handle)
     executor.cancel(handles, grace_s=2.0)
-    polite, stubborn = executor.collect(handles, timeout=20)
+    polite, stubborn = executor.collect(handles, timeout=WAIT_S)
     assert (polite.state, polite.exit_code) == (State.CANCELLED, 4)
     assert (stubborn.state, stubborn.exit_code) == (State.CANCELLED, -9)
 
 
 def test_logs_and_their_tail(forks, tmp_path):
     (handle,) = forks.launch_replicas([spec(tmp_path, "crashes")])
-    forks.collect([handle], timeout=20)
+    forks.collect([handle], timeout=WAIT_S)
     assert forks.logs(handle)[:2] == ["line 1", "line 2"]
     assert forks.logs(handle, tail=1) == ["ValueError: this is how it ends"]
     assert forks.logs(handle, tail=0) == []
@@ -231,7 +241,7 @@ def test_logs_and_their_tail(forks, tmp_path):
 
 def test_children_have_their_own_session_one_thread_and_their_env(executor, tmp_path):
     handles = executor.launch_replicas([spec(tmp_path, "looks_around", env={"X": "42"})])
-    executor.collect(handles, timeout=20)
+    executor.collect(handles, timeout=WAIT_S)
     assert json.loads(executor.logs(handles[0])[-1]) == {"session": True, "threads": "1", "env": "42"}
 
 
@@ -242,20 +252,20 @@ def test_a_dead_fork_server_is_replaced_and_its_children_are_not_lost(forks, tmp
     server.wait()
     assert forks.poll([first])[0].state is State.RUNNING
     (second,) = forks.launch_replicas([spec(tmp_path, "exits", "0", slot="r01")])
-    assert forks.collect([second], timeout=20)[0].ok
+    assert forks.collect([second], timeout=WAIT_S)[0].ok
     kill(first)
-    assert forks.collect([first], timeout=20)[0].state is State.LOST
+    assert forks.collect([first], timeout=WAIT_S)[0].state is State.LOST
 
 
 def test_a_missing_module_in_the_preload_list_hurts_nobody(tmp_path):
     made = LocalProcessExecutor(["no_such_module_anywhere", HERE], method="fork")
-    assert made.collect(made.launch_replicas([spec(tmp_path, "exits", "0")]), timeout=20)[0].ok
+    assert made.collect(made.launch_replicas([spec(tmp_path, "exits", "0")]), timeout=WAIT_S)[0].ok
     made.close()
 
 
 def test_handles_and_statuses_are_plain_json(forks, tmp_path):
     (handle,) = forks.launch_replicas([spec(tmp_path, "exits", "0")])
-    forks.collect([handle], timeout=20)
+    forks.collect([handle], timeout=WAIT_S)
     status = forks.poll([handle])[0]
     assert Handle.from_dict(json.loads(json.dumps(handle.to_dict()))) == handle
     assert json.loads(json.dumps(status.to_dict()))["state"] == "SUCCEEDED"
@@ -287,17 +297,15 @@ print("parent ends", flush=True)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_parent_ends_at_once_while_its_children_live(tmp_path, method):
     command = [sys.executable, "-W", "error", "-c", PARENT, str(tmp_path), method]
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)  # also: holds no pipe open
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)  # also: holds no pipe open
     assert (done.returncode, done.stdout, done.stderr) == (0, "parent ends\n", "")
-    assert time.monotonic() - began < 20
     executor = LocalProcessExecutor([], method="spawn")
     handles = executor.find(f"file://{tmp_path}")
     assert [h.slot for h in handles] == ["r00", "r01"]
     assert [s.state for s in executor.poll(handles)] == [State.RUNNING] * 2
     kill(handles[0])
     executor.cancel(handles[1:], grace_s=5)
-    lost, cancelled = executor.collect(handles, timeout=20)
+    lost, cancelled = executor.collect(handles, timeout=WAIT_S)
     assert (lost.state, cancelled.state) == (State.LOST, State.CANCELLED)
     if method == "fork":  # the fork server outlived the parent, and wrote down what it reaped
         assert (lost.exit_code, cancelled.exit_code) == (-9, -15)
@@ -341,25 +349,25 @@ executor.launch_replicas([spec(Path(sys.argv[1]), "sleeps")])
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_launcher_killed_before_it_knows_its_child_leaves_one_that_is_found(tmp_path, method):
-    done = subprocess.run([sys.executable, "-c", DIES_AT, str(tmp_path), method, "after"], cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", DIES_AT, str(tmp_path), method, "after"], cwd=ROOT, timeout=WAIT_S)
     assert done.returncode == -signal.SIGKILL
     executor = LocalProcessExecutor([], method="spawn")
     (handle,) = executor.launch_replicas([spec(tmp_path, "sleeps")])  # the same launch, by the next one
     wait_for_line(executor, handle)
-    until = time.monotonic() + 20
+    until = time.monotonic() + WAIT_S
     while len(living(tmp_path)) > 1 and time.monotonic() < until:  # the one that was too many is on its way out
         time.sleep(0.05)
     assert living(tmp_path) == [handle.pid] and executor.find(f"file://{tmp_path}") == [handle]
     assert executor.logs(handle).count("here I am") == 1
     executor.cancel([handle], 0.0)
-    executor.collect([handle], 20)
+    executor.collect([handle], WAIT_S)
 
 
 def test_a_fork_that_nobody_waits_for_any_more_does_not_happen(tmp_path):
     (tmp_path / "processes").mkdir()
     command = [sys.executable, "-c", DIES_AT, str(tmp_path), "fork", "before"]
-    done = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
-    server, until = int(done.stdout), time.monotonic() + 60
+    done = subprocess.run(command, cwd=ROOT, timeout=WAIT_S, capture_output=True, text=True)
+    server, until = int(done.stdout), time.monotonic() + WAIT_S
     started = processes.start_ticks(server)
     while started is not None and processes.is_alive(server, started):
         assert time.monotonic() < until, "the fork server has not ended"
@@ -395,17 +403,17 @@ def test_two_launchers_at_once_start_each_replica_once(tmp_path):
     assert one == other
     executor = LocalProcessExecutor([], method="spawn")
     handles = executor.find(f"file://{tmp_path}")
-    until = time.monotonic() + 20
+    until = time.monotonic() + WAIT_S
     while len(living(tmp_path)) > 4 and time.monotonic() < until:
         time.sleep(0.05)
     assert sorted(living(tmp_path)) == sorted(h.pid for h in handles) and len(handles) == 4
     executor.cancel(handles, 0.0)
-    executor.collect(handles, 20)
+    executor.collect(handles, WAIT_S)
 
 
 def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
     (handle,) = forks.launch_replicas([spec(tmp_path, "exits", "5")])
-    forks.collect([handle], timeout=20)
+    forks.collect([handle], timeout=WAIT_S)
     rival = LocalProcessExecutor([HERE])
     request = rival._make_request(spec(tmp_path, "exits", "6"))
     (pid,) = rival._fork([request])
@@ -419,13 +427,25 @@ def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
     rival.close()
 
 
+def test_thirty_two_are_launched_at_once(tmp_path, monkeypatch):
+    """One fork server, asked once, starts all of them; each ends only when it has seen the 31 others."""
+    asked, fork = [], LocalProcessExecutor._fork
+    monkeypatch.setattr(LocalProcessExecutor, "_fork", lambda self, new: (asked.append(len(new)), fork(self, new))[1])
+    executor = LocalProcessExecutor([HERE])
+    specs = [spec(tmp_path, "meets", str(tmp_path), "32", slot=f"r{i:02d}") for i in range(32)]
+    results = executor.collect(executor.launch_replicas(specs), timeout=WAIT_S)
+    assert all(r.ok for r in results) and asked == [32]
+    executor.close()
+
+
+@pytest.mark.slow
 def test_thirty_two_launches_take_no_more_than_twice_one(tmp_path):
-    """The best of three tries: other work on the machine slows a try, and nothing speeds one up."""
+    """Slow because it is a measurement, which a busy machine decides.  Nothing speeds a try up: the best of three."""
 
     def seconds(folder: Path, count: int) -> float:
         executor, began = LocalProcessExecutor([HERE]), time.monotonic()
         specs = [spec(folder, "exits", "0", slot=f"r{i:02d}") for i in range(count)]
-        results = executor.collect(executor.launch_replicas(specs), timeout=60)
+        results = executor.collect(executor.launch_replicas(specs), timeout=WAIT_S)
         took = time.monotonic() - began
         assert all(r.ok for r in results)
         executor.close()
@@ -441,9 +461,9 @@ def test_thirty_two_launches_take_no_more_than_twice_one(tmp_path):
 
 def test_what_a_replica_leaves_behind_ends_with_it(executor, tmp_path):
     (handle,) = executor.launch_replicas([spec(tmp_path, "leaves_a_child_behind")])
-    assert executor.collect([handle], timeout=20)[0].ok
+    assert executor.collect([handle], timeout=WAIT_S)[0].ok
     pid = int(executor.logs(handle)[0])
-    until = time.monotonic() + 10
+    until = time.monotonic() + WAIT_S
     while (started := processes.start_ticks(pid)) is not None and processes.is_alive(pid, started):
         assert time.monotonic() < until, "its child still runs"
         time.sleep(0.02)
@@ -454,7 +474,7 @@ def test_cores_and_gpus_are_dealt_out_to_the_slots(tmp_path):
     specs = [spec(tmp_path, "tells_its_pins", slot=f"r{i:02d}", gpu=("any",)) for i in range(3)]
     told = [
         json.loads(executor.logs(h)[-1])
-        for h in (r.handle for r in executor.collect(executor.launch_replicas(specs), 20))
+        for h in (r.handle for r in executor.collect(executor.launch_replicas(specs), WAIT_S))
     ]
     there = sorted(os.sched_getaffinity(0))
     assert [t["gpu"] for t in told] == ["4", "5", "4"]
@@ -465,7 +485,7 @@ def test_cores_and_gpus_are_dealt_out_to_the_slots(tmp_path):
 
 def test_without_a_wish_nobody_is_pinned(forks, tmp_path):
     (handle,) = forks.launch_replicas([spec(tmp_path, "tells_its_pins")])
-    forks.collect([handle], 20)
+    forks.collect([handle], WAIT_S)
     told = json.loads(forks.logs(handle)[-1])
     assert told == {"cores": sorted(os.sched_getaffinity(0)), "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
@@ -489,7 +509,7 @@ def test_cores_that_are_not_there_are_refused():
 )
 def test_a_time_limit_ends_it_with_resume(forks, tmp_path, function, code):
     (handle,) = forks.launch_replicas([spec(tmp_path, function, timeout_s=1.0)])
-    assert forks.collect([handle], timeout=20)[0].exit_code == code
+    assert forks.collect([handle], timeout=WAIT_S)[0].exit_code == code
 
 
 def test_a_process_of_another_machine_is_not_called_dead(forks, tmp_path):

@@ -209,7 +209,7 @@ def a_life(store: MemoryStore) -> ReplicaLife:
 
 
 def wait_until(condition) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)

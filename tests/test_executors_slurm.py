@@ -57,7 +57,7 @@ def spec(folder: Path, function: str = "waits", **more) -> ReplicaSpec:
 
 
 def wait_for_start(folder: Path, executor: SlurmExecutor, handle: Handle) -> int:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not (found := marks(folder, "start", "r00.1")):
         assert time.monotonic() < until, executor.logs(handle)
         time.sleep(0.02)
@@ -70,7 +70,7 @@ def wait_for_start(folder: Path, executor: SlurmExecutor, handle: Handle) -> int
 def test_the_default_folder_is_in_the_run(tmp_path):
     executor = SlurmExecutor(cluster="local")
     (handle,) = executor.launch_replicas([spec(tmp_path, "returns")])
-    assert executor.collect([handle], timeout=60)[0].ok
+    assert executor.collect([handle], timeout=120)[0].ok
     folder = tmp_path / "run" / "slurm" / "r00.1"
     assert json.loads((folder / CARD).read_text())["native"] == handle.native
     assert json.loads((folder / END).read_text())["exit_code"] == 0
@@ -88,7 +88,7 @@ def test_slurms_warning_before_the_time_limit_makes_it_leave_to_be_started_again
     replica = wait_for_start(tmp_path, jobs, handle)
     child = int(Path(f"/proc/{replica}/stat").read_text().rpartition(")")[2].split()[1])  # the job above the replica
     os.kill(child, number)
-    (result,) = jobs.collect([handle], timeout=60)
+    (result,) = jobs.collect([handle], timeout=120)
     assert (result.state, result.exit_code) == (State.FAILED, exitcodes.RESUME)
     assert len(marks(tmp_path, "left", "r00.1")) == 1
 
@@ -98,7 +98,7 @@ def test_the_jobs_own_clock_comes_before_slurms(jobs, tmp_path):
     wait_for_start(tmp_path, jobs, handle)
     assert (jobs._limit_minutes(spec(tmp_path, timeout_s=45.0)), jobs._limit_minutes(spec(tmp_path))) == (1, 24 * 60)
     jobs.cancel([handle], grace_s=30.0)
-    assert jobs.collect([handle], timeout=60)[0].state is State.CANCELLED
+    assert jobs.collect([handle], timeout=120)[0].state is State.CANCELLED
 
 
 DIES = """
@@ -118,7 +118,7 @@ def test_a_launcher_that_died_over_it_does_not_keep_the_slot(jobs, tmp_path, mon
     (handle,) = jobs.launch_replicas([spec(tmp_path)])
     wait_for_start(tmp_path, jobs, handle)
     (tmp_path / "go").touch()
-    assert jobs.collect([handle], timeout=60)[0].ok
+    assert jobs.collect([handle], timeout=120)[0].ok
     assert len(marks(tmp_path, "start", "r00.1")) == 1
 
 
@@ -239,7 +239,7 @@ def test_the_pid_of_a_local_job_names_it_for_ever(jobs, tmp_path):
     (handle,) = jobs.launch_replicas([spec(tmp_path)])
     assert handle.pid == int(handle.native) and processes.is_alive(handle.pid, handle.started)
     (tmp_path / "go").touch()
-    assert jobs.collect([handle], timeout=60)[0].ok
+    assert jobs.collect([handle], timeout=120)[0].ok
 
 
 def test_slurm_is_told_to_send_no_signal_before_its_limit(login_node, tmp_path):

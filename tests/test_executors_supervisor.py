@@ -123,7 +123,7 @@ def replica_that_hangs(argv: list[str]) -> int:
     toy = Toy(argv[0], argv[2])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     toy.rv.members.status.phase = "train"
-    time.sleep(60)
+    time.sleep(600)
     return 1
 
 
@@ -180,7 +180,7 @@ def kill_once(slot: str, from_step: int):
     return tick
 
 
-def wait_for(condition, what: str, seconds: float = 20.0) -> None:
+def wait_for(condition, what: str, seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"never: {what}"
@@ -246,7 +246,7 @@ def test_a_second_ctrl_c_kills(tmp_path, executor):
 
     began = time.monotonic()
     outcome = supervisor_for(run, executor, "replica_that_hangs", each_tick=kill).supervise()
-    assert "killed" in outcome.text and time.monotonic() - began < 15
+    assert "killed" in outcome.text and time.monotonic() - began < 120
 
 
 def test_fewer_replicas_wanted_drains_the_last_slot(tmp_path, executor):
@@ -307,7 +307,7 @@ def test_stop_kills_what_does_not_leave(tmp_path, executor):
     assert not end.live and "gone without a goodbye" in end.text
     assert any("still there after 0 s; killed" in text for text in said)
     handle = supervisor.handle("r00")
-    assert handle and executor.collect([handle], timeout=10)[0].state is State.LOST
+    assert handle and executor.collect([handle], timeout=60)[0].state is State.LOST
 
 
 def test_a_supervisor_of_its_own_rebuilds_its_executor_from_the_bucket(tmp_path, capsys):

@@ -24,8 +24,8 @@ def stored(run: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 def test_the_bytes_of_a_real_run(tmp_path: Path, name: str) -> None:
-    """Three real replicas, six steps: every replica's pseudogradient counts in most of them."""
-    fleet = Fleet(tmp_path, outer={"codec": name, "snapshot_every": 3})
+    """Three real replicas, six steps: every replica's pseudogradient counts in all of them."""
+    fleet = Fleet(tmp_path, outer={"codec": name, "snapshot_every": 3}, fleet={"min_replicas": 3})
     fleet.start_all()
     assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
     found, parameters, steps = stored(tmp_path / "run"), fleet_parameters(tmp_path), len(fleet.commits())

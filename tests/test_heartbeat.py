@@ -34,7 +34,7 @@ from rendezvous.rules import Rules, Timing
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 
-LIMIT = 20.0  # seconds after which a test has failed
+LIMIT = 120.0  # seconds after which a test has failed
 FAST = Timing(beat=0.01)
 FOREIGN = Beat("r01", 1, 5, "train", 0, 0, 0.0, 9.0).encode().replace(b'"generation":1', b'"generation":"x"')
 

@@ -70,7 +70,7 @@ def test_a_replicas_line_says_where_it_is_and_what_it_learned() -> None:
 
 def test_a_supervised_fleet_shows_its_loss_from_the_first_outer_step(tmp_path: Path) -> None:
     """README's first run, in small."""
-    fleet = Fleet(tmp_path, fleet={"steps": 4})
+    fleet = Fleet(tmp_path, fleet={"steps": 4, "min_replicas": 3})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.commit(0) is not None)
     early = fleet.wait_for(lambda: found if curve_of(found := read_report(open_store(fleet.url))).known else None)

@@ -176,7 +176,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel, state in [(0, State.LOST), (1, State.FAILED)]:
         count[0] = kernel
         (handle,) = executor.launch_replicas([ReplicaSpec(f"file://{tmp_path}", f"r0{kernel}", **spec)])
-        (result,) = executor.collect([handle], timeout=30)
+        (result,) = executor.collect([handle], timeout=120)
         assert (result.state, result.exit_code) == (state, -9) and oom.says_out_of_memory(result.reason) == bool(kernel)
         assert [s.state for s in executor.poll([handle] * 2)] == [state] * 2, "asked again, the same"
     executor.close()

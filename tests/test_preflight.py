@@ -443,8 +443,8 @@ def test_a_network_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     never = threading.Event()
     began = time.monotonic()
-    assert "did not answer within 4 s" in known("me/mine-xyz", lambda *_: never.wait(60) and None)
-    assert time.monotonic() - began < 10
+    assert "did not answer within 4 s" in known("me/mine-xyz", lambda *_: never.wait(600) and None)
+    assert time.monotonic() - began < 120, "it hangs for ten minutes"
     never.set()
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -51,11 +50,10 @@ def ask_hostile(script: Callable[[int], Script], **more: Any) -> tuple[Replay, H
 
 def test_a_drip_of_single_bytes_ends_at_the_deadline_of_the_whole_call() -> None:
     """Before: a timeout between two reads never passed, and the call lasted as long as the server liked."""
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
-    started = time.monotonic()
-    replay, _ = ask_hostile(lambda n: [head, *([b" ", 0.05] * 1000)], timeout_s=2.0)
-    assert time.monotonic() - started < 30, "1000 bytes at this pace are 50 s"
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n"
+    replay, server = ask_hostile(lambda n: [head, *([b" ", 0.05] * 9999)], timeout_s=2.0)
     (action,) = replay
+    assert server.sent < len(head) + 9999, "it waited for all of it"
     assert "no whole answer" in action.get("error", "") and "2 s" in action.get("error", "")
     assert replay.spent_usd * NANO == WORST
 
@@ -510,7 +508,7 @@ def test_a_kill_between_call_and_booking_forgets_no_money_and_pays_nothing_twice
 ) -> None:
     with TeacherServer(lambda body, n: says("ls", cost=1e-6)) as server:
         command = [sys.executable, "-c", KILLED_AT, server.url, str(tmp_path / "l"), point]
-        assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == -signal.SIGKILL
+        assert subprocess.run(command, cwd=ROOT, timeout=180).returncode == -signal.SIGKILL
         replay = ask(states(2), [killed_teacher(server.url)], ledger=tmp_path / "l")
         again = ask(states(2), [killed_teacher(server.url)], ledger=tmp_path / "l")
     assert [a["action"] for a in replay] == ["ls", "ls"] == [a["action"] for a in again]

@@ -186,7 +186,7 @@ def test_the_replay_example_makes_pairs_from_traces(tmp_path: Path) -> None:
     with TeacherServer(lambda body, n: says("Transfer to a human.", cost=0.0)) as server:
         for last in (["--teacher", "b"], ["--teacher", "b"]):
             command = [*example, *more, *last, "--base-url", server.url]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
             assert done.returncode == 0, done.stderr
     states = tau_bench_states(DATA / "tau_bench.jsonl")
     assert len(server.bodies) == 2 * len(states), "the second run asks nothing"

@@ -29,7 +29,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
 from tests.audit import check_run, decoded, logged_digests
-from tests.fleet import Fleet
+from tests.fleet import ENDLESS, Fleet
 
 POINTS = {
     "before blob": "before:put:/delta/@3",
@@ -49,7 +49,8 @@ SLOW: dict[str, Any] = {
 
 
 def test_a_fleet_learns_and_agrees(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path)
+    """All three in every step.  With a quorum of two a replica that got no CPU for a while would be left out of one."""
+    fleet = Fleet(tmp_path, fleet={"min_replicas": 3})
     fleet.start_all()
     assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}
     found = check_run(tmp_path / "run", 6)
@@ -58,18 +59,20 @@ def test_a_fleet_learns_and_agrees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_death_at_every_point(tmp_path: Path, point: str) -> None:
-    fleet = Fleet(tmp_path, fleet={"steps": 12})  # so many that r01 closes one of them, whoever is fast
+    all_wait = {"min_replicas": 3} if point == "after offer" else {}  # nobody goes on without that offer
+    fleet = Fleet(tmp_path, fleet={"steps": ENDLESS, **all_wait})  # r01 closes one of them, whoever is fast
     fleet.start("r00")
     fleet.start("r01", die=POINTS[point])
     fleet.start("r02")
     fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
     assert fleet.lives["r01"][0].exitcode == -signal.SIGKILL, fleet.logs()
     fleet.start("r01")
+    fleet.wait_for(lambda: fleet.counted("r01", 2))
+    fleet.end_in(2)
     codes = fleet.wait()
     assert codes == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
-    found = check_run(tmp_path / "run", 12)
-    if point in ("after offer", "before commit", "after commit"):
-        assert (2, "r01") in found.listed or point != "after offer", "a durable offer outlives its writer"
+    found = check_run(tmp_path / "run", len(fleet.commits()))
+    assert (2, "r01") in found.listed or point != "after offer", "a durable offer outlives its writer"
 
 
 def test_two_fragments_delay_and_another_cpu(tmp_path: Path) -> None:
@@ -96,14 +99,16 @@ def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> N
     """bf16-gate at a rate at which few weights change in bf16: then its bodies are small, and differ in size."""
     inner = {"lr": 3e-7} if codec == "bf16-gate" else {}
     outer = {"sync_every": 20, "snapshot_every": 2, "codec": codec}
-    fleet = Fleet(tmp_path, outer=outer, inner=inner, fleet={"steps": 8})
+    fleet = Fleet(tmp_path, outer=outer, inner=inner, fleet={"steps": ENDLESS})
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer/@4")
     fleet.start("r02", ATEN_CPU_CAPABILITY="default")
     fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
     fleet.start("r01")
+    fleet.wait_for(lambda: fleet.counted("r01", 2))
+    fleet.end_in(2)
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
-    found = check_run(tmp_path / "run", 8)
+    found = check_run(tmp_path / "run", len(fleet.commits()))
     commits = fleet.commits()
     sizes = {o.size for c in commits for o in c.offers}
     assert max(sizes) < 4 * found.theta[0].size / 1.9 and (len(sizes) > 1) == (codec == "bf16-gate")
@@ -112,42 +117,51 @@ def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> N
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_sharded_reduction_survives_the_death_of_an_owner(tmp_path: Path, codec: str) -> None:
     """r01 dies when it is about to announce its part; the others take over, and all hold the bits of the replay."""
-    fleet = Fleet(tmp_path, outer={"sync_every": 20, "snapshot_every": 2, "codec": codec}, fleet={"steps": 8})
+    outer = {"sync_every": 20, "snapshot_every": 2, "codec": codec}
+    fleet = Fleet(tmp_path, outer=outer, fleet={"steps": ENDLESS})
     fleet.start("r00", TEST_SHARDED="1")
     fleet.start("r01", die="before:put:/mean/@3", TEST_SHARDED="1")
     fleet.start("r02", TEST_SHARDED="1", ATEN_CPU_CAPABILITY="default")
     fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
     fleet.start("r01", TEST_SHARDED="1")
+    fleet.wait_for(lambda: sum(c.mode == "sharded" for c in fleet.commits()) >= 6 and fleet.counted("r01", 2))
+    fleet.end_in(2)
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
-    check_run(tmp_path / "run", 8)
-    assert sum(c.mode == "sharded" for c in fleet.commits()) >= 6
-    registers = list((tmp_path / "run" / "steps").glob("*/mean/*.json"))
-    assert len(registers) >= 3 * 6, "every part of a sharded step is announced"
+    check_run(tmp_path / "run", len(fleet.commits()))
+    sharded = [c.t for c in fleet.commits() if c.mode == "sharded"]
+    announced = [list((tmp_path / "run" / "steps" / f"{t:010d}" / "mean").glob("*.json")) for t in sharded]
+    assert all(len(registers) == 3 for registers in announced), "every part of a sharded step is announced"
 
 
 def test_two_fragments_survive_a_kill(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 80}, fleet={"steps": 10})
+    fleet = Fleet(
+        tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 80}, fleet={"steps": ENDLESS}
+    )
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r01", 3))
     fleet.signal("r01", signal.SIGKILL)
     fleet.start("r01")
+    fleet.wait_for(lambda: fleet.counted("r01", 2))
+    fleet.end_in(2)
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}
-    check_run(tmp_path / "run", 10)
+    check_run(tmp_path / "run", len(fleet.commits()))
 
 
 def test_a_paused_zombie_is_fenced_and_says_so(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": 8})
+    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": ENDLESS})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r02", 1))
     fleet.signal("r02", signal.SIGSTOP)
     zombie = fleet.lives["r02"][0]
     fleet.start("r02")
-    fleet.wait_for(lambda: any(o.slot == "r02" and o.generation == 2 for c in fleet.commits() for o in c.offers))
+    fleet.wait_for(lambda: fleet.counted("r02", 2))
     os.kill(zombie.pid, signal.SIGCONT)
+    fleet.wait_for(lambda: not zombie.is_alive())
+    fleet.end_in(2)
     codes = fleet.wait()
     assert codes["r02"] == [exitcodes.FENCED, 0], fleet.logs()
     assert "now belongs to generation 2" in fleet.log("r02").read_text()
-    check_run(tmp_path / "run", 8)
+    check_run(tmp_path / "run", len(fleet.commits()))
 
 
 def test_the_whole_fleet_dies_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -165,34 +179,38 @@ def test_the_whole_fleet_dies_and_the_same_command_goes_on(tmp_path: Path) -> No
 
 def test_a_late_starter_heals_before_its_first_inner_step(tmp_path: Path) -> None:
     """Its first offer starts from the chain's θ: the audit checks the base of every listed offer's commit."""
-    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": 10})
+    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": ENDLESS})
     fleet.start("r00")
     fleet.start("r01")
     fleet.wait_for(lambda: fleet.commit(3))
     fleet.start("r02")
+    fleet.wait_for(lambda: fleet.counted("r02"))
+    fleet.end_in(1)
     codes = fleet.wait()
     assert codes["r02"] == [0]
     listed = [(c.t, o) for c in fleet.commits() for o in c.offers if o.slot == "r02"]
     assert listed and listed[0][0] >= 4
-    check_run(tmp_path / "run", 10)
+    check_run(tmp_path / "run", len(fleet.commits()))
 
 
 def test_sigterm_offers_partial_work_and_leaves(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, outer={"sync_every": 40}, inner={"batch_size": 8}, fleet={"steps": 4})
+    fleet = Fleet(tmp_path, outer={"sync_every": 40}, inner={"batch_size": 8}, fleet={"steps": ENDLESS})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r01", 1))
     fleet.signal("r01", signal.SIGTERM)
+    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.end_in(2)
     codes = fleet.wait()
     assert codes == {"r00": [0], "r01": [exitcodes.LEFT], "r02": [0]}, fleet.logs()
     partial = [o for c in fleet.commits() for o in c.offers if o.slot == "r01" and o.h < 40]
     assert partial and partial[-1].leaving and partial[-1].weight == pytest.approx(partial[-1].h / 40)
-    check_run(tmp_path / "run", 4)
+    check_run(tmp_path / "run", len(fleet.commits()))
 
 
 def test_what_int8_has_not_sent_goes_from_life_to_life(tmp_path: Path) -> None:
     """Two lives of r01 leave on SIGTERM.  Σ of their pseudogradients = Σ of their decoded bodies + what is left."""
     outer, environ = {"sync_every": 40, "codec": "int8"}, {"TEST_NOTE_DELTAS": str(tmp_path)}
-    fleet = Fleet(tmp_path, outer=outer, inner={"batch_size": 8}, fleet={"steps": 6})
+    fleet = Fleet(tmp_path, outer=outer, inner={"batch_size": 8}, fleet={"steps": ENDLESS})
     fleet.start("r00")
     fleet.start("r02")
     for step, life in ((1, 1), (3, 2)):
@@ -202,8 +220,9 @@ def test_what_int8_has_not_sent_goes_from_life_to_life(tmp_path: Path) -> None:
         )
         fleet.signal("r01", signal.SIGTERM)
         fleet.lives["r01"][-1].join()
+    fleet.end_in(2)
     assert fleet.wait() == {"r00": [0], "r01": [exitcodes.LEFT] * 2, "r02": [0]}, fleet.logs()
-    check_run(tmp_path / "run", 6)
+    check_run(tmp_path / "run", len(fleet.commits()))
     offered = np.sum([np.load(path).astype(np.float64) for path in tmp_path.glob("delta.r01-*.npy")], axis=0)
     bodies = [p.read_bytes() for p in tmp_path.glob("run/steps/*/delta/r01-*.bin")]
     sent = sum(decoded("int8", body, offered.size).astype(np.float64) for body in bodies)
@@ -215,14 +234,16 @@ def test_what_int8_has_not_sent_goes_from_life_to_life(tmp_path: Path) -> None:
 
 def test_two_processes_for_one_slot(tmp_path: Path) -> None:
     """The second claim fences the first, which ends and says why; the run goes on with one of them."""
-    fleet = Fleet(tmp_path, **SLOW)
+    fleet = Fleet(tmp_path, **SLOW, fleet={"steps": ENDLESS})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r00", 1))
     fleet.start("r00")
+    fleet.wait_for(lambda: not fleet.lives["r00"][0].is_alive() and fleet.counted("r00", 2))
+    fleet.end_in(2)
     codes = fleet.wait()
     assert codes["r00"] == [exitcodes.FENCED, 0], fleet.logs()
     assert "now belongs to generation 2" in fleet.log("r00").read_text()
-    check_run(tmp_path / "run", 6)
+    check_run(tmp_path / "run", len(fleet.commits()))
 
 
 def test_stop_ends_all_and_resume_goes_on(tmp_path: Path) -> None:

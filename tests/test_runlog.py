@@ -114,7 +114,7 @@ def test_what_goes_together_is_asked_at_the_same_time_and_never_more_than_a_boun
     store = Counted(long.store)
     Ahead(store).ask(layout.commit(t) for t in range(300))
     assert store.requests == 300 and store.most <= AT_ONCE
-    gate = threading.Barrier(8, timeout=20)
+    gate = threading.Barrier(8, timeout=120)
     faults = [Fault("get", layout.commit(t), error=None, before=lambda: void(gate.wait())) for t in range(8)]
     Ahead(FaultyStore(long.store, faults)).ask(layout.commit(t) for t in range(8))  # all eight, or the barrier breaks
     assert not gate.broken

@@ -208,15 +208,15 @@ def test_redirects_are_followed_when_reading(s3: S3Server) -> None:
 
 
 def test_a_silent_store_is_not_waited_for_for_ever(s3: S3Server) -> None:
-    store = at(silence_s=0.2)
-    s3.fault("slow", op="PutObject", seconds=4)
-    began = time.monotonic()
+    store = at(silence_s=1.0)
+    answered = threading.Event()
+    s3.fault("slow", op="PutObject", until=answered)
     with pytest.raises(StoreUnclear, match="no answer in time"):
         store.create("k", b"x")
-    assert time.monotonic() - began < 3
-    s3.fault("slow", op="GetObject", seconds=4)
-    assert store.get("k") in (b"x", None) and s3.count("GetObject") == 2
-    assert time.monotonic() - began < 6
+    s3.fault("slow", op="GetObject", until=answered)
+    assert store.get("k") in (b"x", None) and s3.count("GetObject") >= 2
+    assert not answered.is_set(), "both came back while the store was silent"
+    answered.set()
 
 
 def test_nobody_at_home_is_unclear() -> None:
@@ -525,4 +525,4 @@ except ImportError as error:
 def python(code: str, *args: str) -> str:
     root = Path(__file__).parent.parent
     command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=180).stdout

@@ -18,7 +18,7 @@ def ask(url: str, method: str = "GET", body: bytes | None = None, **headers: str
     names = {k.replace("_", "-"): v for k, v in headers.items()}
     request = urllib.request.Request(url, body, names, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

@@ -86,7 +86,7 @@ def test_the_next_poll_ends_all_but_the_oldest_and_the_handle_goes_on_to_it(hub,
     assert (status.state, status.handle.native) == (State.RUNNING, oldest), "and it is not said to be cancelled"
     assert only(made().poll([handle])).handle.native == oldest, "nor by a process that never saw two"
     (tmp_path / "go").touch()
-    result = only(executor.collect([handle], timeout=60))
+    result = only(executor.collect([handle], timeout=120))
     assert (result.state, result.value) == (State.SUCCEEDED, "went"), result
 
 

@@ -70,7 +70,7 @@ def test_a_sweep_ends_calls_that_nobody_noted(platform, executor, run, tmp_path,
     platform.hold(False)
     again = platform.executor()
     (handle,) = again.launch_replicas([spec(run, tmp_path, "returns", "r01")])  # the app is made again
-    (result,) = again.collect([handle], timeout=60)
+    (result,) = again.collect([handle], timeout=120)
     again.close()
     assert result.ok, result
 

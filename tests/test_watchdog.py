@@ -107,7 +107,7 @@ def test_only_who_writes_gets_the_long_wait_at_the_end(phase: str, step: int, ra
 
 
 def test_a_replica_whose_inner_step_hangs_ends_with_words_and_its_successor_goes_on(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, outer={"sync_every": 20}, fleet={"hung_after_s": 1.0})
+    fleet = Fleet(tmp_path, outer={"sync_every": 20}, fleet={"hung_after_s": 4.0})
     fleet.start("r00")
     fleet.start("r01", die="hang:30")  # in the middle of its second round
     fleet.start("r02")
