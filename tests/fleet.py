@@ -32,7 +32,7 @@ WAIT_S = 150.0  # only a hang takes so long, on the busiest machine
 TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
 PRELOAD = [
     "torch", "transformers", "diloco.replica", "diloco.manager", "diloco.outer", "diloco.history", "inner.build",
-    "inner.supervised", "inner.check", "tests.victim",
+    "inner.supervised", "inner.check", "inner.grpo", "tests.victim",
 ]  # fmt: skip
 
 
@@ -68,6 +68,7 @@ class Fleet:
         self.store = PatientStore(self.run.store, SystemClock(), 10.0)
         self.model = publish_model(replace(self.run, store=self.store), SystemClock())
         self.lives: dict[str, list[Any]] = {}
+        self._seen: list[Commit] = []
 
     def start(self, slot: str, die: str = "", **environ: str) -> Any:
         child = context().Process(
@@ -123,19 +124,26 @@ class Fleet:
         return Commit.decode(body) if body else None
 
     def commits(self) -> list[Commit]:
-        found: list[Commit] = []
-        while (commit := self.commit(len(found))) is not None:
-            found.append(commit)
-        return found
+        """As they are now; `head` and `counted` read each of them once, which a test that waits does not pay for."""
+        self._seen = []
+        return self.seen_commits()
+
+    def seen_commits(self) -> list[Commit]:
+        while (commit := self.commit(len(self._seen))) is not None:
+            self._seen.append(commit)
+        return self._seen
+
+    def head(self) -> int:
+        return len(self.seen_commits())
 
     def counted(self, slot: str, generation: int = 1, since: int = 0) -> bool:
-        """Did an offer of this life count as fresh in one of the commits from `since` on?"""
-        offers = [o for commit in self.commits()[since:] for o in commit.fresh]
-        return any((o.slot, o.generation) == (slot, generation) for o in offers)
+        """Did an offer of this generation or a later one count as fresh in one of the commits from `since` on?"""
+        offers = [o for commit in self.seen_commits()[since:] for o in commit.fresh]
+        return any(o.slot == slot and o.generation >= generation for o in offers)
 
     def end_in(self, more: int) -> None:
         """End an ENDLESS run in so many outer steps, or as soon as the replicas hear of it."""
-        write_control(self.store, SystemClock(), steps=len(self.commits()) + more)
+        write_control(self.store, SystemClock(), steps=self.head() + more)
 
     def log(self, slot: str) -> Path:
         return self.folder / f"{slot}.log"

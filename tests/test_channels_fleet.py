@@ -11,7 +11,7 @@ from diloco.runlog.report import read_report, summary
 from inner import Teacher, ToolWorld, TraceState, extract_dpo_pairs, replay_trace, save_pairs
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
-from tests.fleet import PRELOAD, Fleet, context
+from tests.fleet import Fleet
 from tests.teacher_server import Reply, TeacherServer, says
 
 WORLD = ToolWorld(kinds=2, names=4)
@@ -60,9 +60,11 @@ def steps_told(root: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.timeout(400)
 def test_all_channels_on_every_replica_with_one_killed(tmp_path: Path) -> None:
     assert write_pairs(tmp_path / "pairs.jsonl") == 24
-    context().set_forkserver_preload([*PRELOAD, "inner.grpo"])  # where it has not started yet
     fleet = Fleet(
-        tmp_path, inner=INNER, outer={"sync_every": 2, "snapshot_every": 2}, fleet={"steps": 4, "give_up_s": 120.0}
+        tmp_path,
+        inner=INNER,
+        outer={"sync_every": 2, "snapshot_every": 2},
+        fleet={"steps": 4, "give_up_s": 120.0, "min_replicas": 3},
     )
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer@3")

@@ -39,7 +39,7 @@ class World:
         }
         (folder / "text.txt").write_text("a text that nobody reads")
         self.clock = ManualClock()
-        self.run: Run = open_run(RunConfig.from_dict(raw, folder), str(folder / "run"), self.clock)
+        self.run: Run = open_run(RunConfig.from_dict(raw, folder), f"memory://{folder}/run", self.clock)
         self.run.store.put(layout.MODEL_MANIFEST, b"{}")
         places = [Place("cloud", gpu=("H100",), timeout_s=3600.0, secrets=("s3-keys",), env={"A": "b"}).to_dict()]
         write_control(self.run.store, self.clock, **{"places": places, **wishes})

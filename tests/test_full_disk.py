@@ -119,7 +119,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
     own_disk = {"TMPDIR": str(scratch.folder), "TEST_ONE_DISK": "1"}
 
     def counted_since(t: int) -> bool:
-        return any(o.slot == "r01" for commit in fleet.commits()[t:] for o in commit.fresh)
+        return any(o.slot == "r01" for commit in fleet.seen_commits()[t:] for o in commit.fresh)
 
     try:
         for slot, environ in (("r00", {}), ("r01", own_disk), ("r02", {})):
@@ -135,7 +135,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
         said = fleet.wait_for(lambda: text if words in (text := status_of(fleet.url)) else "")
         assert f"r01 {words}" in said and str(scratch.folder) in said
         stood = len(fleet.commits())
-        fleet.wait_for(lambda: len(fleet.commits()) >= stood + 3)
+        fleet.wait_for(lambda: fleet.head() >= stood + 3)
         assert not counted_since(stood + 1), "the others go on without it"
 
         scratch.enlarge(64 << 10)

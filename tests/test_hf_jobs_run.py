@@ -199,7 +199,7 @@ def test_stop_from_another_process_ends_every_job(tmp_path: Path, hub: HFServer,
     wait_for(lambda: all(marks(tmp_path, "start", f"{h.slot}.1") for h in handles), lambda: outputs(hub))
     began = time.monotonic()
     assert cli.main(["stop", URL, "--grace", "0.2"]) == 0, capsys.readouterr()
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < WAIT_S
     assert hub.live() == [] and {j.stage for j in hub.jobs.values()} == {"CANCELED"}
 
 

@@ -67,7 +67,7 @@ def batch_shape(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any
 # Groups
 
 
-@pytest.mark.parametrize("objective", ["dr_grpo", "grpo", "dapo"])
+@pytest.mark.parametrize("objective", ["dr_grpo", "grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str) -> None:
     """batch_size 2, num_generations 8: the same completions, advantages and gradient as with batch_size 8."""
     config = {"objective": objective, "dynamic_sampling": 0, "num_generations": 8}
@@ -88,8 +88,8 @@ def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"batch_size": 2, "gradient_accumulation_steps": 4},
-        {"batch_size": 2, "steps_per_generation": 4},
+        pytest.param({"batch_size": 2, "gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
+        pytest.param({"batch_size": 2, "steps_per_generation": 4}, marks=pytest.mark.slow),
         {"batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
         {"batch_size": 2, "steps_per_generation": 4, "num_iterations": 2},
         {"batch_size": 8, "gradient_accumulation_steps": 2},

@@ -16,7 +16,7 @@ from inner.lessons import Rollout, aligned_lesson, hint_lessons, rollout_lessons
 from inner.spans import Turn
 from inner.trainer import LESSONS, ComposerReplicationTrainer
 from tests.audit import check_run
-from tests.fleet import PRELOAD, Fleet, context
+from tests.fleet import Fleet
 from tests.scripted import ENDS, ENVIRONMENT, LENGTH, questions, scripted, scripted_folder, scripted_task
 from tests.test_inner_trainer import FOLDER, make, measure, rollouts
 
@@ -226,7 +226,6 @@ CHANNEL: dict[str, Any] = {"objective": "dapo", "dynamic_sampling": 1, "alpha_sd
 
 def run_fleet(folder: Path, inner: dict[str, Any], **environ: str) -> list[dict[str, bool]]:
     """Three replicas to the end -> what tests/victim.py noted of every lesson of every loss."""
-    context().set_forkserver_preload([*PRELOAD, "inner.grpo"])
     fleet = Fleet(
         folder, inner={**inner, **CHANNEL}, outer={"sync_every": 2, "snapshot_every": 2},
         fleet={"steps": 3, "give_up_s": 120.0},
@@ -248,6 +247,7 @@ def check_notes(notes: list[dict[str, bool]]) -> None:
     assert all(note["aligned"] and note["whole"] for note in notes)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_fleet_of_three_with_dapo_hints_and_truncated_rollouts(tmp_path: Path) -> None:
     check_notes(run_fleet(tmp_path, TOOLWORLD))

@@ -215,8 +215,10 @@ def end_of_story(run: Run, wrong: list[str]) -> None:
     assert len(attempts) == len(set(attempts)), "one launch was told twice"
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "detached"),
+    [(3, True), *(pytest.param(n, d, marks=pytest.mark.slow) for n, d in ((3, False), (10, False), (10, True)))],
+)
 def test_kill_9_of_whoever_launches(tmp_path, count, detached):
     run = found(tmp_path)
     with watched(run) as wrong:

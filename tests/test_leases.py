@@ -143,7 +143,7 @@ def requests_until_all_run(folder: Path, published: bool) -> int:
     return 10**6 - counted.left
 
 
-@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("published", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_supervisor_may_die_after_any_request_of_a_launch(tmp_path: Path, published: bool) -> None:
     (tmp_path / "first").mkdir()
     requests = requests_until_all_run(tmp_path / "first", published)

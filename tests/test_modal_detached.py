@@ -168,6 +168,8 @@ def test_the_last_words_of_a_supervisor_that_cannot_start(
     assert [h.attempt for h in executor.find(run) if h.slot == SUPERVISOR] == [2]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_supervisor_that_died_in_silence_is_succeeded_from_another_machine(
     platform,
     executor,

@@ -254,7 +254,7 @@ def test_a_fleet_stands_through_empty_rounds_and_its_replay_and_export_agree(
     empty = [3, 4, 7]
     fleet = Fleet(
         tmp_path, outer={"momentum": 0.9, "snapshot_every": 2, "max_carry": 0, **outer},
-        fleet={"steps": 8, "replicas": 3},
+        fleet={"steps": 8, "replicas": 3, "min_replicas": 3},
         environ={"TEST_EMPTY": ",".join(map(str, empty))},
     )  # fmt: skip
     fleet.start("r00")

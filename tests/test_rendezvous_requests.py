@@ -13,7 +13,7 @@ from rendezvous.membership import Membership, seen, write_control
 from rendezvous.records import Beat
 from rendezvous.rules import Peer, Rules, Timing, beat_age
 from rendezvous.stores.memory import MemoryStore
-from tests.benchmarks.bench_scale import DATA, deaths, play
+from tests.benchmarks.bench_scale import DATA, Counting, calm_fleet, deaths, play
 from tests.fakes import ManualClock
 from tests.test_rendezvous_engine import TIMING, Seat, bucket, together
 
@@ -38,6 +38,15 @@ def test_a_replica_asks_for_little_in_an_outer_step(replicas: int, most: int) ->
 def test_a_replica_asks_for_hardly_more_in_a_crowd(replicas: int) -> None:
     """335 at N = 64 and 725 at N = 256 before."""
     assert polling(replicas, steps=1) <= 90
+
+
+@pytest.mark.parametrize("timing", ["file", "s3"])
+def test_a_fleet_without_faults_leaves_nobody_out(timing: str) -> None:
+    """A quorum of one, and inner steps of which the slowest takes 30 % longer: all three count, and in time."""
+    world = Counting(calm_fleet(3, timing), steps=6)
+    world.run()
+    commits = world.observer.commits
+    assert len(commits) >= 6 and all(len(c.fresh) == 3 and not c.carried for c in commits)
 
 
 def test_closing_takes_no_longer_for_it() -> None:

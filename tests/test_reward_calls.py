@@ -214,10 +214,10 @@ def test_an_async_reward_is_tried_again_interrupted_and_cut_the_same_way() -> No
             raise ValueError("no")
         return [float(c) for c in completions]
 
-    found, listener = make_reward_calls(timeout_s=0.2)
+    found, listener = make_reward_calls(timeout_s=0.5)
     values = asyncio.run(found.wrap_reward(judge)(prompts=[""] * 16, completions=list(range(16))))
     assert set(found.take_failed()) >= {3, 9} and values[12:] == [12.0, 13.0, 14.0, 15.0]
-    assert any("no answer within 0.2 s" in note for note in listener.notes)
+    assert any("no answer within 0.5 s" in note for note in listener.notes)
 
 
 # -------------------------------------------------------------------- no end to a hang, without us
@@ -232,10 +232,10 @@ def test_a_reward_that_hangs_once_is_interrupted_where_it_stands_and_asked_again
         return [1.0] * len(completions)
 
     began = time.monotonic()
-    values, _, listener = score_batch(reward, timeout_s=0.3)
-    assert values == [1.0] * 16 and 0.3 <= time.monotonic() - began < 60, "the reward itself never ends"
-    assert listener.notes[0].startswith("waits for the reward reward, 0 s so far; interrupted after 0.3 s")
-    assert "TimedOut: no answer within 0.3 s (16 of 16 completions, try 1 of 4)" in listener.notes[1]
+    values, _, listener = score_batch(reward, timeout_s=1.5)
+    assert values == [1.0] * 16 and 1.5 <= time.monotonic() - began < 60, "the reward itself never ends"
+    assert listener.notes[0].startswith("waits for the reward reward, 0 s so far; interrupted after 1.5 s")
+    assert "TimedOut: no answer within 1.5 s (16 of 16 completions, try 1 of 4)" in listener.notes[1]
 
 
 def test_code_that_catches_everything_is_interrupted_until_it_gives_in() -> None:
@@ -271,8 +271,8 @@ def test_a_reward_stays_in_the_main_thread_with_its_alarms_and_its_database() ->
 
 def test_the_signal_of_the_deadline_is_given_back_and_harms_nobody_later() -> None:
     before = signal.getsignal(signal.SIGURG)
-    assert call_within(0.05, lambda: 7) == 7
-    time.sleep(0.1)
+    assert call_within(0.5, lambda: 7) == 7
+    time.sleep(0.7)
     assert signal.getsignal(signal.SIGURG) == before
     signal.raise_signal(signal.SIGURG)
 
@@ -280,7 +280,7 @@ def test_the_signal_of_the_deadline_is_given_back_and_harms_nobody_later() -> No
 def test_whoever_looks_is_told_what_is_being_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inner.deadline.REMIND_S", 0.05)
     said, waited = threading.Event(), []
-    call_within(10.0, lambda: said.wait(5), lambda seconds: (waited.append(seconds), said.set())[1])
+    call_within(120.0, lambda: said.wait(60), lambda seconds: (waited.append(seconds), said.set())[1])
     assert waited == [0.05]
 
 

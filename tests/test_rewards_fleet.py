@@ -14,7 +14,7 @@ from diloco.runlog.report import read_report
 from executors.cli.status import status_table
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
-from tests.fleet import PRELOAD, Fleet, context
+from tests.fleet import Fleet
 
 REWARD = '''
 import os, random, sys, time
@@ -52,7 +52,6 @@ ONE_SLOT_DOWN = "if calls > 3 and os.environ.get('TEST_DOWN'): raise ConnectionE
 
 
 def fleet_with(tmp_path: Path, body: str, min_replicas: int = 2, **inner: Any) -> Fleet:
-    context().set_forkserver_preload([*PRELOAD, "inner.grpo"])  # where it has not started yet
     (tmp_path / "marks").mkdir()
     (tmp_path / "reward.py").write_text(REWARD.replace("{body}", body))
     os.environ["TEST_MARKS"] = str(tmp_path / "marks")  # publishing checks the reward in this process
@@ -86,6 +85,7 @@ def test_a_reward_that_raises_one_time_in_a_hundred_ends_nothing(tmp_path: Path)
     assert "ConnectionError: 429" in status_of(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_that_hangs_once_is_interrupted_and_status_says_so_while_it_waits(tmp_path: Path) -> None:
     fleet = fleet_with(tmp_path, HANGS, min_replicas=3, reward_timeout_s=12.0)  # or two end the run meanwhile
@@ -96,6 +96,7 @@ def test_a_reward_that_hangs_once_is_interrupted_and_status_says_so_while_it_wai
     assert "TimedOut: no answer within 12 s (0 of 16 completions count without a reward" in status_of(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_that_returns_nan_once_loses_one_completion_and_says_so(tmp_path: Path) -> None:
     fleet = fleet_with(tmp_path, NAN)
@@ -140,6 +141,7 @@ def hint(row, error):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_hint_that_raises_costs_hints_and_a_tool_server_that_is_away_one_life(
     tmp_path: Path,

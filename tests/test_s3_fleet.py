@@ -27,7 +27,7 @@ from tests.s3_server import S3Server
 
 URL = "s3://bucket/runs/fleet"
 ROOT = Path(__file__).parent.parent
-SLOW = {"outer": {"sync_every": 60, "snapshot_every": 2}}  # an outer step lasts for some beats, so that tests can aim
+SLOW = {"outer": {"sync_every": 30, "snapshot_every": 2}}  # an outer step lasts for some beats, so that tests can aim
 FOREVER = 1 << 30
 
 

@@ -26,6 +26,7 @@ from tests.sim_replica import Process
 from tests.sim_store import SimStore, rot
 
 SCHEDULES, BATCH = 1080, 180  # about 60 ms of one core each
+FAST = 360  # of them in every run of the tests; `make faults` has 100,000
 FAULTS = {
     "error", "lost answer", "duplicate", "slow", "torn upload", "half a blob is seen", "outage", "store full",
     "stale LIST", "wrong clock", "kill before", "kill after", "pause before", "pause after", "zombie returns",
@@ -65,7 +66,10 @@ RARE_IN = dict.fromkeys(RARE, 0) | {"kill at create commit": 180}  # name -> the
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("start", range(0, SCHEDULES, BATCH))
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(start, marks=pytest.mark.slow if start >= FAST else ()) for start in range(0, SCHEDULES, BATCH)],
+)
 def test_the_promises_hold(start: int) -> None:
     """And everything that can happen does: in every batch, what is rare in the one that RARE_IN names."""
     results = [run(draw(seed)) for seed in range(start, start + BATCH)]

@@ -72,7 +72,7 @@ def test_three_replicas_take_the_start_model_from_the_hub_and_the_bucket_never_h
     tmp_path: Path, hub: HubModels
 ) -> None:
     """Each with a cache of its own; one is killed before there is a snapshot, and its successor starts from θ₀."""
-    fleet = hub_fleet(tmp_path, hub, outer={"snapshot_every": 4, "lr": "auto"})
+    fleet = hub_fleet(tmp_path, hub, outer={"snapshot_every": 4, "lr": "auto"}, fleet={"min_replicas": 3})
     assert fleet.model.hub == {"model": NAME, "commit": hub.commit(NAME)}
     hub.asked.clear()
     for i in range(3):
