@@ -69,9 +69,9 @@ def test_all_channels_on_every_replica_with_one_killed(tmp_path: Path) -> None:
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer@3")
     fleet.start("r02")
-    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None, timeout=120.0)
+    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None)
     fleet.start("r01")
-    codes = fleet.wait(120.0)
+    codes = fleet.wait()
     assert codes["r00"] == codes["r02"] == [0] and codes["r01"] == [-9, 0], fleet.logs()
 
     root = Path(fleet.url)

@@ -20,6 +20,7 @@ from diloco.runlog.ahead import AT_ONCE, Ahead
 from diloco.runlog.cache import Cache, cache_of
 from diloco.runlog.charts import draw_figure
 from diloco.runlog.extent import Rounds
+from diloco.runlog.look import CONTROLS
 from diloco.runlog.report import Reader, Report, read_report
 from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
 from diloco.superseded import Superseded
@@ -108,6 +109,18 @@ def test_costs_ask_a_number_of_requests_that_does_not_grow_with_the_run(long) ->
     assert costs(read_report(many, COSTS), NOW).usd == pytest.approx(costs(read_report(long.store), NOW).usd)
     read_report(few, COSTS)
     assert many.requests <= few.requests + 40 <= 160
+
+
+def test_a_stray_control_record_far_ahead_is_not_walked_to() -> None:
+    """Before: a first look asked for every key up to it, a million perhaps, so `status` and `stop` took minutes."""
+    run = long_run(40, 4)
+    for _ in range(CONTROLS):  # more than a first look asks for at once
+        write_control(run.store, run.clock, replicas=4)
+    plain, littered = Counted(run.store), Counted(run.store)
+    read_report(plain, STATUS)
+    run.store.put(layout.control(9_999), b"{}")
+    read_report(littered, STATUS)
+    assert littered.requests <= plain.requests + 4
 
 
 def test_what_goes_together_is_asked_at_the_same_time_and_never_more_than_a_bounded_number(long) -> None:

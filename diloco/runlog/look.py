@@ -10,6 +10,7 @@
 Not promised: that the reader finds the answers complete.  It gets one by one what is missing.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -116,9 +117,12 @@ class _Look:
         self._ask_slots(self.found.wanted.slots)
 
     def _controls_listed(self) -> int:
-        """How many a LIST has shown, which may lag.  A fleet with a lease writes one every few minutes."""
-        numbers = [n for key in self._ahead.listed(layout.CONTROLS) if (n := layout.control_number(key)) is not None]
-        return max(numbers, default=-1) + 1
+        """How many a LIST has shown without a gap, which may lag.  A fleet with a lease writes one every few minutes.
+
+        Not the highest number: a stray `control/999999.json` would cost a million GETs in every first look.
+        """
+        numbers = {layout.control_number(key) for key in self._ahead.listed(layout.CONTROLS)}
+        return next(n for n in itertools.count() if n not in numbers)
 
     def _ask_slots(self, slots: Iterable[str]) -> None:
         for slot in slots:
