@@ -4,7 +4,19 @@ import pytest
 
 from diloco import exitcodes
 from executors.platforms.base import State
-from executors.supervision.plan import Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, Seen, Wait, plan
+from executors.supervision.plan import (
+    Cancel,
+    Desired,
+    Drain,
+    Fence,
+    GiveUp,
+    Launch,
+    Limits,
+    Observation,
+    Replace,
+    Wait,
+    plan,
+)
 
 WANTED = Desired(frozenset({"r00"}))
 NOBODY = Desired(frozenset())
@@ -13,36 +25,36 @@ ENDING = Desired(frozenset({"r00"}), ending=True)
 NOW = 1000.0
 
 
-def lost(code: int | None, state: State = State.LOST, losses: int = 1, failures: int = 0, **more) -> Seen:
-    return Seen("r00", state, code, NOW, more.pop("holder", "silent"), 0.0, losses, failures, **more)
+def lost(code: int | None, state: State = State.LOST, losses: int = 1, failures: int = 0, **more) -> Observation:
+    return Observation("r00", state, code, NOW, more.pop("holder", "silent"), 0.0, losses, failures, **more)
 
 
-def there(state: State = State.RUNNING, silent_s: float = 0.0, **more) -> Seen:
+def there(state: State = State.RUNNING, silent_s: float = 0.0, **more) -> Observation:
     """On a platform, that restarts it by itself."""
-    return Seen("r00", state, silent_s=silent_s, native=True, **more)
+    return Observation("r00", state, silent_s=silent_s, native=True, **more)
 
 
-RUNNING = Seen("r00", State.RUNNING)
+RUNNING = Observation("r00", State.RUNNING)
 TABLE = [
     # what was seen                                    wanted   action   a word of the reason
-    (Seen("r00"), WANTED, Launch, "nobody runs it"),
-    (Seen("r00", holder="silent"), WANTED, Launch, "nobody"),
-    (Seen("r00", holder="left"), WANTED, Launch, "nobody"),
-    (Seen("r00", holder="unknown"), WANTED, Wait, "heartbeat"),
-    (Seen("r00", holder="beating"), WANTED, Wait, "elsewhere"),
-    (Seen("r00"), NOBODY, None, ""),
-    (Seen("r00"), DONE, None, ""),
-    (Seen("r00"), ENDING, None, ""),
-    (Seen("r00", State.PENDING), WANTED, None, ""),
-    (Seen("r00", State.STARTING), WANTED, None, ""),
+    (Observation("r00"), WANTED, Launch, "nobody runs it"),
+    (Observation("r00", holder="silent"), WANTED, Launch, "nobody"),
+    (Observation("r00", holder="left"), WANTED, Launch, "nobody"),
+    (Observation("r00", holder="unknown"), WANTED, Wait, "heartbeat"),
+    (Observation("r00", holder="beating"), WANTED, Wait, "elsewhere"),
+    (Observation("r00"), NOBODY, None, ""),
+    (Observation("r00"), DONE, None, ""),
+    (Observation("r00"), ENDING, None, ""),
+    (Observation("r00", State.PENDING), WANTED, None, ""),
+    (Observation("r00", State.STARTING), WANTED, None, ""),
     (RUNNING, WANTED, None, ""),
     (RUNNING, DONE, None, ""),
     (RUNNING, NOBODY, Drain, "no longer wanted"),
     (RUNNING, ENDING, Drain, "no longer wanted"),
-    (Seen("r00", State.RUNNING, silent_s=119), WANTED, None, ""),
-    (Seen("r00", State.RUNNING, silent_s=121), WANTED, Replace, "stood still"),
-    (Seen("r00", State.RUNNING, silent_s=121), DONE, None, ""),
-    (Seen("r00", State.RUNNING, silent_s=121, beaten=False), WANTED, Replace, "without a heartbeat"),
+    (Observation("r00", State.RUNNING, silent_s=119), WANTED, None, ""),
+    (Observation("r00", State.RUNNING, silent_s=121), WANTED, Replace, "stood still"),
+    (Observation("r00", State.RUNNING, silent_s=121), DONE, None, ""),
+    (Observation("r00", State.RUNNING, silent_s=121, beaten=False), WANTED, Replace, "without a heartbeat"),
     (there(silent_s=121), WANTED, None, ""),  # perhaps the platform is starting it again
     (there(silent_s=599), WANTED, None, ""),
     (there(silent_s=601), WANTED, Replace, "stood still"),
@@ -63,7 +75,7 @@ TABLE = [
     (there(State.PENDING), ENDING, Cancel, "waiting for a machine"),
     (there(draining_s=59.0), NOBODY, Drain, "no longer wanted"),
     (there(draining_s=61.0), NOBODY, Cancel, "not left within 61 s"),
-    (Seen("r00", State.RUNNING, draining_s=61.0), ENDING, Cancel, "not left within 61 s"),
+    (Observation("r00", State.RUNNING, draining_s=61.0), ENDING, Cancel, "not left within 61 s"),
     (there(draining_s=61.0), DONE, None, ""),
     (there(State.FAILED, failures=1, reason="no such image"), WANTED, Replace, "no such image"),
     (there(State.FAILED, failures=3, reason="no such image"), WANTED, GiveUp, "3 times in a row (no such image)"),
@@ -118,5 +130,5 @@ def test_pauses_grow_and_are_bounded():
 
 def test_slots_are_judged_one_by_one():
     desired = Desired(frozenset({"r00", "r01"}))
-    seen = [Seen("r00", State.RUNNING), Seen("r01"), Seen("r02", State.RUNNING)]
+    seen = [Observation("r00", State.RUNNING), Observation("r01"), Observation("r02", State.RUNNING)]
     assert plan(desired, seen, NOW) == [Launch("r01", "nobody runs it"), Drain("r02", "no longer wanted")]

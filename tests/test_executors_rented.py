@@ -631,5 +631,5 @@ class Supervising(Beating):
         if self.world.outcome is None:
             self.world.tick()
             if (outcome := self.world.outcome) is not None:
-                self.world.supervisor.tell("stopped", code=outcome.code, text=outcome.text)
+                self.world.supervisor.emit("stopped", code=outcome.code, text=outcome.text)
                 self.world.supervisor.lease.beat("left")

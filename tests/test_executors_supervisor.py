@@ -175,7 +175,7 @@ def kill_once(slot: str, from_step: int):
         handle, beat = supervisor.handle(slot), report.beats.get(slot)
         if handle and beat and beat.pid == handle.pid and beat.step >= from_step and not report.of_kind("killed"):
             os.kill(handle.pid, signal.SIGKILL)
-            supervisor.tell("killed", slot=slot, pid=handle.pid, step=beat.step, inner=beat.inner)
+            supervisor.emit("killed", slot=slot, pid=handle.pid, step=beat.step, inner=beat.inner)
 
     return tick
 

@@ -95,7 +95,7 @@ def preempt(hub: HFServer, slot: str, from_step: int) -> Callable[[Supervisor, R
         handle, beat = supervisor.handle(slot), report.beats.get(slot)
         if handle and beat and beat.host == handle.place and beat.step >= from_step and not report.of_kind("preempted"):
             hub.preempt(handle.native)
-            supervisor.tell("preempted", slot=slot, step=beat.step)
+            supervisor.emit("preempted", slot=slot, step=beat.step)
 
     return tick
 

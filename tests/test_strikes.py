@@ -8,7 +8,7 @@ import pytest
 
 from diloco import exitcodes
 from executors.platforms.base import State
-from executors.supervision.plan import Desired, GiveUp, Limits, Replace, Seen, Wait, plan
+from executors.supervision.plan import Desired, GiveUp, Limits, Observation, Replace, Wait, plan
 from executors.supervision.slot_state import past
 from executors.supervision.strikes import ENOUGH, SessionEnd, Strikes, count_end
 
@@ -82,7 +82,7 @@ def starts_of(session: Callable[[float], tuple[float, SessionEnd | None]], until
             return starts, "runs"
         strikes = count_end(strikes, end)
         count = strikes.reward_failures if strikes.by_reward else 0
-        seen = Seen(
+        seen = Observation(
             "r00", State.FAILED, exitcodes.NO_REWARD, ended, "silent", losses=strikes.losses,
             failures=strikes.failures, reward_failures=count,
         )  # fmt: skip

@@ -78,7 +78,7 @@ def kill_one(supervisor: Supervisor, report: Report) -> None:
         return
     if is_kill_due(beat, report):
         os.kill(handle.pid, signal.SIGKILL)
-        supervisor.tell("killed", slot=VICTIM, pid=handle.pid, step=beat.step, inner=beat.inner)
+        supervisor.emit("killed", slot=VICTIM, pid=handle.pid, step=beat.step, inner=beat.inner)
 
 
 def is_kill_due(beat: Beat, report: Report) -> bool:

@@ -73,7 +73,7 @@ class Desired:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """One slot.   state, exit_code, reason: of the process launched last (None: none known).
 
     holder: what the slot's newest generation does, by its heartbeat, whoever launched it.
@@ -137,13 +137,13 @@ class GiveUp(Action):
     """End the run: this slot cannot be brought to life."""
 
 
-def plan(desired: Desired, observed: Iterable[Seen], now: float, limits: Limits = Limits()) -> list[Action]:
+def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
     """One action per slot that needs one; none for slots that are as desired."""
     found = [_action_for(desired, seen, now, limits) for seen in observed]
     return [action for action in found if action is not None]
 
 
-def _action_for(desired: Desired, s: Seen, now: float, limits: Limits) -> Action | None:
+def _action_for(desired: Desired, s: Observation, now: float, limits: Limits) -> Action | None:
     if s.running:
         return _about_running(desired, s, limits)
     if desired.done or desired.ending or s.slot not in desired.slots:
@@ -157,7 +157,7 @@ def _action_for(desired: Desired, s: Seen, now: float, limits: Limits) -> Action
     return _about_ended(s, now, limits)
 
 
-def _about_running(desired: Desired, s: Seen, limits: Limits) -> Action | None:
+def _about_running(desired: Desired, s: Observation, limits: Limits) -> Action | None:
     if desired.ending or (s.slot not in desired.slots and not desired.done):
         return _about_unwanted(s, limits)
     if desired.done:
@@ -172,7 +172,7 @@ def _about_running(desired: Desired, s: Seen, limits: Limits) -> Action | None:
     return None
 
 
-def _about_unwanted(s: Seen, limits: Limits) -> Action:
+def _about_unwanted(s: Observation, limits: Limits) -> Action:
     if s.state is State.PENDING:
         return Cancel(s.slot, "no longer wanted, and still waiting for a machine")
     if s.draining_s is not None and s.draining_s >= limits.drain_s:
@@ -180,13 +180,13 @@ def _about_unwanted(s: Seen, limits: Limits) -> Action:
     return Drain(s.slot, "no longer wanted")
 
 
-def _silence_limit_s(s: Seen, limits: Limits) -> float:
+def _silence_limit_s(s: Observation, limits: Limits) -> float:
     if not s.native:
         return limits.silent_s
     return limits.restart_grace_s if s.beaten else limits.boot_s
 
 
-def _about_ended(s: Seen, now: float, limits: Limits) -> Action:
+def _about_ended(s: Observation, now: float, limits: Limits) -> Action:
     if s.state is None:
         return Launch(s.slot, "nobody runs it")
     if (hopeless := _give_up_reason(s, limits)) is not None:
@@ -197,7 +197,7 @@ def _about_ended(s: Seen, now: float, limits: Limits) -> Action:
     return Replace(s.slot, _end_in_words(s))
 
 
-def _end_in_words(s: Seen) -> str:
+def _end_in_words(s: Observation) -> str:
     """How it ended."""
     if s.replacing_s is not None:
         return "ended because it was silent"
@@ -206,7 +206,7 @@ def _end_in_words(s: Seen) -> str:
     return s.reason if s.exit_code is None and s.reason else describe_exit(s.exit_code)
 
 
-def _give_up_reason(s: Seen, limits: Limits) -> str | None:
+def _give_up_reason(s: Observation, limits: Limits) -> str | None:
     """Why another start would change nothing, or None."""
     if s.exit_code == exitcodes.USER_ERROR:
         return "its configuration, files or model are wrong"

@@ -1,8 +1,8 @@
 """The state of one slot, as far as a supervisor knows.
 
-    log in the bucket ──▶ past ──▶ Track ◀── polls (what the platform says)
-                                     │   ◀── beats (what the replica says)
-                                     └─▶ Seen, for the plan
+    log in the bucket ──▶ past ──▶ SlotState ◀── polls (what the platform says)
+                                     │      ◀── beats (what the replica says)
+                                     └─▶ Observation, for the plan
 
 A heartbeat is a handle's if it comes from its place on a platform, or from its pid on this machine.
 
@@ -17,7 +17,7 @@ from typing import Any
 from diloco import exitcodes
 from diloco.runlog.report import SUPERVISOR, Life
 from executors.platforms.base import Handle, State, Status
-from executors.supervision.plan import Holder, Seen
+from executors.supervision.plan import Holder, Observation
 from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
 from rendezvous.fields import checked
 from rendezvous.records import Beat
@@ -54,7 +54,7 @@ def end_fields(status: Status) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Past:
+class History:
     """A slot's past, from the log.
 
     attempt: the highest number used.   strikes: ends in a row; the last one at `ended_at` (Unix time) left `state`.
@@ -71,32 +71,32 @@ class Past:
     pending: bool = False
 
 
-def past(events: Iterable[Mapping[str, Any]]) -> dict[str, Past]:
+def past(events: Iterable[Mapping[str, Any]]) -> dict[str, History]:
     """Per slot, from what supervisors wrote down (Report.events).
 
     Counting starts anew after an end that a person has seen: everybody gone, or the run given up.
     """
-    found: dict[str, Past] = {}
+    found: dict[str, History] = {}
     for e in events:
         if not e["who"].startswith(SUPERVISOR):
             continue
         kind, slot = e["event"], e["slot"]
         if kind == "gave_up_on" or (kind == "stopped" and e.get("code") != LOST_LEASE):
-            found = {s: Past(p.attempt, open=p.open, pending=p.pending) for s, p in found.items()}
+            found = {s: History(p.attempt, open=p.open, pending=p.pending) for s, p in found.items()}
         elif kind in ("pending", "running") and slot in found:
             found[slot] = replace(found[slot], pending=kind == "pending")
         elif kind in ("launched", "found", "lost", "ended"):
-            found[slot] = _history_after(found.get(slot, Past()), e)
+            found[slot] = _history_after(found.get(slot, History()), e)
     return found
 
 
-def _history_after(p: Past, e: Mapping[str, Any]) -> Past:
+def _history_after(p: History, e: Mapping[str, Any]) -> History:
     attempt = e.get("attempt", p.attempt)
     others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
     if e["event"] in ("launched", "found"):
         launched = handle_in(e)
         still = (*others, *([launched] if launched else []))
-        return Past(
+        return History(
             attempt=max(p.attempt, attempt),
             strikes=p.strikes,
             ended_at=p.ended_at,
@@ -106,10 +106,10 @@ def _history_after(p: Past, e: Mapping[str, Any]) -> Past:
             open=still,
         )
     if e["event"] == "ended":
-        return replace(p, open=others) if attempt < p.attempt or e.get("twin") else Past(p.attempt, open=others)
+        return replace(p, open=others) if attempt < p.attempt or e.get("twin") else History(p.attempt, open=others)
     state = State(e["state"]) if e.get("state") in list(State) else State.LOST
     code = e.get("exit_code")
-    return Past(
+    return History(
         attempt=p.attempt,
         strikes=count_end(p.strikes, end_in(e)),
         ended_at=e["at"],
@@ -147,7 +147,7 @@ def end_in(e: Mapping[str, Any]) -> SessionEnd:
 
 
 @dataclass
-class Track:
+class SlotState:
     """The state of one slot.
 
     handle, status: of the process that runs it or was the last to.   attempt: the highest number used so far.
@@ -180,7 +180,7 @@ class Track:
     cancelled: tuple[float, float] | None = None
 
     @classmethod
-    def after(cls, slot: str, past: Past, found: Status | None, clock_now: float, wall: float) -> "Track":
+    def after(cls, slot: str, past: History, found: Status | None, clock_now: float, wall: float) -> "SlotState":
         """A slot as it was before us: its process goes on if it runs; an end that nobody has counted is still to come.
 
         found: what runs it, or the last that did.
@@ -252,10 +252,10 @@ class Track:
         if fresh and s is not None and s.state in (State.PENDING, State.STARTING):
             self.polled(replace(s, state=State.RUNNING), now)
 
-    def seen(self, beat: Beat | None, now: float, fresh_s: float) -> Seen:
+    def seen(self, beat: Beat | None, now: float, fresh_s: float) -> Observation:
         """The observation of this slot, for the plan."""
         s, since = self.status, lambda at: None if at is None else now - at
-        return Seen(
+        return Observation(
             slot=self.slot,
             state=s.state if s else None,
             exit_code=s.exit_code if s else None,

@@ -19,11 +19,11 @@ from diloco.launch import Run
 from diloco.runlog.report import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status, orphans
 from executors.supervision.outage import Outages, launch_name
-from executors.supervision.plan import Limits, Seen
+from executors.supervision.plan import Limits, Observation
 from executors.supervision.slot_state import (
     BLAMELESS,
-    Past,
-    Track,
+    History,
+    SlotState,
     begin_fields,
     can_be_asked,
     end_fields,
@@ -38,7 +38,7 @@ AGAIN_S = 30.0  # between two words to somebody who does not go
 
 
 class Fleet:
-    """fresh_s: a heartbeat that has stood still for longer is silent.   tell: writes to the log.
+    """fresh_s: a heartbeat that has stood still for longer is silent.   emit: writes to the log.
     limits: how long a slot whose reward has failed waits."""
 
     def __init__(
@@ -47,24 +47,24 @@ class Fleet:
         executor: ServerlessExecutor,
         clock: Clock,
         fresh_s: float,
-        tell: Callable[..., None],
+        emit: Callable[..., None],
         limits: Limits,
     ) -> None:
         self.run = run
         self.executor = executor
         self.clock = clock
         self.fresh_s = fresh_s
-        self.tell = tell
+        self.emit = emit
         self.limits = limits
-        self.tracks: dict[str, Track] = {}
-        self.publisher = Track(PUBLISH)
+        self.tracks: dict[str, SlotState] = {}
+        self.publisher = SlotState(PUBLISH)
         self.strays: dict[Handle, float] = {}  # and when we last told them to end
         self.twins: dict[Handle, float] = {}  # the same
         self.outages = Outages(clock)
-        self._past: dict[str, Past] | None = None  # None: not looked yet
+        self._past: dict[str, History] | None = None  # None: not looked yet
         self._found: dict[str, Status] = {}
 
-    def all(self) -> list[Track]:
+    def all(self) -> list[SlotState]:
         return [*self.tracks.values(), self.publisher]
 
     @property
@@ -99,7 +99,7 @@ class Fleet:
     def _poll(self, handles: Sequence[Handle]) -> list[Status]:
         return self.outages.poll(self.executor, handles)
 
-    def _adopt_older_process(self, track: Track, runs: Handle) -> None:
+    def _adopt_older_process(self, track: SlotState, runs: Handle) -> None:
         """Another process than we thought runs this launch: an older one, whose answer was lost."""
         if track.handle is None or track.handle.native == runs.native:
             return
@@ -119,7 +119,7 @@ class Fleet:
                 self.twins[handle] = float("-inf")
         for handle in [h for h in self.twins if not any(h.native == a.native for a in alive)]:
             del self.twins[handle]
-            self.tell("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
+            self.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
         self._end_twins()
 
     def _end_twins(self) -> None:
@@ -134,7 +134,7 @@ class Fleet:
         """A cancel means the launch; its executor ends second processes of one that goes on."""
         return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
 
-    def _wanted_again(self, track: Track, report: Report) -> None:
+    def _wanted_again(self, track: SlotState, report: Report) -> None:
         """Perhaps it has not heard that it was to leave; if it has, another one follows."""
         if track.cancelled is None and not self._lease_over(report):
             track.draining_at = None
@@ -161,9 +161,9 @@ class Fleet:
                 self.strays[h] = float("-inf")
         self.publisher = self._new_track(PUBLISH)
 
-    def _new_track(self, slot: str) -> Track:
-        before = (self._past or {}).get(slot, Past())
-        return Track.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
+    def _new_track(self, slot: str) -> SlotState:
+        before = (self._past or {}).get(slot, History())
+        return SlotState.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
 
     def _look_at_strays(self, statuses: Mapping[Handle, Status]) -> None:
         """Launches that have been replaced, but were not seen to end."""
@@ -171,33 +171,33 @@ class Fleet:
             status = statuses.get(handle)
             if status is not None and status.state.ended and not status.stale:
                 del self.strays[handle]
-                self.tell("ended", **end_fields(status))
+                self.emit("ended", **end_fields(status))
             elif self.clock.now() - self.strays[handle] > AGAIN_S:
                 self.executor.cancel([handle], 0.0)
                 self.strays[handle] = self.clock.now()
 
-    def _note_status(self, track: Track, status: Status, report: Report) -> None:
+    def _note_status(self, track: SlotState, status: Status, report: Report) -> None:
         was_running = track.running
         track.polled(status, self.clock.now())
         if was_running and status.state.ended:
             self._count_end(track, status, report)
 
-    def _count_end(self, track: Track, status: Status, report: Report) -> None:
+    def _count_end(self, track: SlotState, status: Status, report: Report) -> None:
         """An end.  One that nobody asked for is a loss, counted from zero if its life had brought something."""
         lives = [x for x in report.lives if x.slot == track.slot and is_from_launch(status.handle, x)]
         told = status.state is State.CANCELLED or (
             status.exit_code == exitcodes.LEFT and self._was_asked_to_leave(track, report)
         )
         if track.replacing_at is None and (told or status.state is State.SUCCEEDED):
-            return self.tell("ended", **end_fields(status))
+            return self.emit("ended", **end_fields(status))
         end = self._classify_end(track, status, report, counted=sum(len(x.commits) for x in lives))
         track.strikes = count_end(track.strikes, end)
         life = max(lives, key=lambda x: x.generation, default=None)
         who = {"pid": life.pid, "generation": life.generation} if life else {"pid": status.handle.pid}
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
-        self.tell("lost", **end_fields(status), **who, **more, **self._reward_wait(track))
+        self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(track))
 
-    def _reward_wait(self, track: Track) -> dict[str, float]:
+    def _reward_wait(self, track: SlotState) -> dict[str, float]:
         """When a slot whose reward has failed starts again, for `diloco status`."""
         count = track.strikes.reward_failures
         if not track.strikes.by_reward:
@@ -205,7 +205,7 @@ class Fleet:
         row: dict[str, float] = {"reward_failures": count, "reward_limit": self.limits.reward_failures}
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
-    def _classify_end(self, track: Track, status: Status, report: Report, counted: int) -> SessionEnd:
+    def _classify_end(self, track: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
         """Whose fault was it?  A reward that has worked in this run is nobody's; nor is it that nothing moved while
         another slot waits for its own."""
         replaced = track.replacing_at is not None
@@ -218,7 +218,7 @@ class Fleet:
         own_fault = failed and not by_reward and status.exit_code not in BLAMELESS
         return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
-    def _was_asked_to_leave(self, track: Track, report: Report) -> bool:
+    def _was_asked_to_leave(self, track: SlotState, report: Report) -> bool:
         """Was this replica asked to leave, by us or through the bucket?"""
         return track.draining_at is not None or self.hears(track.slot, report)
 
@@ -229,19 +229,19 @@ class Fleet:
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
 
-    def _emit_waiting(self, track: Track) -> None:
+    def _emit_waiting(self, track: SlotState) -> None:
         """A launch that waits for a machine costs nothing."""
         if track.handle is None or not track.handle.native or track.status is None:
             return
         waits = track.status.state is State.PENDING
         about = {"slot": track.slot, "attempt": track.handle.attempt, "native": track.handle.native}
         if waits and not track.pending:
-            self.tell("pending", **about, first=not track.ran)
+            self.emit("pending", **about, first=not track.ran)
         elif track.pending and not waits and not track.status.state.ended:
-            self.tell("running", **about)
+            self.emit("running", **about)
         track.pending = waits
 
-    def observed(self, report: Report) -> list[Seen]:
+    def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
         return [t.seen(report.beats.get(t.slot), now, self.fresh_s) for t in self.tracks.values()]
 
@@ -253,7 +253,7 @@ class Fleet:
 
     # ------------------------------------------------------------------ acting
 
-    def cancel(self, tracks: Sequence[Track], grace_s: float) -> None:
+    def cancel(self, tracks: Sequence[SlotState], grace_s: float) -> None:
         """Now, and again from time to time until the platform has heard it."""
         now = self.clock.now()
         due = [t for t in tracks if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
@@ -264,7 +264,7 @@ class Fleet:
 
     def book(self, event: str, handle: Handle, why: str) -> None:
         """Write down who was launched."""
-        self.tell(event, **begin_fields(handle), why=why)
+        self.emit(event, **begin_fields(handle), why=why)
 
 
 def wanted_slots(report: Report) -> list[str]:

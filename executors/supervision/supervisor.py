@@ -46,7 +46,7 @@ from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, TELL_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
-from executors.supervision.slot_state import LOST_LEASE, Track
+from executors.supervision.slot_state import LOST_LEASE, SlotState
 from executors.supervision.slots import PUBLISH, Fleet, wanted_slots
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
@@ -112,15 +112,15 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.lease = Lease.take(self.run.store, self.clock)
         self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
-        self.tell("started", pid=os.getpid(), executor=self.executor.name)
+        self.emit("started", pid=os.getpid(), executor=self.executor.name)
         wanted = read_control(self.run.store)
         if text := solo_warning(wanted):
-            self.tell("warning", kind="solo", text=text)
+            self.emit("warning", kind="solo", text=text)
         self.places = places_of(wanted.places)
         self._reader = Reader(self.run.store, STATUS)
         timing = self.run.timing
         self._tick_s = max(TICK_S, timing.poll)
-        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.tell, self.limits)
+        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
         self._published = False
         self._leaving = ""  # why we end before the run is done
@@ -131,7 +131,7 @@ class Supervisor:
         self._said_at = float("-inf")  # when we last told of it
         former = former_places(wanted.former)
         self._spend_limit = SpendLimit(self.run.store, self.clock, self.executor, self.places, former)
-        self._short_of = ""  # why the purse refused a launch
+        self._short_of = ""  # why the budget refused a launch
 
     # ------------------------------------------------------------------ from outside
 
@@ -149,7 +149,7 @@ class Supervisor:
         track = self.fleet.tracks.get(slot)
         return track.handle if track and track.running else None
 
-    def tell(self, event: str, **fields: object) -> None:
+    def emit(self, event: str, **fields: object) -> None:
         self._journal.emit(event, **fields)
         self._journal.flush()
 
@@ -169,7 +169,7 @@ class Supervisor:
 
     def _emit_end(self, event: str, code: int, text: str) -> None:
         """Last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
-        self.tell(event, code=code, text=text)
+        self.emit(event, code=code, text=text)
         self.lease.beat("left")
 
     def _patient_tick(self) -> Outcome | None:
@@ -219,7 +219,7 @@ class Supervisor:
     def _tell_outages(self) -> None:
         """In the log of the run and in our own, once a minute."""
         for event in self.fleet.outages.news():
-            self.tell(**event)
+            self.emit(**event)
             if event["event"] == "platform_silent":
                 print(outage_in_words(event), file=sys.stderr, flush=True)
 
@@ -239,7 +239,7 @@ class Supervisor:
             return outcome
         return self._given_up(outcome) if now - since > PROOF_S else None
 
-    def _grace_s(self, track: Track, report: Report) -> float:
+    def _grace_s(self, track: SlotState, report: Report) -> float:
         """Seconds for who is to end, from when the run is over."""
         beat = report.beats.get(track.slot)
         beats = self.clock.now() - track.still_since < self.fleet.fresh_s
@@ -266,7 +266,7 @@ class Supervisor:
     # ------------------------------------------------------------------ acting
 
     def _carry_out(self, actions: Sequence[Action], report: Report) -> None:
-        starts: list[tuple[Track, str]] = []
+        starts: list[tuple[SlotState, str]] = []
         for action in actions:
             track = self.fleet.tracks[action.slot]
             if isinstance(action, Launch | Replace) and not track.running:
@@ -282,14 +282,14 @@ class Supervisor:
         elif self._verdict is None and not self.fleet.outages.waits(LAUNCH) and not self.lease.lost:
             self._try_to_start(starts, report)
 
-    def _bills_a_gpu(self, track: Track) -> bool:
+    def _bills_a_gpu(self, track: SlotState) -> bool:
         """Would it wait for the model on somebody else's GPU?  Such replicas are launched once the model is there."""
         place = place_of(self.places, track.slot)
         return place.executor in FAR and asked_for(place.gpu) > 0
 
-    def _act_on(self, track: Track, action: Action, report: Report) -> None:
+    def _act_on(self, track: SlotState, action: Action, report: Report) -> None:
         if isinstance(action, Replace):
-            self.tell("replacing", slot=track.slot, why=action.why)
+            self.emit("replacing", slot=track.slot, why=action.why)
             track.replacing_at = self.clock.now()
             self.fleet.cancel([track], 0.0)
         elif isinstance(action, Fence):
@@ -301,28 +301,28 @@ class Supervisor:
         elif isinstance(action, GiveUp) and self._verdict is None:
             self._give_up(track, action.why)
 
-    def _drain(self, track: Track, why: str, report: Report) -> None:
+    def _drain(self, track: SlotState, why: str, report: Report) -> None:
         """It hears it through the bucket, or else by a signal."""
         if track.draining_at is None:
-            self.tell("draining", slot=track.slot, why=why)
+            self.emit("draining", slot=track.slot, why=why)
             track.draining_at = self.clock.now()
         if not self.fleet.hears(track.slot, report):
             self.fleet.cancel([track], GRACE_S)
 
-    def _fence(self, track: Track, why: str) -> None:
+    def _fence(self, track: SlotState, why: str) -> None:
         """Claim its slot in the name of the next launch, which alone may follow."""
         newest = newest_claim(self.run.store, track.slot)
         number = 2 + max(track.attempt, newest.generation if newest else 0)
         with suppress(Fenced):  # it claimed at the same moment: the next tick fences that one
             claim(self.run.store, self.clock, track.slot, host=f"{SUPERVISOR}/{track.slot}.{number}", pid=os.getpid())
             assert track.handle is not None
-            self.tell("fenced_off", slot=track.slot, attempt=track.handle.attempt, why=why)
+            self.emit("fenced_off", slot=track.slot, attempt=track.handle.attempt, why=why)
             self.fleet.strays[track.handle] = self.clock.now()
             track.attempt = number - 1
             track.handle = None
             track.status = None
 
-    def _try_to_start(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
+    def _try_to_start(self, starts: Sequence[tuple[SlotState, str]], report: Report) -> None:
         """A platform that refuses is asked again later, if the run has ever begun and this is no mistake in it."""
         try:
             self._launch_all(starts, report)
@@ -333,19 +333,19 @@ class Supervisor:
                 raise
             self.fleet.outages.failed(LAUNCH, [track.slot for track, _ in starts], error)
 
-    def _launch_all(self, starts: Sequence[tuple[Track, str]], report: Report) -> None:
+    def _launch_all(self, starts: Sequence[tuple[SlotState, str]], report: Report) -> None:
         """All at once; nothing if the budget does not allow all of them."""
         specs = [self._spec_for(track) for track, _ in starts]
         refused = self._while_beating(lambda: self._spend_limit.refuses(report, specs))
         if refused:
             return self._do_without(refused, report)
-        self.tell("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
+        self.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
         handles = self._while_beating(lambda: self.executor.launch_replicas(specs))
         for (track, why), handle in zip(starts, handles, strict=True):
             track.launched(handle, self.clock.now())
             self.fleet.book("launched", handle, why)
 
-    def _spec_for(self, track: Track) -> ReplicaSpec:
+    def _spec_for(self, track: SlotState) -> ReplicaSpec:
         slot = track.slot
         place = place_of(self.places, track.slot)
         url = self.run.url
@@ -362,7 +362,7 @@ class Supervisor:
         """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
         if self._short_of != why[:60]:
             self._short_of = why[:60]
-            self.tell("refused", text=why)
+            self.emit("refused", text=why)
         if not self.fleet.anybody:
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
@@ -375,7 +375,7 @@ class Supervisor:
                 self.lease.beat("launching")
             return future.result()
 
-    def _give_up(self, track: Track, why: str) -> None:
+    def _give_up(self, track: SlotState, why: str) -> None:
         tail = self.fleet.tail(track.handle, 12) if track.handle else []
         self._stop_for(track.slot, track.status.exit_code if track.status else None, why, tail)
 
@@ -385,7 +385,7 @@ class Supervisor:
         text = "\n".join([f"{slot}: {why}. Its last lines:", *(f"    {line}" for line in tail)])
         self._verdict = Outcome(code, text)
         self._leaving = self._leaving or why
-        self.tell("gave_up_on", slot=slot, why=why, tail=tail)
+        self.emit("gave_up_on", slot=slot, why=why, tail=tail)
 
     # ------------------------------------------------------------------ θ₀
 
@@ -397,7 +397,7 @@ class Supervisor:
         if self.run.store.get(layout.MODEL_MANIFEST) is not None:
             self._published = True
             if p.launches:
-                self.tell("published", seconds=self.clock.now() - p.launched_at)
+                self.emit("published", seconds=self.clock.now() - p.launched_at)
         elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.strikes.losses >= self.limits.failures):
             tail = self.fleet.tail(p.status.handle, 12)
             wrong = p.status.exit_code == exitcodes.USER_ERROR
