@@ -131,10 +131,10 @@ class BareRounds:
         self._joined = True
         timing = self._session.rv.timing
         patience = min(timing.start_patience, START_PATIENCE_S)
-        rv = self._session.rv.under(RULES, replace(timing, start_patience=patience))
+        rv = self._session.rv.set_rules(RULES, replace(timing, start_patience=patience))
         rv.resume_at(OpaqueState(), 0)
         for snapshot in snapshots.newest_first(rv.store):
-            arrays = snapshots.load(rv.store, snapshot, rv.tell, {})
+            arrays = snapshots.load(rv.store, snapshot, rv.emit, {})
             if arrays is not None and "states" in arrays:
                 self._load_states(arrays)
                 self._stand_at(snapshot.t)
@@ -153,7 +153,7 @@ class BareRounds:
         stands = next(snapshots.newest_first(self._session.rv.store, self._session.rv.step), None)
         if stands is None or stands.t < self._session.rv.step:
             rv = self._session.rv
-            prev = rv.chain.digest(rv.step - 1)
+            prev = rv.chain.commit_digest(rv.step - 1)
             snapshots.write(rv.store, rv.clock, rv.step, _pack_states(self.read_states()), base=UNVERIFIED, prev=prev)
 
     def _load_states(self, arrays: snapshots.Arrays) -> None:

@@ -65,7 +65,7 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> 
     compute_s = compute_seconds_of(config, parameters)
     codec, fragments = config.outer.codec, config.outer.fragments
     if codec == AUTO:
-        codec, _ = codecs.auto(parameters, replicas, LINK, LINK, compute_s)
+        codec, _ = codecs.choose_codec(parameters, replicas, LINK, LINK, compute_s)
     width, each_step = DTYPE[config.inner.dtype], step_bytes(parameters, replicas, codec, fragments)
     each_snapshot = snapshot_bytes(parameters)
     once = 0 if is_on_hub(config.inner) else (width + 4) * parameters

@@ -23,11 +23,11 @@ from diloco.start_model import first_arrays, next_steps_text, refuse_other_bits
 from inner.build import load_start
 from inner.hub_model import HubError
 from rendezvous import layout, snapshots
-from rendezvous.background import no_tell, together_on
-from rendezvous.chain import Chain, head
+from rendezvous.background import no_emit, together_on
+from rendezvous.chain import Chain, first_open_step
 from rendezvous.clock import SystemClock
 from rendezvous.closing import refuse_misweighed
-from rendezvous.reach import reach
+from rendezvous.reach import read_reach
 from rendezvous.reduce import Reducer
 from rendezvous.store import PatientStore, Store
 
@@ -47,7 +47,7 @@ def export(url: str, step: int | None, to: Path) -> int:
 
 
 def state_at(
-    run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_tell
+    run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_emit
 ) -> tuple[int, OuterState]:
     """θ and outer momentum before commit `step` (default: after the last one), replayed."""
     clock = SystemClock()
@@ -59,7 +59,7 @@ def state_at(
     chain = Chain(store, 2)
     reducer = Reducer(store, clock, tell, rules, together=together_on(run.store))
     at = _nearest_snapshot(run, record, store, state, step, tell)
-    goal = head(store, at) if step is None else step
+    goal = first_open_step(store, at) if step is None else step
     for t in range(at, goal):
         commit = chain.read(t)
         if commit is None:
@@ -73,10 +73,10 @@ def state_at(
 
 def refuse_gone(store: Store, step: int, keep: int | str) -> None:
     """ConfigError if what is left in the bucket does not give θ_step any more.   keep: fleet.keep."""
-    if keep_bytes(keep) is None or (left := reach(store)).covers(step):
+    if keep_bytes(keep) is None or (left := read_reach(store)).covers_step(step):
         return
     raise ConfigError(
-        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep}) {left.words()}. Use one of "
+        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep}) {left.in_words()}. Use one of "
         "those with --step, or none for the newest"
     )
 

@@ -22,7 +22,7 @@ from typing import Any
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
-from rendezvous.fields import anything, checked
+from rendezvous.fields import check_json_value, from_json
 from rendezvous.records import Count, Step, UnixTime, Usd, Word
 from rendezvous.store import Readable, Store
 
@@ -65,7 +65,7 @@ class Journal:
                 return
             try:
                 body = "\n".join(lines).encode() + b"\n"
-                self._store.put(layout.log(self._slot, self._generation, self._written), body)
+                self._store.put(layout.log_key(self._slot, self._generation, self._written), body)
                 self._written += 1
             except StoreError as error:
                 print(f"{self._slot}: log not written: {error}; trying again", file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ class Journal:
             try:
                 head = {k: v for k, v in sample.items() if k != "rollouts"}
                 body = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [head, *sample["rollouts"]])
-                self._store.put(layout.rollouts(self._slot, self._generation, self._samples), body.encode())
+                self._store.put(layout.rollouts_key(self._slot, self._generation, self._samples), body.encode())
                 self._samples += 1
             except StoreError as error:
                 print(f"{self._slot}: rollouts not written: {error}", file=sys.stderr, flush=True)
@@ -144,10 +144,10 @@ def event_of(line: str) -> dict[str, Any] | None:
         if not isinstance(raw, dict):
             return None
         event = {k: v for k, v in raw.items() if v == v}  # NaN is the only value that is not
-        checked(Event, event)
+        from_json(Event, event)
         if event["event"] == "step":
             _check_numbers(event)
-        return anything(event)
+        return check_json_value(event)
     except (ValueError, RecursionError):
         return None
 

@@ -23,13 +23,13 @@ from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, needed
+from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import Record, UnixTime, Word, nonce
+from rendezvous.records import Record, UnixTime, Word, new_nonce
 from rendezvous.rules import Timing
-from rendezvous.seal import SealedStore, run_key, under_key, under_seal
+from rendezvous.seal import SignedStore, run_key, signed_store, under_key
 from rendezvous.store import PatientStore, Readable, Store, plain_key, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -70,7 +70,7 @@ class RunRecord(Record):
     at: UnixTime
     why_codec: str = ""
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         outer = self.mathematics.get("outer")
         if not isinstance(outer, dict) or not isinstance(self.config.get("outer"), dict):
             raise ValueError("it says nothing of outer steps")
@@ -79,7 +79,7 @@ class RunRecord(Record):
         for setting, stored in self.files.items():
             _check_digest(setting, stored)
             name = stored["key"].rpartition("/")[2]
-            if not layout.is_plain(name) or stored["key"] != layout.code(hex_of(stored["digest"]), name):
+            if not layout.is_plain(name) or stored["key"] != layout.code_key(hex_of(stored["digest"]), name):
                 raise ValueError(f"it has the {setting} file under {stored['key']!r}")
 
     def with_codec(self, codec: str, why: str = "") -> "RunRecord":
@@ -110,7 +110,7 @@ class ModelRecord(Record):
     hub: HubCommit = field(default_factory=dict[str, str])
     theta: Word = ""
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         for name, stored in self.files.items():
             _check_digest(name, stored)
             there = stored["key"] == "" if self.hub else layout.is_model_file(stored["key"])
@@ -198,13 +198,13 @@ def open_run(
     from diloco import sizing  # it needs numpy, which a look at a run does not
 
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
-    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), nonce(), clock.wall())
+    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), clock.wall())
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
     if store.get(layout.RUN) is None:
-        _refuse_headless(store, (layout.control(0), layout.claim(layout.slot_name(0), 1), *_TRAINED))
+        _refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *_TRAINED))
     won, stands, mine = _found_run(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
-    refuse_another(url, stands, mine, untouched=store.get(layout.commit(0)) is None)
+    refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
     set_desired(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
 
@@ -225,7 +225,7 @@ def _found_run(
     return won, stands, mine.with_codec(stands.codec) if auto else mine
 
 
-_TRAINED = (layout.commit(0), layout.snapshot(0))
+_TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
 
 
 def _refuse_headless(store: Store, later: Iterable[str]) -> None:
@@ -278,7 +278,7 @@ def agree_on_run(
     count = sum(prod(shape) for _, shape, _ in parameters)
     seconds = sizing.compute_seconds(count, outer["sync_every"])
     mathematics = {"outer": dict(outer), "parameters": parameters, "frozen weights": frozen}
-    mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, nonce(), clock.wall())
+    mine = RunRecord({"name": "library", "outer": dict(outer)}, mathematics, {}, new_nonce(), clock.wall())
     choose = lambda: sizing.choose_codec(store, clock, count, replicas, seconds)  # noqa: E731
     if store.get(layout.RUN) is None:  # claims and control records come before run.json here
         _refuse_headless(store, _TRAINED)
@@ -300,9 +300,9 @@ def solo_warning(desired: Wanted) -> str:
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
     """Before anything is written: without create-if-absent, two replicas could commit the same step."""
-    from rendezvous.probe import unfit
+    from rendezvous.probe import why_unfit
 
-    reason = unfit(store, clock)
+    reason = why_unfit(store, clock)
     if reason is not None:
         raise StoreRefused(
             f"{store.url} cannot carry a run: {reason}. Use a store that has create-if-absent; "
@@ -338,8 +338,8 @@ def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, St
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
         )
-    store = under_seal(bare, run_key(), answers.get(layout.SEAL))
-    return store.over(answers) if isinstance(store, SealedStore) else answers, store
+    store = signed_store(bare, run_key(), answers.get(layout.SEAL))
+    return store.reading_through(answers) if isinstance(store, SignedStore) else answers, store
 
 
 def set_desired(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
@@ -366,7 +366,7 @@ def differing_settings(config: RunConfig, store: Store) -> list[str]:
     """The settings that differ between this config and the run that stands there; [] if none does."""
     stands = RunRecord.decode(store.get(layout.RUN) or b"")
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
-    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), nonce(), 0.0)
+    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), 0.0)
     return _list_differences(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
 
 
@@ -406,7 +406,7 @@ def _differing_keys(there: Mapping[str, Any], here: Mapping[str, Any], prefix: s
 def _file_records(config: RunConfig, files: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
     paths = config.user_files()
     digests = {setting: digest(body, SHA256) for setting, body in files.items()}
-    return {s: {"key": layout.code(hex_of(d), paths[s].name), "digest": d} for s, d in digests.items()}
+    return {s: {"key": layout.code_key(hex_of(d), paths[s].name), "digest": d} for s, d in digests.items()}
 
 
 # -------------------------------------------------------------------- θ₀
@@ -484,12 +484,12 @@ def _describe_model(
     from diloco.flat import layout_of
     from diloco.start_model import theta_digest
 
-    theta = theta_digest(model, needed(run.store))
-    return ModelRecord(files, layout_of(model), nonce(), clock.wall(), dict(hub or {}), theta)
+    theta = theta_digest(model, required_digest_kind(run.store))
+    return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), dict(hub or {}), theta)
 
 
 def _upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
-    mark = nonce()
+    mark = new_nonce()
     files: dict[str, dict[str, str]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()

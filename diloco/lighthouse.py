@@ -200,7 +200,7 @@ class LighthouseManager:
             if self.done:
                 self._write_snapshot(self.session)
             self.session.emit("left", step=self.current_step(), reason=reason)
-            self.session.rv.members.goodbye()
+            self.session.rv.members.say_goodbye()
             self.session.end()
             self._manager.shutdown(wait=False)
 
@@ -213,7 +213,7 @@ class LighthouseManager:
 
     @property
     def leaving(self) -> bool:
-        return self.session is not None and self.session.rv.leaving
+        return self.session is not None and self.session.rv.is_leaving
 
     @property
     def why(self) -> str:
@@ -257,7 +257,7 @@ class LighthouseManager:
         fragment = step % self._joined_loop.rules.fragments
         size = 4 * self._joined_loop.state.size(fragment)
         empty = self._joined_loop.state.optimizers[fragment].stood
-        self._digests.renew(fragment)
+        self._digests.renew_fragment(fragment)
         session.emit(
             "step", step=step, listed=self._spent["h"] > 0, theta=self._digests.base, bytes_up=size,
             participants=self._manager.num_participants(), **({"empty": True} if empty else {}),

@@ -209,8 +209,8 @@ class StoreManager:
 
     def num_participants(self) -> int:
         """Fresh offers in the last commit that this replica knows."""
-        last = self.session.rv.chain.known(self.current_step() - 1)
-        return len(last.fresh) if last else 0
+        last = self.session.rv.chain.known_commit(self.current_step() - 1)
+        return len(last.fresh_offers) if last else 0
 
     def batches_committed(self) -> int:
         return self.current_step()
@@ -238,7 +238,7 @@ class StoreManager:
     def shutdown(self, wait: bool = True) -> None:
         """Stop beating.  The slot stays claimed; a successor takes the next generation."""
         self.session.end()
-        self.session.rv.members.goodbye()
+        self.session.rv.members.say_goodbye()
 
     # ---------------------------------------------------------------- for the outer loop
 
@@ -259,7 +259,7 @@ class StoreManager:
                 'outer.codec = "auto" is decided when a run is founded, and this manager was given a claimed slot of a '
                 "run that stands. Name the codec of that run (run.json has it)"
             )
-        rv.under(loop.rules)
+        rv.set_rules(loop.rules)
         outer = loop.state.optimizers
         sizes = [loop.state.size(f) for f in range(len(outer))]
         self._tracker = Tracker(sizes, outer[0].param_groups[0]["momentum"], loop.rules)
@@ -371,11 +371,11 @@ class StoreManager:
     @property
     def done(self) -> bool:
         """Has the run all the outer steps that are desired?"""
-        return self.session.rv.done
+        return self.session.rv.is_done
 
     @property
     def leaving(self) -> bool:
-        return self.session.rv.leaving
+        return self.session.rv.is_leaving
 
     @property
     def why(self) -> str:
@@ -388,7 +388,7 @@ class StoreManager:
 
     @property
     def behind(self) -> bool:
-        return self.session.rv.behind
+        return self.session.rv.is_behind
 
     @property
     def h_cap(self) -> int:
@@ -404,8 +404,9 @@ class StoreManager:
         numbers = self._tracker.step(outer.param_groups[0]["lr"])
         self.session.emit(
             "step", step=commit.t, device=device_name(), h=mine.h if mine else 0,
-            listed=commit.lists(commit.t, self.slot), theta=self.session.rv.base, bytes_up=mine.size if mine else 0,
-            bytes_down=sum(o.size for o in commit.offers), delta_norm=mine.norm if mine else 0.0,
+            listed=commit.lists_offer(commit.t, self.slot), theta=self.session.rv.base,
+            bytes_up=mine.size if mine else 0, bytes_down=sum(o.size for o in commit.offers),
+            delta_norm=mine.norm if mine else 0.0,
             **numbers, **({"empty": True} if outer.stood else {}), **self._spent, **stats,
         )  # fmt: skip
         idle_steps = self.session.rv.idle_steps

@@ -32,7 +32,7 @@ from diloco.session import Session, process_alive
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
 from rendezvous import layout
-from rendezvous.chain import head
+from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import (
     BadDelta,
@@ -119,7 +119,7 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 def _is_preflight(session: Session) -> bool:
     """May the user's files be wrong for everybody?  Not once a step was taken with them, nor where training began:
     what fails then is a moment's trouble, or one of this place, and costs this session alone (decision 025)."""
-    return session.rv.members.status.phase == "boot" and head(session.rv.store) == 0
+    return session.rv.members.status.phase == "boot" and first_open_step(session.rv.store) == 0
 
 
 def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
@@ -127,9 +127,11 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
 
     A machine that was waited for comes when it comes; nothing heavy has been imported or downloaded by then.
     """
-    store = run.store.silent() if isinstance(run.store, VerifiedStore) else run.store  # the journal is to say it, once
+    store = (
+        run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store
+    )  # the journal is to say it, once
     desired = read_control(store)
-    if desired.steps and store.get(layout.commit(desired.steps - 1)) is not None:
+    if desired.steps and store.get(layout.commit_key(desired.steps - 1)) is not None:
         return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"
     if desired.stop:
         return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` goes on"
@@ -189,7 +191,7 @@ def _train_model(config: RunConfig, session: Session, record: ModelRecord, input
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
-    at = head(session.rv.store) if config.rendezvous == BUCKET else lighthouse.latest_step(session)
+    at = first_open_step(session.rv.store) if config.rendezvous == BUCKET else lighthouse.latest_step(session)
     warmup = REJOIN_WARMUP if at else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
@@ -243,7 +245,7 @@ def _wait_for_model(run: Run, session: Session) -> ModelRecord:
 
 
 def _leave_now(session: Session) -> None:
-    if session.rv.leaving:
+    if session.rv.is_leaving:
         raise Leaving("asked to leave before the first inner step; nothing was lost")
     if session.rv.members.fenced_by > session.rv.generation:
         raise Fenced(f"{session.rv.slot} now belongs to generation {session.rv.members.fenced_by}; this process goes")
@@ -266,7 +268,7 @@ def _end_session(session: Session, error: RendezvousError) -> int:
     code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
     session.emit(event, step=session.rv.step, text=str(error))
     if not isinstance(error, Fenced):
-        session.rv.members.goodbye()
+        session.rv.members.say_goodbye()
     session.end()
     return _print_end(session.rv.slot, error, code)
 

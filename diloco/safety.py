@@ -29,7 +29,7 @@ import numpy as np
 
 from rendezvous.records import Commit, Listed
 from rendezvous.rules import Rules, says_samples
-from rendezvous.wire import sampled
+from rendezvous.wire import evenly_sampled
 
 TARGET = 1.0  # η_eff that "auto" aims at: along its mean, a step goes as far as plain averaging would (decision 016)
 _LANES = 1 << 14  # fp64: two such vectors stay in the cache.  Part of the definition of `dot`: never change it
@@ -90,7 +90,7 @@ def effective_step(lr: float, mu: float, rho: float, means: float = math.inf) ->
 
 def moved_share(delta: np.ndarray) -> float:
     """The share of elements that are not 0, in a sample."""
-    some = sampled(delta)
+    some = evenly_sampled(delta)
     return float(np.count_nonzero(some)) / max(1, some.size)
 
 
@@ -101,11 +101,11 @@ class Memory:
     """A sample of the last mean of one fragment that was not zero, for ρ."""
 
     def __init__(self, size: int) -> None:
-        self.mean = np.zeros(sampled(np.broadcast_to(np.float32(0), size)).size, np.float32)
+        self.mean = np.zeros(evenly_sampled(np.broadcast_to(np.float32(0), size)).size, np.float32)
 
     def rho(self, mean: np.ndarray) -> float | None:
         """ρ of `mean` with the one before, which it then replaces; None if one of them is zero or not finite."""
-        some = np.ascontiguousarray(sampled(mean))
+        some = np.ascontiguousarray(evenly_sampled(mean))
         now, before = dot(some, some), dot(self.mean, self.mean)
         if not math.isfinite(now) or now == 0.0:
             return None
@@ -199,10 +199,10 @@ def replica_findings(stats: Mapping[str, float], h: int, zero: bool, small: bool
 
 def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules: Rules) -> list[Finding]:
     """Judge an outer step by its commit.   desired: replicas that the operator asked for."""
-    found = [Finding("identical", _twins_text(same)) for same in _identical_groups(commit.fresh, cos_pair)]
+    found = [Finding("identical", _twins_text(same)) for same in _identical_groups(commit.fresh_offers, cos_pair)]
     found += [Finding("gated", _too_long_text(o), 1) for o in commit.offers if o.factor != 1.0]
-    if len(commit.fresh) == 1 < desired:
-        slot = commit.fresh[0].slot
+    if len(commit.fresh_offers) == 1 < desired:
+        slot = commit.fresh_offers[0].slot
         text = f"step {commit.t} was taken by {slot} alone, of {desired} replicas: nobody confirms its θ"
         found.append(Finding("solo", text, 1))
     if rules.weighting == "samples" and not says_samples(commit.offers):
@@ -291,7 +291,7 @@ class Tracker:
         """Slots whose fresh pseudogradient is bit by bit the one that they sent before."""
         fragment = commit.t % len(self._memories)
         found: list[Finding] = []
-        for o in commit.fresh:
+        for o in commit.fresh_offers:
             if not o.zero and self._sent.get((fragment, o.slot)) == o.digest:
                 text = f"{o.slot} sent in step {commit.t} exactly what it sent before"
                 found.append(Finding("repeated", text + ": does its data start over each round?", 1))

@@ -31,7 +31,7 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import read_control, refuse_lost, write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
-from rendezvous.seal import SealedStore
+from rendezvous.seal import SignedStore
 from rendezvous.store import Store
 
 ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
@@ -63,8 +63,8 @@ class Session:
         self._parent_alive = parent_alive
         self._alone_since = 0.0
         self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
-        if isinstance(store, SealedStore):
-            store.tell = self.emit
+        if isinstance(store, SignedStore):
+            store.emit = self.emit
         self._ended = threading.Event()
         self.why = "asked to leave"
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
@@ -76,7 +76,7 @@ class Session:
             slot,
             Rules(),
             timing,
-            tell=self.emit,
+            emit=self.emit,
             host=host_name(),
             pid=os.getpid(),
             keep=keep,
@@ -183,7 +183,7 @@ class Session:
         os._exit(exitcodes.HUNG)
 
     def _send_last_words(self) -> None:
-        self.rv.members.goodbye()
+        self.rv.members.say_goodbye()
         self.flush()
 
     def _leave_abandoned(self, why: str, what: str) -> None:

@@ -31,5 +31,5 @@ class SessionHost:
     def pause(self, seconds: float) -> None:
         clock = self._session.clock
         until = clock.now() + seconds
-        while (left := until - clock.now()) > 0 and not self._session.rv.leaving:
+        while (left := until - clock.now()) > 0 and not self._session.rv.is_leaving:
             clock.sleep(min(STEP_S, left))

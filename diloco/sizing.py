@@ -18,7 +18,7 @@ from inner import InnerError
 from inner.gguf_header import is_gguf_file, read_gguf_header
 from rendezvous import codecs
 from rendezvous.clock import Clock
-from rendezvous.probe import throughput
+from rendezvous.probe import measure_throughput
 from rendezvous.store import Store
 
 BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come
@@ -34,13 +34,13 @@ def codec_of(config: RunConfig, store: Store, clock: Clock, replicas: int) -> tu
 
 def choose_codec(store: Store, clock: Clock, parameters: int, replicas: int, compute_s: float) -> tuple[str, str]:
     """-> (codec, why), by a blob's way to the store and back."""
-    up, down = throughput(store, clock, min(BLOB, 4 * parameters))
+    up, down = measure_throughput(store, clock, min(BLOB, 4 * parameters))
     return codec_for(parameters, replicas, up, down, compute_s)
 
 
 def codec_for(parameters: int, replicas: int, up: float, down: float, compute_s: float) -> tuple[str, str]:
     """-> (codec, why).   up, down: bytes per second."""
-    name, why = codecs.auto(parameters, replicas, up, down, compute_s)
+    name, why = codecs.choose_codec(parameters, replicas, up, down, compute_s)
     seen = f"{parameters / 1e6:,.1f} M parameters, {replicas} replicas, {up / 1e6:,.0f} MB/s up, {down / 1e6:,.0f} down"
     return name, f"{why} ({seen}; the time between syncs is a guess)"
 

@@ -28,7 +28,7 @@ from inner.build import load_start
 from inner.hub_model import HubError, HubModel
 from rendezvous.digests import digest_of, is_digest
 from rendezvous.errors import GaveUp, RendezvousError, WrongRun
-from rendezvous.wire import payload
+from rendezvous.wire import as_bytes
 
 T = TypeVar("T")
 AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by then
@@ -36,7 +36,7 @@ AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by th
 
 def theta_digest(model: nn.Module, kind: str) -> str:
     """Of all trainable parameters as fp32, in flat order."""
-    return digest_of((payload(flat) for flat in _flat_parameters(model)), kind)
+    return digest_of((as_bytes(flat) for flat in _flat_parameters(model)), kind)
 
 
 def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:

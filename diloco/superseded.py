@@ -19,7 +19,7 @@ from typing import ClassVar
 from rendezvous import layout
 from rendezvous.errors import Forged
 from rendezvous.records import Record, UnixTime, Word
-from rendezvous.seal import run_key, under_seal
+from rendezvous.seal import run_key, signed_store
 from rendezvous.store import Readable, Store
 from rendezvous.stores.open import open_store
 
@@ -35,7 +35,7 @@ class Superseded(Record):
 
 def is_superseded(store: Readable) -> bool:
     """Does a Superseded stand there, by whomever?"""
-    body = store.get(layout.commit(0))
+    body = store.get(layout.commit_key(0))
     if body is None or b'"superseded"' not in body[: Superseded.most]:
         return False
     try:
@@ -51,7 +51,7 @@ def leads_on(store: Store, answers: Readable) -> bool:
     pays from ending the fleet.  Raises WrongRun without the key of a sealed run."""
     if not is_superseded(answers):
         return False
-    sealed = under_seal(store, run_key(), answers.get(layout.SEAL))
+    sealed = signed_store(store, run_key(), answers.get(layout.SEAL))
     try:
         return sealed is store or is_superseded(sealed)
     except Forged:

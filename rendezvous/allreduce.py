@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rendezvous import layout
 from rendezvous.background import together_on
-from rendezvous.chain import head
+from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp
 from rendezvous.membership import Wanted
@@ -76,7 +76,7 @@ class ObjectStoreAllReduce:
         if self.world_size == 1:
             return 0
         try:
-            return self._begun().step
+            return self._caught_up_rendezvous().step
         except GaveUp as error:
             raise TimeoutError(self._who_is_missing(error)) from error
 
@@ -88,9 +88,9 @@ class ObjectStoreAllReduce:
         """
         if self.world_size == 1:
             return tensor
-        flat = flat32(tensor)
+        flat = as_flat_fp32(tensor)
         try:
-            rv = self._begun()
+            rv = self._caught_up_rendezvous()
             rv.offer(flat, 1)
             commit = rv.settle()
         except GaveUp as error:
@@ -98,11 +98,11 @@ class ObjectStoreAllReduce:
         self._check_sizes(commit, flat)
         rv.mean(commit, flat)
         rv.advance(commit)
-        if not shared(tensor, flat):
+        if not shares_memory(tensor, flat):
             write_back(tensor, flat)
         return tensor
 
-    def _begun(self) -> Rendezvous:
+    def _caught_up_rendezvous(self) -> Rendezvous:
         """This rank's seat, at the first step that neither it nor a predecessor has offered."""
         if self._rv is None:
             store = under_key(self._store or open_store(self._url), self._clock, run_key())
@@ -113,16 +113,16 @@ class ObjectStoreAllReduce:
             rv.claim()
             n = self.world_size
             rv.members.wanted = Wanted(replicas=n, universe=n, min_replicas=n)
-            rv.resume_at(NoState(), head(rv.store))
+            rv.resume_at(NoState(), first_open_step(rv.store))
             self._rv = rv
-        while not self._caught_up and self._rv.offered(self._rv.slot):
+        while not self._caught_up and self._rv.has_offered(self._rv.slot):
             self._rv.advance(self._rv.settle())
         self._caught_up = True
         return self._rv
 
     def _who_is_missing(self, error: GaveUp) -> str:
         rv = self._rv
-        ranks = [i for i in range(self.world_size) if rv and not rv.offered(layout.slot_name(i))]
+        ranks = [i for i in range(self.world_size) if rv and not rv.has_offered(layout.slot_name(i))]
         if rv is None or not ranks:  # it was not for them: the store did not answer, or there was no time to decide
             return f"within {self.timeout_s:.0f} s: {error}"
         return (
@@ -136,7 +136,7 @@ class ObjectStoreAllReduce:
             raise ValueError(f"step {commit.t}: the ranks' tensors differ in size: {sizes}; nothing was averaged")
 
 
-def flat32(tensor: Any) -> np.ndarray:
+def as_flat_fp32(tensor: Any) -> np.ndarray:
     """A float array or torch tensor as flat fp32: its own memory if it is that already, else a copy."""
     if isinstance(tensor, np.ndarray):
         array = cast(Floats, tensor)
@@ -152,7 +152,7 @@ def flat32(tensor: Any) -> np.ndarray:
     raise TypeError(f"allreduce takes numpy arrays and torch tensors of floats, got {dtype}")
 
 
-def shared(tensor: Any, flat: np.ndarray) -> bool:
+def shares_memory(tensor: Any, flat: np.ndarray) -> bool:
     """Is `flat` the tensor's own memory?"""
     if isinstance(tensor, np.ndarray):
         return np.may_share_memory(cast(Floats, tensor), flat)

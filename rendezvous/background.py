@@ -26,14 +26,14 @@ from typing import Protocol
 from rendezvous.errors import HeartbeatLost, RendezvousError
 
 Job = Callable[[], None]
-Tell = Callable[..., None]  # (event, **fields): where remarks for people go
+Emit = Callable[..., None]  # (event, **fields): where remarks for people go
 WAITING = 2  # jobs beside the one under way; each may hold a copy of the model
 TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
 Together = Callable[..., None]  # of jobs
 AT_ONCE = 16  # small requests; a thread each
 
 
-def no_tell(event: str, **fields: object) -> None:
+def no_emit(event: str, **fields: object) -> None:
     """Listens to nothing."""
 
 
@@ -78,16 +78,18 @@ def at_once(*jobs: Job) -> None:
         raise errors[0]
 
 
-def gather(together: Together, ask: Callable[[str], bytes | None], keys: Iterable[str]) -> dict[str, bytes | None]:
+def fetch_together(
+    together: Together, ask: Callable[[str], bytes | None], keys: Iterable[str]
+) -> dict[str, bytes | None]:
     """key -> answer, a few requests at the same time."""
     answers: dict[str, bytes | None] = {}
 
-    def one(key: str) -> None:
+    def fetch_one(key: str) -> None:
         answers[key] = ask(key)
 
     keys = list(keys)
     for at in range(0, len(keys), AT_ONCE):
-        together(*(partial(one, key) for key in keys[at : at + AT_ONCE]))
+        together(*(partial(fetch_one, key) for key in keys[at : at + AT_ONCE]))
     return answers
 
 
@@ -99,8 +101,8 @@ def together_on(store: object) -> Together:
 class Worker:
     """One thread, started with the first job.   tell: hears of a job that failed for a reason nobody foresaw."""
 
-    def __init__(self, tell: Tell = no_tell) -> None:
-        self._tell = tell
+    def __init__(self, emit: Emit = no_emit) -> None:
+        self._emit = emit
         self._jobs: deque[Job] = deque()  # the first one is under way
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -126,8 +128,8 @@ class Worker:
     def _refuse_if_ended(self) -> None:
         if self._ended is not None:
             raise RendezvousError(
-                f"the thread that writes snapshots and announced means has ended ({_words(self._ended)}). This life "
-                "ends; run the same command again to go on"
+                f"the thread that writes snapshots and announced means has ended ({_describe_error(self._ended)}). "
+                "This life ends; run the same command again to go on"
             ) from self._ended
 
     def _run(self) -> None:
@@ -136,7 +138,7 @@ class Worker:
                 with self._changed:
                     self._changed.wait_for(lambda: bool(self._jobs))
                     job = self._jobs[0]
-                self._do(job)
+                self._run_job(job)
                 del job  # it may hold a copy of the model
                 with self._changed:
                     self._jobs.popleft()
@@ -146,11 +148,13 @@ class Worker:
                 self._ended = error
                 self._changed.notify_all()
 
-    def _do(self, job: Job) -> None:
+    def _run_job(self, job: Job) -> None:
         try:
             job()
         except Exception as error:
-            self._tell("warning", kind="background", text=f"a background job failed: {_words(error)}; others go on")
+            self._emit(
+                "warning", kind="background", text=f"a background job failed: {_describe_error(error)}; others go on"
+            )
 
 
 class Parts:
@@ -159,8 +163,8 @@ class Parts:
     tell: hears of a failure that nobody foresaw, once for each part and kind of error.
     """
 
-    def __init__(self, tell: Tell = no_tell) -> None:
-        self._tell = tell
+    def __init__(self, emit: Emit = no_emit) -> None:
+        self._emit = emit
         self._failures = Counter[str]()
         self._reported = set[tuple[str, str]]()
 
@@ -175,22 +179,22 @@ class Parts:
             except RendezvousError:
                 self._failures.pop(name, None)  # foreseen, the store's mostly: the next turn tries again
             except Exception as error:
-                self._failed(name, error)
+                self._count_failure(name, error)
             else:
                 self._failures.pop(name, None)
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _count_failure(self, name: str, error: Exception) -> None:
         self._failures[name] += 1
         if self._failures[name] >= TRIES:
             raise HeartbeatLost(
-                f"'{name}' of the heartbeat failed {TRIES} times in a row, last with {_words(error)}. Without it "
-                "a replica does not hear of its successor, of a stop or of its budget's end, so this life ends; run "
+                f"'{name}' of the heartbeat failed {TRIES} times in a row, last with {_describe_error(error)}. Without "
+                "it a replica does not hear of its successor, of a stop or of its budget's end, so this life ends; run "
                 "the same command again to go on"
             ) from error
         if (name, type(error).__name__) not in self._reported:
             self._reported.add((name, type(error).__name__))
-            self._tell("warning", kind="heartbeat", text=f"'{name}' failed: {_words(error)}; trying again")
+            self._emit("warning", kind="heartbeat", text=f"'{name}' failed: {_describe_error(error)}; trying again")
 
 
-def _words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

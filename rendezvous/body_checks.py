@@ -16,25 +16,25 @@ Not promised: anything about values that are finite but wrong.
 
 import numpy as np
 
-from rendezvous.codecs import codec
+from rendezvous.codecs import get_codec
 from rendezvous.errors import Corrupt
 
 _CHUNK = 1 << 16  # elements: a piece of it stays in the cache between its division and its check
 
 
-def sound(name: str, body: np.ndarray, elements: int) -> bool:
+def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
     """Could an encoder have written these bytes?"""
     if name == "fp32":
         return bool(np.isfinite(body.view(np.float32)).all())
     out = np.empty(elements, np.float32)
     try:
-        codec(name).decode(body, out)
+        get_codec(name).decode(body, out)
     except Corrupt:
         return False
     return bool(np.isfinite(out).all())
 
 
-def divide(total: np.ndarray, weight: np.float32) -> bool:
+def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
     """total ← total/weight; -> is every element finite, as far as sums of squares tell?  Never True by mistake."""
     whole = True
     with np.errstate(all="ignore"):
@@ -45,6 +45,6 @@ def divide(total: np.ndarray, weight: np.float32) -> bool:
     return whole
 
 
-def settle(total: np.ndarray) -> None:
+def zero_non_finite(total: np.ndarray) -> None:
     """Set every element that is not finite to 0, so that it moves nothing."""
     np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

@@ -20,17 +20,17 @@ class Chain:
         self._commits: dict[int, Commit] = {}
         self._digests: dict[int, str] = {}
 
-    def forget(self) -> None:
+    def forget_commits(self) -> None:
         self._commits.clear()
         self._digests.clear()
 
     def read(self, t: int) -> Commit | None:
         """Commit t, or None while the step is open."""
         if t not in self._commits:
-            body = self._store.get(layout.commit(t))
+            body = self._store.get(layout.commit_key(t))
             if body is None:
                 return None
-            self.accept(t, body)
+            self.accept_commit(t, body)
         return self._commits[t]
 
     def read_before(self, t: int) -> None:
@@ -46,9 +46,9 @@ class Chain:
         """Step t looks open.  Raises ChainBroken if it is not: a commit that vanished must not be written anew."""
         refuse_gap(self._store, t)
 
-    def accept(self, t: int, body: bytes) -> Commit:
+    def accept_commit(self, t: int, body: bytes) -> Commit:
         """Take `body` as commit t after checking that it follows what is known."""
-        commit = self._decoded(t, body)
+        commit = self._decode_commit(t, body)
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
             raise ChainBroken(
@@ -64,27 +64,27 @@ class Chain:
             del self._commits[old], self._digests[old]
         return commit
 
-    def _decoded(self, t: int, body: bytes) -> Commit:
+    def _decode_commit(self, t: int, body: bytes) -> Commit:
         try:
             return Commit.decode(body)
         except WireError as error:
             raise WireError(
-                f"{self._store.url}/{layout.commit(t)}: {error}. Nothing is decided in its place. Restore the object "
-                f"from a backup, or delete it if step {t} was never taken, and run the same command again"
+                f"{self._store.url}/{layout.commit_key(t)}: {error}. Nothing is decided in its place. Restore the "
+                f"object from a backup, or delete it if step {t} was never taken, and run the same command again"
             ) from error
 
-    def known(self, t: int) -> Commit | None:
+    def known_commit(self, t: int) -> Commit | None:
         return self._commits.get(t)
 
-    def digest(self, t: int) -> str | None:
+    def commit_digest(self, t: int) -> str | None:
         """Digest of commit t's bytes; None before the first step."""
         return self._digests.get(t)
 
-    def fence(self, t: int) -> dict[str, int]:
+    def fence_before(self, t: int) -> dict[str, int]:
         """The fence that step t's offers must respect: the one of commit t−1, which must have been read."""
         return self._commits[t - 1].fence if t else {}
 
-    def recent(self, t: int, count: int) -> list[Commit]:
+    def recent_commits(self, t: int, count: int) -> list[Commit]:
         """Known commits t−1, …, t−count."""
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
 
@@ -95,7 +95,7 @@ def refuse_gap(store: Store, t: int) -> None:
     Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  What is no
     commit shows nothing: anybody may have put it there, and step t + 1 will end at it.
     """
-    if _is_commit(store.get(layout.commit(t + 1)), t + 1) and store.get(layout.commit(t)) is None:
+    if _is_commit(store.get(layout.commit_key(t + 1)), t + 1) and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(
             f"commit {t} is missing, though commit {t + 1} is there. Registers are never deleted: the bucket was "
             "edited, or lost objects; restore it from a backup. Nothing was written"
@@ -109,9 +109,9 @@ def _is_commit(body: bytes | None, t: int) -> bool:
         return False
 
 
-def head(store: Store, known: int = 0) -> int:
+def first_open_step(store: Store, known: int = 0) -> int:
     """The first step without a commit, by GETs from a step that is known to be decided (or 0) on."""
-    while store.get(layout.commit(known)) is not None:
+    while store.get(layout.commit_key(known)) is not None:
         known += 1
     refuse_gap(store, known)
     return known

@@ -61,7 +61,7 @@ def digest_of(pieces: Iterable[Buffer], kind: str = XXH3) -> str:
     return hasher.digest()
 
 
-def needed(store: Store) -> str:
+def required_digest_kind(store: Store) -> str:
     """The kind that blobs in this store need: whoever may write there without the key must not be able to swap them."""
     return getattr(store, "digests", None) or XXH3
 

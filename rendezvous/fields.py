@@ -1,16 +1,16 @@
 """What a record's fields may hold, read from their annotations.
 
     slot: Slot   step: Step   took: Seconds   offers: tuple[Listed, ...]   fence: dict[Slot, Generation]   stop: bool
-      └─────────── checked(Offer, json object) ──▶ an Offer, or a ValueError that names the field ───────────┘
+      └─────────── from_json(Offer, json object) ──▶ an Offer, or a ValueError that names the field ───────────┘
 
     int      never a bool or 1.0, in the range that is annotated      float    finite; an int will do
     str      no half of a surrogate pair, at most so many characters  Any      JSON, nested at most DEPTH deep
     unknown  fields of a newer release pass, if they are such JSON
 
-The rules look at the value alone, so that all readers take or refuse the same objects.  `parsed` turns bytes into JSON
+The rules look at the value alone, so all readers take or refuse the same objects.  `parse_json` turns bytes into JSON
 by the same principle: one spelling (UTF-8), no key twice, no NaN, and nothing that hangs on how deep our own stack is.
 
-Not promised: that a value makes sense beside the others; that is the record's own `check`, or its reader's.
+Not promised: that a value makes sense beside the others; that is the record's own `check_consistency`, or its reader's.
 """
 
 import json
@@ -52,17 +52,17 @@ class Where:
     words: str
 
 
-def parsed(body: bytes | bytearray | memoryview, most: int) -> Any:
+def parse_json(body: bytes | bytearray | memoryview, most: int) -> Any:
     """The JSON in `body`, of at most `most` bytes.   Raises ValueError."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes, at most {most} make sense")
     try:
-        return json.loads(str(body, "utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        return json.loads(str(body, "utf-8"), object_pairs_hook=_unique_fields, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("it names a field twice")
@@ -73,82 +73,82 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def checked(kind: type[T], raw: Any) -> T:
+def from_json(kind: type[T], raw: Any) -> T:
     """The dataclass `kind` from a JSON object.   Raises ValueError with the field and what stands there."""
-    return checker(kind)(raw)
+    return check_of(kind)(raw)
 
 
 @cache
-def checker(hint: Any) -> Check:
+def check_of(hint: Any) -> Check:
     """What turns a JSON value into one of this annotation."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _annotated(args[0], args[1:])
+        return _annotated_check(args[0], args[1:])
     if origin in (Union, UnionType):
-        return _optional(args)
+        return _optional_check(args)
     if origin is tuple:
-        return _sequence(checker(args[0]), tuple)
+        return _sequence_check(check_of(args[0]), tuple)
     if origin is list:
-        return _sequence(checker(args[0]), list)
+        return _sequence_check(check_of(args[0]), list)
     if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        return _mapping(checker(args[0]), checker(args[1]))
+        return _mapping_check(check_of(args[0]), check_of(args[1]))
     if hint in _PLAIN:
         return _PLAIN[hint]
-    return _dataclass(hint)
+    return _dataclass_check(hint)
 
 
-def _annotated(hint: Any, marks: Iterable[Any]) -> Check:
-    check = checker(hint)
+def _annotated_check(hint: Any, marks: Iterable[Any]) -> Check:
+    check = check_of(hint)
     for mark in marks:
         if isinstance(mark, Within):
-            check = _whole(mark) if hint is int else _real(mark)
+            check = _int_check(mark) if hint is int else _float_check(mark)
         elif isinstance(mark, Longest):
-            check = _text(mark.characters)
+            check = _text_check(mark.characters)
         elif isinstance(mark, Where):
-            check = _where(check, mark)
+            check = _where_check(check, mark)
     return check
 
 
-def _whole(within: Within) -> Check:
+def _int_check(within: Within) -> Check:
     low, high = within.low, within.high
 
-    def check(value: Any) -> int:
+    def check_int(value: Any) -> int:
         if type(value) is not int:
-            raise ValueError(f"{brief(value)}, not a whole number")
+            raise ValueError(f"{brief_repr(value)}, not a whole number")
         if not low <= value <= high:
-            raise ValueError(f"{brief(value)}, not in {low:g} … {high:g}")
+            raise ValueError(f"{brief_repr(value)}, not in {low:g} … {high:g}")
         return value
 
-    return check
+    return check_int
 
 
-def _real(within: Within) -> Check:
+def _float_check(within: Within) -> Check:
     low, high = within.low, within.high
 
-    def check(value: Any) -> float:
+    def check_float(value: Any) -> float:
         if type(value) is not float and type(value) is not int:
-            raise ValueError(f"{brief(value)}, not a number")
+            raise ValueError(f"{brief_repr(value)}, not a number")
         if not low <= value <= high:  # nor is NaN
-            raise ValueError(f"{brief(value)}, not in {low:g} … {high:g}")
+            raise ValueError(f"{brief_repr(value)}, not in {low:g} … {high:g}")
         return float(value)
 
-    return check
+    return check_float
 
 
-def _text(longest: int) -> Check:
-    def check(value: Any) -> str:
+def _text_check(longest: int) -> Check:
+    def check_text(value: Any) -> str:
         if type(value) is not str:
-            raise ValueError(f"{brief(value)}, not a text")
+            raise ValueError(f"{brief_repr(value)}, not a text")
         if len(value) > longest:
             raise ValueError(f"{len(value)} characters long, at most {longest} make sense")
-        if not value.isascii() and not _encodable(value):
-            raise ValueError(f"{brief(value)}, which has half of a surrogate pair")
+        if not value.isascii() and not _is_encodable(value):
+            raise ValueError(f"{brief_repr(value)}, which has half of a surrogate pair")
         return value
 
-    return check
+    return check_text
 
 
-def _encodable(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -156,48 +156,48 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _flag(value: Any) -> bool:
+def _check_flag(value: Any) -> bool:
     if type(value) is not bool:
-        raise ValueError(f"{brief(value)}, not true or false")
+        raise ValueError(f"{brief_repr(value)}, not true or false")
     return value
 
 
-def _where(check: Check, mark: Where) -> Check:
-    def narrowed(value: Any) -> Any:
+def _where_check(check: Check, mark: Where) -> Check:
+    def check_narrowed(value: Any) -> Any:
         value = check(value)
         if not mark.holds(value):
-            raise ValueError(f"{brief(value)}, which is no {mark.words}")
+            raise ValueError(f"{brief_repr(value)}, which is no {mark.words}")
         return value
 
-    return narrowed
+    return check_narrowed
 
 
-def _optional(args: tuple[Any, ...]) -> Check:
+def _optional_check(args: tuple[Any, ...]) -> Check:
     """X | None is the only union that a record has."""
     (hint,) = [a for a in args if a is not NoneType]
-    check = checker(hint)
+    check = check_of(hint)
     return lambda value: None if value is None else check(value)
 
 
-def _sequence(check: Check, make: Callable[[list[Any]], Any]) -> Check:
-    def each(value: Any) -> Any:
+def _sequence_check(check: Check, make: Callable[[list[Any]], Any]) -> Check:
+    def check_items(value: Any) -> Any:
         if type(value) is not list:
-            raise ValueError(f"{brief(value)}, not a list")
+            raise ValueError(f"{brief_repr(value)}, not a list")
         return make([check(item) for item in cast("list[Any]", value)])
 
-    return each
+    return check_items
 
 
-def _mapping(key: Check, item: Check) -> Check:
-    def each(value: Any) -> dict[Any, Any]:
+def _mapping_check(key: Check, item: Check) -> Check:
+    def check_items(value: Any) -> dict[Any, Any]:
         if type(value) is not dict:
-            raise ValueError(f"{brief(value)}, not an object")
+            raise ValueError(f"{brief_repr(value)}, not an object")
         return {key(k): item(v) for k, v in cast("dict[Any, Any]", value).items()}
 
-    return each
+    return check_items
 
 
-def anything(value: Any, depth: int = DEPTH) -> Any:
+def check_json_value(value: Any, depth: int = DEPTH) -> Any:
     """JSON of which nothing is known."""
     if isinstance(value, str):
         return _PLAIN[str](value)
@@ -211,22 +211,22 @@ def anything(value: Any, depth: int = DEPTH) -> Any:
         raise ValueError(f"nested more than {DEPTH} deep")
     if isinstance(value, list):
         for item in cast("list[Any]", value):
-            anything(item, depth - 1)
+            check_json_value(item, depth - 1)
     else:
         for name, item in cast("dict[str, Any]", value).items():
             _PLAIN[str](name)
-            anything(item, depth - 1)
+            check_json_value(item, depth - 1)
     return cast("Any", value)
 
 
-def _dataclass(kind: Any) -> Check:
+def _dataclass_check(kind: Any) -> Check:
     hints = get_type_hints(kind, include_extras=True)
-    known = [(f.name, checker(hints[f.name]), f.default is f.default_factory is MISSING) for f in fields(kind)]
+    known = [(f.name, check_of(hints[f.name]), f.default is f.default_factory is MISSING) for f in fields(kind)]
     names = {name for name, _, _ in known}
 
-    def check(raw: Any) -> Any:
+    def check_fields(raw: Any) -> Any:
         if type(raw) is not dict:
-            raise ValueError(f"{brief(raw)}, not an object")
+            raise ValueError(f"{brief_repr(raw)}, not an object")
         values: dict[str, Any] = {}
         for name, field_check, needed in known:
             if name in raw:
@@ -236,13 +236,13 @@ def _dataclass(kind: Any) -> Check:
                     raise ValueError(f"its {name} is {error}") from None
             elif needed:
                 raise ValueError(f"it has no {name}")
-        anything({name: value for name, value in cast("dict[str, Any]", raw).items() if name not in names})
+        check_json_value({name: value for name, value in cast("dict[str, Any]", raw).items() if name not in names})
         return kind(**values)
 
-    return check
+    return check_fields
 
 
-def brief(value: Any) -> str:
+def brief_repr(value: Any) -> str:
     """A value as an error shows it."""
     if isinstance(value, int) and abs(value) >= WIDEST:
         return "a number of more than 19 digits"
@@ -253,9 +253,9 @@ def brief(value: Any) -> str:
 
 
 _PLAIN: dict[Any, Check] = {
-    int: _whole(Within(-WIDEST, WIDEST)),
-    float: _real(Within(-sys.float_info.max, sys.float_info.max)),
-    str: _text(LONGEST),
-    bool: _flag,
-    Any: anything,
+    int: _int_check(Within(-WIDEST, WIDEST)),
+    float: _float_check(Within(-sys.float_info.max, sys.float_info.max)),
+    str: _text_check(LONGEST),
+    bool: _check_flag,
+    Any: check_json_value,
 }

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreError, Terminal
-from rendezvous.keeping import LATE, Kept, Sizes, Window, kept, largest_window, parts_of, sizes_of
+from rendezvous.keeping import LATE, Kept, Sizes, Window, choose_kept, largest_window, parts_of, sizes_of
 from rendezvous.records import Commit, Mean, Snapshot, WireError
 from rendezvous.rules import Rules
 from rendezvous.store import Store
@@ -55,19 +55,19 @@ class Collected(Terminal):
 # ---------------------------------------------------------------------- what goes
 
 
-def doomed(keys: Iterable[str], kind: str, below: int) -> list[str]:
+def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
     """Those of `keys` that are blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
-    return [key for key in keys if (blob := _blob(key)) is not None and blob[0] == kind and blob[1] < below]
+    return [key for key in keys if (blob := _parse_blob_key(key)) is not None and blob[0] == kind and blob[1] < below]
 
 
-def _blob(key: str) -> tuple[str, int] | None:
+def _parse_blob_key(key: str) -> tuple[str, int] | None:
     """("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and all that is not known here."""
     parts = key.split("/")
     if len(parts) < 3 or not parts[1].isdecimal():
         return None
     step = int(parts[1])
     for kind, some in (
-        ("delta", layout.delta(step, "", 0, "")),
+        ("delta", layout.delta_blob(step, "", 0, "")),
         ("mean", layout.mean_blob(step, "")),
         ("snapshot", layout.snapshot_blob(step, "")),
     ):
@@ -77,12 +77,12 @@ def _blob(key: str) -> tuple[str, int] | None:
     return None
 
 
-def complete(store: Store, snapshot: Snapshot) -> bool:
+def can_heal_from(store: Store, snapshot: Snapshot) -> bool:
     """Can a replica heal from it, as far as one byte tells?"""
-    return snapshot.confirmed and (not snapshot.blob or stands(store, snapshot.blob, snapshot.size))
+    return snapshot.confirmed and (not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size))
 
 
-def stands(store: Store, key: str, size: int) -> bool:
+def blob_stands(store: Store, key: str, size: int) -> bool:
     """Is the blob there, as far as its last byte tells?  (A shorter one is not.)"""
     return store.get_into(key, memoryview(bytearray(1)), max(0, size - 1))
 
@@ -96,7 +96,7 @@ def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Sna
     for snapshot in snapshots.newest_first(store, hint):
         if snapshot.t <= at_least:
             break
-        if complete(store, snapshot):
+        if can_heal_from(store, snapshot):
             if newest is not None:
                 return snapshot.t, newest
             newest = snapshot
@@ -109,7 +109,7 @@ def announced_stands(store: Store, commit: Commit) -> bool:
     return bool(parts) and all(_part_stands(store, commit.t, j) for j in parts)
 
 
-def replaced(store: Store, commit: Commit, hint: int) -> bool:
+def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
     """May a collector have taken the bodies that it lists?  Its mean stands, and so does a newer snapshot.
 
     hint: a step that may have one.
@@ -117,18 +117,18 @@ def replaced(store: Store, commit: Commit, hint: int) -> bool:
     if not announced_stands(store, commit):
         return False
     newer = takewhile(lambda snapshot: snapshot.t > commit.t, snapshots.newest_first(store, hint))
-    return any(complete(store, snapshot) for snapshot in newer)
+    return any(can_heal_from(store, snapshot) for snapshot in newer)
 
 
 def _part_stands(store: Store, t: int, j: int) -> bool:
-    body = store.get(layout.mean(t, j))
+    body = store.get(layout.mean_key(t, j))
     if body is None:
         return False
     try:
         record = Mean.decode(body)
     except WireError:
         return False
-    return record.t == t and stands(store, record.blob, record.size)
+    return record.t == t and blob_stands(store, record.blob, record.size)
 
 
 # ---------------------------------------------------------------------- the loop
@@ -146,11 +146,11 @@ class Collector:
         self,
         store: Store,
         rules: Rules,
-        tell: Callable[..., None],
+        emit: Callable[..., None],
         budget: int = 0,
         elements: Callable[[int], int] = lambda fragment: 0,
     ) -> None:
-        self._store, self._rules, self._tell = store, rules, tell
+        self._store, self._rules, self._emit = store, rules, emit
         self._budget, self._elements = budget, elements
         self.floor = 0
         self._window = Window(0, 0, 0, 0, 1)
@@ -165,7 +165,7 @@ class Collector:
         self._unannounced = set[int]()  # those whose mean did not stand when it was looked at
         self._warned = False
 
-    def saw(self, commit: Commit) -> None:
+    def note_commit(self, commit: Commit) -> None:
         """A commit was read.  Costs nothing, and may be called by any thread."""
         self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
 
@@ -176,13 +176,13 @@ class Collector:
         """
         try:
             self._renew_floor(snapshot)
-            answer = self._answer(at_most)
-            gone = 0 if answer is None else self._collect(answer, at_most)
+            answer = self._choose_kept(at_most)
+            gone = 0 if answer is None else self._delete_beyond(answer, at_most)
         except StoreError as error:
-            self._tell("garbage_stays", trouble=str(error))
+            self._emit("garbage_stays", trouble=str(error))
             return 0
         if gone:
-            self._tell("collected", blobs=gone, below=self.floor, **_left(answer, self.floor))
+            self._emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
         return gone
 
     def _renew_floor(self, snapshot: int) -> None:
@@ -194,18 +194,18 @@ class Collector:
             carry, every = self._rules.fragments * self._rules.max_carry, self._rules.snapshot_every
             self._window = Window(self.floor, newest.t, carry, newest.size, every)
             self._unannounced.clear()
-            self._replaced = {t for t in self._replaced if t >= self._window.unlisted}
+            self._replaced = {t for t in self._replaced if t >= self._window.first_listable}
         self._heard = snapshot
 
     # ------------------------------------------------------------------ how much stays
 
-    def _answer(self, at_most: int) -> Kept | None:
+    def _choose_kept(self, at_most: int) -> Kept | None:
         """What stays; None as long as everything does, or not enough commits are known."""
-        self._learn()
+        self._learn_sizes()
         if not self._window.newest:
             return None
         older = [t for t in snapshots.steps_of(self._snapshots) if t < self.floor]
-        ask = lambda: kept(self._budget, self._head, self._known, self._window, older)  # noqa: E731
+        ask = lambda: choose_kept(self._budget, self._head, self._known, self._window, older)  # noqa: E731
         answer, first = ask(), min(self._known, default=self._head)
         for start in range(first, max(0, first - at_most), -_BACK):
             if answer is not None:
@@ -224,9 +224,9 @@ class Collector:
         if not self._warned and (self._budget < floor or over > on_their_way):
             self._warned = True
             text = _excess_text(over, self._budget, floor)
-            self._tell("warning", kind="keep", step=self._head, text=text)
+            self._emit("warning", kind="keep", step=self._head, text=text)
 
-    def _learn(self) -> None:
+    def _learn_sizes(self) -> None:
         while self._news:
             t, sizes = self._news.popleft()
             if t > self._head:
@@ -237,32 +237,32 @@ class Collector:
         """Learn of earlier commits than those that this life has read."""
         for t in reversed(steps):
             try:
-                body = self._store.get(layout.commit(t))
-                self._known[t] = Sizes(0, 0) if body is None else self._sizes(Commit.decode(body))
+                body = self._store.get(layout.commit_key(t))
+                self._known[t] = Sizes(0, 0) if body is None else self._sizes_of(Commit.decode(body))
             except WireError:
                 self._known[t] = Sizes(0, 0)
 
-    def _sizes(self, commit: Commit) -> Sizes:
+    def _sizes_of(self, commit: Commit) -> Sizes:
         return sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)
 
     # ------------------------------------------------------------------ deleting
 
-    def _collect(self, answer: Kept, at_most: int) -> int:
-        gone = self._thin(answer)
-        for kind, end in (("delta", min(answer.deltas_from, self._window.unlisted)), ("mean", answer.means_from)):
-            gone += self._steps(kind, end, at_most)
-        return gone + self._listed(answer.deltas_from, at_most)
+    def _delete_beyond(self, answer: Kept, at_most: int) -> int:
+        gone = self._thin_snapshots(answer)
+        for kind, end in (("delta", min(answer.deltas_from, self._window.first_listable)), ("mean", answer.means_from)):
+            gone += self._delete_steps(kind, end, at_most)
+        return gone + self._delete_listed(answer.deltas_from, at_most)
 
-    def _listed(self, end: int, at_most: int) -> int:
+    def _delete_listed(self, end: int, at_most: int) -> int:
         """In the window, before `end`: the bodies that commits list, where nobody needs them.
 
         A step whose mean is not announced yet is looked at again when there is a newer snapshot."""
-        due = [t for t in range(self._window.unlisted, end) if t not in self._replaced | self._unannounced]
-        return sum(self._replace(t) for t in due[:at_most])
+        due = [t for t in range(self._window.first_listable, end) if t not in self._replaced | self._unannounced]
+        return sum(self._delete_bodies(t) for t in due[:at_most])
 
-    def _replace(self, t: int) -> int:
+    def _delete_bodies(self, t: int) -> int:
         """Without a LIST: the commit names them.  -> how many went, or had gone."""
-        body = self._store.get(layout.commit(t))
+        body = self._store.get(layout.commit_key(t))
         try:
             commit = None if body is None else Commit.decode(body)
         except WireError:
@@ -271,24 +271,24 @@ class Collector:
             self._unannounced.add(t)
             return 0
         self._replaced.add(t)
-        return 0 if commit is None else self._delete([o.blob for o in commit.offers])
+        return 0 if commit is None else self._delete_keys([o.blob for o in commit.offers])
 
-    def _thin(self, answer: Kept) -> int:
+    def _thin_snapshots(self, answer: Kept) -> int:
         """Older snapshots that have no room; and, beside those that have, what no manifest names."""
         if (now := (self.floor, answer.snapshots)) == self._thinned:
             return 0
         stay = {found.blob for t in answer.snapshots if (found := snapshots.read(self._store, t)) is not None}
-        keys = [k for k in doomed(self._snapshots, "snapshot", self.floor) if k not in stay]
-        gone = self._delete(keys)
+        keys = [k for k in blobs_before(self._snapshots, "snapshot", self.floor) if k not in stay]
+        gone = self._delete_keys(keys)
         self._thinned = now
         return gone
 
-    def _steps(self, kind: str, end: int, at_most: int) -> int:
+    def _delete_steps(self, kind: str, end: int, at_most: int) -> int:
         if kind not in self._next and end:
             self._next[kind] = self._first_dirty(kind, end)
         at, gone = self._next.get(kind, 0), 0
         for t in range(at, min(end, at + at_most)):
-            gone += self._delete(doomed(self._store.list(_folder(t, kind)), kind, end))
+            gone += self._delete_keys(blobs_before(self._store.list(_blob_folder(t, kind)), kind, end))
             self._next[kind] = t + 1
         return gone
 
@@ -297,23 +297,23 @@ class Collector:
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2
-            if doomed(self._store.list(_folder(middle, kind)), kind, end):
+            if blobs_before(self._store.list(_blob_folder(middle, kind)), kind, end):
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def _delete(self, keys: list[str]) -> int:
+    def _delete_keys(self, keys: list[str]) -> int:
         if keys:
             self._store.delete(keys)
         return len(keys)
 
 
-def _folder(t: int, kind: str) -> str:
-    return layout.commit(t).rpartition("/")[0] + f"/{kind}/"
+def _blob_folder(t: int, kind: str) -> str:
+    return layout.commit_key(t).rpartition("/")[0] + f"/{kind}/"
 
 
-def _left(answer: Kept | None, floor: int) -> dict[str, Any]:
+def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
     """The fields of the event `collected` that say what stays; diloco/runlog/kept.py makes a sentence of them."""
     if answer is None:
         return {}
@@ -351,10 +351,10 @@ def refuse_collected(store: Store, t: int) -> None:
 def _newest_unless_refused(store: Store, t: int) -> int:
     """-> step of the newest snapshot, be it incomplete; t if none is newer."""
     newest = t
-    for snapshot in snapshots.newest_first(store, _hint(store, t)):
+    for snapshot in snapshots.newest_first(store, _newest_that_commits_name(store, t)):
         if snapshot.t <= t:
             break
-        if complete(store, snapshot):
+        if can_heal_from(store, snapshot):
             raise Collected(
                 f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {snapshot.t} can. "
                 "This life ends; the next heals from there",
@@ -364,16 +364,16 @@ def _newest_unless_refused(store: Store, t: int) -> int:
     return newest
 
 
-def _hint(store: Store, t: int) -> int:
+def _newest_that_commits_name(store: Store, t: int) -> int:
     """The newest snapshot that the commits from t on know of, by GETs: a LIST may lag."""
     newest = 0
-    while (body := store.get(layout.commit(t))) is not None:
+    while (body := store.get(layout.commit_key(t))) is not None:
         newest = max(newest, Commit.decode(body).snapshot)
         t += 1
     return newest
 
 
-def look_again(heal: Callable[[], T], tell: Callable[..., None]) -> T:
+def look_again(heal: Callable[[], T], emit: Callable[..., None]) -> T:
     """heal(), and again for as long as each Collected names a newer snapshot than the one before."""
     newest = -1
     while True:
@@ -383,4 +383,4 @@ def look_again(heal: Callable[[], T], tell: Callable[..., None]) -> T:
             if gone.newer <= newest:
                 raise  # that one is damaged: there is nothing to heal from until the next is written
             newest = gone.newer
-            tell("looks_again", snapshot=newest)
+            emit("looks_again", snapshot=newest)

@@ -51,7 +51,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
     if commit.mode == "sharded":
         return Sizes(sum(bodies), max(bodies, default=0))
     mean = 4 * elements or max(bodies, default=0)
-    return Sizes(sum(bodies), mean if announced(sum(bodies), mean, rules) else 0)
+    return Sizes(sum(bodies), mean if is_mean_announced(sum(bodies), mean, rules) else 0)
 
 
 def parts_of(commit: Commit) -> list[int]:
@@ -63,7 +63,7 @@ def parts_of(commit: Commit) -> list[int]:
     return [j for j in range(owners) if cuts[j] < cuts[j + 1]]
 
 
-def announced(bodies: int, mean: int, rules: Rules) -> bool:
+def is_mean_announced(bodies: int, mean: int, rules: Rules) -> bool:
     """Does the closer of a step that is reduced directly write the mean down?   bodies, mean: bytes."""
     return rules.announce and 2 * mean <= bodies
 
@@ -83,11 +83,11 @@ class Window:
     every: int
 
     @property
-    def unlisted(self) -> int:
+    def first_listable(self) -> int:
         """The first step of which a commit in the window may list a delta."""
         return max(0, self.floor - self.carry)
 
-    def needs(self, t: int, step: Sizes) -> int:
+    def bytes_needed(self, t: int, step: Sizes) -> int:
         """Bytes of a committed step that stay whatever the budget is."""
         if t < self.floor:
             return 0
@@ -134,7 +134,9 @@ class Kept:
     over: int = 0
 
 
-def kept(budget: int, head: int, known: Mapping[int, Sizes], window: Window, older: Collection[int]) -> Kept | None:
+def choose_kept(
+    budget: int, head: int, known: Mapping[int, Sizes], window: Window, older: Collection[int]
+) -> Kept | None:
     """What of the steps below `head` stays; None if more commits must be read first.
 
     known: sizes of the newest steps, without a gap; maybe not of all.   older: snapshots below the floor.
@@ -147,32 +149,32 @@ def kept(budget: int, head: int, known: Mapping[int, Sizes], window: Window, old
             return None
         if t not in known:
             break
-        room -= window.needs(t, known[t])
+        room -= window.bytes_needed(t, known[t])
     if room < 0:
         return Kept(frozenset(), window.floor, window.newest, over=int(-room))
     most = max(one.deltas + one.mean for one in known.values())
     if FULL_ENOUGH * (head * most + len(older) * window.snapshot) <= room:
         return Kept(frozenset(older), 0, 0)
-    snapshots = thinned(older, window.floor, window.every, int(room // max(1, window.snapshot)))
+    snapshots = thin_snapshots(older, window.floor, window.every, int(room // max(1, window.snapshot)))
     room -= len(snapshots) * window.snapshot
-    means_from, room = _back(window.floor, room, {t: one.mean for t, one in known.items()})
+    means_from, room = _reach_back(window.floor, room, {t: one.mean for t, one in known.items()})
     if means_from and means_from - 1 not in known:
         return None
-    bodies = {t: one.deltas + one.mean * (t >= window.floor) - window.needs(t, one) for t, one in known.items()}
-    deltas_from, _ = _back(window.newest, room, bodies)
+    bodies = {t: one.deltas + one.mean * (t >= window.floor) - window.bytes_needed(t, one) for t, one in known.items()}
+    deltas_from, _ = _reach_back(window.newest, room, bodies)
     if deltas_from and deltas_from - 1 not in known:
         return None
     return Kept(frozenset(snapshots), means_from, deltas_from)
 
 
-def _back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, float]:
+def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, float]:
     """-> the first step from which on all below `end` have room, and what is left of it."""
     while end and (size := sizes.get(end - 1, room + 1)) <= room:
         end, room = end - 1, room - size
     return end, room
 
 
-def thinned(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
+def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
     """At most `room` of the snapshots below `floor`, at ages of about powers of two, the first one among them.
 
     every: steps from one to the next.   A snapshot that is the first in its cell of 2^l periods, and in none that is
@@ -181,7 +183,7 @@ def thinned(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]
     Both only change for the worse as the run grows, so what has gone is not asked for again.
     """
     ordered = sorted(set(steps))
-    levels = {t: _level(before, t, every) for before, t in pairwise(ordered)}
+    levels = {t: _snapshot_level(before, t, every) for before, t in pairwise(ordered)}
     levels |= dict.fromkeys(ordered[:1], ALWAYS)
     ages = {t: floor // every - t // every for t in ordered if t < floor}
     for share, lowest in _RULERS:
@@ -198,6 +200,6 @@ def _at_most(share: int, lowest: int, periods: int) -> int:
     return 1 + sum(min(1 << (share - 1), (((periods - 1) >> level) + 1) >> 1) for level in levels)
 
 
-def _level(before: int, t: int, every: int) -> int:
+def _snapshot_level(before: int, t: int, every: int) -> int:
     """The highest bit in which the numbers of their periods differ; -1 within one period."""
     return ((before // every) ^ (t // every)).bit_length() - 1

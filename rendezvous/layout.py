@@ -84,7 +84,7 @@ def is_word(name: str) -> bool:
     return _WORD.fullmatch(name) is not None
 
 
-def code(digest: str, name: str) -> str:
+def code_key(digest: str, name: str) -> str:
     return f"code/{digest}/{name}"
 
 
@@ -96,7 +96,7 @@ def is_model_file(key: str) -> bool:
     return is_plain(key) and key.startswith("model/") and key != MODEL_MANIFEST
 
 
-def claim(slot: str, generation: int) -> str:
+def claim_key(slot: str, generation: int) -> str:
     return f"replicas/{slot}/{generation:06d}.json"
 
 
@@ -106,19 +106,19 @@ def claim_owner(key: str) -> tuple[str, int]:
     return slot, int(name.partition(".")[0])
 
 
-def beat(slot: str) -> str:
+def beat_key(slot: str) -> str:
     return f"alive/{slot}.json"
 
 
-def delta(t: int, slot: str, generation: int, nonce: str) -> str:
+def delta_blob(t: int, slot: str, generation: int, nonce: str) -> str:
     return f"steps/{t:010d}/delta/{slot}-{generation}-{nonce}.bin"
 
 
-def offer(t: int, slot: str, attempt: int) -> str:
+def offer_key(t: int, slot: str, attempt: int) -> str:
     return f"steps/{t:010d}/offer/{slot}.{attempt}.json"
 
 
-def offers(t: int) -> str:
+def offers_prefix(t: int) -> str:
     """What the keys of step t's offers begin with."""
     return f"steps/{t:010d}/offer/"
 
@@ -128,7 +128,7 @@ def offer_slot(key: str) -> str:
     return key.rpartition("/")[2].partition(".")[0]
 
 
-def commit(t: int) -> str:
+def commit_key(t: int) -> str:
     return f"steps/{t:010d}/commit.json"
 
 
@@ -137,7 +137,7 @@ def commit_step(key: str) -> int:
     return int(key.split("/")[1])
 
 
-def mean(t: int, shard: int) -> str:
+def mean_key(t: int, shard: int) -> str:
     return f"steps/{t:010d}/mean/{shard:04d}.json"
 
 
@@ -145,7 +145,7 @@ def mean_blob(t: int, nonce: str) -> str:
     return f"steps/{t:010d}/mean/{nonce}.bin"
 
 
-def snapshot(t: int) -> str:
+def snapshot_key(t: int) -> str:
     return f"{SNAPSHOTS}{t:010d}/manifest.json"
 
 
@@ -159,13 +159,13 @@ def snapshot_step(key: str) -> int | None:
     if len(parts) != 3 or not _is_number(parts[1]):
         return None
     step = int(parts[1])
-    return step if key == snapshot(step) else None
+    return step if key == snapshot_key(step) else None
 
 
 def control_number(key: str) -> int | None:
     """control/000003.json -> 3; None for any other key below `control/`."""
     number = key.removeprefix(CONTROLS).removesuffix(".json")
-    return int(number) if _is_number(number) and key == control(int(number)) else None
+    return int(number) if _is_number(number) and key == control_key(int(number)) else None
 
 
 def claimed_slot(key: str) -> str | None:
@@ -174,28 +174,28 @@ def claimed_slot(key: str) -> str | None:
     return parts[1] if len(parts) == 3 and is_slot(parts[1]) else None
 
 
-def leave(slot: str, generation: int) -> str:
+def leave_key(slot: str, generation: int) -> str:
     return f"leave/{slot}-{generation}.json"
 
 
-def residual(slot: str, generation: int, nonce: str) -> str:
+def residual_blob(slot: str, generation: int, nonce: str) -> str:
     return f"residuals/{slot}-{generation}-{nonce}.bin"
 
 
-def control(n: int) -> str:
+def control_key(n: int) -> str:
     return f"control/{n:06d}.json"
 
 
-def log(slot: str, generation: int, n: int) -> str:
+def log_key(slot: str, generation: int, n: int) -> str:
     return f"{LOGS}{slot}-{generation}/{n:06d}.jsonl"
 
 
-def logs_of(slot: str, generation: int) -> str:
+def logs_prefix(slot: str, generation: int) -> str:
     """The prefix of one life's logs."""
     return f"{LOGS}{slot}-{generation}/"
 
 
-def rollouts(slot: str, generation: int, n: int) -> str:
+def rollouts_key(slot: str, generation: int, n: int) -> str:
     return f"{LOGS}{slot}-{generation}/{n:06d}.rollouts.jsonl"
 
 
@@ -220,7 +220,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 10
 
 
-def kind(key: str) -> str | None:
+def record_kind(key: str) -> str | None:
     """What lies under a key that can be sealed: claim, offer, commit, …, beat, log; None for blobs."""
     if key in _SINGLE:
         return _SINGLE[key]

@@ -12,7 +12,7 @@ Every tick beats; it asks for everything else as rarely as it may, because a fle
     control       every 2 beats: a stop may take so long to be heard
     successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
     commit        while training, when it can be there (rules.may_be_decided); now and then before
-    other beats   while starting, and in steps 0 and 1: of all.  Later of the slots that a step waits for (`look`), and
+    other beats   while starting, and in steps 0 and 1: of all.  Later of the slots that a step waits for, and
                   once per step of those that may still miss this replica's last body (`owed`)
 
 Not promised: that a beating slot makes progress, or that a silent one is dead.
@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rendezvous import layout
-from rendezvous.background import Parts, Tell, no_tell
+from rendezvous.background import Emit, Parts, no_emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError
-from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, nonce
-from rendezvous.rules import CROWD, STARTING, Peer, Timing, beat_age, may_be_decided
+from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, new_nonce
+from rendezvous.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
 from rendezvous.store import Readable, Store, put_once
 
 R = TypeVar("R", bound=Record)
@@ -65,37 +65,37 @@ class Wanted:
     former: tuple[dict[str, Any], ...] = ()
     highest_quorum: int = 1
 
-    def after(self, control: Control) -> "Wanted":
+    def with_control(self, control: Control) -> "Wanted":
         """These wishes changed by one more control record."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
         return replace(
             self,
             **said,
             universe=max(self.universe, said.get("replicas", self.replicas)),
-            former=self._former(control),
+            former=self._former_after(control),
             highest_quorum=max(self.highest_quorum, said.get("min_replicas", 1)),
-            drains=self._drains(control),
+            drains=self._drains_after(control),
             stop=(self.stop or control.stop) and not control.resume,
             records=control.n + 1,
         )
 
-    def _drains(self, control: Control) -> frozenset[str]:
+    def _drains_after(self, control: Control) -> frozenset[str]:
         if control.resume or control.replicas is not None:
             return frozenset()
         return self.drains | {control.drain} if control.drain else self.drains
 
-    def _former(self, control: Control) -> tuple[dict[str, Any], ...]:
+    def _former_after(self, control: Control) -> tuple[dict[str, Any], ...]:
         if control.places is None:
             return self.former
         gone = [p for p in (*self.former, *self.places) if p not in control.places]
         return tuple(p for i, p in enumerate(gone) if p not in gone[:i])
 
-    def leaves(self, slot: str) -> bool:
+    def is_to_leave(self, slot: str) -> bool:
         """Is this slot to go?"""
         return self.stop or slot in self.drains or layout.slot_index(slot) >= self.replicas > 0
 
     @property
-    def slots(self) -> list[str]:
+    def slot_names(self) -> list[str]:
         return [layout.slot_name(i) for i in range(self.universe)]
 
 
@@ -105,10 +105,10 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
     The first one is not passed over: raises RecordsLost if something else stands there.
     """
     wanted = wanted or Wanted()
-    while (body := store.get(layout.control(wanted.records))) is not None:
-        control = decoded(Control, body)
+    while (body := store.get(layout.control_key(wanted.records))) is not None:
+        control = decode_or_none(Control, body)
         if control is not None and control.n == wanted.records:
-            wanted = wanted.after(control)
+            wanted = wanted.with_control(control)
         else:
             _refuse_first(store, wanted.records)
             wanted = replace(wanted, records=wanted.records + 1)
@@ -119,12 +119,12 @@ def _refuse_first(store: Readable, n: int) -> None:
     """Garbage stands under control/{n}: raises RecordsLost if that is the first."""
     if n == 0:
         raise RecordsLost(
-            f"{store.url}/{layout.control(0)} is no control record: it was overwritten, or somebody else wrote it "
+            f"{store.url}/{layout.control_key(0)} is no control record: it was overwritten, or somebody else wrote it "
             f"before the run began. {_WITHOUT_IT} {_RESTORE}. If the run never had one, delete the object"
         )
 
 
-def decoded(kind: type[R], body: bytes) -> R | None:
+def decode_or_none(kind: type[R], body: bytes) -> R | None:
     """The record in a register that anybody may have taken; None if it is none: all readers pass over the same ones."""
     try:
         return kind.decode(body)
@@ -147,19 +147,19 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
     read: the missing one is there before they are, so it is read last.
     """
     later = controls_above(store, wanted.records)
-    stepped = wanted.records == 0 and store.get(layout.commit(0)) is not None
-    if (later or stepped) and store.get(layout.control(wanted.records)) is None:
-        seen = f"{layout.control(later[0].n)} is there" if later else "steps are committed"
+    stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
+    if (later or stepped) and store.get(layout.control_key(wanted.records)) is None:
+        seen = f"{layout.control_key(later[0].n)} is there" if later else "steps are committed"
         raise RecordsLost(
-            f"{store.url}/{layout.control(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {_RESTORE}"
+            f"{store.url}/{layout.control_key(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {_RESTORE}"
         )
 
 
 def controls_above(store: Readable, n: int) -> list[Control]:
     """The control records with a higher number than n, in order, as far as a LIST shows them."""
     numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
-    bodies = [(m, store.get(layout.control(m))) for m in numbers if m > n]
-    found = [(m, decoded(Control, body)) for m, body in bodies if body is not None]
+    bodies = [(m, store.get(layout.control_key(m))) for m in numbers if m > n]
+    found = [(m, decode_or_none(Control, body)) for m, body in bodies if body is not None]
     return [control for m, control in found if control is not None and control.n == m]
 
 
@@ -185,11 +185,11 @@ def write_control(store: Store, clock: Clock, **wishes: object) -> Wanted:
     while True:
         wanted = read_control(store)
         refuse_lost(store, wanted)
-        record = Control(n=wanted.records, nonce=nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
+        record = Control(n=wanted.records, nonce=new_nonce(), at=clock.wall(), **wishes)  # type: ignore[arg-type]
         _check_wishes(record)
-        won, _ = put_once(store, clock, layout.control(record.n), record.encode())
+        won, _ = put_once(store, clock, layout.control_key(record.n), record.encode())
         if won:
-            return wanted.after(record)
+            return wanted.with_control(record)
 
 
 def _check_wishes(record: Control) -> None:
@@ -206,13 +206,13 @@ def _check_wishes(record: Control) -> None:
         layout.slot_index(record.drain)
 
 
-def claims(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
+def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
     """Claims of those who took the slot after generation `above`, in order.
 
     What stands there and is no claim of this slot and generation takes its number, and is worth nothing.
     """
     generation = above + 1
-    while (body := store.get(layout.claim(slot, generation))) is not None:
+    while (body := store.get(layout.claim_key(slot, generation))) is not None:
         if (found := _claim_in(body, slot, generation)) is not None:
             yield found
         generation += 1
@@ -220,24 +220,24 @@ def claims(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
 
 def newest_claim(store: Readable, slot: str) -> Claim | None:
     """Who took the slot last; None if nobody has."""
-    return max(claims(store, slot), key=lambda c: c.generation, default=None)
+    return max(claims_above(store, slot), key=lambda c: c.generation, default=None)
 
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
     """Who took this generation of the slot; None if nobody did."""
-    body = store.get(layout.claim(slot, generation))
+    body = store.get(layout.claim_key(slot, generation))
     return None if body is None else _claim_in(body, slot, generation)
 
 
 def _claim_in(body: bytes, slot: str, generation: int) -> Claim | None:
-    found = decoded(Claim, body)
+    found = decode_or_none(Claim, body)
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
 def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
     """The goodbye of this generation; None if there is none."""
-    body = store.get(layout.leave(slot, generation))
-    found = None if body is None else decoded(Leave, body)
+    body = store.get(layout.leave_key(slot, generation))
+    found = None if body is None else decode_or_none(Leave, body)
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
@@ -249,11 +249,11 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
     """
     generation = 1
     while True:
-        while (body := store.get(layout.claim(slot, generation))) is not None:
+        while (body := store.get(layout.claim_key(slot, generation))) is not None:
             _refuse_outdated(slot, host, _claim_in(body, slot, generation))
             generation += 1
-        mine = Claim(slot, generation, nonce(), clock.wall(), host, pid)
-        won, value = put_once(store, clock, layout.claim(slot, generation), mine.encode())
+        mine = Claim(slot, generation, new_nonce(), clock.wall(), host, pid)
+        won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
         if won:
             return generation
         if (other := _claim_in(value, slot, generation)) is not None:
@@ -299,23 +299,23 @@ class Membership:
         *,
         host: str = "",
         pid: int = 0,
-        tell: Tell = no_tell,
+        emit: Emit = no_emit,
     ) -> None:
         self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
         self._timing, self._host, self._pid = timing, host, pid
         self._beats = 0
         self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
-        self._read_at: dict[str, float] = {}  # slot -> `awake` when its beat was last asked for
-        self._opened, self._pace = 0.0, 0.0  # of the open step: `awake` when we began it, seconds that it should take
+        self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
+        self._opened, self._pace = 0.0, 0.0  # of the open step: `awake_s` when we began it, seconds that it should take
         self.owed: set[str] = set()  # slots that may still miss our body of the step before
         self.status, self.wanted = BeatStatus(), Wanted()
         self.peers: dict[str, Peer] = {}  # replaced as a whole, so that another thread can read them
-        self._liars: dict[str, int] = {}
+        self._untrusted: dict[str, int] = {}
         self.fenced_by = 0  # the generation that took the slot, once seen
         self.decided = -1  # highest step whose commit a tick has seen
         self.heartbeat_lost: BaseException | None = None  # why nobody calls `tick` any more; set by its caller
-        self._parts = Parts(tell)
+        self._parts = Parts(emit)
 
     @property
     def name(self) -> str:
@@ -325,44 +325,46 @@ class Membership:
     def claim(self, store: Store) -> int:
         """Take the slot, and hear the operator's wishes; -> the generation."""
         self.generation = claim(store, self._clock, self.slot, host=self._host, pid=self._pid)
-        self.listen(store)
+        self.hear_wishes(store)
         return self.generation
 
-    def listen(self, store: Store) -> Wanted:
+    def hear_wishes(self, store: Store) -> Wanted:
         """The operator's wishes, with those that came since."""
         heard = read_control(store, self.wanted)
         if heard.records > self.wanted.records:  # another thread may have heard more meanwhile
             self.wanted = heard
         return heard
 
-    def arrived(self, offer: Offer) -> None:
+    def note_offer(self, offer: Offer) -> None:
         """An offer of a slot whose beat had stopped: the beat of that generation cannot be trusted any more."""
         peer = self.peers.get(offer.slot)
-        if peer and peer.dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
-            self._liars[offer.slot] = offer.generation
-            self.peers[offer.slot] = replace(peer, liar=offer.generation)
+        if peer and peer.is_dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
+            self._untrusted[offer.slot] = offer.generation
+            self.peers[offer.slot] = replace(peer, untrusted_generation=offer.generation)
 
-    def open(self, pace: float, owed: set[str]) -> None:
+    def begin_step(self, pace: float, owed: set[str]) -> None:
         """This replica begins to train for the open step.
 
         pace: seconds that an outer step should take, 0 if that is not known.
         owed: slots that may still miss this replica's body of the step before.
         """
-        self._opened, self._pace, self.owed = self.awake, pace, owed
+        self._opened, self._pace, self.owed = self.awake_s, pace, owed
         self._done_at.pop(self._read_commit.__name__, None)
 
     @property
-    def awake(self) -> float:
+    def awake_s(self) -> float:
         """Seconds since this life began, without its own pauses: at most four beats per tick."""
         awake, ticked = self._ticked
         return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
 
     def tick(self) -> None:
         """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
-        self._ticked = self.awake, self._clock.now()
-        self._parts.run(self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._listen)
+        self._ticked = self.awake_s, self._clock.now()
+        self._parts.run(
+            self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
+        )
 
-    def _every(self, period: float, act: Callable[[], object]) -> None:
+    def _do_every(self, period: float, act: Callable[[], object]) -> None:
         """Do this if it was last done a period ago.  A failure does not count; after a pause everything is due."""
         now, name = self._clock.now(), act.__name__
         if now - self._done_at.get(name, -math.inf) >= JITTER * period:
@@ -391,9 +393,9 @@ class Membership:
             pid=self._pid,
             note=s.note,
         )
-        self._store.put(layout.beat(self.slot), beat.encode())
+        self._store.put(layout.beat_key(self.slot), beat.encode())
 
-    def goodbye(self) -> None:
+    def say_goodbye(self) -> None:
         """A last beat that says so."""
         self.status.phase = "left"
         try:
@@ -402,50 +404,50 @@ class Membership:
             return
 
     def _look_for_successor(self) -> None:
-        self._every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
+        self._do_every(SUCCESSOR_BEATS * self._timing.beat, self._read_claims)
 
     def _read_claims(self) -> None:
-        for successor in claims(self._store, self.slot, self.generation):
+        for successor in claims_above(self._store, self.slot, self.generation):
             self.fenced_by = successor.generation
 
     def _look_for_commit(self) -> None:
         if self.status.phase == "wait" or self.decided >= self.status.step:
             return  # a replica that waits for the decision reads it itself
-        often = may_be_decided(self.awake - self._opened, self._pace)
-        self._every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
+        often = may_be_decided(self.awake_s - self._opened, self._pace)
+        self._do_every(self._timing.beat if often else max(3 * self._timing.beat, self._pace / 2), self._read_commit)
 
     def _read_commit(self) -> None:
         step = self.status.step
-        if self._store.get(layout.commit(step)) is not None:
+        if self._store.get(layout.commit_key(step)) is not None:
             self.decided = step
 
     def _look_around(self) -> None:
         if self.status.phase in STARTING or self.status.step < 2:
-            self.look(self.wanted.slots, apart=0.0)
-        elif self.owed and self.awake - self._opened >= self._pace / 2:
-            self.look(self.owed)
+            self.read_beats(self.wanted.slot_names, apart=0.0)
+        elif self.owed and self.awake_s - self._opened >= self._pace / 2:
+            self.read_beats(self.owed)
             self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
-    def look(self, slots: Iterable[str], apart: float | None = None) -> None:
+    def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
         """Read these slots' beats, each at most once per beat (or `apart` seconds), and when it may have died by now.
 
         In a crowd a dozen per beat: those that were not read for longest.  Advisory: what fails is read the next time.
         """
-        a_beat, now = JITTER * self._timing.beat, self.awake
+        a_beat, now = JITTER * self._timing.beat, self.awake_s
         asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
-        for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, CROWD - recent)]:
-            when = self.awake, self._clock.wall()  # before the request: one that is slow makes nobody look dead
+        for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
+            when = self.awake_s, self._clock.wall()  # before the request: one that is slow makes nobody look dead
             with suppress(RendezvousError):
-                self._see(slot, read_beat(self._store, slot), when)
+                self._observe_beat(slot, read_beat(self._store, slot), when)
 
     def _is_due(self, slot: str, ago: float, apart: float) -> bool:
         peer, limit = self.peers.get(slot), self._timing.dead_after
-        dies = peer is not None and peer.beating(limit) and peer.later(ago).dead(limit)
+        dies = peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
         return dies or ago >= apart
 
-    def _see(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
+    def _observe_beat(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
         """This is what stood there; it was asked for at `when`, seconds awake and the wall clock."""
         old = self.peers.get(slot)
         if old is not None and when[0] < old.read[0]:
@@ -454,28 +456,30 @@ class Membership:
         if beat is None and old is not None:
             beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
         if beat is not None:
-            self.peers[slot] = seen(old, beat, when, self._timing.beat, self._liars.get(slot, 0))
+            self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
 
     def by_now(self, slot: str) -> Peer | None:
         """What was last seen of a slot's beat, as it is if nothing has moved since."""
         peer = self.peers.get(slot)
-        return peer and peer.later(self.awake - peer.read[0])
+        return peer and peer.aged_by(self.awake_s - peer.read[0])
 
-    def _listen(self) -> None:
-        self._every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
+    def _look_for_wishes(self) -> None:
+        self._do_every(CONTROL_BEATS * self._timing.beat, self._read_wishes)
 
     def _read_wishes(self) -> None:
-        self.listen(self._store)
+        self.hear_wishes(self._store)
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
     """What stands in a slot's heartbeat; None if there is none.  Anybody may have written there."""
-    body = store.get(layout.beat(slot))
-    beat = None if body is None else decoded(Beat, body)
+    body = store.get(layout.beat_key(slot))
+    beat = None if body is None else decode_or_none(Beat, body)
     return beat if beat is not None and beat.slot == slot else None
 
 
-def seen(old: Peer | None, beat: Beat, read: tuple[float, float], period: float, liar: int = 0) -> Peer:
+def updated_peer(
+    old: Peer | None, beat: Beat, read: tuple[float, float], period: float, untrusted_generation: int = 0
+) -> Peer:
     """The observation `old`, later, when `beat` is what stands there.
 
     read: (seconds awake, wall clock) of the observer when it asked.   period: seconds between two beats.
@@ -485,7 +489,7 @@ def seen(old: Peer | None, beat: Beat, read: tuple[float, float], period: float,
         return Peer(beat, read=read)
     elapsed, wall = read[0] - old.read[0], read[1] - old.read[1]
     if (beat.generation, beat.n) < (old.beat.generation, old.beat.n):
-        return replace(old.later(elapsed), liar=liar, read=read)
+        return replace(old.aged_by(elapsed), untrusted_generation=untrusted_generation, read=read)
     changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)
     moved = (beat.generation, beat.step, beat.inner) != (old.beat.generation, old.beat.step, old.beat.inner)
     age = beat_age(old, beat, elapsed, wall, period)
@@ -494,6 +498,6 @@ def seen(old: Peer | None, beat: Beat, read: tuple[float, float], period: float,
         changes=old.changes + changed,
         silent=age if changed else old.silent + elapsed,
         still=age if moved else old.still + elapsed,
-        liar=liar,
+        untrusted_generation=untrusted_generation,
         read=read,
     )

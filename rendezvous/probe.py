@@ -10,9 +10,9 @@
 
 A measurement that the store answers with an error is a row of the table that says so: the others are still made.
 
-    unfit(store, clock)                         the first two only, small: why no run may be founded there, or None
-    throughput(store, clock, size)              the last one only
-    probe(store, clock) ─▶ Probe ─▶ .verdict()  None, or why not
+    why_unfit(store, clock)                         the first two only, small: why no run may be founded there, or None
+    measure_throughput(store, clock, size)              the last one only
+    probe_store(store, clock) ─▶ Probe ─▶ .why_unfit()  None, or why not
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
@@ -53,7 +53,7 @@ class Race:
     winners: tuple[int, ...]
     stands: bool
 
-    def reason(self) -> str | None:
+    def why_unfit(self) -> str | None:
         """Why no register can be kept there; None if it can."""
         if max(self.winners) > 1:
             return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
@@ -86,9 +86,9 @@ class Probe:
     deletes: bool = True
     troubles: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def verdict(self) -> str | None:
+    def why_unfit(self) -> str | None:
         """Why this store cannot carry a run, or None."""
-        if reason := self.race.reason():
+        if reason := self.race.why_unfit():
             return reason
         if name := next((name for name in ESSENTIAL if name in self.troubles), None):
             return f"{ESSENTIAL[name]} could not be shown to work: {self.troubles[name]}"
@@ -130,62 +130,66 @@ class Estimate:
         return self.puts + self.gets
 
 
-def probe(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
+def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
     """Measure.  Raises StoreRefused if the store lets us do nothing at all."""
     at = f"probe/{os.urandom(6).hex()}/"
     try:
-        return _measured(store, clock, at, size, rounds, racers)
+        return _measure_all(store, clock, at, size, rounds, racers)
     finally:
-        _clean(store, at, rounds)
+        _delete_probe_keys(store, at, rounds)
 
 
-def unfit(store: Store, clock: Clock) -> str | None:
+def why_unfit(store: Store, clock: Clock) -> str | None:
     """The short form, for who is about to found a run: why no register can be kept there, or None."""
     at, rounds = f"probe/{os.urandom(6).hex()}/", 3
     try:
-        raced = race(store, clock, f"{at}race/", rounds, racers=4)
-        return raced.reason() or (None if _keeps_first(store, f"{at}twice", clock) else _OVERWRITES)
+        raced = race_writers(store, clock, f"{at}race/", rounds, racers=4)
+        return raced.why_unfit() or (None if _keeps_first(store, f"{at}twice", clock) else _OVERWRITES)
     finally:
-        _clean(store, at, rounds)
+        _delete_probe_keys(store, at, rounds)
 
 
-def throughput(store: Store, clock: Clock, size: int) -> tuple[float, float]:
+def measure_throughput(store: Store, clock: Clock, size: int) -> tuple[float, float]:
     """Bytes per second (up, down) of one blob of `size` bytes."""
     key = f"probe/{os.urandom(6).hex()}/blob"
     try:
-        return _rates(store, clock, key, size)
+        return _measure_rates(store, clock, key, size)
     finally:
-        _delete(store, [key])
+        _delete_quietly(store, [key])
 
 
-def _measured(store: Store, clock: Clock, at: str, size: int, rounds: int, racers: int) -> Probe:
-    raced = race(store, clock, f"{at}race/", rounds, racers)
+def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, racers: int) -> Probe:
+    raced = race_writers(store, clock, f"{at}race/", rounds, racers)
     troubles: dict[str, str] = {}
 
-    def measure(name: str, measurement: Callable[[], T], unknown: T) -> T:
+    def measure_or_note(name: str, measurement: Callable[[], T], unknown: T) -> T:
         try:
             return measurement()
         except StoreError as error:
             troubles[name] = str(error)
             return unknown
 
-    ranges, notices_end = measure("ranges", lambda: _ranges(store, f"{at}range", clock), (False, False))
-    gets, creates = measure("latencies", lambda: _latencies(store, clock, f"{at}small/"), ([0.0], [0.0]))
-    up, down = measure("rates", lambda: _rates(store, clock, f"{at}blob", size), (0.0, 0.0))
+    ranges, notices_end = measure_or_note("ranges", lambda: _check_ranges(store, f"{at}range", clock), (False, False))
+    gets, creates = measure_or_note(
+        "latencies", lambda: _measure_latencies(store, clock, f"{at}small/"), ([0.0], [0.0])
+    )
+    up, down = measure_or_note("rates", lambda: _measure_rates(store, clock, f"{at}blob", size), (0.0, 0.0))
     return Probe(
         url=store.url,
         race=raced,
-        keeps_first=measure("keeps_first", lambda: _keeps_first(store, f"{at}twice", clock), False),
-        reads_its_writes=measure("reads_its_writes", lambda: _reads_its_writes(store, f"{at}own", clock), False),
+        keeps_first=measure_or_note("keeps_first", lambda: _keeps_first(store, f"{at}twice", clock), False),
+        reads_its_writes=measure_or_note(
+            "reads_its_writes", lambda: _reads_its_writes(store, f"{at}own", clock), False
+        ),
         ranges=ranges,
         notices_end=notices_end,
-        list_lag_s=measure("list", lambda: _list_lag(store, clock, f"{at}listed/"), None),
+        list_lag_s=measure_or_note("list", lambda: _list_lag(store, clock, f"{at}listed/"), None),
         get_s=median(gets),
         create_s=median(creates),
         size=size,
         put_bytes_s=up,
         get_bytes_s=down,
-        deletes=measure("delete", lambda: _deletes(store, clock, f"{at}gone/"), False),
+        deletes=measure_or_note("delete", lambda: _check_deletes(store, clock, f"{at}gone/"), False),
         troubles=troubles,
     )
 
@@ -193,7 +197,7 @@ def _measured(store: Store, clock: Clock, at: str, size: int, rounds: int, racer
 # ---------------------------------------------------------------------- single measurements
 
 
-def race(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
+def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
     """Let many create the same key at once.  Cleans up if it was given no place."""
     place = at or f"probe/{os.urandom(6).hex()}/race/"
     winners: list[int] = []
@@ -202,7 +206,7 @@ def race(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers:
         for n in range(rounds):
             won = _one_race(store, f"{place}{n}", racers)
             winners.append(len(won))
-            stands &= len(won) != 1 or _insist(clock, lambda n=n: store.get(f"{place}{n}")) == won[0]
+            stands &= len(won) != 1 or _retry_unclear(clock, lambda n=n: store.get(f"{place}{n}")) == won[0]
     finally:
         if not at:
             store.delete([f"{place}{n}" for n in range(rounds)])
@@ -240,73 +244,76 @@ def _keeps_first(store: Store, key: str, clock: Clock) -> bool:
             store.create(key, body)
         except (KeyExists, StoreUnclear):
             continue
-    return _insist(clock, lambda: store.get(key)) in (b"first", None)  # None: both were unclear; the race decides
+    return _retry_unclear(clock, lambda: store.get(key)) in (
+        b"first",
+        None,
+    )  # None: both were unclear; the race decides
 
 
 def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
     for n in range(5):
         body = b"%d" % n
-        _insist(clock, lambda body=body: store.put(key, body))
-        if _insist(clock, lambda: store.get(key)) != body:
+        _retry_unclear(clock, lambda body=body: store.put(key, body))
+        if _retry_unclear(clock, lambda: store.get(key)) != body:
             return False
     return True
 
 
-def _ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
+def _check_ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
     """(the bytes are right, the end is noticed)"""
     body, out = os.urandom(10_000), bytearray(1000)
-    _insist(clock, lambda: store.put(key, body))
-    right = _insist(clock, lambda: store.get_into(key, memoryview(out), 1234)) and bytes(out) == body[1234:2234]
+    _retry_unclear(clock, lambda: store.put(key, body))
+    right = _retry_unclear(clock, lambda: store.get_into(key, memoryview(out), 1234)) and bytes(out) == body[1234:2234]
     beyond = [
-        _insist(clock, lambda start=start: store.get_into(key, memoryview(out), start))
+        _retry_unclear(clock, lambda start=start: store.get_into(key, memoryview(out), start))
         for start in (9001, 10_000, 50_000)
     ]
     return bool(right), not any(beyond)
 
 
 def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
-    _insist(clock, lambda: store.put(f"{at}key", b"x"))
+    _retry_unclear(clock, lambda: store.put(f"{at}key", b"x"))
     began = clock.now()
     while clock.now() - began < LIST_PATIENCE_S:
         asked = clock.now()
-        if f"{at}key" in (_insist(clock, lambda: store.list(at)) or []):
+        if f"{at}key" in (_retry_unclear(clock, lambda: store.list(at)) or []):
             return asked - began
         clock.sleep(0.2)
     return None
 
 
-def _deletes(store: Store, clock: Clock, at: str) -> bool:
+def _check_deletes(store: Store, clock: Clock, at: str) -> bool:
     """Two keys and one that never was, in one call, as garbage is collected.  -> Are they gone?"""
     for name in ("a", "b"):
-        _insist(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
-    _insist(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
-    return all(_insist(clock, lambda name=name: store.get(f"{at}{name}")) is None for name in ("a", "b"))
+        _retry_unclear(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
+    _retry_unclear(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
+    return all(_retry_unclear(clock, lambda name=name: store.get(f"{at}{name}")) is None for name in ("a", "b"))
 
 
-def _latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
+def _measure_latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
     """Seconds of small (gets, creates)."""
     gets, creates = list[float](), list[float]()
     for n in range(times):
-        creates.append(_timed(clock, lambda n=n: _attempt(lambda: store.create(f"{at}{n}", b"x" * 200))))
-        gets.append(_timed(clock, lambda n=n: _attempt(lambda: store.get(f"{at}{n}"))))
+        creates.append(_seconds_of(clock, lambda n=n: _ignore_conflict(lambda: store.create(f"{at}{n}", b"x" * 200))))
+        gets.append(_seconds_of(clock, lambda n=n: _ignore_conflict(lambda: store.get(f"{at}{n}"))))
     return gets, creates
 
 
-def _rates(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
+def _measure_rates(store: Store, clock: Clock, key: str, size: int) -> tuple[float, float]:
     """Bytes per second: putting a blob, and getting it into a buffer that was used before."""
     body = bytearray(os.urandom(1 << 10) * (size // 1024 + 1))[:size]
-    put_s = _timed(clock, lambda: _insist(clock, lambda: store.put(key, memoryview(body))))
-    get_s = _timed(clock, lambda: _insist(clock, lambda: store.get_into(key, memoryview(body))))
+    put_s = _seconds_of(clock, lambda: _retry_unclear(clock, lambda: store.put(key, memoryview(body))))
+    get_s = _seconds_of(clock, lambda: _retry_unclear(clock, lambda: store.get_into(key, memoryview(body))))
     return size / max(put_s, 1e-9), size / max(get_s, 1e-9)
 
 
-def _timed(clock: Clock, action: Callable[[], object]) -> float:
+def _seconds_of(clock: Clock, action: Callable[[], object]) -> float:
     began = clock.now()
     action()
     return clock.now() - began
 
 
-def _insist(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
+def _retry_unclear(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
     """Ask again after an unclear answer, a few times."""
     for n in range(times - 1):
         try:
@@ -316,20 +323,20 @@ def _insist(clock: Clock, request: Callable[[], T], times: int = 5) -> T:
     return request()
 
 
-def _attempt(request: Callable[[], object]) -> None:
+def _ignore_conflict(request: Callable[[], object]) -> None:
     try:
         request()
     except (KeyExists, StoreUnclear):
         return
 
 
-def _clean(store: Store, at: str, rounds: int) -> None:
+def _delete_probe_keys(store: Store, at: str, rounds: int) -> None:
     names = ["twice", "own", "range", "blob", "listed/key", "gone/a", "gone/b"]
     names += [f"race/{n}" for n in range(rounds)] + [f"small/{n}" for n in range(9)]
-    _delete(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
+    _delete_quietly(store, [f"{at}{name}" for name in names])  # by name: a listing may lag
 
 
-def _delete(store: Store, keys: list[str]) -> None:
+def _delete_quietly(store: Store, keys: list[str]) -> None:
     try:
         store.delete(keys)
     except StoreError:
@@ -354,7 +361,7 @@ def sync_estimate(probe: Probe, parameters: int, replicas: int, codec: str = "fp
     gets = n * ((2 if sharded else 1) * (n - 1) * ceil((part if sharded else blob) / _RANGE) + n + POLLS)
     seconds = sync_seconds(codec, parameters, n, probe.put_bytes_s, probe.get_bytes_s)
     seconds += (2 + sharded) * probe.create_s + (n + 2) * probe.get_s
-    price = _price(probe.url)
+    price = _price_of(probe.url)
     dollars = None if price is None else puts * price[0] + gets * price[1]
     egress = None if price is None else n * down / 1e9 * price[2]
     return Estimate(
@@ -373,7 +380,7 @@ def _requests_to_put(blob: int) -> int:
     return 1 if blob <= _SINGLE else 2 + ceil(blob / _PART)
 
 
-def _price(url: str) -> tuple[float, float, float] | None:
+def _price_of(url: str) -> tuple[float, float, float] | None:
     parts = urlsplit(url)
     endpoint = parts.query or next((os.environ[n] for n in _ENDPOINTS if os.environ.get(n)), "")
     if parts.scheme != "s3":
@@ -394,9 +401,11 @@ def doctor_table(
 ) -> str:
     """why: what a codec that is chosen for the reader would be, and for what reason."""
     raced, lag = probe.race, probe.list_lag_s
-    rates = f"{_mb(probe.put_bytes_s)}, {_mb(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"
+    rates = (
+        f"{_format_rate(probe.put_bytes_s)}, {_format_rate(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"
+    )
 
-    def row(name: str, measurement: str, verdict: str, remark: str) -> tuple[str, str, str]:
+    def row_of(name: str, measurement: str, verdict: str, remark: str) -> tuple[str, str, str]:
         trouble = probe.troubles.get(measurement)
         return (name, verdict, remark) if trouble is None else (name, "NO", trouble)
 
@@ -404,21 +413,23 @@ def doctor_table(
     rows = [
         (
             "only one writer wins",
-            _ok(not raced.reason()),
+            _ok_or_no(not raced.why_unfit()),
             f"{raced.racers} at once, {len(raced.winners)} rounds: {winners}",
         ),
-        row("the first body stays", "keeps_first", _ok(probe.keeps_first), "created twice"),
-        row("reads what was written", "reads_its_writes", _ok(probe.reads_its_writes), "at once"),
-        row("reads parts of objects", "ranges", _ok(probe.ranges and probe.notices_end), "and notices their end"),
-        row("lists new objects", "list", "ok" if lag is not None else "slow", _lag(lag)),
-        row("deletes objects", "delete", _ok(probe.deletes), _deleting(probe.deletes)),
-        row("small read, create", "latencies", "", f"{1e3 * probe.get_s:.1f} ms, {1e3 * probe.create_s:.1f} ms"),
-        row("up, down", "rates", "", rates),
+        row_of("the first body stays", "keeps_first", _ok_or_no(probe.keeps_first), "created twice"),
+        row_of("reads what was written", "reads_its_writes", _ok_or_no(probe.reads_its_writes), "at once"),
+        row_of(
+            "reads parts of objects", "ranges", _ok_or_no(probe.ranges and probe.notices_end), "and notices their end"
+        ),
+        row_of("lists new objects", "list", "ok" if lag is not None else "slow", _lag_remark(lag)),
+        row_of("deletes objects", "delete", _ok_or_no(probe.deletes), _delete_remark(probe.deletes)),
+        row_of("small read, create", "latencies", "", f"{1e3 * probe.get_s:.1f} ms, {1e3 * probe.create_s:.1f} ms"),
+        row_of("up, down", "rates", "", rates),
     ]
     if parameters is not None and probe.put_bytes_s:
         rows += _sync_rows(sync_estimate(probe, parameters, replicas, codec), parameters, replicas, codec)
         rows += [("" if i else "codec = auto would be", "", line) for i, line in enumerate(wrap(why, 84))]
-    reason = probe.verdict()
+    reason = probe.why_unfit()
     last = "This store can carry a run." if reason is None else f"This store cannot carry a run: {reason}."
     return "\n".join([probe.url, *(f"  {a:<24}{b:<6}{c}" for a, b, c in rows), last])
 
@@ -440,19 +451,19 @@ def _sync_rows(estimate: Estimate, parameters: int, replicas: int, codec: str) -
     return rows
 
 
-def _ok(good: bool) -> str:
+def _ok_or_no(good: bool) -> str:
     return "ok" if good else "NO"
 
 
-def _deleting(works: bool) -> str:
+def _delete_remark(works: bool) -> str:
     return "and does not mind missing ones" if works else 'set fleet.keep = "all": nothing can be collected here'
 
 
-def _lag(lag: float | None) -> str:
+def _lag_remark(lag: float | None) -> str:
     return (
         f"after {lag:.1f} s" if lag is not None else f"not within {LIST_PATIENCE_S:.0f} s (only hints come from lists)"
     )
 
 
-def _mb(rate: float) -> str:
+def _format_rate(rate: float) -> str:
     return f"{rate / 1e6:.0f} MB/s"

@@ -13,7 +13,7 @@ Not promised: that a blob which is there is whole.  Who reads it compares its di
 from dataclasses import dataclass
 
 from rendezvous import layout, snapshots
-from rendezvous.garbage import announced_stands, stands
+from rendezvous.garbage import announced_stands, blob_stands
 from rendezvous.records import Commit, Snapshot
 from rendezvous.store import Store
 
@@ -25,18 +25,18 @@ class Reach:
     since: int
     before: tuple[int, ...] = ()
 
-    def covers(self, step: int) -> bool:
+    def covers_step(self, step: int) -> bool:
         return step >= self.since or step in self.before
 
-    def words(self) -> str:
+    def in_words(self) -> str:
         """ "reaches back to step 40, and every step that has a snapshot: 8, 16, 32" """
         more = f", and every step that has a snapshot: {', '.join(map(str, self.before))}" if self.before else ""
         return f"reaches back to step {self.since}{more}"
 
 
-def reach(store: Store) -> Reach:
+def read_reach(store: Store) -> Reach:
     """What can be told of the run as it stands."""
-    found = _snapshots(store)
+    found = _readable_snapshots(store)
     if not found:
         return Reach(0)
     first = _first_told(store, found[-1])
@@ -44,17 +44,17 @@ def reach(store: Store) -> Reach:
     return Reach(since, tuple(t for t in found if t < since))
 
 
-def _snapshots(store: Store) -> list[int]:
+def _readable_snapshots(store: Store) -> list[int]:
     """Steps of the snapshots that are there, in order.  LIST tells of few that are not, and of all that matter."""
     keys = store.list(layout.SNAPSHOTS)
     with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
-    steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot(t).rpartition("/")[0] in with_blob]
+    steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot_key(t).rpartition("/")[0] in with_blob]
     found = ((t, snapshots.read(store, t)) for t in steps)
     return [t for t, snapshot in found if snapshot is not None and _is_there(store, snapshot)]
 
 
 def _is_there(store: Store, snapshot: Snapshot) -> bool:
-    return not snapshot.blob or stands(store, snapshot.blob, snapshot.size)
+    return not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size)
 
 
 def _first_told(store: Store, end: int) -> int:
@@ -71,8 +71,8 @@ def _first_told(store: Store, end: int) -> int:
 
 def mean_stands(store: Store, t: int) -> bool:
     """Can the mean of a committed step be told, from what was announced or from what was offered?"""
-    body = store.get(layout.commit(t))
+    body = store.get(layout.commit_key(t))
     if body is None:
         return False
     commit = Commit.decode(body)
-    return announced_stands(store, commit) or all(stands(store, o.blob, o.size) for o in commit.offers)
+    return announced_stands(store, commit) or all(blob_stands(store, o.blob, o.size) for o in commit.offers)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from rendezvous import layout
 from rendezvous.errors import RendezvousError
-from rendezvous.fields import Longest, Where, Within, brief, checked, parsed
+from rendezvous.fields import Longest, Where, Within, brief_repr, from_json, parse_json
 from rendezvous.store import Buffer
 
 WIRE = 2
@@ -49,7 +49,7 @@ class WireError(RendezvousError):
     """Bytes that are no record of the kind and version that is expected."""
 
 
-def nonce() -> str:
+def new_nonce() -> str:
     return secrets.token_hex(8)
 
 
@@ -75,23 +75,23 @@ class Record:
     def decode(cls, body: Buffer) -> Self:
         """Raises WireError, whatever the bytes are."""
         try:
-            raw = parsed(body, cls.most)
+            raw = parse_json(body, cls.most)
             kind, wire = raw["kind"], raw["wire"]
             if kind == cls.kind and type(wire) is int and wire == WIRE:
-                record = checked(cls, raw)
-                record.check()
+                record = from_json(cls, raw)
+                record.check_consistency()
                 return record
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(
                 f"expected a {cls.kind}, found {bytes(body[:80])!r} ({error}): a damaged object, or not this run's"
             ) from error
-        name = kind if isinstance(kind, str) and layout.is_word(kind) else brief(kind)
+        name = kind if isinstance(kind, str) and layout.is_word(kind) else brief_repr(kind)
         raise WireError(
-            f"expected a {cls.kind} of wire version {WIRE}, found a {name} of version {brief(wire)}; "
+            f"expected a {cls.kind} of wire version {WIRE}, found a {name} of version {brief_repr(wire)}; "
             "run the release that started this run, or start a new one"
         )
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         """Raises ValueError if fields that are right by themselves do not fit together."""
 
 
@@ -147,8 +147,8 @@ class Offer(Record):
     shards: tuple[Word, ...] = ()
     stats: dict[str, float] = field(default_factory=dict[str, float])
 
-    def check(self) -> None:
-        check_blob(self.blob, layout.delta(self.step, self.slot, self.generation, ""))
+    def check_consistency(self) -> None:
+        check_blob(self.blob, layout.delta_blob(self.step, self.slot, self.generation, ""))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Commit(Record):
     mode: Annotated[str, Where(MODES.__contains__, "way to reduce")] = "direct"
     owners: tuple[Slot, ...] = ()
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         if len({(o.step, o.slot) for o in self.offers}) < len(self.offers):
             raise ValueError("it lists an offer twice")
         if any(o.step > self.t for o in self.offers):
@@ -214,17 +214,17 @@ class Commit(Record):
         if self.mode == "sharded" and not self.owners:
             raise ValueError("it is sharded, and nobody owns a part")
         for o in self.offers:
-            check_blob(o.blob, layout.delta(o.step, o.slot, o.generation, ""))
+            check_blob(o.blob, layout.delta_blob(o.step, o.slot, o.generation, ""))
 
-    def lists(self, step: int, slot: str) -> bool:
+    def lists_offer(self, step: int, slot: str) -> bool:
         return any(o.step == step and o.slot == slot for o in self.offers)
 
     @property
-    def fresh(self) -> tuple[Listed, ...]:
+    def fresh_offers(self) -> tuple[Listed, ...]:
         return tuple(o for o in self.offers if o.step == self.t)
 
     @property
-    def carried(self) -> tuple[Listed, ...]:
+    def late_offers(self) -> tuple[Listed, ...]:
         return tuple(o for o in self.offers if o.step < self.t)
 
 
@@ -239,7 +239,7 @@ class Mean(Record):
     digest: Word
     nonce: Word
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         check_blob(self.blob, layout.mean_blob(self.t, ""))
 
 
@@ -262,7 +262,7 @@ class Snapshot(Record):
     nonce: Word
     confirmed: bool = True
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         if self.t or self.blob:
             check_blob(self.blob, layout.snapshot_blob(self.t, ""))
 
@@ -285,9 +285,9 @@ class Leave(Record):
     residual: Key = ""
     residual_digest: Word = ""
 
-    def check(self) -> None:
+    def check_consistency(self) -> None:
         if self.residual:
-            check_blob(self.residual, layout.residual(self.slot, self.generation, ""))
+            check_blob(self.residual, layout.residual_blob(self.slot, self.generation, ""))
 
 
 @dataclass(frozen=True)

@@ -19,24 +19,24 @@ from math import isfinite
 import numpy as np
 
 from rendezvous import garbage, layout, residuals, rules, snapshots
-from rendezvous.background import Background, Inline, Together, in_turn, no_tell
+from rendezvous.background import Background, Inline, Together, in_turn, no_emit
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
-from rendezvous.closing import Closer, Vigil, refuse_misweighed
-from rendezvous.digests import needed
+from rendezvous.closing import Committer, StepWait, refuse_misweighed
+from rendezvous.digests import required_digest_kind
 from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, HeartbeatLost, Leaving, RendezvousError
 from rendezvous.keeping import Sizes, sizes_of
 from rendezvous.membership import Membership, Wanted, read_leave
-from rendezvous.records import Commit, Leave, Offer, nonce
-from rendezvous.reduce import Mine, Reducer
+from rendezvous.records import Commit, Leave, Offer, new_nonce
+from rendezvous.reduce import OwnBody, Reducer
 from rendezvous.rules import Rules, Timing
-from rendezvous.sharded import Sharer
+from rendezvous.sharded import ShardedMean
 from rendezvous.snapshot_pace import SnapshotPace
 from rendezvous.snapshot_writer import SnapshotWriter
 from rendezvous.state import Digests, ReplicatedState, all_arrays, base_of
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.tensors import TensorFile
-from rendezvous.wire import Encoder, alignment, check_shape, grid, in_pieces, payload
+from rendezvous.wire import Encoder, as_bytes, check_shape, codec_alignment, digested_pieces, shard_grid
 
 
 class Rendezvous:
@@ -56,7 +56,7 @@ class Rendezvous:
         rules_: Rules,
         timing: Timing,
         *,
-        tell: Callable[..., None] = no_tell,
+        emit: Callable[..., None] = no_emit,
         host: str = "",
         pid: int = 0,
         keep: int | None = None,
@@ -64,28 +64,33 @@ class Rendezvous:
         uploads: Background | None = None,
         together: Together = in_turn,
     ) -> None:
-        self.slot, self.timing, self.clock, self.tell = slot, timing, clock, tell
+        self.slot, self.timing, self.clock, self.emit = slot, timing, clock, emit
         self.store = PatientStore(
-            store, clock, timing.store_patience, self._alert, self._store_trouble, full_s=timing.give_up,
-            over=lambda: self._note(""),
+            store, clock, timing.store_patience, self._check_before_pause, self._store_trouble, full_s=timing.give_up,
+            on_recovered=lambda: self._set_note(""),
         )  # fmt: skip
         self._bucket, self._keep = store, keep
         self._background, self._together = background or Inline(), together
         self._uploads = uploads or self._background
         self._writer = SnapshotWriter(
-            self.store, clock, self._uploads, later=self._later, tell=tell, wrote=self._snapshot_stands
+            self.store,
+            clock,
+            self._uploads,
+            run_in_background=self._run_in_background,
+            emit=emit,
+            on_written=self._snapshot_stands,
         )
-        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, tell=tell)
+        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, emit=emit)
         self.step, self.generation, self.base = 0, 0, ""
-        self.under(rules_)
+        self.set_rules(rules_)
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
         self._began = clock.now()  # of this outer step's work
         self._lasted: list[float] = []  # seconds from there to the decision, of the last two that we waited for
         self._announcement: Callable[[], None] | None = None
-        self._mine: list[Mine] = []  # what we offered last, and before if somebody may still miss it
-        self._rederived = -1  # the step for which we last replayed our own θ
+        self._own_bodies: list[OwnBody] = []  # what we offered last, and before if somebody may still miss it
+        self._replayed_at = -1  # the step for which we last replayed our own θ
         self._snapshot = 0  # newest snapshot known
         self._rate = 0.0  # bytes per second of the last upload
         self._first = -1  # the step in whose middle we joined
@@ -96,26 +101,28 @@ class Rendezvous:
         """This life: slot and generation."""
         return f"{self.slot}-{self.generation}"
 
-    def under(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
+    def set_rules(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
         """The same life under the run's rules, for an owner who learns them after it had to claim."""
         self._garbage = garbage.Collector(
-            self._bucket, rules_, self.tell, self._keep or 0, lambda f: self.state.size(f)
+            self._bucket, rules_, self.emit, self._keep or 0, lambda f: self.state.size(f)
         )
         self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
         self._pace = SnapshotPace(rules_.snapshot_every, self._keep or 0)
         self.chain = Chain(self.store, rules_.window)
-        self._reducer = Reducer(self.store, self.clock, self.tell, rules_, together=self._together)
-        self._encoder = Encoder(rules_.codec, digests=needed(self.store))
-        self._sharer = Sharer(self.clock, self._reducer, self.members, self.timing, self._rest, self._bad)
-        self._closer = Closer(
+        self._reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
+        self._encoder = Encoder(rules_.codec, digests=required_digest_kind(self.store))
+        self._sharded_mean = ShardedMean(
+            self.clock, self._reducer, self.members, self.timing, self._pause_for_parts, self._on_bad_body
+        )
+        self._committer = Committer(
             store=self.store,
             clock=self.clock,
             chain=self.chain,
             members=self.members,
             rules_=rules_,
             timing=self.timing,
-            alien=self._alien,
-            skipped=self._odd,
+            on_foreign_base=self._on_foreign_base,
+            on_rejected=self._report_rejected,
             together=self._together,
         )
         return self
@@ -134,20 +141,20 @@ class Rendezvous:
         If a predecessor of this slot has already offered the open step, wait for that step without training.
         """
         self.state, self._theta_0 = state, theta_0
-        self._phase("heal")
-        self._found()
-        self._heal()
-        self._closer.refuse_lower_quorum()
-        self._inherit()
-        while not self.done and self.offered(self.slot):
-            self.tell("adopted", step=self.step)
-            self.complete(self.settle())
+        self._set_phase("heal")
+        self._write_first_snapshot()
+        self._heal_from_bucket()
+        self._committer.refuse_lower_quorum()
+        self._take_residual()
+        while not self.is_done and self.has_offered(self.slot):
+            self.emit("adopted", step=self.step)
+            self.take_step(self.settle())
         self._first = self.step
         self.h_cap = rules.first_cap(self.step, [*self.members.peers.values()], self.rules, self.timing.dead_after)
         self._check_state()
-        self._phase("train")
+        self._set_phase("train")
 
-    def _inherit(self) -> None:
+    def _take_residual(self) -> None:
         """What the codec of the life directly before this one had not sent, if that one left word of it.
 
         Nobody else ever reads it: should this life die without a goodbye, it is gone.
@@ -156,37 +163,37 @@ class Rendezvous:
         if left is None or not left.residual:
             return
         sizes = [self.state.size(f) for f in range(self.rules.fragments)]
-        if (unsent := residuals.take(self.store, left, sizes)) is None:
-            self.tell("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
+        if (unsent := residuals.take_residuals(self.store, left, sizes)) is None:
+            self.emit("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
             return
-        self._encoder.inherit(unsent)
-        self.tell("inherited", of=left.generation, bytes=sum(e.nbytes for e in unsent.values()))
+        self._encoder.restore_residuals(unsent)
+        self.emit("inherited", of=left.generation, bytes=sum(e.nbytes for e in unsent.values()))
 
     def resume_at(self, state: ReplicatedState, step: int) -> None:
         """Begin at `step` with `state` as it is, for states that need no history."""
         self.state, self._digests = state, Digests(state, self.rules.fragments, self.name)
-        self._replay(step, step, {})
+        self._replay_commits(step, step, {})
 
-    def _found(self) -> None:
+    def _write_first_snapshot(self) -> None:
         """Snapshot 0 is θ₀ of whoever came first; without it nobody could ever replay.
 
         One that was lost when steps had been taken is not replaced: nobody knows any more that ours is the same.
         """
-        if all(self.store.get(key) is None for key in (layout.snapshot(0), layout.commit(0))):
+        if all(self.store.get(key) is None for key in (layout.snapshot_key(0), layout.commit_key(0))):
             base = base_of(self.state, self.rules.fragments)
             elsewhere = self._theta_0 is not None
-            snapshots.write_first(self.store, self.clock, self._arrays(0), base=base, elsewhere=elsewhere)
+            snapshots.write_first(self.store, self.clock, self._all_arrays(0), base=base, elsewhere=elsewhere)
 
-    def _heal(self, upto: int | None = None) -> None:
-        garbage.look_again(lambda: self._heal_once(upto), self.tell)
+    def _heal_from_bucket(self, upto: int | None = None) -> None:
+        garbage.look_again(lambda: self._heal_once(upto), self.emit)
 
     def _heal_once(self, upto: int | None) -> None:
         """Become θ_upto (default: the head) from the bucket alone."""
         self._writer.abandon()
-        self.chain.forget()
+        self.chain.forget_commits()
         damaged: dict[int, snapshots.Snapshot] = {}
         for snapshot in snapshots.newest_first(self.store, self._snapshot, upto):
-            if self._load(snapshot):
+            if self._load_snapshot(snapshot):
                 break
             damaged[snapshot.t] = snapshot
         else:
@@ -196,10 +203,10 @@ class Rendezvous:
                 "or the run is of another model. Restore it from a backup, or start a new run from an exported model"
             )
         self._snapshot = max(snapshot.t, self._snapshot)
-        self._replay(snapshot.t, upto, damaged)
-        self.tell("healed", snapshot=snapshot.t, step=self.step, replayed=self.step - snapshot.t)
+        self._replay_commits(snapshot.t, upto, damaged)
+        self.emit("healed", snapshot=snapshot.t, step=self.step, replayed=self.step - snapshot.t)
 
-    def _load(self, snapshot: snapshots.Snapshot) -> bool:
+    def _load_snapshot(self, snapshot: snapshots.Snapshot) -> bool:
         """Become this snapshot, if its bytes are what was announced and mean what the chain confirmed."""
         if snapshot.blob or base_of(self.state, self.rules.fragments) != snapshot.base:
             arrays = self._arrays_of(snapshot)
@@ -209,25 +216,25 @@ class Rendezvous:
         self._digests = Digests(self.state, self.rules.fragments, self.name)
         base = self._digests.base
         if base != snapshot.base:
-            self.tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
+            self.emit("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=base, announced=snapshot.base)
         return base == snapshot.base
 
     def _arrays_of(self, snapshot: snapshots.Snapshot) -> snapshots.Arrays | None:
         if snapshot.blob:
-            return snapshots.load(self.store, snapshot, self.tell, self._arrays(0))
+            return snapshots.load(self.store, snapshot, self.emit, self._all_arrays(0))
         if self._theta_0 is None:
-            self.tell("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
+            self.emit("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
             return None
         return self._theta_0()
 
-    def _replay(self, start: int, upto: int | None, damaged: dict[int, snapshots.Snapshot]) -> None:
+    def _replay_commits(self, start: int, upto: int | None, damaged: dict[int, snapshots.Snapshot]) -> None:
         self.chain.read_before(start)  # a closer must know what these listed
-        self._open(start)
+        self._open_step(start)
         while (upto is None or self.step < upto) and (commit := self.chain.read(self.step)) is not None:
             if commit.base != self.base:  # a fresh replay is the definition; the committer was wrong
-                self.tell("replay_differs", step=self.step, replay=self.base, commit=commit.base, by=commit.by)
+                self.emit("replay_differs", step=self.step, replay=self.base, commit=commit.base, by=commit.by)
             self._mend_snapshot(damaged.get(self.step))
-            self._apply(commit)
+            self._apply_mean(commit)
             self._move_on(commit)
         if upto is None:
             self.chain.refuse_gap(self.step)
@@ -235,8 +242,8 @@ class Rendezvous:
         self._began = self.clock.now()
 
     def _mend_snapshot(self, damaged: snapshots.Snapshot | None) -> None:
-        if damaged is not None and snapshots.mend(self.store, damaged, self._arrays(damaged.t)):
-            self.tell("repaired", step=damaged.t, blob=damaged.blob)
+        if damaged is not None and snapshots.mend_blob(self.store, damaged, self._all_arrays(damaged.t)):
+            self.emit("repaired", step=damaged.t, blob=damaged.blob)
 
     # ------------------------------------------------------------------ one outer step
 
@@ -250,17 +257,17 @@ class Rendezvous:
         return self.members.wanted
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.step >= self.wanted.steps > 0
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         """Has the open step been decided without us?  A flag that the background tick sets; costs nothing."""
         return self.members.decided >= self.step
 
-    def offered(self, slot: str) -> bool:
+    def has_offered(self, slot: str) -> bool:
         """Has this slot an offer that counts for the open step, whichever of its lives made it?"""
-        return self._closer.standing(self.step, slot) is not None
+        return self._committer.standing_offer(self.step, slot) is not None
 
     def offer(
         self,
@@ -276,27 +283,27 @@ class Rendezvous:
         delta: flat fp32, the fragment's length; its memory is the caller's again afterwards.   h: inner steps inside.
         theta: the fragment's θ, for a codec that compares with it, and to tell what is absurd.
         """
-        self._alert_fenced()
+        self._refuse_if_fenced()
         if h < 1:
             raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
         check_shape(delta, self.state.size(self.fragment))
         self._check_state(self.fragment)
-        self._turn()
-        if not self.offered(self.slot):
-            self._keep_mine()
-            self._announce_offer(self._upload(delta, theta, h, samples, stats or {}))
-        self._phase("wait")
+        self._point_committer()
+        if not self.has_offered(self.slot):
+            self._keep_own_body()
+            self._announce_offer(self._upload_delta(delta, theta, h, samples, stats or {}))
+        self._set_phase("wait")
 
-    def _upload(
+    def _upload_delta(
         self, delta: np.ndarray, theta: np.ndarray | None, h: int, samples: float, stats: dict[str, float]
     ) -> Offer:
-        n, codec = nonce(), self.rules.codec
-        ranges = grid(delta.size, alignment(codec), self.rules.shard_elements)
-        written = self._encoder.in_shards(self.fragment, delta, ranges, theta)
-        key, began = layout.delta(self.step, self.slot, self.generation, n), self.clock.now()
-        self.store.put(key, payload(written.body))
+        n, codec = new_nonce(), self.rules.codec
+        ranges = shard_grid(delta.size, codec_alignment(codec), self.rules.shard_elements)
+        written = self._encoder.encode_in_shards(self.fragment, delta, ranges, theta)
+        key, began = layout.delta_blob(self.step, self.slot, self.generation, n), self.clock.now()
+        self.store.put(key, as_bytes(written.body))
         self._rate = written.body.nbytes / max(self.clock.now() - began, 1e-6)
-        self._mine.append(Mine(self.step, key, written.body, in_pieces(written, codec, ranges)))
+        self._own_bodies.append(OwnBody(self.step, key, written.body, digested_pieces(written, codec, ranges)))
         return Offer(
             step=self.step,
             slot=self.slot,
@@ -313,7 +320,7 @@ class Rendezvous:
             norm=written.norm,
             scale=written.scale,
             zero=written.norm == 0.0,
-            leaving=self.leaving,
+            leaving=self.is_leaving,
             codec=codec,
             shards=written.shards,
             stats={k: float(v) for k, v in stats.items() if isfinite(v)},
@@ -322,53 +329,53 @@ class Rendezvous:
     def _announce_offer(self, record: Offer) -> None:
         body, attempt = record.encode(), 0
         while True:
-            key = layout.offer(record.step, self.slot, attempt)
+            key = layout.offer_key(record.step, self.slot, attempt)
             won, value = put_once(self.store, self.clock, key, body)
             if won:
                 self.last_offer = record
-                self._closer.mine(record)
+                self._committer.count_own_offer(record)
                 return
-            other = self._closer.read(key, value, record.step, self.slot)
-            if other is not None and self._closer.eligible(other):  # a predecessor's, which counts; ours does not
-                self.tell("offer_lost", step=record.step, to=other.generation)
-                if self._mine:
-                    self._encoder.take_back(self.fragment, self._mine[-1].body)
+            other = self._committer.read_offer(key, value, record.step, self.slot)
+            if other is not None and self._committer.is_eligible(other):  # a predecessor's, which counts; ours does not
+                self.emit("offer_lost", step=record.step, to=other.generation)
+                if self._own_bodies:
+                    self._encoder.take_back(self.fragment, self._own_bodies[-1].body)
                 return
             attempt += 1
 
     def settle(self) -> Commit:
         """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
-        self._phase("wait")
-        self._turn()
-        vigil = Vigil(self.clock, self.timing, self._due())
+        self._set_phase("wait")
+        self._point_committer()
+        vigil = StepWait(self.clock, self.timing, self._seconds_until_due())
         while (commit := self.chain.read(self.step)) is None:
-            self._alert()
-            vigil.look()
-            why_open = self._closer.attempt(vigil, self._snapshot)
+            self._check_before_pause()
+            vigil.count_time()
+            why_open = self._committer.try_to_commit(vigil, self._snapshot)
             self.members.status.note = why_open
             if why_open:
                 self._leave_if_done()
                 self._give_up_after(vigil.idle, why_open)
-                if vigil.long():
-                    self._mend_mine()
+                if vigil.is_overdue():
+                    self._mend_own_bodies()
                 vigil.sleep()
         self._lasted = [*self._lasted[-1:], self.clock.now() - self._began]
-        return self._checked(commit)
+        return self._check_commit(commit)
 
-    def _due(self) -> float:
+    def _seconds_until_due(self) -> float:
         """Seconds until the open step is decided, if it lasts as long as the shorter of the last two; 0: not known."""
         return max(0.0, self._began + min(self._lasted, default=0.0) - self.clock.now())
 
-    def _rest(self, vigil: Vigil, normal: float) -> None:
+    def _pause_for_parts(self, vigil: StepWait, normal: float) -> None:
         """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
-        self._alert()
-        if vigil.long(normal):
-            self._mend_mine()
+        self._check_before_pause()
+        if vigil.is_overdue(normal):
+            self._mend_own_bodies()
         vigil.sleep()
 
     def _leave_if_done(self) -> None:
         """The run was shortened while we trained: whoever had heard of it has ended, and nobody closes this step."""
-        if self.done:
+        if self.is_done:
             raise Leaving(f"the run is to have {self.wanted.steps} outer steps now, and {self.name} has taken them all")
 
     def _give_up_after(self, idle: float, why_open: str) -> None:
@@ -379,123 +386,123 @@ class Rendezvous:
                 "are meant to do"
             )
 
-    def _checked(self, commit: Commit) -> Commit:
+    def _check_commit(self, commit: Commit) -> Commit:
         """Ours to apply: not fenced out, and decided about the θ that we have."""
         self._check_state(self.fragment)
         if commit.base != self.base:
-            self._rederive(f"commit {commit.t} by {commit.by}", commit.base)
+            self._replay_own_state(f"commit {commit.t} by {commit.by}", commit.base)
         return commit
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
         """Write the commit's mean into `out`; it may be the vector that was offered."""
         refuse_misweighed(commit, self.rules)
         self._confirm_snapshot(commit)
-        mine = next((m for m in self._mine if m.step == commit.t), None)
+        mine = next((m for m in self._own_bodies if m.step == commit.t), None)
         with self._or_collected(commit):
             if commit.mode == "sharded":
-                self._sharer.mean(commit, out, mine)
+                self._sharded_mean.mean(commit, out, mine)
             else:
-                self._mean(commit, out, mine)
+                self._mean_when_mended(commit, out, mine)
         direct = commit.mode != "sharded" and commit.by == self.name
-        if direct and self.rules.announce and self._reducer.announces(commit, out):
-            self._announcement = self._announce(commit, out, mine)
-        self._writer.release(commit.t % self.rules.fragments)  # as late as can be: the caller steps it now
+        if direct and self.rules.announce and self._reducer.is_worth_announcing(commit, out):
+            self._announcement = self._prepare_announcement(commit, out, mine)
+        self._writer.release_fragment(commit.t % self.rules.fragments)  # as late as can be: the caller steps it now
 
-    def _announce(self, commit: Commit, mean: np.ndarray, mine: Mine | None) -> Callable[[], None]:
+    def _prepare_announcement(self, commit: Commit, mean: np.ndarray, mine: OwnBody | None) -> Callable[[], None]:
         """-> what writes the mean down, from a copy, in the memory of our own body where it fits: it replaces that."""
         if mine is None or mine.body.size != mean.nbytes:
             copy = mean.copy()
         else:
-            self._mine.remove(mine)
+            self._own_bodies.remove(mine)
             self._encoder.give_away(mine.body)  # the next body must not be written over what is being announced
             copy = mine.body.view(np.float32)
             copy[:] = mean
 
         def announce() -> None:
-            self._reducer.announce(commit, copy)
+            self._reducer.announce_mean(commit, copy)
             self._encoder.give_back(copy.view(np.uint8))
 
         return announce
 
-    def _later(self, job: Callable[[], None]) -> None:
+    def _run_in_background(self, job: Callable[[], None]) -> None:
         """In the background; what fails there is told, and left to others."""
 
-        def safely() -> None:
+        def run_and_report() -> None:
             try:
                 job()
             except RendezvousError as error:
-                self.tell("not_written", trouble=str(error))
+                self.emit("not_written", trouble=str(error))
 
-        self._background.submit(safely)
+        self._background.submit(run_and_report)
 
     # ------------------------------------------------------------------ our own blobs
 
-    def _missing(self, mine: Mine) -> bool:
+    def _may_be_missed(self, mine: OwnBody) -> bool:
         """May another replica still need our blob of that step?
 
         One that was listed and is not known to be dead or past the step; we may never have seen its beat.
         In a crowd nobody looks at everybody.  Small bodies are kept; others are reduced in shards, whose means are all
         announced when ours is made, so that they serve instead.
         """
-        commit = self.chain.known(mine.step)
-        if commit is None or not commit.lists(mine.step, self.slot):
+        commit = self.chain.known_commit(mine.step)
+        if commit is None or not commit.lists_offer(mine.step, self.slot):
             return False
-        if self.wanted.universe > rules.CROWD:
+        if self.wanted.universe > rules.LARGE_FLEET:
             return commit.mode == "direct"
-        peers = [self.members.peers.get(o.slot) for o in commit.fresh if o.slot != self.slot]
-        return any(p is None or not (p.dead(self.timing.dead_after) or p.beat.step > mine.step) for p in peers)
+        peers = [self.members.peers.get(o.slot) for o in commit.fresh_offers if o.slot != self.slot]
+        return any(p is None or not (p.is_dead(self.timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
-    def _keep_mine(self) -> None:
+    def _keep_own_body(self) -> None:
         """Before the next body is written: the last one stays in memory as long as somebody may miss it."""
-        kept = [mine for mine in self._mine[-1:] if self._missing(mine)]
-        for mine in self._mine:
+        kept = [mine for mine in self._own_bodies[-1:] if self._may_be_missed(mine)]
+        for mine in self._own_bodies:
             if kept and mine is kept[0]:
                 self._encoder.give_away(mine.body)
             else:
                 self._encoder.give_back(mine.body)
-        self._mine = kept
+        self._own_bodies = kept
 
-    def _mend_mine(self) -> None:
+    def _mend_own_bodies(self) -> None:
         """Others are long in coming: is a blob of ours what they miss?"""
-        for mine in self._mine:
-            if (self._missing(mine) or self._is_replayed(mine.step)) and not self._collected(mine):
-                self._reducer.mend_mine(mine)
+        for mine in self._own_bodies:
+            if (self._may_be_missed(mine) or self._is_replayed(mine.step)) and not self._may_be_collected(mine):
+                self._reducer.mend_own_body(mine)
 
-    def _collected(self, mine: Mine) -> bool:
+    def _may_be_collected(self, mine: OwnBody) -> bool:
         """May its blob be gone because nobody needs it?  Then nobody would delete it a second time."""
-        commit = self.chain.known(mine.step)
-        hint = self.step if self.done else self._snapshot
-        return self._keep is not None and commit is not None and garbage.replaced(self.store, commit, hint)
+        commit = self.chain.known_commit(mine.step)
+        hint = self.step if self.is_done else self._snapshot
+        return self._keep is not None and commit is not None and garbage.may_be_collected(self.store, commit, hint)
 
     def _is_replayed(self, step: int) -> bool:
         """Does somebody heal who has not made this step yet?  He reads every body that it lists."""
         peers, limit = [*self.members.peers.values()], self.timing.dead_after
-        return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.dead(limit) for p in peers)
+        return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
 
-    def _mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
+    def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """The mean, once its blobs are what they should be.   Raises Corrupt when nobody could mend them any more."""
         began = self.clock.now()
         while True:
             try:
                 return self._reducer.mean(commit, out, mine)
             except Corrupt as error:
-                if not self._bad(commit, error) or self.clock.now() - began > self.timing.give_up:
+                if not self._on_bad_body(commit, error) or self.clock.now() - began > self.timing.give_up:
                     raise
-                self._alert()
+                self._check_before_pause()
 
-    def _bad(self, commit: Commit, error: Corrupt) -> bool:
+    def _on_bad_body(self, commit: Commit, error: Corrupt) -> bool:
         """A listed body is bad.  See that ours are not: two would wait for each other.   -> May it yet be put back?"""
         self.members.status.note = str(error)
-        for mine in self._mine:
-            self._reducer.mend_mine(mine)
+        for mine in self._own_bodies:
+            self._reducer.mend_own_body(mine)
         return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
         """Have its writers their bodies in memory still?  Until the step after the next, if they live."""
-        self.members.look(o.slot for o in commit.offers)
+        self.members.read_beats(o.slot for o in commit.offers)
         peers = [self.members.peers.get(o.slot) for o in commit.offers]
-        alive = any(p and p.beating(self.timing.dead_after) for p in peers)
-        return alive and self.store.get(layout.commit(commit.t + 2)) is None
+        alive = any(p and p.is_beating(self.timing.dead_after) for p in peers)
+        return alive and self.store.get(layout.commit_key(commit.t + 2)) is None
 
     @contextmanager
     def _or_collected(self, commit: Commit) -> Generator[None]:
@@ -513,23 +520,23 @@ class Rendezvous:
         if offer is not None and offer.step == commit.t:
             self.h_cap = rules.next_cap(
                 self.h_cap, self.rules.sync_every, h=offer.h, took=offer.took, pace_s=commit.pace,
-                fresh=commit.lists(commit.t, self.slot),
+                fresh=commit.lists_offer(commit.t, self.slot),
             )  # fmt: skip
         self._move_on(commit)
         if self._announcement is not None:  # not before: others still average, on the same machine or link
-            self._later(self._announcement)
+            self._run_in_background(self._announcement)
             self._announcement = None
         self._snapshot_if_due(commit)
-        self._phase("train")
+        self._set_phase("train")
         self._began = self.clock.now()
-        small = bool(self._mine) and self.wanted.universe <= rules.CROWD
-        self.members.open(commit.pace, {o.slot for o in commit.fresh} - {self.slot} if small else set())
-        self._alert_fenced()
+        small = bool(self._own_bodies) and self.wanted.universe <= rules.LARGE_FLEET
+        self.members.begin_step(commit.pace, {o.slot for o in commit.fresh_offers} - {self.slot} if small else set())
+        self._refuse_if_fenced()
 
-    def complete(self, commit: Commit) -> None:
+    def take_step(self, commit: Commit) -> None:
         """mean, apply, advance: a whole step for which this replica did not train."""
         self._confirm_snapshot(commit)
-        self._apply(commit)
+        self._apply_mean(commit)
         self.advance(commit)
 
     def catch_up(self, late: Callable[[int], None] | None = None) -> int:
@@ -538,66 +545,66 @@ class Rendezvous:
         late(step): called before each, to offer what we have for that step's fragment.
         """
         start = self.step
-        while not self.done and (commit := self.chain.read(self.step)) is not None:
+        while not self.is_done and (commit := self.chain.read(self.step)) is not None:
             if late is not None:
                 late(self.step)
-            self.complete(self._checked(commit))
+            self.take_step(self._check_commit(commit))
         self.members.decided = min(self.members.decided, self.step - 1)  # a commit that a tick saw may be gone again
         return self.step - start
 
-    def _apply(self, commit: Commit) -> None:
+    def _apply_mean(self, commit: Commit) -> None:
         refuse_misweighed(commit, self.rules)
         fragment = commit.t % self.rules.fragments
         mean = np.empty(self.state.size(fragment), np.float32)
         with self._or_collected(commit):
-            self._mean(commit, mean, None)
-        self._writer.release(fragment)
+            self._mean_when_mended(commit, mean, None)
+        self._writer.release_fragment(fragment)
         self.state.apply(fragment, mean)
 
     def _move_on(self, commit: Commit) -> None:
-        self._digests.renew(commit.t % self.rules.fragments)
+        self._digests.renew_fragment(commit.t % self.rules.fragments)
         if self._keep is not None:
-            self._garbage.saw(commit)
-        self._open(commit.t + 1)
+            self._garbage.note_commit(commit)
+        self._open_step(commit.t + 1)
         self._snapshot = max(self._snapshot, commit.snapshot)
         self._keep_pace(commit)
-        self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh) else 0
+        self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh_offers) else 0
         self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
 
-    def _open(self, step: int) -> None:
+    def _open_step(self, step: int) -> None:
         self.step, self.base = step, self._digests.base
-        self._turn()
+        self._point_committer()
 
-    def _turn(self) -> None:
-        self._closer.turn(self.step, self.base)
+    def _point_committer(self) -> None:
+        self._committer.open_step(self.step, self.base)
 
     # ------------------------------------------------------------------ keeping honest
 
     def _check_state(self, *fragments: int) -> None:
         """Bytes of θ and momentum (default: of all fragments) that changed behind our back are never offered, stepped
         from or published.   Raises Diverged."""
-        self._digests.check(*fragments)
+        self._digests.check_unchanged(*fragments)
 
-    def _arrays(self, t: int) -> snapshots.Arrays:
+    def _all_arrays(self, t: int) -> snapshots.Arrays:
         """In the order in which they stand in snapshot t."""
         return all_arrays(self.state, self.rules.fragments, t)
 
-    def _odd(self, key: str, why: str) -> None:
-        self.tell("bad_offer", key=key, text=f"passed over: {why}")
+    def _report_rejected(self, key: str, why: str) -> None:
+        self.emit("bad_offer", key=key, text=f"passed over: {why}")
 
-    def _alien(self, offer: Offer) -> None:
-        self._rederive(f"{offer.slot}'s offer", offer.base)
+    def _on_foreign_base(self, offer: Offer) -> None:
+        self._replay_own_state(f"{offer.slot}'s offer", offer.base)
 
-    def _rederive(self, whose: str, base: str) -> None:
+    def _replay_own_state(self, whose: str, base: str) -> None:
         """Somebody started this step from another θ: replay ours from the bucket, once per step, and see."""
-        if self._rederived == self.step:
+        if self._replayed_at == self.step:
             return
-        self._rederived = step = self.step
+        self._replayed_at = step = self.step
         mine, began = self.base, self._began
-        self._heal(upto=step)
+        self._heal_from_bucket(upto=step)
         self.chain.read(step)  # where it is decided already: the replay went up to it, not through it
         self._began = began
-        self.tell("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
+        self.emit("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
         if self.base != mine:
             raise Diverged(
                 f"θ_{step} of {self.name} is not what the bucket replays to "
@@ -606,9 +613,9 @@ class Rendezvous:
 
     def _confirm_snapshot(self, commit: Commit) -> None:
         """Commit t says from which state it started: what is written of θ_t may become visible, or not."""
-        self._writer.confirm(commit.t, commit.base)
+        self._writer.confirm_base(commit.t, commit.base)
         if self._keep is not None and commit.by == self.name:
-            self._later(self._sweep)
+            self._run_in_background(self._sweep_garbage)
 
     def _snapshot_if_due(self, commit: Commit) -> None:
         """Begin to write θ as this commit has made it, beside the next inner steps."""
@@ -616,15 +623,15 @@ class Rendezvous:
             self.step, self._snapshot, closed=commit.by == self.name, owes=self._writer.owes,
             stands=self._hear_of_snapshot,
         )  # fmt: skip
-        if due and not (self._writer.busy or self.behind or self.done):
+        if due and not (self._writer.is_busy or self.is_behind or self.is_done):
             self._writer.start(
-                self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.digest(commit.t)
+                self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.commit_digest(commit.t)
             )
 
     def _keep_pace(self, commit: Commit) -> None:
         """Reckon when the next snapshot is due; without the budget for a state that cannot be seen into."""
         size, left = 0, Sizes(0, 0)
-        if self._keep and (arrays := self._arrays(0)):
+        if self._keep and (arrays := self._all_arrays(0)):
             size = TensorFile(arrays).size
             left = sizes_of(commit, self.state.size(commit.t % self.rules.fragments), self.rules)
         self._pace.take_step(commit.t, left, snapshot=size, newest=self._snapshot)
@@ -639,7 +646,7 @@ class Rendezvous:
     def _snapshot_stands(self, step: int) -> None:
         self._snapshot = max(self._snapshot, step)
 
-    def _sweep(self) -> None:
+    def _sweep_garbage(self) -> None:
         if self._pace.planned > self._snapshot:
             self._hear_of_snapshot(self._pace.planned)
         self._garbage.sweep(self._snapshot)
@@ -652,91 +659,91 @@ class Rendezvous:
             self._leave_at = self.clock.now()
 
     @property
-    def leaving(self) -> bool:
-        return self._leave_at is not None or self.wanted.leaves(self.slot)
+    def is_leaving(self) -> bool:
+        return self._leave_at is not None or self.wanted.is_to_leave(self.slot)
 
     def finish(self, reason: str) -> None:
         """Say goodbye: the last writes of this generation, as far as the store takes them."""
         if not self.generation:  # asked to go before it held the slot
             return
-        self.store.alert = lambda: None  # going already
-        if not self.done:
+        self.store.before_pause = lambda: None  # going already
+        if not self.is_done:
             self._writer.abandon()
         self._uploads.drain()
         self._background.drain()
-        if self.done:
+        if self.is_done:
             self._check_state()  # our digest may confirm the last snapshot
         try:
-            self._mend_mine()
-            residual, digest = self._bequeath()
+            self._mend_own_bodies()
+            residual, digest = self._hand_over_residual()
             record = Leave(
                 slot=self.slot,
                 generation=self.generation,
                 step=self.step,
                 base=self.base,
                 reason=reason,
-                nonce=nonce(),
+                nonce=new_nonce(),
                 at=self.clock.wall(),
                 residual=residual,
                 residual_digest=digest,
             )
-            put_once(self.store, self.clock, layout.leave(self.slot, self.generation), record.encode())
-            if self.done:
+            put_once(self.store, self.clock, layout.leave_key(self.slot, self.generation), record.encode())
+            if self.is_done:
                 self._final_snapshot()
         except GaveUp as error:
-            self.tell("no_goodbye", trouble=str(error))
-        self.members.goodbye()
+            self.emit("no_goodbye", trouble=str(error))
+        self.members.say_goodbye()
 
-    def _bequeath(self) -> tuple[str, str]:
+    def _hand_over_residual(self) -> tuple[str, str]:
         """-> key and digest of what the codec has not sent, for the next life of this slot; ("", "") for none.
 
         It may take half of the time that is left, by the rate of the last upload; else it is lost, and that is told.
         """
-        unsent = {} if self.done else self._encoder.unsent
+        unsent = {} if self.is_done else self._encoder.unsent_residuals
         size = sum(e.nbytes for e in unsent.values())
         asked = self.clock.now() if self._leave_at is None else self._leave_at
         left = asked + self.timing.grace - self.clock.now()
         if not size:
             return "", ""
         if size > self._rate * left / 2:
-            self.tell("residual_dropped", bytes=size, rate=self._rate, left_s=left)
+            self.emit("residual_dropped", bytes=size, rate=self._rate, left_s=left)
             return "", ""
-        return residuals.put(self.store, self.slot, self.generation, unsent)
+        return residuals.put_residuals(self.store, self.slot, self.generation, unsent)
 
     def _final_snapshot(self) -> None:
         """θ_T has no commit to confirm it: two leave records with one digest do, or m = 1 without (marked so)."""
-        if self.store.get(layout.snapshot(self.step)) is not None:
+        if self.store.get(layout.snapshot_key(self.step)) is not None:
             return
         agree = self._others_who_left_with(self.base)
         if agree or self.wanted.min_replicas == 1:
             self._writer.write(
-                self.state, self.rules.fragments, self.step, base=self.base, prev=self.chain.digest(self.step - 1),
-                confirmed=agree,
+                self.state, self.rules.fragments, self.step, base=self.base,
+                prev=self.chain.commit_digest(self.step - 1), confirmed=agree,
             )  # fmt: skip
             if self._keep is not None:  # nobody closes a step after it: what a finished run leaves stays for ever
-                self._later(self._sweep)
+                self._run_in_background(self._sweep_garbage)
                 self._background.drain()
 
     def _others_who_left_with(self, base: str) -> bool:
-        left = [r for slot in self.wanted.slots if slot != self.slot for r in self._goodbyes(slot)]
+        left = [r for slot in self.wanted.slot_names if slot != self.slot for r in self._leave_records(slot)]
         return any(r.step == self.step and r.base == base for r in left)
 
-    def _goodbyes(self, slot: str) -> Iterator[Leave]:
+    def _leave_records(self, slot: str) -> Iterator[Leave]:
         """Leave records of a slot's generations, from the newest that the chain knows on."""
-        generation = self.chain.fence(self.step).get(slot, 1)
-        while self.store.get(layout.claim(slot, generation)) is not None:
+        generation = self.chain.fence_before(self.step).get(slot, 1)
+        while self.store.get(layout.claim_key(slot, generation)) is not None:
             if (left := read_leave(self.store, slot, generation)) is not None:
                 yield left
             generation += 1
 
     def _store_trouble(self, text: str) -> None:
-        self.tell("store_trouble", trouble=text)
-        self._note(text)
+        self.emit("store_trouble", trouble=text)
+        self._set_note(text)
 
-    def _note(self, text: str) -> None:
+    def _set_note(self, text: str) -> None:
         self.members.status.note = text
 
-    def _phase(self, phase: str) -> None:
+    def _set_phase(self, phase: str) -> None:
         status = self.members.status
         status.phase, status.step, status.note = phase, self.step, ""
         if phase == "train":
@@ -747,7 +754,7 @@ class Rendezvous:
         if (why := self.members.heartbeat_lost) is not None:
             raise HeartbeatLost(f"the heartbeat of {self.name} has ended; this life ends too: {why}") from why
 
-    def _alert_fenced(self) -> None:
+    def _refuse_if_fenced(self) -> None:
         self.check_alive()
         if self.members.fenced_by > self.generation:
             raise Fenced(
@@ -755,10 +762,10 @@ class Rendezvous:
                 f"{self.generation}) goes. What it offered still counts"
             )
 
-    def _alert(self) -> None:
+    def _check_before_pause(self) -> None:
         """Called before every pause.  Work that is not durable yet may use the whole grace time."""
-        self._alert_fenced()
-        if not self.leaving:
+        self._refuse_if_fenced()
+        if not self.is_leaving:
             return
         overdue = self._leave_at is not None and self.clock.now() - self._leave_at > self.timing.grace
         if overdue or self.members.status.phase in ("wait", "heal"):

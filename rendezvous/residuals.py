@@ -17,27 +17,27 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
 from rendezvous import layout, snapshots
-from rendezvous.digests import digest_of, has_digest, needed
+from rendezvous.digests import digest_of, has_digest, required_digest_kind
 from rendezvous.errors import StoreError
-from rendezvous.records import Leave, nonce
+from rendezvous.records import Leave, new_nonce
 from rendezvous.store import Store
 from rendezvous.tensors import TensorFile
 
 
-def put(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
+def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
     """-> key and digest."""
-    key, body = layout.residual(slot, generation, nonce()), TensorFile(unsent)
+    key, body = layout.residual_blob(slot, generation, new_nonce()), TensorFile(unsent)
     store.put(key, body)
-    return key, digest_of(body, needed(store))
+    return key, digest_of(body, required_digest_kind(store))
 
 
-def take(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
+def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
     """What `left` names, and remove it; None if it is missing, damaged, or nothing that an encoder holds.
 
     sizes: elements of each fragment.
     """
     body = store.get(left.residual)
-    if body is None or not has_digest(body, left.residual_digest, needed(store)):
+    if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
         return None
     with suppress(StoreError):  # a few bytes too many
         store.delete([left.residual])
@@ -45,10 +45,10 @@ def take(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarra
         unsent = load_tensors(body)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return unsent if _fits(unsent, sizes) else None
+    return unsent if _is_encoder_state(unsent, sizes) else None
 
 
-def _fits(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
+def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
     """Could an encoder of these fragments hold it?"""
     kinds = {"residual": np.float32, "age": np.uint8}
     due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}

@@ -1,9 +1,9 @@
 """The decisions of the protocol, as pure functions of what was read.
 
-    w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (weighed)
-    factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (gate)
-    P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience)
-    pace  = median took + P/2                              what an outer step should take       (pace)
+    w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (with_weights)
+    factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (norm_factors)
+    P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience_s)
+    pace  = median took + P/2                              what an outer step should take       (step_pace)
     look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
     h_cap = max(1, ⌊h·pace/took⌋) when left out, +1 when listed fresh, at most H                (next_cap)
             in the first round: what the others have left to do of theirs                       (first_cap)
@@ -21,12 +21,12 @@ from statistics import median
 from rendezvous.codecs import DENSE
 from rendezvous.records import Beat, Commit, Listed, Offer
 
-CROWD = 12  # slots; with more of them not everybody looks at everybody all the time
+LARGE_FLEET = 12  # slots; with more of them not everybody looks at everybody all the time
 LED = 3  # the rank of those who let others look first
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times what a quartz does
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
-UNSUSPICIOUS = 0.01  # of ‖θ‖: what `gate` takes for typical at least
+UNSUSPICIOUS = 0.01  # of ‖θ‖: what `norm_factors` takes for typical at least
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rules:
     fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
     same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
     snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
-    weighting: what an offer counts by.   norm_gate: the limit of `gate`, 0 for none.   sync_seconds: a sync is due
+    weighting: what an offer counts by.   norm_gate: its limit, 0 for none.   sync_seconds: a sync is due
     after that long even if inner steps are missing, 0 for never.
     shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
     elements of the shards on whose grid bodies are digested.   announce: the closer of a step that is reduced directly
@@ -88,31 +88,31 @@ class Peer:
     changes: int = 0
     silent: float = 0.0
     still: float = 0.0
-    liar: int = 0
+    untrusted_generation: int = 0
     read: tuple[float, float] = (0.0, 0.0)
 
-    def dead(self, dead_after: float) -> bool:
+    def is_dead(self, dead_after: float) -> bool:
         if self.beat.phase == "left":
             return True
-        return self.liar != self.beat.generation and self.changes > 0 and self.silent >= dead_after
+        return self.untrusted_generation != self.beat.generation and self.changes > 0 and self.silent >= dead_after
 
-    def beating(self, dead_after: float) -> bool:
-        return self.changes > 0 and not self.dead(dead_after)
+    def is_beating(self, dead_after: float) -> bool:
+        return self.changes > 0 and not self.is_dead(dead_after)
 
-    def later(self, seconds: float) -> "Peer":
+    def aged_by(self, seconds: float) -> "Peer":
         """The same if nothing has moved since, so many seconds after it was read."""
         return replace(self, silent=self.silent + seconds, still=self.still + seconds)
 
-    def words(self, dead_after: float) -> str:
+    def in_words(self, dead_after: float) -> str:
         """What to say of a slot that is missing."""
         if self.beat.phase == "left":
             return "has left"
-        if self.dead(dead_after):
+        if self.is_dead(dead_after):
             return f"is silent for {self.silent:.0f} s, at step {self.beat.step}"
         return "is starting" if self.beat.phase in STARTING else f"is at step {self.beat.step}"
 
 
-def fp32(x: float) -> float:
+def round_to_fp32(x: float) -> float:
     """x, rounded to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
     return array("f", [x])[0]
 
@@ -146,25 +146,25 @@ def may_be_decided(open_s: float, pace: float) -> bool:
     return open_s >= 0.8 * pace
 
 
-def weighed(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
+def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
     """The offers of commit t with their weights, fp32 numbers that depend on the offers alone.
 
     steps: h/H.   uniform: 1.   samples: relative to the most in this commit, so that equal offers weigh 1; by steps if
     an offer does not say how many it has.   A late one is discounted by γ for each sync of the same fragment since.
     """
-    factors = gate(offers, rules.norm_gate)
+    factors = norm_factors(offers, rules.norm_gate)
     return tuple(
-        replace(o, factor=f, weight=fp32(share * _discount(t - o.step, rules) * f))
-        for o, share, f in zip(offers, _shares(offers, rules), factors, strict=True)
+        replace(o, factor=f, weight=round_to_fp32(share * _age_factor(t - o.step, rules) * f))
+        for o, share, f in zip(offers, _offer_shares(offers, rules), factors, strict=True)
     )
 
 
-def _discount(steps: int, rules: Rules) -> float:
+def _age_factor(steps: int, rules: Rules) -> float:
     """γ^age by multiplication, because `**` is not rounded alike everywhere."""
     return math.prod([rules.age_discount] * (steps // rules.fragments))
 
 
-def _shares(offers: Sequence[Listed], rules: Rules) -> list[float]:
+def _offer_shares(offers: Sequence[Listed], rules: Rules) -> list[float]:
     if rules.weighting == "uniform":
         return [1.0] * len(offers)
     if rules.weighting == "samples" and says_samples(offers):
@@ -178,7 +178,7 @@ def says_samples(offers: Iterable[Listed]) -> bool:
     return all(o.samples > 0 for o in offers)
 
 
-def gate(offers: Sequence[Listed], limit: float) -> list[float]:
+def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
     """1 for who is as long as others; who is far longer counts as a typical one would, whatever its length.
 
     Typical is the median, or the median per inner step times its own h, if that is more: a short round is no outlier,
@@ -193,17 +193,17 @@ def gate(offers: Sequence[Listed], limit: float) -> list[float]:
     floor = UNSUSPICIOUS * median(o.scale for o in told)
     typical = [max(length, per_step * o.h) for o in offers]
     return [
-        fp32(usual / o.norm) if o.norm > limit * max(usual, floor) else 1.0
+        round_to_fp32(usual / o.norm) if o.norm > limit * max(usual, floor) else 1.0
         for o, usual in zip(offers, typical, strict=True)
     ]
 
 
-def patience(tooks: Iterable[float], poll: float) -> float:
+def patience_s(tooks: Iterable[float], poll: float) -> float:
     return max(2 * poll, 0.5 * median(tooks))
 
 
-def pace(tooks: list[float], poll: float) -> float:
-    return median(tooks) + patience(tooks, poll) / 2
+def step_pace(tooks: list[float], poll: float) -> float:
+    return median(tooks) + patience_s(tooks, poll) / 2
 
 
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
@@ -212,7 +212,7 @@ def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) ->
     With a full round they would all wait for it, for most of a step.  At t = 0 they do so anyway.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
-    there = [p for p in peers if p.beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
+    there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
     if t == 0 or not there:
         return rules.sync_every
     left = median(max(0, round_steps - p.beat.inner) for p in there)
@@ -226,7 +226,7 @@ def next_cap(cap: int, sync_every: int, *, fresh: bool, h: int, took: float, pac
     return max(1, min(cap, int(h * pace_s / max(took, 1e-3))))
 
 
-def flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
+def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
     """Why a record that lies where `slot`'s offers for step s belong is none; "" for an offer.  The same for all."""
     if (offer.step, offer.slot) != (s, slot):
         return f"it speaks of step {offer.step} and {offer.slot}"
@@ -235,7 +235,7 @@ def flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
     return "" if offer.h <= 4 * rules.sync_every else f"{offer.h} inner steps, where {rules.sync_every} are usual"
 
 
-def eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
+def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
     """Started from the chain's state, by a generation that the commit before had not fenced."""
     return offer.base == base and fence.get(offer.slot, 0) <= offer.generation
 
@@ -248,7 +248,7 @@ def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
     return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
 
 
-def expected(
+def slots_to_expect(
     t: int, recent: list[Commit], peers: Mapping[str, Peer], dead_after: float, wanted: Sequence[str]
 ) -> set[str]:
     """Slots that step t should wait for: listed in commits t−1 and t−2; before that, those that beat.
@@ -258,21 +258,21 @@ def expected(
     """
     seen = {slot: peers[slot] for slot in wanted if slot in peers}
     if t == 0:
-        silent = {s for s, p in seen.items() if p.dead(dead_after) or (not p.changes and p.silent >= dead_after)}
+        silent = {s for s, p in seen.items() if p.is_dead(dead_after) or (not p.changes and p.silent >= dead_after)}
         return set(wanted) - silent
     newest = {o.slot: o for c in sorted(recent, key=lambda c: c.t) for o in sorted(c.offers, key=lambda o: o.step)}
-    listed = {slot for slot, o in newest.items() if not o.leaving and not restarted(peers.get(slot), o.generation)}
+    listed = {slot for slot, o in newest.items() if not o.leaving and not is_restarting(peers.get(slot), o.generation)}
     if t == 1:
-        return listed | {s for s, p in seen.items() if p.beating(dead_after) and p.beat.phase not in STARTING}
+        return listed | {s for s, p in seen.items() if p.is_beating(dead_after) and p.beat.phase not in STARTING}
     return listed
 
 
-def restarted(peer: Peer | None, generation: int) -> bool:
+def is_restarting(peer: Peer | None, generation: int) -> bool:
     """Does a later generation of this slot not train yet?"""
     return peer is not None and peer.beat.generation > generation and peer.beat.phase in STARTING
 
 
-def arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
+def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
     """Seconds until this slot should offer step t, or None when it shows no progress.
 
     limit: seconds without a finished inner step that mean nothing.
@@ -301,13 +301,13 @@ def waiting_for(
     reasons: dict[str, str] = {}
     for slot in expected_slots - set(fresh):
         peer = peers.get(slot)
-        if peer is not None and peer.dead(timing.dead_after):
+        if peer is not None and peer.is_dead(timing.dead_after):
             continue
         if t == 0 and waited < (timing.start_patience if peer is not None else timing.dead_after):
             reasons[slot] = "is starting"
         if t == 0 and peer is not None and peer.beat.phase in STARTING:
             continue
-        due = arrival(peer, t, rules, limit) if peer is not None else None
+        due = expected_arrival(peer, t, rules, limit) if peer is not None else None
         if due is not None and due <= 1.5 * took and waited <= 3 * took + limit:
             reasons[slot] = f"should offer in {due:.1f} s"
         elif waited < limit:
@@ -316,7 +316,7 @@ def waiting_for(
 
 
 @dataclass(frozen=True)
-class StepWait:
+class WaitState:
     """How a replica waits for the others' offers, in seconds.
 
     waited: since there were m.   took: the median of those that there are.   upload: from the last inner step to the
@@ -326,10 +326,10 @@ class StepWait:
     waited: float
     took: float
     upload: float = 0.0
-    often: float = 0.0
+    least_pause: float = 0.0
 
 
-def resolved_in(t: int, peers: Iterable[Peer | None], wait: StepWait, rules: Rules, timing: Timing) -> list[float]:
+def resolved_in(t: int, peers: Iterable[Peer | None], wait: WaitState, rules: Rules, timing: Timing) -> list[float]:
     """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
 
     By then the slot has offered, is dead, or has had all the patience there is: nothing else changes the decision, so a
@@ -338,15 +338,19 @@ def resolved_in(t: int, peers: Iterable[Peer | None], wait: StepWait, rules: Rul
     return sorted(_resolved_in(t, peer, wait, rules, timing) for peer in peers)
 
 
-def _resolved_in(t: int, peer: Peer | None, wait: StepWait, rules: Rules, timing: Timing) -> float:
+def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timing: Timing) -> float:
     limit = max(2 * timing.poll, 0.5 * wait.took)
-    due = None if peer is None else arrival(peer, t, rules, limit)
+    due = None if peer is None else expected_arrival(peer, t, rules, limit)
     arrives = limit - wait.waited if due is None or due > 1.5 * wait.took else due + wait.upload + 2 * timing.poll
-    dies = timing.dead_after - peer.silent if peer and peer.changes and peer.liar != peer.beat.generation else math.inf
-    return max(0.0, min(max(arrives, wait.often), dies))
+    dies = (
+        timing.dead_after - peer.silent
+        if peer and peer.changes and peer.untrusted_generation != peer.beat.generation
+        else math.inf
+    )
+    return max(0.0, min(max(arrives, wait.least_pause), dies))
 
 
-def rank(t: int, slot: int, slots: int) -> int:
+def commit_rank(t: int, slot: int, slots: int) -> int:
     """Who tries to close step t first (0), second (1), third (2); spread by a hash.
 
     These three lead, all others are 3: if everybody looked for everybody's offers, a step would ask N².

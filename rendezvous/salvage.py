@@ -1,14 +1,14 @@
 """A run whose control records were lost can still be looked at, and ended.
 
     control/000000 gone, or no record ─┬─▶ nobody joins, and no other wish is written   (membership.py: RecordsLost)
-                                       ├─▶ `readable`     the wishes that still stand, and every slot that was claimed
-                                       └─▶ `write_stop`   a stop, under a number that living replicas will read
+                                       ├─▶ `read_standing_wishes`  the wishes that stand, and every claimed slot
+                                       └─▶ `write_stop`            a stop, under a number that living replicas will read
 
 A stop needs neither the quorum nor the budget that were lost, and the person who pays for a fleet must always be able
 to end it.  Living replicas read the first record when they began; they look only for the next number.
 
-Not promised: that `readable` knows where machines were rented, if a record that named the places is gone; nor that
-replicas hear a stop if the newest record has vanished, because they look for the number after it.
+Not promised: that `read_standing_wishes` knows where machines were rented, if a record that named the places is gone;
+nor that replicas hear a stop if the newest record has vanished, because they look for the number after it.
 """
 
 from contextlib import suppress
@@ -18,11 +18,11 @@ from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Forged, RecordsLost
 from rendezvous.membership import Wanted, controls_above, read_control, refuse_lost, write_control
-from rendezvous.records import Control, nonce
+from rendezvous.records import Control, new_nonce
 from rendezvous.store import Readable, Store, put_once
 
 
-def readable(store: Readable) -> tuple[Wanted, str]:
+def read_standing_wishes(store: Readable) -> tuple[Wanted, str]:
     """-> the operator's wishes, and what was lost: "" if nothing, else the wishes are only those that still stand."""
     try:
         wanted = read_control(store)
@@ -37,7 +37,7 @@ def _what_stands(store: Readable) -> Wanted:
     with suppress(RecordsLost, Forged):
         wanted = read_control(store)  # up to the first that is missing
     for control in controls_above(store, wanted.records):
-        wanted = wanted.after(control)
+        wanted = wanted.with_control(control)
     claimed = [slot for key in store.list(layout.CLAIMS) if (slot := layout.claimed_slot(key)) is not None]
     universe = max((1 + layout.slot_index(slot) for slot in claimed), default=0)
     return replace(wanted, universe=max(universe, wanted.universe), records=max(1, wanted.records))
@@ -57,6 +57,6 @@ def _append_stop(store: Store, clock: Clock, n: int) -> None:
     """Under the first free number from n on.  Never under 0: it would be the run's first record."""
     won = False
     while not won:
-        record = Control(n, nonce(), clock.wall(), stop=True)
-        won, _ = put_once(store, clock, layout.control(n), record.encode())
+        record = Control(n, new_nonce(), clock.wall(), stop=True)
+        won, _ = put_once(store, clock, layout.control_key(n), record.encode())
         n += 1

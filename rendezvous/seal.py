@@ -28,7 +28,7 @@ from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256
 from rendezvous.errors import Forged, WrongRun
-from rendezvous.records import Record, UnixTime, Word, nonce
+from rendezvous.records import Record, UnixTime, Word, new_nonce
 from rendezvous.store import VOID, Body, Buffer, Readable, Store, put_once
 from rendezvous.stores.open import open_store
 
@@ -47,7 +47,7 @@ class Seal(Record):
     at: UnixTime
 
 
-def say(event: str, **fields: Any) -> None:
+def warn_on_stderr(event: str, **fields: Any) -> None:
     """Tells the terminal; a replica has a journal instead."""
     print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
 
@@ -61,30 +61,32 @@ class VerifiedStore:
 
     digests = SHA256  # of blobs: who can overwrite them must not be able to make another one with the same digest
 
-    def __init__(self, store: Readable, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
-        self.url, self.tell = store.url, tell
+    def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+        self.url, self.emit = store.url, emit
         self._store, self._key, self._run = store, key, run
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)  # what only some stores have: root, near
 
-    def over(self, store: Readable) -> "VerifiedStore":
+    def reading_through(self, store: Readable) -> "VerifiedStore":
         """The same run, read through `store`."""
-        return VerifiedStore(store, self._key, self._run, self.tell)
+        return VerifiedStore(store, self._key, self._run, self.emit)
 
-    def silent(self) -> "VerifiedStore":
+    def without_warnings(self) -> "VerifiedStore":
         """The same run, whose forged records are passed over without a word: for a look before there is a journal."""
         return VerifiedStore(self._store, self._key, self._run, _say_nothing)
 
     def get(self, key: str) -> bytes | None:
         body = self._store.get(key)
-        if body is None or (kind := layout.kind(key)) is None:
+        if body is None or (kind := layout.record_kind(key)) is None:
             return body
-        record = opened(body, self._key, self._run, key)
+        record = verify_record(body, self._key, self._run, key)
         if record is not None:
             return record
-        if kind in _PASSED_OVER and key != layout.control(0):  # without the first wishes one replica would be a quorum
+        if kind in _PASSED_OVER and key != layout.control_key(
+            0
+        ):  # without the first wishes one replica would be a quorum
             self._pass_over(kind, key)
             return VOID
         raise Forged(
@@ -100,45 +102,47 @@ class VerifiedStore:
         return self._store.list(prefix)
 
     def _pass_over(self, kind: str, key: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
-            self.tell("forged", record=kind, key=key, text="not written with this run's key; passed over")
+        if key not in self._reported:
+            self._reported.add(key)
+            self.emit("forged", record=kind, key=key, text="not written with this run's key; passed over")
 
 
-class SealedStore(VerifiedStore):
+class SignedStore(VerifiedStore):
     """A store that seals the records it writes and verifies those it reads."""
 
-    def __init__(self, store: Store, key: bytes, run: str, tell: Callable[..., None] = say) -> None:
-        super().__init__(store, key, run, tell)
+    def __init__(self, store: Store, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
+        super().__init__(store, key, run, emit)
         self._bucket = store
 
     def put(self, key: str, body: Body) -> None:
-        self._bucket.put(key, self._sealed(key, body) if isinstance(body, Buffer) else body)  # a Stream is a blob
+        self._bucket.put(
+            key, self._sign_if_record(key, body) if isinstance(body, Buffer) else body
+        )  # a Stream is a blob
 
     def create(self, key: str, body: Buffer) -> None:
-        self._bucket.create(key, self._sealed(key, body))
+        self._bucket.create(key, self._sign_if_record(key, body))
 
     def delete(self, keys: Iterable[str]) -> None:
         self._bucket.delete(keys)
 
-    def _sealed(self, key: str, body: Buffer) -> Buffer:
-        return body if layout.kind(key) is None else sealed(bytes(body), self._key, self._run, key)
+    def _sign_if_record(self, key: str, body: Buffer) -> Buffer:
+        return body if layout.record_kind(key) is None else sign_record(bytes(body), self._key, self._run, key)
 
 
-def sealed(record: bytes, secret: bytes, run: str, key: str) -> bytes:
+def sign_record(record: bytes, secret: bytes, run: str, key: str) -> bytes:
     """A record's bytes with its tag as the last field; a log's with one more line."""
     if record.endswith(b"\n"):
-        return record + b'{"seal":"' + _tag(record, secret, run, key) + b'"}\n'
-    return record[:-1] + b',"seal":"' + _tag(record, secret, run, key) + b'"}'
+        return record + b'{"seal":"' + _record_tag(record, secret, run, key) + b'"}\n'
+    return record[:-1] + b',"seal":"' + _record_tag(record, secret, run, key) + b'"}'
 
 
-def opened(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
+def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
     """The record without its tag; None if the tag is missing or another one than this record has here."""
     record = body[:-_LINE] if body.endswith(b"\n") else body[:-_FIELD] + b"}"
-    return record if hmac.compare_digest(body, sealed(record, secret, run, key)) else None
+    return record if hmac.compare_digest(body, sign_record(record, secret, run, key)) else None
 
 
-def _tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
+def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
     return hmac.digest(secret, b"\0".join((run.encode(), key.encode(), record)), "sha256").hex().encode()
 
 
@@ -158,7 +162,7 @@ def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
     return text.encode()
 
 
-def open_sealed(url: str) -> Store:
+def open_signed(url: str) -> Store:
     """The store for `url` as the run key in the environment shows it."""
     return under_key(open_store(url), SystemClock(), run_key())
 
@@ -168,17 +172,17 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
 
     ask: the same store for the requests made here, one that is patient perhaps.
     """
-    if isinstance(store, SealedStore):
+    if isinstance(store, SignedStore):
         return store
     ask = ask or store
     stands = ask.get(layout.SEAL)
     if stands is None and secret is not None and not _holds_a_run(ask):
-        mine = sealed(Seal(nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
+        mine = sign_record(Seal(new_nonce(), clock.wall()).encode(), secret, "", layout.SEAL)
         _, stands = put_once(ask, clock, layout.SEAL, mine)
-    return under_seal(store, secret, stands)
+    return signed_store(store, secret, stands)
 
 
-def under_seal(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
+def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
     """The store of a run whose seal.json is `stands`, None where it has none, under this key.   Raises WrongRun."""
     if stands is None and secret is None:
         return store
@@ -192,15 +196,15 @@ def under_seal(store: Store, secret: bytes | None, stands: bytes | None) -> Stor
             f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
             "Unset it to go on with that run, or use another URL for a run under this key"
         )
-    record = opened(stands, secret, "", layout.SEAL)
+    record = verify_record(stands, secret, "", layout.SEAL)
     if record is None:
         raise WrongRun(
             f"{store.url} holds a run under another run key than the one in {KEY}, or its seal.json was changed. Set "
             f"{KEY} to the key that the run was founded with, or use another URL for a new run"
         )
-    return SealedStore(store, secret, Seal.decode(record).nonce)
+    return SignedStore(store, secret, Seal.decode(record).nonce)
 
 
 def _holds_a_run(store: Store) -> bool:
-    first = (layout.RUN, layout.control(0), layout.commit(0), layout.claim(layout.slot_name(0), 1))
+    first = (layout.RUN, layout.control_key(0), layout.commit_key(0), layout.claim_key(layout.slot_name(0), 1))
     return any(store.get(key) is not None for key in first)

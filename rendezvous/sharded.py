@@ -18,18 +18,18 @@ import numpy as np
 
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.closing import Vigil
+from rendezvous.closing import StepWait
 from rendezvous.errors import Corrupt
 from rendezvous.membership import Membership
 from rendezvous.records import Commit
-from rendezvous.reduce import Mine, Reducer, Shard
+from rendezvous.reduce import OwnBody, Reducer, Shard
 from rendezvous.rules import Timing
 
 _PATIENCE = 0.4  # of the time between two syncs
 _LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's download
 
 
-class Sharer:
+class ShardedMean:
     """One replica's share of a sharded reduction.
 
     rest(vigil, normal): a pause, when `normal` seconds of waiting are no reason to worry; may raise.
@@ -42,39 +42,39 @@ class Sharer:
         reducer: Reducer,
         members: Membership,
         timing: Timing,
-        rest: Callable[[Vigil, float], None],
-        bad: Callable[[Commit, Corrupt], bool],
+        pause: Callable[[StepWait, float], None],
+        on_bad_body: Callable[[Commit, Corrupt], bool],
     ) -> None:
         self._clock, self._reducer, self._members, self._timing = clock, reducer, members, timing
-        self._rest, self._bad = rest, bad
+        self._pause, self._on_bad_body = pause, on_bad_body
         self._took = math.inf  # seconds for the last part that this replica made
         self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is no measure
 
-    def mean(self, commit: Commit, out: np.ndarray, mine: Mine | None) -> None:
+    def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """The commit's mean into `out`; on the way, what this replica owes to the others.
 
         Who meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them back or takes
         over.  When nobody has them any more, and no part was announced, it ends this life after `dead_after`.
         """
-        parts = self._reducer.parts(commit, out.size)
-        missing, vigil = set(range(len(parts))), Vigil(self._clock, self._timing)
+        parts = self._reducer.split_into_parts(commit, out.size)
+        missing, vigil = set(range(len(parts))), StepWait(self._clock, self._timing)
         ours = {j for j in missing if commit.owners[j] == self._members.slot}
 
-        def made(j: int) -> bool:
-            return self._make(commit, j, parts[j], out, mine, vigil.idle)
+        def made_here(j: int) -> bool:
+            return self._make_part(commit, j, parts[j], out, mine, vigil.idle)
 
         while True:
-            vigil.look()
-            missing -= {j for j in sorted(ours & missing) if made(j)}
+            vigil.count_time()
+            missing -= {j for j in sorted(ours & missing) if made_here(j)}
             missing -= {j for j in sorted(missing) if self._reducer.take_part(commit, j, parts[j], out)}
-            missing -= {j for j in sorted(missing - ours) if self._turn(commit, j, vigil.idle) and made(j)}
+            missing -= {j for j in sorted(missing - ours) if self._is_our_turn(commit, j, vigil.idle) and made_here(j)}
             if not missing:
                 return
-            self._look(commit, missing, vigil.idle)
-            self._rest(vigil, _PATIENCE * commit.pace)
+            self._read_owner_beats(commit, missing, vigil.idle)
+            self._pause(vigil, _PATIENCE * commit.pace)
 
-    def _make(
-        self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, mine: Mine | None, waited: float
+    def _make_part(
+        self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, mine: OwnBody | None, waited: float
     ) -> bool:
         began = self._clock.now()
         try:
@@ -83,7 +83,7 @@ class Sharer:
         except Corrupt as error:
             if self._reducer.take_part(commit, j, part, out):
                 return True
-            if waited > (self._timing.give_up if self._bad(commit, error) else self._timing.dead_after):
+            if waited > (self._timing.give_up if self._on_bad_body(commit, error) else self._timing.dead_after):
                 raise
             return False
         if part:
@@ -92,44 +92,46 @@ class Sharer:
             self._took = took
         return True
 
-    def _look(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats on which `_turn` depends: of owners that are later than we were with ours, every two beats and
-        when one may have died by now; if one is gone or very late, of all, who may be in line before us."""
+    def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
+        """Read the beats that `_is_our_turn` needs: of owners that are later than we were with ours, every two beats
+        and when one may have died by now; if one is gone or very late, of all, who may be in line before us."""
         owners = {commit.owners[j] for j in missing} - {self._members.slot}
-        if waited > min(self._needed + 4 * self._timing.poll, self._patience(commit) / 2):
-            self._members.look(owners, apart=2 * self._timing.beat)
-        overdue = waited > self._patience(commit) / 2
-        if overdue or any(self._gone(layout.slot_index(owner), commit.t) for owner in owners):
-            self._members.look(self._members.wanted.slots)
+        if waited > min(self._needed + 4 * self._timing.poll, self._owner_patience(commit) / 2):
+            self._members.read_beats(owners, apart=2 * self._timing.beat)
+        overdue = waited > self._owner_patience(commit) / 2
+        if overdue or any(self._will_not_announce(layout.slot_index(owner), commit.t) for owner in owners):
+            self._members.read_beats(self._members.wanted.slot_names)
 
-    def _turn(self, commit: Commit, j: int, waited: float) -> bool:
+    def _is_our_turn(self, commit: Commit, j: int, waited: float) -> bool:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
         owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
-        patience = self._patience(commit)
-        gone = self._gone(owner, commit.t)
+        patience = self._owner_patience(commit)
+        gone = self._will_not_announce(owner, commit.t)
         if not gone and waited <= patience:
             return False
-        rank = in_line(us, owner, max(2, self._members.wanted.universe), lambda i: self._waits(i, commit.t))
+        rank = rank_in_line(
+            us, owner, max(2, self._members.wanted.universe), lambda i: self._waits_for_part(i, commit.t)
+        )
         return (gone and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
 
-    def _patience(self, commit: Commit) -> float:
+    def _owner_patience(self, commit: Commit) -> float:
         """Seconds that an owner may take for a part before others do it."""
         return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
-    def _gone(self, index: int, t: int) -> bool:
+    def _will_not_announce(self, index: int, t: int) -> bool:
         """Will that slot announce no part of step t any more?
 
         Who is dead will not; nor who is at a later step: it announced its parts before, or replayed t from its bodies.
         """
         peer = self._members.peers.get(layout.slot_name(index))
-        return peer is not None and (peer.dead(self._timing.dead_after) or peer.beat.step > t)
+        return peer is not None and (peer.is_dead(self._timing.dead_after) or peer.beat.step > t)
 
-    def _waits(self, index: int, t: int) -> bool:
+    def _waits_for_part(self, index: int, t: int) -> bool:
         """Does somebody in that slot wait for the same part, as far as its beat tells, which may be late?"""
         peer = self._members.peers.get(layout.slot_name(index))
-        return peer is not None and peer.beating(self._timing.dead_after) and t - 1 <= peer.beat.step <= t
+        return peer is not None and peer.is_beating(self._timing.dead_after) and t - 1 <= peer.beat.step <= t
 
 
-def in_line(slot: int, owner: int, universe: int, waits: Callable[[int], bool]) -> int:
+def rank_in_line(slot: int, owner: int, universe: int, waits: Callable[[int], bool]) -> int:
     """Whose turn it is when an owner is late: 1 for the first slot after it that waits, then 2, and around."""
     return 1 + sum(waits((owner + k) % universe) for k in range(1, (slot - owner) % universe))

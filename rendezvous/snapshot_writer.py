@@ -26,13 +26,13 @@ import numpy as np
 from rendezvous import layout, snapshots
 from rendezvous.background import Background
 from rendezvous.clock import Clock
-from rendezvous.digests import Hasher, needed
+from rendezvous.digests import Hasher, required_digest_kind
 from rendezvous.errors import Diverged, RendezvousError
-from rendezvous.records import Snapshot, nonce
+from rendezvous.records import Snapshot, new_nonce
 from rendezvous.state import UNVERIFIED, ReplicatedState, digest_of_digests
 from rendezvous.store import Buffer, Store
 from rendezvous.tensors import PIECE, TensorFile
-from rendezvous.wire import payload
+from rendezvous.wire import as_bytes
 
 
 class Abandoned(RendezvousError):
@@ -50,33 +50,33 @@ class LiveFile(TensorFile):
         self._fragments, self._kind = dict(fragments), kind
         self._lock, self._stopped = threading.Lock(), False
         self._from = dict.fromkeys(self.arrays, 0)  # the first byte of an array that can still be read
-        self._rest = {name: payload(array) for name, array in self.arrays.items()}  # the bytes from there on
+        self._rest = {name: as_bytes(array) for name, array in self.arrays.items()}  # the bytes from there on
         self._at = dict(self._from)  # the next byte to be read
         self._copied = set[str]()
         self.digest, self.base = "", ""
 
     def __iter__(self) -> Iterator[Buffer]:
         """Raises Abandoned if it was stopped, or if the beginning cannot be read again."""
-        self._rewind()
+        self._start_again()
         whole, each = Hasher(self._kind), dict[str, str]()
         whole.update(self.header)
         yield self.header
         for name in self.arrays:
             one = Hasher()
-            while piece := self._next(name):
+            while piece := self._next_piece(name):
                 whole.update(piece)
                 one.update(piece)
                 yield piece
             each[name] = one.hexdigest()
-        self.digest, self.base = whole.digest(), self._base(each)
+        self.digest, self.base = whole.digest(), self._base_of(each)
 
-    def release(self, fragment: int) -> int:
+    def release_fragment(self, fragment: int) -> int:
         """The fragment is about to be stepped: keep what has not been read yet; -> bytes that were copied."""
         with self._lock:
             names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
             for name in names:
                 rest = self._rest[name][self._at[name] - self._from[name] :]
-                self._rest[name], self._from[name] = _copied(rest), self._at[name]
+                self._rest[name], self._from[name] = _copy_of(rest), self._at[name]
             self._copied.update(names)
             return sum(len(self._rest[name]) for name in names)
 
@@ -86,13 +86,13 @@ class LiveFile(TensorFile):
             self._stopped = True
             self._rest.clear()
 
-    def _rewind(self) -> None:
+    def _start_again(self) -> None:
         with self._lock:
             if any(self._from.values()):
                 raise Abandoned("what was written of this snapshot has been stepped since; the next one is begun anew")
             self._at = dict(self._from)
 
-    def _next(self, name: str) -> bytes:
+    def _next_piece(self, name: str) -> bytes:
         with self._lock:
             if self._stopped:
                 raise Abandoned("this snapshot is not wanted any more")
@@ -103,14 +103,14 @@ class LiveFile(TensorFile):
                 self._from[name], self._rest[name] = self._at[name], memoryview(b"")  # its memory is free again
             return piece
 
-    def _base(self, each: dict[str, str]) -> str:
+    def _base_of(self, each: dict[str, str]) -> str:
         """State.base of the bytes that were read."""
         fragments = [digest_of_digests(each[name] for name in arrays) for _, arrays in sorted(self._fragments.items())]
         return digest_of_digests(fragments) if self.arrays else UNVERIFIED
 
 
-def _copied(view: memoryview) -> memoryview:
-    return payload(np.array(np.frombuffer(view, np.uint8)))
+def _copy_of(view: memoryview) -> memoryview:
+    return as_bytes(np.array(np.frombuffer(view, np.uint8)))
 
 
 @dataclass
@@ -134,35 +134,35 @@ class SnapshotWriter:
         store: Store,
         clock: Clock,
         uploads: Background,
-        later: Callable[[Callable[[], None]], None],
-        tell: Callable[..., None],
-        wrote: Callable[[int], None],
+        run_in_background: Callable[[Callable[[], None]], None],
+        emit: Callable[..., None],
+        on_written: Callable[[int], None],
     ) -> None:
         self._store, self._clock, self._uploads = store, clock, uploads
-        self._later, self._tell, self._wrote = later, tell, wrote
+        self._run_in_background, self._emit, self._on_written = run_in_background, emit, on_written
         self._lock = threading.Lock()
         self._now: _Writing | None = None
         self.owes = False  # the last one was given up
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self._now is not None
 
     def start(self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None) -> None:
         """Write θ_t in the background.  Visible it becomes when commit t confirms it."""
-        self._now, self.owes = self._begun(state, fragments, t, base=base, prev=prev, confirmed=True), False
+        self._now, self.owes = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True), False
         writing = self._now
-        self._uploads.submit(lambda: self._upload(writing))
+        self._uploads.submit(lambda: self._upload_blob(writing))
 
     def write(
         self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
     ) -> None:
         """Write θ_t at once, and make it visible.   Raises Diverged if its bytes are not what they should be."""
-        writing = self._begun(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
-        self._put(writing)
-        self._publish(writing)
+        writing = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
+        self._put_blob(writing)
+        self._publish_manifest(writing)
 
-    def confirm(self, t: int, base: str) -> None:
+    def confirm_base(self, t: int, base: str) -> None:
         """Commit t has started from the state with this digest."""
         writing = self._now
         if writing is None or writing.mine.t != t:
@@ -173,13 +173,13 @@ class SnapshotWriter:
         with self._lock:
             writing.confirmed, due = True, writing.written
         if due:
-            self._later(lambda: self._publish(writing))
+            self._run_in_background(lambda: self._publish_manifest(writing))
 
-    def release(self, fragment: int) -> None:
+    def release_fragment(self, fragment: int) -> None:
         """The fragment is about to be stepped."""
         writing = self._now
-        if writing is not None and not writing.written and (size := writing.file.release(fragment)):
-            self._tell("snapshot_copied", step=writing.mine.t, bytes=size)
+        if writing is not None and not writing.written and (size := writing.file.release_fragment(fragment)):
+            self._emit("snapshot_copied", step=writing.mine.t, bytes=size)
 
     def abandon(self) -> None:
         """Whatever is on its way is not wanted any more."""
@@ -189,11 +189,11 @@ class SnapshotWriter:
 
     # ------------------------------------------------------------------ in the background
 
-    def _begun(
+    def _begin_writing(
         self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
     ) -> _Writing:
-        turns, n = [(t + i) % fragments for i in range(fragments)], nonce()
-        file = LiveFile([(f, dict(state.arrays(f))) for f in turns], needed(self._store))
+        turns, n = [(t + i) % fragments for i in range(fragments)], new_nonce()
+        file = LiveFile([(f, dict(state.arrays(f))) for f in turns], required_digest_kind(self._store))
         return _Writing(
             Snapshot(
                 t=t,
@@ -208,11 +208,11 @@ class SnapshotWriter:
             file,
         )
 
-    def _upload(self, writing: _Writing) -> None:
+    def _upload_blob(self, writing: _Writing) -> None:
         try:
-            if self._store.get(layout.snapshot(writing.mine.t)) is not None:
+            if self._store.get(layout.snapshot_key(writing.mine.t)) is not None:
                 raise Abandoned(f"snapshot {writing.mine.t} is there already")
-            self._put(writing)
+            self._put_blob(writing)
         except RendezvousError as error:
             self._give_up(writing, error)
             return
@@ -222,9 +222,9 @@ class SnapshotWriter:
         with self._lock:
             writing.written, due = True, writing.confirmed
         if due:
-            self._publish(writing)
+            self._publish_manifest(writing)
 
-    def _put(self, writing: _Writing) -> None:
+    def _put_blob(self, writing: _Writing) -> None:
         self._store.put(writing.mine.blob, writing.file)
         if writing.file.base != writing.mine.base:
             raise Diverged(
@@ -232,18 +232,18 @@ class SnapshotWriter:
                 f"was {writing.mine.base}): bad memory, or code that writes to the fragments. It is not published"
             )
 
-    def _publish(self, writing: _Writing) -> None:
+    def _publish_manifest(self, writing: _Writing) -> None:
         try:
-            snapshots.publish(self._store, self._clock, replace(writing.mine, digest=writing.file.digest))
+            snapshots.publish_manifest(self._store, self._clock, replace(writing.mine, digest=writing.file.digest))
         except RendezvousError as error:
             self._give_up(writing, error)
             return
         if self._now is writing:
             self._now = None
-        self._wrote(writing.mine.t)
-        self._tell("snapshot", step=writing.mine.t)
+        self._on_written(writing.mine.t)
+        self._emit("snapshot", step=writing.mine.t)
 
     def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
         if self._now is writing:  # else somebody has abandoned it
             self._now, self.owes = None, True
-        self._tell("not_written", trouble=str(error))
+        self._emit("not_written", trouble=str(error))

@@ -18,9 +18,9 @@ import numpy as np
 
 from rendezvous import layout, tensors
 from rendezvous.clock import Clock
-from rendezvous.digests import digest_of, has_digest_of, needed
+from rendezvous.digests import digest_of, has_digest_of, required_digest_kind
 from rendezvous.errors import Corrupt
-from rendezvous.records import Snapshot, WireError, nonce
+from rendezvous.records import Snapshot, WireError, new_nonce
 from rendezvous.store import Store, put_once
 from rendezvous.tensors import TensorFile
 
@@ -31,10 +31,10 @@ def write(
     store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
 ) -> Snapshot:
     """Publish these arrays, from their own memory; -> the snapshot that stands for step t (or somebody faster's)."""
-    n, body = nonce(), TensorFile(arrays)
-    digest = digest_of(body, needed(store))
+    n, body = new_nonce(), TensorFile(arrays)
+    digest = digest_of(body, required_digest_kind(store))
     store.put(layout.snapshot_blob(t, n), body)
-    return publish(
+    return publish_manifest(
         store,
         clock,
         Snapshot(
@@ -53,7 +53,9 @@ def write(
 def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewhere: bool) -> Snapshot:
     """Snapshot 0, without what is zero.   elsewhere: replicas have θ₀ from another place; then without a blob."""
     if elsewhere:
-        return publish(store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=nonce()))
+        return publish_manifest(
+            store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
+        )
     return write(store, clock, 0, {name: a for name, a in arrays.items() if not _is_zero(a)}, base=base, prev=None)
 
 
@@ -67,10 +69,10 @@ def with_zeros(arrays: Arrays, like: Arrays) -> dict[str, np.ndarray]:
     return {name: arrays[name] if name in arrays else np.zeros_like(array) for name, array in like.items()}
 
 
-def publish(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
+def publish_manifest(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
     """Its blob is there: make it visible; -> the one that stands for its step (ours, or that of somebody faster)."""
-    _, value = put_once(store, clock, layout.snapshot(mine.t), mine.encode())
-    return _manifest(value, mine.t) or mine
+    _, value = put_once(store, clock, layout.snapshot_key(mine.t), mine.encode())
+    return _decode_manifest(value, mine.t) or mine
 
 
 def newest_first(store: Store, hint: int = 0, at_most: int | None = None) -> Iterator[Snapshot]:
@@ -91,11 +93,11 @@ def steps_of(keys: Iterable[str]) -> list[int]:
 
 def read(store: Store, t: int) -> Snapshot | None:
     """The snapshot of step t, if there is one."""
-    body = store.get(layout.snapshot(t))
-    return None if body is None else _manifest(body, t)
+    body = store.get(layout.snapshot_key(t))
+    return None if body is None else _decode_manifest(body, t)
 
 
-def _manifest(body: bytes, t: int) -> Snapshot | None:
+def _decode_manifest(body: bytes, t: int) -> Snapshot | None:
     try:
         found = Snapshot.decode(body)
     except WireError:
@@ -103,7 +105,7 @@ def _manifest(body: bytes, t: int) -> Snapshot | None:
     return found if found.t == t else None
 
 
-def load(store: Store, snapshot: Snapshot, tell: Callable[..., None], like: Arrays) -> dict[str, np.ndarray] | None:
+def load(store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays) -> dict[str, np.ndarray] | None:
     """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
 
     like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
@@ -113,21 +115,23 @@ def load(store: Store, snapshot: Snapshot, tell: Callable[..., None], like: Arra
     found = ""
     for _ in range(3):
         try:
-            file = tensors.read(store, snapshot.blob, snapshot.size)
+            file = tensors.read_tensors(store, snapshot.blob, snapshot.size)
         except Corrupt as error:
             found = str(error)
             continue
-        if file is not None and has_digest_of(file, snapshot.digest, needed(store)):
+        if file is not None and has_digest_of(file, snapshot.digest, required_digest_kind(store)):
             arrays = with_zeros(file.arrays, like) if snapshot.t == 0 and like else file.arrays
-            if not (found := misfit(arrays, like)):
+            if not (found := why_misfit(arrays, like)):
                 return arrays
             break
-        found = f"not {snapshot.size} bytes" if file is None else f"digest {digest_of(file, needed(store))}"
-    tell("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
+        found = (
+            f"not {snapshot.size} bytes" if file is None else f"digest {digest_of(file, required_digest_kind(store))}"
+        )
+    emit("bad_snapshot", step=snapshot.t, blob=snapshot.blob, found=found, announced=snapshot.digest)
     return None
 
 
-def misfit(arrays: Arrays, like: Arrays) -> str:
+def why_misfit(arrays: Arrays, like: Arrays) -> str:
     """Why a state with the arrays `like` cannot become these; "" if it can."""
     for name, array in like.items():
         found = arrays.get(name)
@@ -138,12 +142,12 @@ def misfit(arrays: Arrays, like: Arrays) -> str:
     return ""
 
 
-def mend(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
+def mend_blob(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
     """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
     if not snapshot.blob:
         return False
     body = TensorFile(arrays)
-    if not has_digest_of(body, snapshot.digest, needed(store)):
+    if not has_digest_of(body, snapshot.digest, required_digest_kind(store)):
         return False
     store.put(snapshot.blob, body)
     return True

@@ -72,20 +72,20 @@ class Digests:
 
     def __init__(self, state: ReplicatedState, fragments: int, name: str = "") -> None:
         self._state, self._name = state, name
-        self._right = [self._now(f) for f in range(fragments)]
+        self._right = [self._digest_now(f) for f in range(fragments)]
 
     @property
     def base(self) -> str:
         return digest_of_digests(self._right) if any(self._right) else UNVERIFIED
 
-    def renew(self, fragment: int) -> None:
+    def renew_fragment(self, fragment: int) -> None:
         """The fragment was stepped: its bytes are right as they are now."""
-        self._right[fragment] = self._now(fragment)
+        self._right[fragment] = self._digest_now(fragment)
 
-    def check(self, *fragments: int) -> None:
+    def check_unchanged(self, *fragments: int) -> None:
         """Raises Diverged if the bytes of one of these fragments (default: of any) are not what they should be."""
         for fragment in fragments or range(len(self._right)):
-            now, right = self._now(fragment), self._right[fragment]
+            now, right = self._digest_now(fragment), self._right[fragment]
             if now != right:
                 raise Diverged(
                     f"θ of {self._name} changed between outer steps (fragment {fragment} has digest {now}, was "
@@ -93,6 +93,6 @@ class Digests:
                     "the bucket"
                 )
 
-    def _now(self, fragment: int) -> str:
+    def _digest_now(self, fragment: int) -> str:
         arrays = self._state.arrays(fragment).values()
         return digest_of_digests(map(array_digest, arrays)) if arrays else ""

@@ -101,7 +101,7 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
 
     `body` must contain a nonce of this writer and this proposal.
     """
-    for pause in chain((0.0,), _backoff()):
+    for pause in chain((0.0,), _backoff_pauses()):
         value = store.get(key)
         if value is not None:
             return value == body, value
@@ -127,10 +127,10 @@ class PatientStore:
     """A store that retries what may be retried, so that its caller sees only answers.
 
     StoreUnclear is retried with back-off, StoreRefused every few seconds and with a loud word, since a person
-    can mend it (free some space, renew a token) and the run goes on; `over` is called when it does.  After
+    can mend it (free some space, renew a token) and the run goes on; `on_recovered` is called when it does.  After
     `patience_s` without an answer (a full store: `full_s`): GaveUp.  `create` still says StoreUnclear, until then:
     only `put_once` knows how to read that.
-    `alert` is called before every pause and may raise (a replica that is asked to leave must not wait here).
+    `before_pause` is called before every pause and may raise (a replica that is asked to leave must not wait here).
     """
 
     def __init__(
@@ -138,84 +138,84 @@ class PatientStore:
         store: Store,
         clock: Clock,
         patience_s: float,
-        alert: Callable[[], None] = lambda: None,
-        tell: Callable[[str], None] = lambda text: None,
+        before_pause: Callable[[], None] = lambda: None,
+        on_trouble: Callable[[str], None] = lambda text: None,
         *,
         full_s: float = 0.0,
-        over: Callable[[], None] = lambda: None,
+        on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
         self.url, self._store, self._clock = store.url, store, clock
-        self._full_s, self._over = max(patience_s, full_s), over
+        self._full_s, self._on_recovered = max(patience_s, full_s), on_recovered
         self.digests: str | None = getattr(store, "digests", None)  # the kind that blobs need, if it says
-        self._patience_s, self.alert, self._tell = patience_s, alert, tell
+        self._patience_s, self.before_pause, self._on_trouble = patience_s, before_pause, on_trouble
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 
     def put(self, key: str, body: Body) -> None:
-        self._persist(lambda: self._store.put(key, body))
+        self._ask_patiently(lambda: self._store.put(key, body))
 
     def create(self, key: str, body: Buffer) -> None:
         try:
-            self._persist(lambda: self._store.create(key, body), unclear=False)
+            self._ask_patiently(lambda: self._store.create(key, body), unclear=False)
         except StoreUnclear as error:
             if self._unclear[0] != key:
                 self._unclear = key, self._clock.now()
-            self._check(error, self._unclear[1])
+            self._give_up_if_late(error, self._unclear[1])
             raise
 
     def get(self, key: str) -> bytes | None:
         try:
             return self._store.get(key)  # the common case costs nothing
         except (StoreUnclear, StoreRefused):
-            return self._persist(lambda: self._store.get(key))
+            return self._ask_patiently(lambda: self._store.get(key))
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
-        return self._persist(lambda: self._store.get_into(key, out, start))
+        return self._ask_patiently(lambda: self._store.get_into(key, out, start))
 
     def list(self, prefix: str) -> list[str]:
-        return self._persist(lambda: self._store.list(prefix))
+        return self._ask_patiently(lambda: self._store.list(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
-        self._persist(lambda: self._store.delete(keys))
+        self._ask_patiently(lambda: self._store.delete(keys))
 
-    def _persist(self, request: Callable[[], T], unclear: bool = True) -> T:
+    def _ask_patiently(self, request: Callable[[], T], unclear: bool = True) -> T:
         began = self._clock.now()
         said = began - SAY_AGAIN_S
-        for pause in _backoff():
+        for pause in _backoff_pauses():
             try:
                 answer = request()
                 if said >= began:
-                    self._over()
+                    self._on_recovered()
                 return answer
             except StoreUnclear as error:
                 if not unclear:
                     raise
-                self._wait(error, began, pause)
+                self._wait_or_give_up(error, began, pause)
             except StoreRefused as error:
                 if self._clock.now() - said >= SAY_AGAIN_S:
                     said = self._clock.now()
-                    self._tell(f"{error}; trying again until {self._patience(error):.0f} s have passed")
-                self._wait(error, began, max(pause, 1.0))
+                    self._on_trouble(f"{error}; trying again until {self._patience_for(error):.0f} s have passed")
+                self._wait_or_give_up(error, began, max(pause, 1.0))
         raise AssertionError("the back-off never ends")
 
-    def _wait(self, error: Exception, began: float, pause: float) -> None:
-        self._check(error, began)
+    def _wait_or_give_up(self, error: Exception, began: float, pause: float) -> None:
+        self._give_up_if_late(error, began)
         self._clock.sleep(pause)
 
-    def _patience(self, error: Exception) -> float:
+    def _patience_for(self, error: Exception) -> float:
         """Somebody has to come and make room, which takes longer than a server's bad moment."""
         return self._full_s if isinstance(error, StoreFull) else self._patience_s
 
-    def _check(self, error: Exception, began: float) -> None:
-        self.alert()
-        if self._clock.now() - began > self._patience(error):
+    def _give_up_if_late(self, error: Exception, began: float) -> None:
+        self.before_pause()
+        if self._clock.now() - began > self._patience_for(error):
             raise GaveUp(
-                f"the store gave no usable answer for {self._patience(error):.0f} s. Last: {error}. "
+                f"the store gave no usable answer for {self._patience_for(error):.0f} s. Last: {error}. "
                 "Nothing that was committed is lost: mend the store and run the same command again."
             ) from error
 
 
-def _backoff() -> Iterator[float]:
+def _backoff_pauses() -> Iterator[float]:
     """0.05, 0.1, … 2, 2, … seconds."""
     pause = 0.05
     while True:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rendezvous.errors import Corrupt
 from rendezvous.store import Buffer, Store
-from rendezvous.wire import payload
+from rendezvous.wire import as_bytes
 
 PIECE = 1 << 20  # bytes: copied, digested and written while it is in the cache
 _NAMES = {"<f8": "F64", "<f4": "F32", "<i8": "I64", "<i4": "I32", "|u1": "U8"}
@@ -31,21 +31,21 @@ class TensorFile:
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.arrays = dict(sorted(arrays.items(), key=lambda named: -named[1].itemsize))
-        self.header = _header(self.arrays)
+        self.header = _header_bytes(self.arrays)
         self.size = len(self.header) + sum(a.nbytes for a in self.arrays.values())
 
     def __iter__(self) -> Iterator[Buffer]:
         """The bytes in order.  The arrays must stay as they are until all are used."""
         yield self.header
         for array in self.arrays.values():
-            view = payload(array)
+            view = as_bytes(array)
             yield from (view[at : at + PIECE] for at in range(0, len(view), PIECE))
 
     def __bytes__(self) -> bytes:
         return b"".join(self)
 
 
-def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
+def _header_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     entries, at = dict[str, Any](), 0
     for name, array in arrays.items():
         end = at + array.nbytes
@@ -56,7 +56,7 @@ def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read(store: Store, key: str, size: int) -> TensorFile | None:
+def read_tensors(store: Store, key: str, size: int) -> TensorFile | None:
     """The file of `size` bytes under `key`, in memory of its arrays' own; None if it is missing or shorter.
 
     Raises Corrupt if its header is none.  Whether the bytes are right only a digest can say.
@@ -64,9 +64,9 @@ def read(store: Store, key: str, size: int) -> TensorFile | None:
     head = _read_header(store, key, size)
     if head is None:
         return None
-    arrays, at = _empty(key, head, size), len(head)
+    arrays, at = _allocate_arrays(key, head, size), len(head)
     for array in arrays.values():
-        if array.nbytes and not store.get_into(key, payload(array), at):
+        if array.nbytes and not store.get_into(key, as_bytes(array), at):
             return None
         at += array.nbytes
     found = TensorFile(arrays)
@@ -87,7 +87,7 @@ def _read_header(store: Store, key: str, size: int) -> bytes | None:
     return bytes((start + rest)[:end])
 
 
-def _empty(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
+def _allocate_arrays(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
     """Memory for what the header names, in its order; raises Corrupt unless the arrays are all of the file."""
     try:
         entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rendezvous.clock import Clock
-from rendezvous.codecs import codec
-from rendezvous.digests import XXH3, digest, has_digest, needed
+from rendezvous.codecs import get_codec
+from rendezvous.digests import XXH3, digest, has_digest, required_digest_kind
 from rendezvous.errors import BadDelta
 from rendezvous.store import Store
 
@@ -26,7 +26,7 @@ Range = tuple[int, int]  # elements [start, stop)
 Piece = tuple[int, str]  # bytes, and the digest that they should have
 
 
-def payload(vector: np.ndarray) -> memoryview:
+def as_bytes(vector: np.ndarray) -> memoryview:
     """The bytes of a contiguous vector, without a copy."""
     if vector.size == 0:
         return memoryview(bytearray())  # memoryview cannot cast an empty array
@@ -36,14 +36,14 @@ def payload(vector: np.ndarray) -> memoryview:
 ABSURD = 1e6  # a pseudogradient so many times as long as θ is no step that a model could survive
 
 
-def sampled(x: np.ndarray) -> np.ndarray:
+def evenly_sampled(x: np.ndarray) -> np.ndarray:
     """At most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so that every column has its turn."""
     return x[:: (x.size >> 16) | 1]
 
 
-def length(x: np.ndarray) -> float:
+def approximate_norm(x: np.ndarray) -> float:
     """About ‖x‖₂, from a sample."""
-    some = sampled(x).astype(np.float64)
+    some = evenly_sampled(x).astype(np.float64)
     return float(np.sqrt(np.dot(some, some) * (x.size / max(1, some.size))))
 
 
@@ -57,14 +57,14 @@ def check_shape(delta: np.ndarray, size: int) -> None:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def squared(x: np.ndarray) -> float:
+def squared_norm(x: np.ndarray) -> float:
     """‖x‖²; may be infinite for what is finite but very long."""
     return float(np.dot(x, x))
 
 
 def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = None) -> float:
-    """‖Δ‖₂; refuses what must never reach the others.   scale: ‖θ‖₂.   square: `squared(delta)`, if that is known."""
-    square = squared(delta) if square is None else square
+    """‖Δ‖₂; refuses what must never reach the others.   scale: ‖θ‖₂.   square: ‖Δ‖², if known."""
+    square = squared_norm(delta) if square is None else square
     if not np.isfinite(square):
         square = float(np.sum(np.square(delta, dtype=np.float64)))
     if not np.isfinite(square):
@@ -84,7 +84,7 @@ def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = N
 
 @dataclass(frozen=True)
 class Written:
-    """A body, its digest, those of its shards (see `digests`), the norm of what is in it, and that of θ."""
+    """A body, its digest, those of its shards (see `body_digests`), the norm of what is in it, and that of θ."""
 
     body: np.ndarray
     digest: str
@@ -102,73 +102,75 @@ class Encoder:
 
     def __init__(self, name: str, *, feedback: bool = True, digests: str = XXH3) -> None:
         self.name, self._feedback, self._digests = name, feedback, digests
-        self._body, self._free = roomy(0), roomy(0)  # memory of the last body; memory that waits for one
+        self._body, self._free = page_aligned(0), page_aligned(0)  # memory of the last body; memory that waits for one
         self._residuals: dict[int, np.ndarray] = {}
         self._ages: dict[int, np.ndarray] = {}  # of fragments whose codec asks how long elements have waited
 
     def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
         """-> the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
-        room = self._room(body_size(self.name, delta.size))
-        return room[: self._write(fragment, delta, room, theta)]
+        room = self._next_buffer(body_size(self.name, delta.size))
+        return room[: self._encode_into(fragment, delta, room, theta)]
 
-    def in_shards(
+    def encode_in_shards(
         self, fragment: int, delta: np.ndarray, ranges: list[Range], theta: np.ndarray | None = None
     ) -> Written:
         """-> the body in this encoder's memory, and what is to be said of it.
 
         Raises BadDelta; then the fragment's residual begins anew.
         """
-        scale = 0.0 if theta is None else length(theta)
+        scale = 0.0 if theta is None else approximate_norm(theta)
         try:
-            if len(ranges) > 1 and exact(self.name):
-                return self._written(fragment, delta, ranges, scale)
+            if len(ranges) > 1 and has_exact_size(self.name):
+                return self._encode_shards(fragment, delta, ranges, scale)
             norm, body = checked_norm(delta, scale), self.encode(fragment, delta, theta)
-            return Written(body, digest(payload(body), self._digests), (), norm, scale)
+            return Written(body, digest(as_bytes(body), self._digests), (), norm, scale)
         except BadDelta:
             self._residuals.pop(fragment, None)
             self._ages.pop(fragment, None)
             raise
 
-    def _written(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
+    def _encode_shards(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
         """Shard by shard: each is still in the cache when it is digested."""
-        body, shards, square = self._room(body_size(self.name, delta.size)), list[str](), 0.0
-        view = payload(body)
-        for shard, more in zip(ranges, self._each(fragment, delta, ranges, body), strict=True):
+        body, shards, square = self._next_buffer(body_size(self.name, delta.size)), list[str](), 0.0
+        view = as_bytes(body)
+        for shard, more in zip(ranges, self._encode_each(fragment, delta, ranges, body), strict=True):
             square += more
             shards.append(digest(view[slice(*byte_range(self.name, *shard))], self._digests))
-        return Written(body, _whole(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale)
+        return Written(
+            body, _digest_of_shards(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale
+        )
 
-    def _write(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
+    def _encode_into(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
         """All elements' bytes; -> how many."""
-        if exact(self.name):
-            sum(self._each(fragment, delta, [(0, delta.size)], room))
+        if has_exact_size(self.name):
+            sum(self._encode_each(fragment, delta, [(0, delta.size)], room))
             return room.size
-        return codec(self.name).encode(delta, room, theta=theta, **self._waiting(fragment, delta))
+        return get_codec(self.name).encode(delta, room, theta=theta, **self._feedback_arrays(fragment, delta))
 
-    def _each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
+    def _encode_each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
         """These elements after those: their bytes are in `room`, where a codec's bodies can be cut; their ‖Δ‖²."""
         if self.name != "fp32":
-            return codec(self.name).encode_each(delta, room, ranges, **self._waiting(fragment, delta))
-        return (_copied(delta[a:b], room[4 * a : 4 * b]) for a, b in ranges)
+            return get_codec(self.name).encode_each(delta, room, ranges, **self._feedback_arrays(fragment, delta))
+        return (_copy_and_square(delta[a:b], room[4 * a : 4 * b]) for a, b in ranges)
 
-    def _waiting(self, fragment: int, delta: np.ndarray) -> dict[str, np.ndarray]:
+    def _feedback_arrays(self, fragment: int, delta: np.ndarray) -> dict[str, np.ndarray]:
         """What was not sent, and for how long."""
         if not self._feedback:
             return {}
         if fragment not in self._residuals:
-            self._residuals[fragment] = roomy(delta.nbytes).view(np.float32)
-        if codec(self.name).ages and fragment not in self._ages:
+            self._residuals[fragment] = page_aligned(delta.nbytes).view(np.float32)
+        if get_codec(self.name).ages and fragment not in self._ages:
             self._ages[fragment] = np.zeros(delta.size, np.uint8)
         held = {"residual": self._residuals[fragment], "age": self._ages.get(fragment)}
         return {name: array for name, array in held.items() if array is not None}
 
     @property
-    def unsent(self) -> dict[str, np.ndarray]:
+    def unsent_residuals(self) -> dict[str, np.ndarray]:
         """The residuals and their ages, by name."""
         ages = {f"age.{fragment}": age for fragment, age in self._ages.items()}
         return {f"residual.{fragment}": e for fragment, e in self._residuals.items()} | ages
 
-    def inherit(self, unsent: Mapping[str, np.ndarray]) -> None:
+    def restore_residuals(self, unsent: Mapping[str, np.ndarray]) -> None:
         """Go on where another encoder stopped."""
         for held, kind in ((self._residuals, "residual."), (self._ages, "age.")):
             held.clear()
@@ -177,32 +179,32 @@ class Encoder:
     def give_away(self, body: np.ndarray) -> None:
         """This body stays as it is until it is given back: the next one is written elsewhere."""
         if np.may_share_memory(body, self._body):
-            self._body = roomy(0)
+            self._body = page_aligned(0)
 
     def give_back(self, body: np.ndarray) -> None:
         """Memory that was given away is free again."""
         if not np.may_share_memory(body, self._body):
             self._free = body
 
-    def _room(self, size: int) -> np.ndarray:
+    def _next_buffer(self, size: int) -> np.ndarray:
         if self._body.size < size:  # what waits and is too small is of no use either
-            self._body, self._free = self._free if self._free.size >= size else roomy(size), roomy(0)
+            self._body, self._free = self._free if self._free.size >= size else page_aligned(size), page_aligned(0)
         return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
         """That body will never count: what it carried goes into the next one, as news of one round."""
         if self.name != "fp32":
             lost = np.empty_like(self._residuals[fragment])
-            codec(self.name).decode(body, lost)
+            get_codec(self.name).decode(body, lost)
             self._residuals[fragment] += lost
 
 
-def _copied(x: np.ndarray, room: np.ndarray) -> float:
+def _copy_and_square(x: np.ndarray, room: np.ndarray) -> float:
     room.view(np.float32)[:] = x
-    return squared(x)
+    return squared_norm(x)
 
 
-def grid(elements: int, align: int, least: int) -> list[Range]:
+def shard_grid(elements: int, align: int, least: int) -> list[Range]:
     """The fixed cut of a vector: at most 64 shards of at least `least` elements, at multiples of `align`.
 
     It depends on the vector alone, never on how many replicas there are.
@@ -212,22 +214,22 @@ def grid(elements: int, align: int, least: int) -> list[Range]:
     return [(at, min(at + size, elements)) for at in range(0, max(elements, 1), size)]
 
 
-def digests(body: np.ndarray, name: str, ranges: list[Range], kind: str = XXH3) -> tuple[str, tuple[str, ...]]:
+def body_digests(body: np.ndarray, name: str, ranges: list[Range], kind: str = XXH3) -> tuple[str, tuple[str, ...]]:
     """-> the body's digest, and those of its shards; () when there is only one, or the body cannot be cut.
 
     A body in shards has the digest of theirs: nobody reads the bytes twice.
     """
-    if len(ranges) < 2 or not exact(name):
-        return digest(payload(body), kind), ()
-    shards = tuple(digest(payload(body[slice(*byte_range(name, *r))]), kind) for r in ranges)
-    return _whole(shards, kind), shards
+    if len(ranges) < 2 or not has_exact_size(name):
+        return digest(as_bytes(body), kind), ()
+    shards = tuple(digest(as_bytes(body[slice(*byte_range(name, *r))]), kind) for r in ranges)
+    return _digest_of_shards(shards, kind), shards
 
 
-def _whole(shards: Sequence[str], kind: str) -> str:
+def _digest_of_shards(shards: Sequence[str], kind: str) -> str:
     return digest("".join(shards).encode(), kind)
 
 
-def in_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
+def digested_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
     """A body's bytes as they are digested."""
     if not written.shards:
         return [(written.body.size, written.digest)]
@@ -236,30 +238,30 @@ def in_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
 
 def byte_range(name: str, start: int, stop: int) -> Range:
     """Where these elements are in a body."""
-    return (4 * start, 4 * stop) if name == "fp32" else codec(name).byte_range(start, stop)
+    return (4 * start, 4 * stop) if name == "fp32" else get_codec(name).byte_range(start, stop)
 
 
-def alignment(name: str) -> int:
+def codec_alignment(name: str) -> int:
     """Elements that a codec writes together."""
-    return 1 if name == "fp32" else codec(name).align
+    return 1 if name == "fp32" else get_codec(name).align
 
 
-def exact(name: str) -> bool:
+def has_exact_size(name: str) -> bool:
     """Have all bodies of so many elements the same size?"""
-    return name == "fp32" or codec(name).exact
+    return name == "fp32" or get_codec(name).exact
 
 
 def body_size(name: str, elements: int) -> int:
     """Bytes of a body of that many elements; at most, where they differ."""
-    return 4 * elements if name == "fp32" else codec(name).bound(elements)
+    return 4 * elements if name == "fp32" else get_codec(name).max_body_size(elements)
 
 
-def roomy(size: int) -> np.ndarray:
+def page_aligned(size: int) -> np.ndarray:
     """`size` bytes that begin on a page.  Kernels copy to and from files up to four times as fast there."""
     return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]
 
 
-def fetch(
+def fetch_checked(
     store: Store, clock: Clock, key: str, pieces: Sequence[Piece], out: np.ndarray, start: int = 0, tries: int = 4
 ) -> str | None:
     """Fill `out` (any dtype) from byte `start` of `key`, and check the digest of each piece; re-reading a few times.
@@ -269,18 +271,18 @@ def fetch(
     size = sum(n for n, _ in pieces)
     if out.nbytes != size:
         return f"{key} should have {out.nbytes} bytes here, its record says {size}"
-    view, trouble = payload(out), ""
+    view, trouble = as_bytes(out), ""
     for attempt in range(tries):
         if attempt:
             clock.sleep(0.02 * 2**attempt)
         if not store.get_into(key, view, start):
             trouble = f"{key} is missing or shorter than {start + size} bytes"
-        elif (trouble := differs(key, view, pieces, needed(store))) is None:
+        elif (trouble := why_differs(key, view, pieces, required_digest_kind(store))) is None:
             return None
     return trouble
 
 
-def differs(key: str, view: memoryview, pieces: Sequence[Piece], kind: str) -> str | None:
+def why_differs(key: str, view: memoryview, pieces: Sequence[Piece], kind: str) -> str | None:
     """What is wrong with these bytes, or None.   kind: of digest that is needed at least."""
     at = 0
     for size, want in pieces:

@@ -30,7 +30,7 @@ from executors.platforms.base import (
 )
 from rendezvous import layout
 from rendezvous.errors import Fenced
-from rendezvous.membership import claim, claims, read_control
+from rendezvous.membership import claim, claims_above, read_control
 from rendezvous.records import Beat
 from rendezvous.store import Store
 from tests.fakes import ManualClock
@@ -109,13 +109,13 @@ class Cloud:
 
     def _beat(self, job: Job, phase: str = "train") -> None:
         slot, wanted = job.spec.slot, read_control(self.store)
-        if any(True for _ in claims(self.store, slot, job.generation)):
+        if any(True for _ in claims_above(self.store, slot, job.generation)):
             return self._over(job, State.FAILED, exitcodes.FENCED)
         job.beats += 1
-        leaves = wanted.leaves(slot) or 0 < wanted.until <= self.clock.wall()
+        leaves = wanted.is_to_leave(slot) or 0 < wanted.until <= self.clock.wall()
         phase = "left" if leaves and not job.deaf else phase
         beat = Beat(slot, job.generation, job.beats, phase, 0, 0, 0.0, self.clock.wall(), job.handle.place, 7)
-        self.store.put(layout.beat(slot), beat.encode())
+        self.store.put(layout.beat_key(slot), beat.encode())
         if phase == "left":
             self._over(job, State.FAILED, exitcodes.LEFT)
         return None

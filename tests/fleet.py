@@ -111,7 +111,7 @@ class Fleet:
         return value
 
     def beat(self, slot: str) -> Beat | None:
-        body = self.store.get(layout.beat(slot))
+        body = self.store.get(layout.beat_key(slot))
         return Beat.decode(body) if body else None
 
     def training(self, slot: str, step: int) -> bool:
@@ -120,7 +120,7 @@ class Fleet:
         return beat is not None and beat.step >= step and beat.inner >= 1 and beat.phase == "train"
 
     def commit(self, t: int) -> Commit | None:
-        body = self.store.get(layout.commit(t))
+        body = self.store.get(layout.commit_key(t))
         return Commit.decode(body) if body else None
 
     def commits(self) -> list[Commit]:
@@ -138,7 +138,7 @@ class Fleet:
 
     def counted(self, slot: str, generation: int = 1, since: int = 0) -> bool:
         """Did an offer of this generation or a later one count as fresh in one of the commits from `since` on?"""
-        offers = [o for commit in self.seen_commits()[since:] for o in commit.fresh]
+        offers = [o for commit in self.seen_commits()[since:] for o in commit.fresh_offers]
         return any(o.slot == slot and o.generation >= generation for o in offers)
 
     def end_in(self, more: int) -> None:

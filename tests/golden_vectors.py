@@ -30,9 +30,9 @@ from rendezvous import records
 from rendezvous.clock import SystemClock
 from rendezvous.digests import SHA256, digest
 from rendezvous.reduce import Reducer, Rules
-from rendezvous.seal import Seal, sealed
+from rendezvous.seal import Seal, sign_record
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, alignment, digests, grid, payload
+from rendezvous.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 
 PATH = Path(__file__).parent / "data" / "golden_vectors.json"
 Piece = list[int]  # start, stop, exponent
@@ -72,8 +72,8 @@ def codec_rounds(name: str) -> dict[str, Any]:
     for seed in range(3):
         x = vector(pieces, edges if seed == 0 else [], seed)
         body = encoder.encode(0, x, theta if name == "bf16-gate" else None).tobytes()
-        kept = {key.partition(".")[0]: digest(payload(array)) for key, array in encoder.unsent.items()}
-        rounds.append({"seed": seed, "edges": edges if seed == 0 else [], "x": digest(payload(x))})
+        kept = {key.partition(".")[0]: digest(as_bytes(array)) for key, array in encoder.unsent_residuals.items()}
+        rounds.append({"seed": seed, "edges": edges if seed == 0 else [], "x": digest(as_bytes(x))})
         rounds[-1] |= {"body": b64(body), "digest": digest(body), "sha256": digest(body, SHA256), "after": kept}
     return {"pieces": pieces, "theta_seed": 77 if name == "bf16-gate" else None, "rounds": rounds}
 
@@ -84,10 +84,10 @@ def grids() -> list[dict[str, Any]]:
 
 
 def _grid(n: int, align: int, least: int, owners: int) -> dict[str, Any]:
-    ranges = grid(n, align, least)
+    ranges = shard_grid(n, align, least)
     name = {1: "fp32", 512: "int4", 1024: "int8"}[align]
     reducer = Reducer(MemoryStore(), SystemClock(), lambda *_, **__: None, Rules(codec=name, shard_elements=least))
-    parts = reducer.parts(commit_of([f"r{i:02d}" for i in range(owners)]), n)
+    parts = reducer.split_into_parts(commit_of([f"r{i:02d}" for i in range(owners)]), n)
     shape = {"elements": n, "align": align, "least": least, "shard": ranges[0][1], "shards": len(ranges)}
     return {**shape, "owners": owners, "parts": [len(part) for part in parts]}
 
@@ -134,13 +134,13 @@ SECRET, RUN = b"a key that nobody guesses", "5ea1"
 
 def record_of(key: str, record: records.Record) -> dict[str, Any]:
     body, run = record.encode(), "" if key == "seal.json" else RUN
-    text = sealed(body, SECRET, run, key).decode()
+    text = sign_record(body, SECRET, run, key).decode()
     return {"bytes": body.decode(), "sha256": digest(body, SHA256), "run": run, "sealed": text}
 
 
 def log() -> dict[str, str]:
     body, key = b'{"event":"step","step":0}\n{"event":"left"}\n', "log/r00-2/000000.jsonl"
-    return {"key": key, "bytes": body.decode(), "sealed": sealed(body, SECRET, RUN, key).decode()}
+    return {"key": key, "bytes": body.decode(), "sealed": sign_record(body, SECRET, RUN, key).decode()}
 
 
 def outer_steps(lr: float | str) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def means(name: str) -> dict[str, Any]:
     listed, out = list[records.Listed](), dict[str, Any]()
     for i, w in enumerate(weights):
         body = Encoder(name).encode(0, vector([[0, n, -6]], ZEROS, 300 + i)).copy()
-        store.put(f"{i}", payload(body))
-        whole, shards = digests(body, name, grid(n, alignment(name), rules.shard_elements))
+        store.put(f"{i}", as_bytes(body))
+        whole, shards = body_digests(body, name, shard_grid(n, codec_alignment(name), rules.shard_elements))
         listed.append(
             records.Listed(0, f"r0{i}", 1, "n", f"{i}", body.size, whole, 1, float(np.float32(w)), shards=shards)
         )
@@ -175,7 +175,7 @@ def means(name: str) -> dict[str, Any]:
         Reducer(store, SystemClock(), lambda *_, **__: None, rules).mean(
             records.Commit(**{**vars(commit_of([])), **fields}), mean
         )
-        out[mode] = digest(payload(mean))
+        out[mode] = digest(as_bytes(mean))
     return {"elements": n, "seeds": [300, 301, 302], "exponent": -6, "edges": ZEROS, "weights": weights,
             "least": rules.shard_elements, "digests": [o.digest for o in listed], "mean": out}  # fmt: skip
 

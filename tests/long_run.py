@@ -43,7 +43,7 @@ class LongRun(Bucket):
 
     def take(self, slot: str, generation: int, at: float) -> None:
         place = f"modal/{slot}.{generation}"
-        self.store.create(layout.claim(slot, generation), Claim(slot, generation, "n", T0 + at, place, 77).encode())
+        self.store.create(layout.claim_key(slot, generation), Claim(slot, generation, "n", T0 + at, place, 77).encode())
 
     def launch(self, slot: str, attempt: int, at: float) -> None:
         handle = {"run": "r", "slot": slot, "attempt": attempt, "executor": "modal", "native": f"fc-{slot}-{attempt}"}
@@ -63,16 +63,16 @@ class LongRun(Bucket):
         at = STEP_S * (t + 1)
         offers = [self.offer(t, slot, self.generation[slot], 0.1 + 0.0008 * t) for slot in self.slots]
         self.commit(t, at, offers)
-        self.store.put(layout.mean(t, 0), b"{}")
+        self.store.put(layout.mean_key(t, 0), b"{}")
         self.store.put(layout.mean_blob(t, "n"), b"mean")
         if t % 20 == 0:
             for slot in self.slots:
-                self.store.put(layout.rollouts(slot, self.generation[slot], t // 20), b"{}\n")
+                self.store.put(layout.rollouts_key(slot, self.generation[slot], t // 20), b"{}\n")
         if t % 100 == 0:
             self.store.put(layout.snapshot_blob(t, "n"), b"theta")
 
     def offer(self, t: int, slot: str, generation: int, reward: float) -> Listed:
-        self.store.put(layout.delta(t, slot, generation, "n"), b"delta")
+        self.store.put(layout.delta_blob(t, slot, generation, "n"), b"delta")
         return super().offer(t, slot, generation, reward)
 
     def step_event(self, t: int, at: float, slot: str, generation: int, theta: str | None = None) -> None:
@@ -84,8 +84,8 @@ class LongRun(Bucket):
     def beat(self, steps: int, now: float) -> None:
         for slot in self.slots:
             beat = Beat(slot, self.generation[slot], 9, "train", steps, 3, 4.0, now)
-            self.store.put(layout.beat(slot), beat.encode())
-        self.store.put(layout.beat("supervisor"), Beat("supervisor", 1, 9, "watching", 0, 0, 0.0, now).encode())
+            self.store.put(layout.beat_key(slot), beat.encode())
+        self.store.put(layout.beat_key("supervisor"), Beat("supervisor", 1, 9, "watching", 0, 0, 0.0, now).encode())
 
 
 def long_run(steps: int = 1000, replicas: int = 4) -> LongRun:

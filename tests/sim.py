@@ -43,7 +43,7 @@ from rendezvous import records
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.errors import KeyExists
 from rendezvous.rules import Rules, Timing
-from rendezvous.seal import SealedStore
+from rendezvous.seal import SignedStore
 from rendezvous.store import Store
 from tests import sim_adversary as adversary
 from tests.sim_adversary import may_vanish
@@ -257,7 +257,7 @@ class World:
 
     def store(self, process: Process) -> Store:
         store = SimStore(self, process)
-        return SealedStore(store, self.plan.key.encode(), "run", self._forgery) if self.plan.key else store
+        return SignedStore(store, self.plan.key.encode(), "run", self._forgery) if self.plan.key else store
 
     def _forgery(self, event: str, **fields: object) -> None:
         self.fired[f"told: {event}"] += 1
@@ -319,7 +319,7 @@ class World:
 
 @contextmanager
 def seeded_nonces(numbers: Iterator[int]) -> Iterator[None]:
-    """`records.nonce` counts, so that a seed gives the same bytes."""
+    """`records.new_nonce` counts, so that a seed gives the same bytes."""
 
     class Counting:
         @staticmethod
@@ -360,8 +360,8 @@ def run(schedule: Schedule) -> Result:
         red = f"{type(error).__name__}: {error} (at {traceback.format_tb(error.__traceback__)[-1].strip()})"
     commits, trace = world.observer.commits, world.trace.hexdigest()
     return Result(
-        schedule, red, trace, len(commits), world.observer.applied, sum(len(c.carried) for c in commits), world.calls,
-        time.process_time() - began, world.fired + world.fleet.endings(),
+        schedule, red, trace, len(commits), world.observer.applied, sum(len(c.late_offers) for c in commits),
+        world.calls, time.process_time() - began, world.fired + world.fleet.endings(),
     )  # fmt: skip
 
 

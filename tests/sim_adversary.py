@@ -76,17 +76,17 @@ def free_key(world: "World", what: str) -> str:
     r, head, fleet = world.rng, len(world.observer.commits), world.fleet
     slot = layout.slot_name(r.randrange(max(1, fleet.wanted.universe)))
     if what == "offer":
-        return layout.offer(head + r.randrange(2), slot, r.randrange(2))
+        return layout.offer_key(head + r.randrange(2), slot, r.randrange(2))
     if what in ("claim", "leave"):
         held = max((g for s, g in world.observer.holders if s == slot), default=0)
-        return layout.claim(slot, held + 1) if what == "claim" else layout.leave(slot, max(1, held))
+        return layout.claim_key(slot, held + 1) if what == "claim" else layout.leave_key(slot, max(1, held))
     if what == "control":
-        return layout.control(fleet.wanted.records + r.choice((0, 0, 1, 3)))
+        return layout.control_key(fleet.wanted.records + r.choice((0, 0, 1, 3)))
     if what == "mean":
-        return layout.mean(head, r.randrange(3))
+        return layout.mean_key(head, r.randrange(3))
     if what == "manifest":
-        return layout.snapshot(head + 1)
-    return layout.commit(head + r.randrange(2)) if what == "commit" else layout.beat(slot)
+        return layout.snapshot_key(head + 1)
+    return layout.commit_key(head + r.randrange(2)) if what == "commit" else layout.beat_key(slot)
 
 
 def malformed(world: "World", what: str) -> bytes:
@@ -184,7 +184,7 @@ def may_lose(world: "World", t: int) -> bool:
     if any(p.deciding == t for p in world.processes if not p.gone):
         world.fired["a sleeper would win a vanished commit"] += 1
         return False
-    return layout.commit(t + 1) in world.objects and layout.commit(t + 1) not in world.planted
+    return layout.commit_key(t + 1) in world.objects and layout.commit_key(t + 1) not in world.planted
 
 
 def vanish(world: "World", key: str) -> None:
@@ -192,7 +192,7 @@ def vanish(world: "World", key: str) -> None:
     touched = key in world.originals or key in world.torn or key in world.planted
     if body is None or touched or world.now >= world.plan.calm:
         return
-    if key == layout.snapshot(0) and not world.observer.commits:
+    if key == layout.snapshot_key(0) and not world.observer.commits:
         return  # θ₀ is the run's model, which all replicas of a real run have; here each comes with its own
     if kind(key) == "commit" and not may_lose(world, int(key.split("/")[1])):
         return

@@ -29,15 +29,15 @@ from rendezvous import (
     seal,
     snapshots,
 )
-from rendezvous.chain import Chain, head
-from rendezvous.closing import Closer
+from rendezvous.chain import Chain, first_open_step
+from rendezvous.closing import Committer
 from rendezvous.digests import digest
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
 from rendezvous.keeping import Window
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
-from rendezvous.sharded import Sharer
+from rendezvous.sharded import ShardedMean
 from rendezvous.snapshot_writer import LiveFile, SnapshotWriter
 from rendezvous.state import base_of
 from rendezvous.tensors import TensorFile
@@ -138,16 +138,16 @@ def error_is_won(s: Any, clock: Any, key: str, body: bytes) -> tuple[bool, bytes
 
 
 def no_heal(rv: Any, upto: int | None = None) -> None:
-    rv.chain.forget()
-    rv.resume_at(rv.state, head(rv.store))
+    rv.chain.forget_commits()
+    rv.resume_at(rv.state, first_open_step(rv.store))
 
 
 def skips_gaps(rv: Any, start: int, upto: int | None, damaged: Any) -> None:
     rv.chain.read_before(start)
-    rv._open(start)
+    rv._open_step(start)
     while (upto is None or rv.step < upto) and (commit := rv.chain.read(rv.step)) is not None:
-        if rv.store.get(layout.commit(rv.step + 1)) is None:
-            rv._apply(commit)
+        if rv.store.get(layout.commit_key(rv.step + 1)) is None:
+            rv._apply_mean(commit)
         rv._move_on(commit)
 
 
@@ -160,7 +160,7 @@ def ignores_listings(chain: Any, t: int) -> None:
 @contextmanager
 def offer_first() -> Iterator[None]:
     """The blob is put after the offer that names it."""
-    upload, announce = Rendezvous._upload, Rendezvous._announce_offer
+    upload, announce = Rendezvous._upload_delta, Rendezvous._announce_offer
 
     def later(rv: Any, *args: Any) -> Any:
         puts: list[Any] = []
@@ -173,23 +173,23 @@ def offer_first() -> Iterator[None]:
         for call in rv._owed:
             rv.store.put(*call)
 
-    with patch.object(Rendezvous, "_upload", later), patch.object(Rendezvous, "_announce_offer", then):
+    with patch.object(Rendezvous, "_upload_delta", later), patch.object(Rendezvous, "_announce_offer", then):
         yield
 
 
 def one_look(closer: Any, s: int, slot: str) -> Any:
     if (s, slot) not in closer._offers:
-        body = closer._store.get(layout.offer(s, slot, 0))
+        body = closer._store.get(layout.offer_key(s, slot, 0))
         if body is not None:
-            closer._judge(closing.Offer.decode(body))
+            closer._count_if_eligible(closing.Offer.decode(body))
     return closer._offers.get((s, slot))
 
 
 def one_attempt(rv: Any, record: Any) -> None:
-    won, _ = rendezvous.put_once(rv.store, rv.clock, layout.offer(record.step, rv.slot, 0), record.encode())
+    won, _ = rendezvous.put_once(rv.store, rv.clock, layout.offer_key(record.step, rv.slot, 0), record.encode())
     if won:
         rv.last_offer = record
-        rv._closer.mine(record)
+        rv._committer.count_own_offer(record)
 
 
 @contextmanager
@@ -199,8 +199,8 @@ def early_snapshot() -> Iterator[None]:
 
     def eager(writer: Any, *args: Any, **more: Any) -> None:
         start(writer, *args, **more)
-        if writer.busy:
-            writer.confirm(writer._now.mine.t, writer._now.mine.base)
+        if writer.is_busy:
+            writer.confirm_base(writer._now.mine.t, writer._now.mine.base)
 
     with patch.object(SnapshotWriter, "start", eager):
         yield
@@ -216,8 +216,8 @@ def writer_carries() -> Iterator[None]:
         return offer(rv, delta if old is None or len(old) != len(delta) else delta + old, *args, **more)
 
     def remember(rv: Any, commit: Any) -> None:
-        mine = next((m.body for m in rv._mine if m.step == commit.t), None)
-        rv._left_out = None if mine is None or commit.lists(commit.t, rv.slot) else mine.view(np.float32).copy()
+        mine = next((m.body for m in rv._own_bodies if m.step == commit.t), None)
+        rv._left_out = None if mine is None or commit.lists_offer(commit.t, rv.slot) else mine.view(np.float32).copy()
         advance(rv, commit)
 
     with patch.object(Rendezvous, "offer", both), patch.object(Rendezvous, "advance", remember):
@@ -231,7 +231,10 @@ def moved_snapshot() -> Iterator[None]:
     def trusts(writer: Any, writing: Any) -> None:
         writer._store.put(writing.mine.blob, writing.file)
 
-    with patch.object(LiveFile, "release", lambda file, fragment: 0), patch.object(SnapshotWriter, "_put", trusts):
+    with (
+        patch.object(LiveFile, "release_fragment", lambda file, fragment: 0),
+        patch.object(SnapshotWriter, "_put_blob", trusts),
+    ):
         yield
 
 
@@ -242,7 +245,7 @@ def early_announcement() -> Iterator[None]:
 
     def eager(rv: Any, commit: Any, out: np.ndarray) -> None:
         if commit.by == rv.name and commit.mode == "direct":
-            rv._reducer.announce(commit, out)
+            rv._reducer.announce_mean(commit, out)
         mean(rv, commit, out)
 
     with patch.object(Rendezvous, "mean", eager):
@@ -252,14 +255,14 @@ def early_announcement() -> Iterator[None]:
 @contextmanager
 def inherited_residual() -> Iterator[None]:
     """A new life takes the residual of the one before it, which may have sent it."""
-    under = Rendezvous.under
+    under = Rendezvous.set_rules
 
     def steals(rv: Any, *args: Any) -> Any:
         under(rv, *args)
         rv._encoder._residuals = vars(rv._bucket._world).setdefault("_stolen", {}).setdefault(rv.slot, {})
         return rv
 
-    with patch.object(Rendezvous, "under", steals):
+    with patch.object(Rendezvous, "set_rules", steals):
         yield
 
 
@@ -270,14 +273,14 @@ def residual_taken_back() -> Iterator[None]:
 
     def twice(rv: Any, record: Any) -> None:
         announce(rv, record)
-        rv._encoder.take_back(rv.fragment, rv._mine[-1].body)
+        rv._encoder.take_back(rv.fragment, rv._own_bodies[-1].body)
 
     with patch.object(Rendezvous, "_announce_offer", twice):
         yield
 
 
 def announces_the_callers_memory(rv: Any, commit: Any, mean: np.ndarray, mine: Any) -> Callable[[], None]:
-    return lambda: rv._reducer.announce(commit, mean)
+    return lambda: rv._reducer.announce_mean(commit, mean)
 
 
 def one_room(reducer: Any, offers: Any, group: Any, mine: Any) -> list[Any]:
@@ -285,7 +288,9 @@ def one_room(reducer: Any, offers: Any, group: Any, mine: Any) -> list[Any]:
     bodies: list[Any] = [""] * len(offers)
 
     def get(i: int) -> None:
-        bodies[i] = reducer._body(offers[i], group, mine, reducer._buffer(reducer._length(offers[i], group)))
+        bodies[i] = reducer._read_body(
+            offers[i], group, mine, reducer._read_buffer(reducer._bytes_of(offers[i], group))
+        )
         bodies[i] = bodies[i] if reducer._together is not background.in_turn else np.array(bodies[i])
 
     reducer._together(*(partial(get, i) for i in range(len(offers))))
@@ -308,14 +313,14 @@ def one_part_stops_all(parts: Any, *acts: Callable[[], None]) -> None:
 
 
 def founds_again(rv: Any) -> None:
-    if rv.store.get(layout.snapshot(0)) is None:
+    if rv.store.get(layout.snapshot_key(0)) is None:
         base = base_of(rv.state, rv.rules.fragments)
-        snapshots.write(rv.store, rv.clock, 0, rv._arrays(0), base=base, prev=None)
+        snapshots.write(rv.store, rv.clock, 0, rv._all_arrays(0), base=base, prev=None)
 
 
 def trusting(store: Any, clock: Any, key: str, pieces: Any, out: np.ndarray, start: int = 0) -> str | None:
     """What is there is taken for what was written."""
-    view = rendezvous.payload(out)
+    view = rendezvous.as_bytes(out)
     return None if store.get_into(key, view, start) else f"{key} is missing"
 
 
@@ -325,18 +330,18 @@ def mends_blindly(store: Any, snapshot: Any, arrays: Any) -> bool:
 
 
 def announces_again(reducer: Any, commit: Any, j: int, body: np.ndarray) -> None:
-    n = records.nonce()
+    n = records.new_nonce()
     record = records.Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(body.tobytes()), n)
     reducer._store.put(record.blob, body.tobytes())
-    reducer._store.put(layout.mean(commit.t, j), record.encode())
+    reducer._store.put(layout.mean_key(commit.t, j), record.encode())
 
 
 def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> tuple[int, Any]:
-    newest = next((s for s in snapshots.newest_first(store, hint) if garbage.complete(store, s)), None)
+    newest = next((s for s in snapshots.newest_first(store, hint) if garbage.can_heal_from(store, s)), None)
     return (at_least, None) if newest is None or newest.t <= at_least else (newest.t, newest)
 
 
-replaced_before = garbage.Collector._listed
+replaced_before = garbage.Collector._delete_listed
 
 
 def bodies_after_the_newest(collector: Any, end: int, at_most: int) -> int:
@@ -361,7 +366,7 @@ def waits_for_all(*, fresh: Any, expected_slots: set[str], peers: Any, timing: A
 
 
 def old_fence(closer: Any, listed: Any, wishes: Any) -> dict[str, int]:
-    return dict(closer._chain.fence(closer.step))
+    return dict(closer._chain.fence_before(closer.step))
 
 
 def sharded(seed: int) -> Schedule:
@@ -429,7 +434,7 @@ def signed(seed: int) -> Schedule:
     return Schedule(seed, replicas=3, min_replicas=2, key="k" * 16, forge=0.5, kill=0.003, calm=80.0)
 
 
-doomed = garbage.doomed
+doomed = garbage.blobs_before
 
 
 def attr(owner: Any, name: str, value: Any) -> Callable[[], list[Patch]]:
@@ -444,61 +449,66 @@ BUGS: dict[str, Bug] = {
     "plain PUT as commit": Bug(attr(closing, "put_once", plain_put), rough),
     "an error taken as won": Bug(attr(closing, "put_once", error_is_won), rough),
     "an error taken as won, claims": Bug(attr(membership, "put_once", error_is_won), rough),
-    "no fence in the chain": Bug(attr(Closer, "_fence", old_fence), rough),
+    "no fence in the chain": Bug(attr(Committer, "_raise_fence", old_fence), rough),
     "fence ignored": Bug(
         lambda: [
-            patch.object(rules, "eligible", lambda o, base, fence: o.base == base),
-            patch.object(Rendezvous, "_alert_fenced", nothing),
+            patch.object(rules, "is_eligible", lambda o, base, fence: o.base == base),
+            patch.object(Rendezvous, "_refuse_if_fenced", nothing),
         ],
         zombies,
     ),
     "no base check": Bug(
         lambda: [
-            patch.object(rules, "eligible", lambda o, base, fence: fence.get(o.slot, 0) <= o.generation),
-            patch.object(Rendezvous, "_rederive", nothing),
+            patch.object(rules, "is_eligible", lambda o, base, fence: fence.get(o.slot, 0) <= o.generation),
+            patch.object(Rendezvous, "_replay_own_state", nothing),
         ],
         flipping,
     ),
-    "no carry": Bug(attr(Closer, "_late", lambda closer, s, wishes: []), unequal),
+    "no carry": Bug(attr(Committer, "_late_offers", lambda closer, s, wishes: []), unequal),
     "writer carries too": Bug(lambda: [writer_carries()], unequal),
-    "no heal": Bug(attr(Rendezvous, "_heal", no_heal), joining),
-    "a gap skipped": Bug(attr(Rendezvous, "_replay", skips_gaps), joining),
+    "no heal": Bug(attr(Rendezvous, "_heal_from_bucket", no_heal), joining),
+    "a gap skipped": Bug(attr(Rendezvous, "_replay_commits", skips_gaps), joining),
     "offer before blob": Bug(lambda: [offer_first()], unequal),
     "one offer attempt": Bug(
-        lambda: [patch.object(Rendezvous, "_announce_offer", one_attempt), patch.object(Closer, "standing", one_look)],
+        lambda: [
+            patch.object(Rendezvous, "_announce_offer", one_attempt),
+            patch.object(Committer, "standing_offer", one_look),
+        ],
         pair,
     ),
     "unconfirmed snapshot": Bug(lambda: [early_snapshot()], flipping),
     "no self-check": Bug(attr(Rendezvous, "_check_state", nothing), flipping),
-    "no re-derive": Bug(attr(Rendezvous, "_rederive", nothing), pair),
+    "no re-derive": Bug(attr(Rendezvous, "_replay_own_state", nothing), pair),
     "no patience": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
-    "no catch-up": Bug(lambda: [patch.object(Rendezvous, "behind", property(lambda rv: False))], hopeless),
+    "no catch-up": Bug(lambda: [patch.object(Rendezvous, "is_behind", property(lambda rv: False))], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
-    "no takeover": Bug(attr(Sharer, "_turn", lambda sharer, commit, j, waited: False), sharded),
-    "stale wishes": Bug(attr(Closer, "_news", lambda closer, wishes: ""), restless),
+    "no takeover": Bug(attr(ShardedMean, "_is_our_turn", lambda sharer, commit, j, waited: False), sharded),
+    "stale wishes": Bug(attr(Committer, "_check_wishes", lambda closer, wishes: ""), restless),
     "shard overwritten": Bug(attr(Reducer, "announce_part", announces_again), sharded),
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),
     "residual used twice": Bug(lambda: [residual_taken_back()], lossy),
-    "GC deletes registers": Bug(attr(garbage, "doomed", everything_old), sweeping),
-    "early GC, by a step": Bug(attr(Window, "unlisted", property(a_step_early)), sweeping),
+    "GC deletes registers": Bug(attr(garbage, "blobs_before", everything_old), sweeping),
+    "early GC, by a step": Bug(attr(Window, "first_listable", property(a_step_early)), sweeping),
     "a body goes before its mean stands": Bug(attr(garbage, "announced_stands", lambda store, commit: True), sweeping),
-    "a body goes that mends a mean": Bug(attr(garbage.Collector, "_listed", bodies_after_the_newest), sweeping),
-    "a budget that bounds nothing": Bug(attr(keeping, "_back", lambda end, room, sizes: (0, room)), thrifty),
-    "early GC, by a snapshot": Bug(attr(garbage, "doomed", a_snapshot_early), sweeping),
+    "a body goes that mends a mean": Bug(attr(garbage.Collector, "_delete_listed", bodies_after_the_newest), sweeping),
+    "a budget that bounds nothing": Bug(attr(keeping, "_reach_back", lambda end, room, sizes: (0, room)), thrifty),
+    "early GC, by a snapshot": Bug(attr(garbage, "blobs_before", a_snapshot_early), sweeping),
     "early GC, newest snapshot": Bug(attr(garbage, "two_newest", newest_is_the_floor), sweeping),
     "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
-    "bytes are not verified": Bug(attr(reduce, "fetch", trusting), rotting),
-    "repair is not verified": Bug(attr(snapshots, "mend", mends_blindly), rotting_in_bad_memory),
+    "bytes are not verified": Bug(attr(reduce, "fetch_checked", trusting), rotting),
+    "repair is not verified": Bug(attr(snapshots, "mend_blob", mends_blindly), rotting_in_bad_memory),
     "mean announced before it is right": Bug(lambda: [early_announcement()], unequal),
     "snapshot of a moved θ": Bug(lambda: [moved_snapshot()], slow_store),
     "announced mean is no copy": Bug(
-        attr(Rendezvous, "_announce", announces_the_callers_memory), unequal, without=lambda s: replace(s, poison=False)
+        attr(Rendezvous, "_prepare_announcement", announces_the_callers_memory),
+        unequal,
+        without=lambda s: replace(s, poison=False),
     ),
     "bodies at once, one room": Bug(
-        attr(Reducer, "_bodies", one_room), in_rows, without=lambda s: replace(s, far=False)
+        attr(Reducer, "_read_bodies", one_room), in_rows, without=lambda s: replace(s, far=False)
     ),
     "ages are not inherited": Bug(
-        attr(Encoder, "inherit", ages_forgotten),
+        attr(Encoder, "restore_residuals", ages_forgotten),
         waiting_long,
         without=lambda s: replace(s, rules=replace(s.rules, codec="bf16")),
     ),
@@ -506,17 +516,19 @@ BUGS: dict[str, Bug] = {
         attr(Chain, "refuse_gap", nothing), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "a lost θ₀ is replaced": Bug(
-        attr(Rendezvous, "_found", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)
+        attr(Rendezvous, "_write_first_snapshot", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)
     ),
     "no record is passed over": Bug(
-        attr(membership, "decoded", lambda kind, body: kind.decode(body)),
+        attr(membership, "decode_or_none", lambda kind, body: kind.decode(body)),
         scribbled,
         without=lambda s: replace(s, malformed=0.0),
     ),
     "the heartbeat dies of any exception": Bug(
         attr(background.Parts, "run", one_part_stops_all), buggy_client, without=lambda s: replace(s, foreign=0.0)
     ),
-    "a tag is not verified": Bug(attr(seal, "opened", believed), signed, without=lambda s: replace(s, forge=0.0)),
+    "a tag is not verified": Bug(
+        attr(seal, "verify_record", believed), signed, without=lambda s: replace(s, forge=0.0)
+    ),
 }
 
 

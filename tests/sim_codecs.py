@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rendezvous.codecs import codec
+from rendezvous.codecs import get_codec
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Kept:
 
     def arrays(self, name: str, fragment: int) -> dict[str, np.ndarray]:
         """As a goodbye leaves them."""
-        ages = {f"age.{fragment}": self.age} if name != "fp32" and codec(name).ages else {}
+        ages = {f"age.{fragment}": self.age} if name != "fp32" and get_codec(name).ages else {}
         return {f"residual.{fragment}": self.residual} | ages
 
 
@@ -54,8 +54,8 @@ def written(name: str, x: np.ndarray, kept: Kept, theta: np.ndarray) -> tuple[by
         s = x + kept.residual
         body = upper_halves(s)
         return body, Kept(s - from_upper_halves(body), kept.age)
-    c = codec(name)
-    out = np.zeros(c.bound(x.size), np.uint8)
+    c = get_codec(name)
+    out = np.zeros(c.max_body_size(x.size), np.uint8)
     if not c.exact:
         return out[: c.encode(x, out, kept.residual, theta)].tobytes(), kept
     sum(c.encode_each(x, out, [(0, x.size)], kept.residual, *([kept.age] if c.ages else [])))
@@ -73,21 +73,21 @@ def encoded(name: str, x: np.ndarray) -> bytes:
     """A mean, which has no residual."""
     if name in ("fp32", "bf16"):
         return x.tobytes() if name == "fp32" else upper_halves(x)
-    out = np.zeros(codec(name).bound(x.size), np.uint8)
-    return out[: codec(name).encode(x, out)].tobytes()
+    out = np.zeros(get_codec(name).max_body_size(x.size), np.uint8)
+    return out[: get_codec(name).encode(x, out)].tobytes()
 
 
 def decoded(name: str, body: bytes, size: int) -> np.ndarray:
     if name in ("fp32", "bf16"):
         return np.frombuffer(body, np.float32) if name == "fp32" else from_upper_halves(body)
     out = np.empty(size, np.float32)
-    codec(name).decode(np.frombuffer(body, np.uint8), out)
+    get_codec(name).decode(np.frombuffer(body, np.uint8), out)
     return out
 
 
 def shards(name: str, size: int, least: int) -> list[tuple[int, int]]:
     """The elements of each shard of a vector: `least` and more, where a codec's bodies can be cut."""
-    align = 1 if name == "fp32" else codec(name).align
+    align = 1 if name == "fp32" else get_codec(name).align
     width = -(-max(least, -(-size // 64)) // align) * align
     return [(at, min(at + width, size)) for at in range(0, size, width)]
 
@@ -95,9 +95,9 @@ def shards(name: str, size: int, least: int) -> list[tuple[int, int]]:
 def cut(name: str, body: bytes, size: int, least: int) -> list[bytes]:
     """The body of each shard."""
     ranges = shards(name, size, least)
-    if len(ranges) == 1 or (name != "fp32" and not codec(name).exact):
+    if len(ranges) == 1 or (name != "fp32" and not get_codec(name).exact):
         return [body]
-    places = [(4 * a, 4 * b) if name == "fp32" else codec(name).byte_range(a, b) for a, b in ranges]
+    places = [(4 * a, 4 * b) if name == "fp32" else get_codec(name).byte_range(a, b) for a, b in ranges]
     return [body[a:b] for a, b in places]
 
 

@@ -9,7 +9,7 @@ from rendezvous.errors import RendezvousError
 from rendezvous.garbage import Collected
 from rendezvous.membership import Wanted, write_control
 from rendezvous.records import Control
-from rendezvous.seal import sealed
+from rendezvous.seal import sign_record
 from rendezvous.store import PatientStore
 from tests.sim_replica import Process, Replica
 from tests.sim_store import restore
@@ -31,11 +31,11 @@ class Fleet:
 
     def begin(self) -> None:
         plan, operator = self.plan, Process(0, "operator", 0.0, dead=True)
-        first = Control(0, records.nonce(), 0.0, plan.replicas, plan.steps or None, plan.min_replicas)
+        first = Control(0, records.new_nonce(), 0.0, plan.replicas, plan.steps or None, plan.min_replicas)
         self.w.processes.append(operator)
-        body, key = first.encode(), layout.control(0)
+        body, key = first.encode(), layout.control_key(0)
         self.w.effect(
-            operator, "create", key, sealed(body, self.plan.key.encode(), "run", key) if self.plan.key else body
+            operator, "create", key, sign_record(body, self.plan.key.encode(), "run", key) if self.plan.key else body
         )
         for i in range(plan.replicas):
             self.launch(i)
@@ -119,7 +119,7 @@ class Fleet:
                 restore(self.w)
         if not self.wanted.stop and not self.finished:
             for i in range(self.wanted.replicas):
-                if not self.wanted.leaves(layout.slot_name(i)):
+                if not self.wanted.is_to_leave(layout.slot_name(i)):
                     self._replace(i, calm)
         w.at(w.now + 3.0, self._supervise)
 

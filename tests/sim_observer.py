@@ -77,7 +77,7 @@ class Observer:
         raise Violation(promise, f"{seen} (at {self.w.now:.2f} s)")
 
     def _wish(self, record: Control) -> None:
-        self.w.fleet.wanted = self.w.fleet.wanted.after(record)
+        self.w.fleet.wanted = self.w.fleet.wanted.with_control(record)
         self.wishes.append((self.w.now, self.w.fleet.wanted.min_replicas))
 
     # ------------------------------------------------------------ writes
@@ -133,7 +133,7 @@ class Observer:
         """
         if not key.endswith(".safetensors") or not key.startswith("snapshots/") or not self.w.plan.flip:
             return False
-        manifest = self.w.record(layout.snapshot(int(key.split("/")[1])))
+        manifest = self.w.record(layout.snapshot_key(int(key.split("/")[1])))
         return not manifest or Snapshot.decode(manifest).blob != key
 
     def put_back(self, key: str, lost: bytes, body: bytes) -> None:
@@ -226,7 +226,7 @@ class Observer:
 
     def inherits(self, process: Process, generation: int) -> None:
         """A life begins with what the codec of that generation has not sent."""
-        left = Leave.decode(self.w.record(layout.leave(process.slot, generation)))
+        left = Leave.decode(self.w.record(layout.leave_key(process.slot, generation)))
         if left.residual in self.inherited:
             self.broken("each work and each residual once", f"{left.residual} is inherited twice")
         found = load(self.inherited.setdefault(left.residual, self.residuals[left.residual]))
@@ -240,7 +240,7 @@ class Observer:
         return sent.body if sent is not None and sent.key == offer.blob else b""
 
     def _claimed(self, process: Process, claim: Claim) -> None:
-        name, key = (claim.slot, claim.generation), layout.claim(claim.slot, claim.generation)
+        name, key = (claim.slot, claim.generation), layout.claim_key(claim.slot, claim.generation)
         if claim.pid != process.id or (name in self.holders and key not in self.lost):
             self.broken("write once", f"{claim} by process {process.id}")
         before, _ = self.holders.get(name, (set[int](), 0.0))
@@ -378,8 +378,8 @@ class Observer:
 
     def _lost(self, offer: Offer) -> bool:
         """Has its register, one before it, or its slot's claim been taken away, so that readers cannot find it?"""
-        claim = layout.claim(offer.slot, offer.generation)
-        return claim in self.lost or any(layout.offer(offer.step, offer.slot, i) in self.lost for i in range(9))
+        claim = layout.claim_key(offer.slot, offer.generation)
+        return claim in self.lost or any(layout.offer_key(offer.step, offer.slot, i) in self.lost for i in range(9))
 
     def _step(self, t: int, commit: Commit, body: bytes) -> None:
         """The chain's own θ: fp32, each operation rounded by itself."""
@@ -425,7 +425,7 @@ class Observer:
     def gives_up_on(self, key: str) -> None:
         """The operator restores a blob: nobody may have its bytes in memory and nothing else to do."""
         for p in self.w.fleet.living():
-            if p.rv and key in [mine.key for mine in p.rv._mine] and self._waits(p, p.rv.step):
+            if p.rv and key in [mine.key for mine in p.rv._own_bodies] and self._waits(p, p.rv.step):
                 self.broken("who has the bytes puts them back", f"{key} is damaged for 25 s, and {p.slot} has it")
 
     def _waits(self, p: Process, step: int) -> bool:

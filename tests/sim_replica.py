@@ -134,9 +134,9 @@ def of_text(*digests: str) -> str:
 
 def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
     """The engine unchanged; the observer is told when a look for offers begins, and the last one before a commit."""
-    closer: Any = rv._closer
+    closer: Any = rv._committer
     chain: Any = rv.chain
-    look, attempt, refuse_gap = closer._fresh, closer.attempt, chain.refuse_gap
+    look, attempt, refuse_gap = closer._fresh_offers, closer.try_to_commit, chain.refuse_gap
 
     def seen(wishes: Any) -> Any:
         process.scan = world.now
@@ -152,7 +152,7 @@ def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
         process.deciding = step
         refuse_gap(step)
 
-    closer._fresh, closer.attempt, chain.refuse_gap = seen, attempting, last_look
+    closer._fresh_offers, closer.try_to_commit, chain.refuse_gap = seen, attempting, last_look
     return rv
 
 
@@ -232,7 +232,7 @@ class Replica:
         self.w, self.p, self.rules, self.tau = world, process, world.plan.rules, world.plan.tau
         store, self.clock = world.store(process), world.clock(process)
         rv = Rendezvous(
-            store, self.clock, process.slot, self.rules, world.plan.timing, tell=self._tell, pid=process.id,
+            store, self.clock, process.slot, self.rules, world.plan.timing, emit=self._tell, pid=process.id,
             keep=world.plan.keep, background=SimBackground(world, process),
             uploads=SimBackground(world, process),
             together=together(world, process) if world.plan.far else in_turn,
@@ -274,7 +274,7 @@ class Replica:
         self.w.spawn(self.p, lambda: self.rv.members.run(lambda: self.p.gone))
         self.clock.sleep(self.w.rng.choice((0.5, 3.0)))
         self._train()
-        self.rv.finish("done" if self.rv.done else "leaving")
+        self.rv.finish("done" if self.rv.is_done else "leaving")
         self.p.ended = "finished"
 
     def _train(self) -> None:
@@ -283,14 +283,14 @@ class Replica:
         self.local = [x.copy() for x in self.state.theta]
         self.deltas = [np.empty_like(x) for x in self.state.theta]  # used again in every step, for Δ and the mean
         self.h = [0] * self.rules.fragments
-        while not self.rv.done and not self.rv.leaving:
+        while not self.rv.is_done and not self.rv.is_leaving:
             self._outer_step()
 
     def _outer_step(self) -> None:
         rv, f = self.rv, self.rv.fragment
         self.w.observer.trains(self.p, self.state)
         self._inner_steps(max(1, min(rv.h_cap, self.rules.sync_every) // self.rules.fragments - self.tau))
-        if rv.behind:
+        if rv.is_behind:
             self._catch_up()
             return
         landed = self._round(f, self._delta(f), self.h[f])
@@ -302,7 +302,7 @@ class Replica:
 
     def _round(self, f: int, delta: np.ndarray, h: int) -> tuple[Commit, np.ndarray] | None:
         """Offer, settle, mean; with τ beside inner steps that nothing interrupts."""
-        if self.tau == 0 or self.rv.leaving:
+        if self.tau == 0 or self.rv.is_leaving:
             return self._exchange(f, delta, h)
         self.w.fired["round in flight"] += 1
         flight = Flight(self.w, self.p, lambda: self._exchange(f, delta, h))
@@ -312,7 +312,7 @@ class Replica:
     def _exchange(self, f: int, delta: np.ndarray, h: int) -> tuple[Commit, np.ndarray] | None:
         if h:
             self._offer(f, delta, h)
-        if self.rv.leaving:
+        if self.rv.is_leaving:
             return None
         commit = self.rv.settle()
         self.rv.mean(commit, delta)  # in the memory that the pseudogradient was in
@@ -327,7 +327,7 @@ class Replica:
         rv, status, rate = self.rv, self.rv.members.status, self.p.speed
         learns = np.float32(self.w.rng.random() >= self.w.plan.zeros)
         for _ in range(count):
-            if free and (rv.behind or rv.leaving):
+            if free and (rv.is_behind or rv.is_leaving):
                 return
             while layout.slot_index(self.p.slot) in self.w.plan.hung and self.w.now > 15:
                 self.w.fired["hung trainer"] += 1

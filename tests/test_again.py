@@ -93,24 +93,24 @@ def test_a_replica_that_may_still_run_is_named(config, monkeypatch):  # noqa: F8
 
 def test_a_step_that_is_committed_while_we_look_wins(config, run, monkeypatch):  # noqa: F811
     """The register decides: between the last look and the Superseded, a sleeper commits step 0."""
-    url, commit = founded(config), run.store.get(layout.commit(0))
+    url, commit = founded(config), run.store.get(layout.commit_key(0))
 
     def sleeper_wakes(*_: object) -> list[object]:
-        open_store(url).put(layout.commit(0), commit)
+        open_store(url).put(layout.commit_key(0), commit)
         return []
 
     monkeypatch.setattr(again, "stop_run", sleeper_wakes)
     with pytest.raises(UsageError, match="has taken a step"):
         found_again(mended(config), url)
-    assert open_store(url).get(layout.commit(0)) == commit and superseded.current_url(url) == url
+    assert open_store(url).get(layout.commit_key(0)) == commit and superseded.current_url(url) == url
 
 
 def test_a_sleeper_of_the_first_founding_can_never_commit(config, run):  # noqa: F811
-    url, commit = founded(config), run.store.get(layout.commit(0))
+    url, commit = founded(config), run.store.get(layout.commit_key(0))
     store = open_store(url)
     claim(store, CLOCK, "r00", host="elsewhere", pid=7)
     found_again(mended(config), url)
-    won, stands = put_once(store, CLOCK, layout.commit(0), commit)
+    won, stands = put_once(store, CLOCK, layout.commit_key(0), commit)
     assert not won
     with pytest.raises(WireError, match="found a superseded"):
         Commit.decode(stands)
@@ -122,7 +122,7 @@ def test_a_replica_that_is_started_for_the_first_founding_leaves(config):  # noq
     joins = [sys.executable, "-m", "diloco.replica", url, "--slot", "r00"]
     done = subprocess.run(joins, capture_output=True, text=True, timeout=180)
     assert done.returncode not in (0, 1), done.stderr
-    assert open_store(f"{url}/again").get(layout.claim("r00", 1)) is None  # it did not join the new one
+    assert open_store(f"{url}/again").get(layout.claim_key("r00", 1)) is None  # it did not join the new one
 
 
 def test_two_people_found_one_run(config):  # noqa: F811

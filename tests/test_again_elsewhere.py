@@ -17,7 +17,7 @@ from rendezvous.errors import Forged, WrongRun
 from rendezvous.membership import read_control
 from rendezvous.records import WireError
 from rendezvous.rendezvous import Commit
-from rendezvous.seal import KEY, SealedStore, open_sealed
+from rendezvous.seal import KEY, SignedStore, open_signed
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
 from tests.test_again import founded as founded_in_a_folder
@@ -65,10 +65,10 @@ def test_the_mended_file_is_founded_under_the_same_name_everywhere(capsys, confi
 
 
 def test_a_sleeper_of_the_first_founding_can_commit_nowhere(config, run, url):  # noqa: F811
-    commit = run.store.get(layout.commit(0))
+    commit = run.store.get(layout.commit_key(0))
     open_run(load_config(config), url, CLOCK)
     found_again(mended(config), url)
-    won, stands = put_once(store := open_sealed(url), CLOCK, layout.commit(0), commit)
+    won, stands = put_once(store := open_signed(url), CLOCK, layout.commit_key(0), commit)
     assert not won and superseded.is_superseded(store)
     with pytest.raises(WireError, match="found a superseded"):
         Commit.decode(stands)
@@ -76,7 +76,7 @@ def test_a_sleeper_of_the_first_founding_can_commit_nowhere(config, run, url):  
 
 def test_a_run_that_took_a_step_is_not_founded_again_anywhere(config, run, url):  # noqa: F811
     founded = open_run(load_config(config), url, CLOCK)
-    founded.store.create(layout.commit(0), run.store.get(layout.commit(0)))
+    founded.store.create(layout.commit_key(0), run.store.get(layout.commit_key(0)))
     with pytest.raises(UsageError, match="has taken a step with another config"):
         found_again(mended(config), url)
     assert superseded.current_url(url) == url
@@ -91,7 +91,7 @@ def test_the_new_run_is_sealed_with_an_identity_of_its_own(config, tmp_path, mon
     open_run(load_config(mended(config)), new := found_again(config, url), CLOCK)
     seals = [open_store(u).get(layout.SEAL) for u in (url, new)]
     assert None not in seals and seals[0] != seals[1]
-    assert isinstance(read_run(new).store, SealedStore)
+    assert isinstance(read_run(new).store, SignedStore)
 
 
 def test_who_has_no_key_founds_nothing_again_and_hears_why(capsys, config, monkeypatch):  # noqa: F811
@@ -111,7 +111,7 @@ def test_who_has_no_key_founds_nothing_again_and_hears_why(capsys, config, monke
 def forged(config, monkeypatch) -> str:  # noqa: F811
     monkeypatch.setenv(KEY, SECRET)
     url = founded_in_a_folder(config)
-    open_store(url).put(layout.commit(0), Superseded("n", 0.0).encode())
+    open_store(url).put(layout.commit_key(0), Superseded("n", 0.0).encode())
     return url
 
 
@@ -131,4 +131,4 @@ def test_nor_does_it_keep_anybody_from_ending_a_sealed_run(capsys, config, monke
     url = forged(config, monkeypatch)
     code, out, err = say(capsys, "stop", url)
     assert code == 0, out + err
-    assert read_control(open_sealed(url)).stop
+    assert read_control(open_signed(url)).stop

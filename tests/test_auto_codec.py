@@ -25,7 +25,7 @@ SLOW, FAST = (1e5, 1e5), (1e9, 1e9)  # bytes per second, up and down
 def link(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """What the store's throughput is measured to be; the last entry counts."""
     rates = [SLOW]
-    monkeypatch.setattr(sizing, "throughput", lambda store, clock, size: rates[-1])
+    monkeypatch.setattr(sizing, "measure_throughput", lambda store, clock, size: rates[-1])
     return rates
 
 

@@ -18,7 +18,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
 from rendezvous.records import Claim, Offer, Snapshot
 from rendezvous.rules import Rules
-from rendezvous.wire import digests, grid
+from rendezvous.wire import body_digests, shard_grid
 from tests.audit import check_run, logged_digests
 from tests.fleet import ENDLESS, Fleet
 
@@ -117,11 +117,11 @@ def test_an_offer_that_is_not_finite_is_left_out_by_everybody(tmp_path: Path) ->
     fleet = Fleet(tmp_path, outer={"sync_every": 20, "snapshot_every": 2})
     fleet.start("r00")
     fleet.start("r01")
-    fleet.wait_for(lambda: fleet.store.get(layout.snapshot(0)))
-    base = Snapshot.decode(fleet.store.get(layout.snapshot(0)) or b"").base
+    fleet.wait_for(lambda: fleet.store.get(layout.snapshot_key(0)))
+    base = Snapshot.decode(fleet.store.get(layout.snapshot_key(0)) or b"").base
     elements = sum(math.prod(shape) for _, shape, _ in fleet.model.layout)
     body = np.full(elements, np.nan, np.float32)
-    whole, shards = digests(body.view(np.uint8), "fp32", grid(elements, 1, Rules().shard_elements))
+    whole, shards = body_digests(body.view(np.uint8), "fp32", shard_grid(elements, 1, Rules().shard_elements))
     offer = Offer(
         0,
         "r02",
@@ -129,7 +129,7 @@ def test_an_offer_that_is_not_finite_is_left_out_by_everybody(tmp_path: Path) ->
         "n",
         base,
         20,
-        layout.delta(0, "r02", 1, "n"),
+        layout.delta_blob(0, "r02", 1, "n"),
         body.nbytes,
         whole,
         1.0,
@@ -138,8 +138,8 @@ def test_an_offer_that_is_not_finite_is_left_out_by_everybody(tmp_path: Path) ->
         shards=shards,
     )
     fleet.store.put(offer.blob, body.tobytes())
-    fleet.store.put(layout.claim("r02", 1), Claim("r02", 1, "n", 0.0).encode())
-    fleet.store.put(layout.offer(0, "r02", 0), offer.encode())
+    fleet.store.put(layout.claim_key("r02", 1), Claim("r02", 1, "n", 0.0).encode())
+    fleet.store.put(layout.offer_key(0, "r02", 0), offer.encode())
     assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
     assert [o.slot for o in fleet.commits()[0].offers] == ["r00", "r01", "r02"]
     assert {e["blob"] for e in events(fleet, "poisoned")} == {offer.blob}
@@ -168,12 +168,12 @@ def test_a_record_of_another_release_ends_a_replica_for_good(tmp_path: Path, rec
 
 def test_an_offer_of_another_release_is_passed_over(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    key = layout.offer(0, "r02", 0)
+    key = layout.offer_key(0, "r02", 0)
     fleet.store.put(key, b'{"kind":"offer","wire":99,"step":0,"slot":"r02"}')
     fleet.start_all()
     assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
     assert {e["key"] for e in events(fleet, "bad_offer")} == {key}
-    assert fleet.store.get(layout.offer(0, "r02", 1)) is not None
+    assert fleet.store.get(layout.offer_key(0, "r02", 1)) is not None
     check_run(tmp_path / "run", 6)
 
 

@@ -159,7 +159,7 @@ def test_another_mathematics_under_one_url(capsys, run, config):
 
 @pytest.mark.parametrize("verb", ["train", "resume", "scale"])
 def test_a_run_whose_first_control_record_is_garbage(capsys, run, config, verb):
-    run.store.put(layout.control(0), b"{}")
+    run.store.put(layout.control_key(0), b"{}")
     words = [config, "--run", run.url] if verb == "train" else [run.url, *["3"] * (verb == "scale")]
     err = complaint(capsys, verb, *words)
     assert "control/000000.json is no control record" in err and "Restore the object" in err
@@ -169,9 +169,9 @@ def test_a_run_whose_first_control_record_is_garbage(capsys, run, config, verb):
 def test_a_run_without_its_first_control_record_can_be_looked_at_and_stopped(capsys, run, harm):
     """Before: `stop` ended with exit code 2 and nobody was asked to leave; `status` too, or said nothing of it."""
     living = read_control(run.store)
-    run.store.delete([layout.control(0)])
+    run.store.delete([layout.control_key(0)])
     if harm == "garbage":
-        run.store.put(layout.control(0), b"{}")
+        run.store.put(layout.control_key(0), b"{}")
     code, out, _ = say(capsys, "status", run.url)
     assert code == 0 and "! " in out and "control/000000.json" in out and "Restore the object" in out
     code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
@@ -198,7 +198,7 @@ def test_a_run_whose_run_json_is_gone(capsys, run, config):
 
 def test_a_replica_refuses_to_join_with_exit_code_2_when_the_quorum_is_lost(run):
     """Seen at decbfac: exit code 2 and "expected a control, found b'{}'", without which object or what to do."""
-    run.store.put(layout.control(0), b"{}")
+    run.store.put(layout.control_key(0), b"{}")
     joins = [sys.executable, "-m", "diloco.replica", run.url, "--slot", "r01"]
     done = subprocess.run(joins, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2, done.stderr

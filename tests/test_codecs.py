@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rendezvous.codecs import NAMES, Codec, auto, codec, nominal_ratio
+from rendezvous.codecs import NAMES, Codec, choose_codec, get_codec, nominal_ratio
 from rendezvous.codecs.choose import sync_seconds
-from rendezvous.codecs.gate import _from_gaps, _gaps
+from rendezvous.codecs.gate import _encode_gaps, _from_gaps
 from rendezvous.codecs.kernels import load_kernels
 from rendezvous.codecs.pieces import Outbox
 from rendezvous.errors import BadDelta, Corrupt
@@ -43,7 +43,7 @@ def normal(n: int, seed: int = 0, scale: float = 1.0, zeros: float = 0.0) -> np.
 
 
 def encoded(c: Codec, x: np.ndarray, residual: np.ndarray | None = None, theta: np.ndarray | None = None) -> bytes:
-    out = np.full(c.bound(x.size), 0xAA, np.uint8)  # dirty, to find bytes that nobody wrote
+    out = np.full(c.max_body_size(x.size), 0xAA, np.uint8)  # dirty, to find bytes that nobody wrote
     theta = np.zeros_like(x) if theta is None else theta
     return out[: c.encode(x, out, residual, theta)].tobytes()
 
@@ -55,7 +55,7 @@ def decoded(c: Codec, body: bytes, n: int) -> np.ndarray:
 
 
 def there_and_back(name: str, x: np.ndarray) -> np.ndarray:
-    return decoded(codec(name), encoded(codec(name), x), x.size)
+    return decoded(get_codec(name), encoded(get_codec(name), x), x.size)
 
 
 # ---------------------------------------------------------------- what each codec means
@@ -73,7 +73,7 @@ def bf16_of(x: np.ndarray) -> np.ndarray:
 @given(vectors)
 def test_fp32_is_the_vector(drawn) -> None:
     x = normal(*drawn)
-    assert encoded(codec("fp32"), x) == x.tobytes()
+    assert encoded(get_codec("fp32"), x) == x.tobytes()
     assert there_and_back("fp32", x).tobytes() == x.tobytes()
 
 
@@ -89,7 +89,7 @@ def test_bf16_is_the_upper_half(drawn) -> None:
 @given(drawn=vectors)
 def test_blocks_are_parsed_by_hand_and_err_by_half_a_step(name: str, block: int, levels: int, drawn) -> None:
     x = normal(*drawn)
-    body, back = encoded(codec(name), x), there_and_back(name, x)
+    body, back = encoded(get_codec(name), x), there_and_back(name, x)
     row = len(body) // max(1, -(-x.size // block))
     for i in range(0, x.size, block):
         v, r = x[i : i + block], body[i // block * row : (i // block + 1) * row]
@@ -133,8 +133,8 @@ def topk_by_hand(x: np.ndarray) -> tuple[bytes, np.ndarray]:
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_topk_is_the_3_largest_of_64_in_two_bits(n: int, zeros: float, scale: float) -> None:
     x = normal(n, n, scale, zeros)
-    body, (packed, back) = encoded(codec("topk"), x), topk_by_hand(x)
-    got = decoded(codec("topk"), body, n)
+    body, (packed, back) = encoded(get_codec("topk"), x), topk_by_hand(x)
+    got = decoded(get_codec("topk"), body, n)
     np.testing.assert_allclose(got, back, rtol=2**-8)
     assert np.array_equal(got != 0, back != 0)
     if zeros == 0 and n >= 8192 and n % 8192 == 0:  # elsewhere zeros tie
@@ -155,10 +155,10 @@ def test_topk_with_ties_keeps_magnitudes_not_places(seed: int, distinct: int) ->
 
 def test_topk_gives_back_what_its_residual_forgot() -> None:
     """A steady x arrives whole if each element is sent within eight rounds, and is not amplified if sent in each."""
-    c, n, rounds = codec("topk"), 8192, 240
+    c, n, rounds = get_codec("topk"), 8192, 240
     for per_column in (3, 12, 21):
         x = np.where(np.arange(n) // 128 < per_column, normal(n, 3) + 5, 0).astype(np.float32)
-        e, age, out = np.zeros(n, np.float32), np.zeros(n, np.uint8), np.zeros(c.bound(n), np.uint8)
+        e, age, out = np.zeros(n, np.float32), np.zeros(n, np.uint8), np.zeros(c.max_body_size(n), np.uint8)
         total, most = np.zeros(n), 0.0
         for _ in range(rounds):
             sum(c.encode_each(x, out, [(0, n)], e, age))
@@ -169,8 +169,8 @@ def test_topk_gives_back_what_its_residual_forgot() -> None:
 
 
 def test_topk_counts_rounds_only_where_it_is_asked_to() -> None:
-    c, x = codec("topk"), normal(8192)
-    out, age = np.zeros(c.bound(8192), np.uint8), np.zeros(8192, np.uint8)
+    c, x = get_codec("topk"), normal(8192)
+    out, age = np.zeros(c.max_body_size(8192), np.uint8), np.zeros(8192, np.uint8)
     sum(c.encode_each(x, out, [(0, 8192)], np.zeros_like(x), age))
     assert np.array_equal(age == 0, decoded(c, out.tobytes(), 8192) != 0) and age.max() == 1
     assert out.tobytes() == encoded(c, x, np.zeros_like(x)), "in the first round there is nothing to give back"
@@ -185,8 +185,8 @@ def test_gaps_are_coded_like_a_loop_would(places: list[int]) -> None:
     for i in index.tolist():
         skipped, before = i - before - 1, i
         expected += [255] * (skipped // 255) + [skipped % 255]
-    assert _gaps(index).tolist() == expected
-    assert _from_gaps(_gaps(index)).tolist() == index.tolist()
+    assert _encode_gaps(index).tolist() == expected
+    assert _from_gaps(_encode_gaps(index)).tolist() == index.tolist()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-5, 1e-3, 1e-2, 1.0])
@@ -195,8 +195,8 @@ def test_gate_sends_what_changes_the_bf16_model(n: int, scale: float) -> None:
     theta, x = normal(n, 1), normal(n, 2, scale)
     shown = bf16_of(theta) != bf16_of(theta - x)
     residual = np.zeros(n, np.float32)
-    body = encoded(codec("bf16-gate"), x, residual, theta)
-    got = decoded(codec("bf16-gate"), body, n)
+    body = encoded(get_codec("bf16-gate"), x, residual, theta)
+    got = decoded(get_codec("bf16-gate"), body, n)
     np.testing.assert_array_equal(got, np.where(shown, x, 0))
     np.testing.assert_array_equal(residual, np.where(shown, 0, x))
     assert np.array_equal(bf16_of(theta - got), bf16_of(theta - x))
@@ -211,15 +211,17 @@ def test_gate_sends_what_changes_the_bf16_model(n: int, scale: float) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_length_goes_there_and_back(name: str, n: int) -> None:
     x = normal(n, 3)
-    body = encoded(codec(name), x)
-    assert len(body) <= codec(name).bound(n) and (not codec(name).exact or len(body) == codec(name).bound(n))
-    assert np.isfinite(decoded(codec(name), body, n)).all()
+    body = encoded(get_codec(name), x)
+    assert len(body) <= get_codec(name).max_body_size(n) and (
+        not get_codec(name).exact or len(body) == get_codec(name).max_body_size(n)
+    )
+    assert np.isfinite(decoded(get_codec(name), body, n)).all()
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_bytes_are_nominal(name: str) -> None:
     n = 10_000_000
-    assert codec(name).bound(n) == pytest.approx(4 * n / nominal_ratio(name), rel=0.02)
+    assert get_codec(name).max_body_size(n) == pytest.approx(4 * n / nominal_ratio(name), rel=0.02)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -239,7 +241,7 @@ def test_what_is_not_finite_is_refused(name: str, at: int, bad: float) -> None:
     x = normal(9000)
     x[at] = bad
     with pytest.raises(BadDelta, match=r"1 of .* are not finite"):
-        encoded(codec(name), x)
+        encoded(get_codec(name), x)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -251,7 +253,7 @@ def test_residual_accounts_for_all_that_was_not_sent(name: str) -> None:
     for t in range(steps):
         x = normal(n, t, 1e-3)
         before = e.copy()
-        got = decoded(codec(name), encoded(codec(name), x, e, theta), n)
+        got = decoded(get_codec(name), encoded(get_codec(name), x, e, theta), n)
         s = x + np.float32(decay) * before
         np.testing.assert_allclose(e, s.astype(np.float64) - got, atol=1e-9)
         balance = decay * balance + x - got
@@ -265,7 +267,7 @@ def test_residual_stays_bounded(name: str) -> None:
     e, x = np.zeros(8192, np.float32), normal(8192, 5)
     norms = []
     for _ in range(150):
-        encoded(codec(name), x, e)
+        encoded(get_codec(name), x, e)
         norms.append(np.linalg.norm(e) / np.linalg.norm(x))
     assert norms[-1] <= 1.5 * norms[75] and norms[-1] < {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "topk": 40}[name]
 
@@ -274,17 +276,17 @@ def test_residual_stays_bounded(name: str) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_accumulate_is_multiply_then_add(name: str, first: bool) -> None:
     n, w = 20_001, np.float32(1 / 3)
-    body, total = encoded(codec(name), normal(n, 6)), normal(n + 200, 7)
-    term = w * decoded(codec(name), body, n)
+    body, total = encoded(get_codec(name), normal(n, 6)), normal(n + 200, 7)
+    term = w * decoded(get_codec(name), body, n)
     expected = total.copy()
     expected[100:-100] = term if first else expected[100:-100] + term
-    codec(name).accumulate(body, 1 / 3, total, first, 100, n + 100)
+    get_codec(name).accumulate(body, 1 / 3, total, first, 100, n + 100)
     assert total.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_ranges_are_bytes_of_the_whole(name: str) -> None:
-    n, c = 70_000, codec(name)
+    n, c = 70_000, get_codec(name)
     body, whole = encoded(c, normal(n, 8)), there_and_back(name, normal(n, 8))
     for start, stop in [(0, 8192), (8192, 24_576), (65_536, n), (0, n), (8192, 8192)]:
         a, b = c.byte_range(start, stop)
@@ -302,10 +304,10 @@ def test_ranges_are_bytes_of_the_whole(name: str) -> None:
 def test_ranges_one_after_the_other_are_the_whole(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
         monkeypatch.setattr("rendezvous.codecs.pieces.load_kernels", lambda name, kind: None)
-    n, c = 70_000, codec(name)
+    n, c = 70_000, get_codec(name)
     x, whole_e, e = normal(n, 8), normal(n, 9), normal(n, 9)
     x[:8192] = 0  # a square of 0 is no end
-    out, squares = np.zeros(c.bound(n), np.uint8), list[float]()
+    out, squares = np.zeros(c.max_body_size(n), np.uint8), list[float]()
     ranges = [(0, 8192), (8192, 65_536), (65_536, n)]
     for (start, stop), square in zip(ranges, c.encode_each(x, out, ranges, e), strict=True):
         a, b = c.byte_range(start, stop)
@@ -322,8 +324,8 @@ def test_ranges_one_after_the_other_are_the_whole(name: str, kernels: bool, monk
 
 @pytest.mark.parametrize("name", NAMES)
 def test_numpy_and_torch_give_the_same_body(name: str) -> None:
-    x, c = normal(9000, 9), codec(name)
-    e, out = torch.zeros(9000), torch.zeros(c.bound(9000), dtype=torch.uint8)
+    x, c = normal(9000, 9), get_codec(name)
+    e, out = torch.zeros(9000), torch.zeros(c.max_body_size(9000), dtype=torch.uint8)
     used = c.encode(torch.from_numpy(x), out, e, torch.zeros(9000))
     residual = np.zeros(9000, np.float32)
     assert bytes(out[:used].tolist()) == encoded(c, x, residual)
@@ -335,11 +337,11 @@ def test_numpy_and_torch_give_the_same_body(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bodies_may_lie_anywhere_in_a_buffer(name: str) -> None:
-    x, c = normal(9000, 9), codec(name)
+    x, c = normal(9000, 9), get_codec(name)
     body = encoded(c, x)
     held = bytearray(3) + body
     assert decoded(c, memoryview(held)[3:], 9000).tobytes() == decoded(c, body, 9000).tobytes()
-    shifted = torch.zeros(c.bound(9000) + 3, dtype=torch.uint8)
+    shifted = torch.zeros(c.max_body_size(9000) + 3, dtype=torch.uint8)
     assert c.encode(x, shifted[3:], None, np.zeros_like(x)) == len(body)
     assert bytes(shifted[3 : 3 + len(body)].tolist()) == body
 
@@ -348,7 +350,7 @@ def test_bodies_may_lie_anywhere_in_a_buffer(name: str) -> None:
 def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens to x on CUDA, except for the device: several pieces, each packed beside its place."""
     x, e, straight_e = normal(300_000, 1), np.zeros(300_000, np.float32), np.zeros(300_000, np.float32)
-    straight = encoded(codec(name), x, straight_e)
+    straight = encoded(get_codec(name), x, straight_e)
 
     class Far(Outbox):
         def __init__(self, out: torch.Tensor, most: int, device: torch.device) -> None:
@@ -358,15 +360,15 @@ def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytes
     monkeypatch.setattr("rendezvous.codecs.pieces.Outbox", Far)
     monkeypatch.setattr("rendezvous.codecs.pieces.load_kernels", lambda name, kind: None)
     monkeypatch.setattr("rendezvous.codecs.pieces._CPU_PIECE", 1 << 16)
-    assert encoded(codec(name), x, e) == straight
+    assert encoded(get_codec(name), x, e) == straight
     assert e.tobytes() == straight_e.tobytes()
-    assert decoded(codec(name), straight, x.size).any()
+    assert decoded(get_codec(name), straight, x.size).any()
 
 
 def test_encoding_needs_memory_for_pieces_only() -> None:
     program = (
-        "import sys, resource, numpy as np; from rendezvous.codecs import codec\n"
-        "c, n = codec(sys.argv[1]), 1 << 24\n"
+        "import sys, resource, numpy as np; from rendezvous.codecs import get_codec\n"
+        "c, n = get_codec(sys.argv[1]), 1 << 24\n"
         "x, e, out = np.full(n, 1, 'f'), np.full(n, 0.001, 'f'), np.full(c.bound(n), 1, 'B')\n"
         "c.encode(x[:1 << 19], out, e[:1 << 19], x[:1 << 19])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -382,7 +384,7 @@ def test_encoding_needs_memory_for_pieces_only() -> None:
 BITS = """
 import hashlib, os, sys
 import numpy as np, torch
-from rendezvous.codecs import NAMES, codec, pieces
+from rendezvous.codecs import NAMES, get_codec, pieces
 
 torch.set_num_threads(1)
 if 'one pass' not in sys.argv[2:]:
@@ -390,7 +392,7 @@ if 'one pass' not in sys.argv[2:]:
 r = np.random.default_rng(0)
 x = (r.standard_normal(600_000) * 10.0 ** r.integers(-42, 30, 600_000)).astype('f')
 for name in NAMES:
-    c, theta, e, total, kept = codec(name), np.zeros_like(x), np.zeros_like(x), x[::-1].copy(), sys.argv[1] + name
+    c, theta, e, total, kept = get_codec(name), np.zeros_like(x), np.zeros_like(x), x[::-1].copy(), sys.argv[1] + name
     out, bodies = np.zeros(c.bound(x.size), np.uint8), hashlib.sha256()
     for step in range(3):
         body = out[: c.encode(x[::-1].copy() if step % 2 else x, out, e, theta)]
@@ -430,8 +432,13 @@ def test_every_cpu_decodes_to_the_same_bits(tmp_path: Path) -> None:
 
 def worked(name: str, x: torch.Tensor, device: str) -> list[bytes]:
     """Everything a codec makes of x on that device: three bodies, the residual, a sum, what decodes."""
-    c, x = codec(name), x.to(device)
-    out, e, total, back = torch.zeros(c.bound(x.numel()), dtype=torch.uint8), x / 3, x.flip(0), torch.empty_like(x)
+    c, x = get_codec(name), x.to(device)
+    out, e, total, back = (
+        torch.zeros(c.max_body_size(x.numel()), dtype=torch.uint8),
+        x / 3,
+        x.flip(0),
+        torch.empty_like(x),
+    )
     made: list[bytes] = []
     for residual in (e, e, None):
         c.encode(x, out, residual)
@@ -463,7 +470,7 @@ def test_one_pass_makes_the_bits_of_many(name: str, kind: str, size: float, monk
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_one_pass_refuses_what_many_refuse(name: str, kind: str) -> None:
-    c, kernels = codec(name), load_kernels(name, kind)
+    c, kernels = get_codec(name), load_kernels(name, kind)
     if kernels is None:
         pytest.skip("there are no such kernels here")
     n = 3 * c.align * 64 - 5
@@ -472,12 +479,14 @@ def test_one_pass_refuses_what_many_refuse(name: str, kind: str) -> None:
         x[n // 2] = bad
         for e in (None, torch.zeros_like(x)):
             with pytest.raises(BadDelta, match=f"1 of {n} elements"):
-                c.encode(x, torch.zeros(c.bound(n), dtype=torch.uint8), e)
-    rows = torch.zeros(c.bound(n), dtype=torch.uint8)
+                c.encode(x, torch.zeros(c.max_body_size(n), dtype=torch.uint8), e)
+    rows = torch.zeros(c.max_body_size(n), dtype=torch.uint8)
     c.encode(torch.ones(n), rows)
     total = torch.zeros(n, device=kind)
     assert kernels.add(name, rows.view(-1, c.row_bytes).to(kind), 1.0, total, True)
-    for at, wrong in ((c.row_bytes, b"\0\0\xc0\xff\x80\xff"), (c.bound(n) - 1, b"\x11"))[: 2 if c.align > 1 else 1]:
+    for at, wrong in ((c.row_bytes, b"\0\0\xc0\xff\x80\xff"), (c.max_body_size(n) - 1, b"\x11"))[
+        : 2 if c.align > 1 else 1
+    ]:
         broken = rows.clone()
         broken[at : at + len(wrong)] = torch.tensor(list(wrong), dtype=torch.uint8)
         assert not kernels.add(name, broken.view(-1, c.row_bytes).to(kind), 1.0, total, True)
@@ -491,8 +500,8 @@ def test_one_pass_refuses_what_many_refuse(name: str, kind: str) -> None:
 def test_cuda_writes_and_reads_what_a_cpu_reads(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces, into any kind of memory."""
     monkeypatch.setattr("rendezvous.codecs.pieces._CUDA_PIECE", 1 << 16)
-    x, c = torch.from_numpy(normal(300_000, 1)), codec(name)
-    out = torch.zeros(c.bound(x.numel()), dtype=torch.uint8, pin_memory=where == "pinned")
+    x, c = torch.from_numpy(normal(300_000, 1)), get_codec(name)
+    out = torch.zeros(c.max_body_size(x.numel()), dtype=torch.uint8, pin_memory=where == "pinned")
     out = out.cuda() if where == "device" else out
     e = torch.zeros(x.numel(), device="cuda")
     c.encode(x.cuda(), out, e)
@@ -508,7 +517,7 @@ def test_cuda_writes_and_reads_what_a_cpu_reads(name: str, where: str, monkeypat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_body_of_another_length_is_refused(name: str) -> None:
-    c, n = codec(name), 9000
+    c, n = get_codec(name), 9000
     body = encoded(c, normal(n))
     for wrong in (body[:-1], body + b"\0", body[: len(body) // 2], b""):
         with pytest.raises(Corrupt, match=name):
@@ -520,41 +529,41 @@ def test_a_body_of_another_length_is_refused(name: str) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, 0.0, 3e38])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_impossible_scales_are_refused(name: str, bad: float) -> None:
-    body = bytearray(encoded(codec(name), normal(9000)))
+    body = bytearray(encoded(get_codec(name), normal(9000)))
     body[:4] = struct.pack("<f", bad)
     with pytest.raises(Corrupt, match=f"{name} body has scales"):
-        decoded(codec(name), bytes(body), 9000)
+        decoded(get_codec(name), bytes(body), 9000)
 
 
 def test_a_code_below_the_lowest_cannot_become_infinite() -> None:
-    body = bytearray(encoded(codec("int8"), np.full(1024, FLT_MAX, np.float32)))
+    body = bytearray(encoded(get_codec("int8"), np.full(1024, FLT_MAX, np.float32)))
     body[4] = 0x80
     with pytest.raises(Corrupt, match="not finite"):
-        decoded(codec("int8"), bytes(body), 1024)
+        decoded(get_codec("int8"), bytes(body), 1024)
 
 
 @pytest.mark.parametrize(("name", "infinity"), [("fp32", b"\0\0\x80\x7f"), ("bf16", b"\x80\xff")])
 def test_values_that_are_not_finite_are_refused(name: str, infinity: bytes) -> None:
-    body = bytearray(encoded(codec(name), normal(9000)))
+    body = bytearray(encoded(get_codec(name), normal(9000)))
     body[100 : 100 + len(infinity)] = infinity
     with pytest.raises(Corrupt, match="not finite"):
-        decoded(codec(name), bytes(body), 9000)
+        decoded(get_codec(name), bytes(body), 9000)
 
 
 def test_topk_refuses_what_it_never_writes() -> None:
-    body = encoded(codec("topk"), normal(8192))
+    body = encoded(get_codec("topk"), normal(8192))
     twice = body[:4] + body[4:132] + body[4:132] + body[260:]
     with pytest.raises(Corrupt, match="do not ascend"):
-        decoded(codec("topk"), twice, 8192)
+        decoded(get_codec("topk"), twice, 8192)
     for level in (b"\x80\x7f", b"\xc0\x7f", b"\x80\xbf"):  # ∞, NaN, −1
         with pytest.raises(Corrupt, match="levels"):
-            decoded(codec("topk"), body[:2] + level + body[4:], 8192)
+            decoded(get_codec("topk"), body[:2] + level + body[4:], 8192)
     with pytest.raises(Corrupt, match="after its last element"):
-        decoded(codec("topk"), body, 5000)
+        decoded(get_codec("topk"), body, 5000)
 
 
 def test_gate_refuses_what_it_never_writes() -> None:
-    c, n, x = codec("bf16-gate"), 9000, np.where(np.arange(9000) % 100 == 0, 1, 0).astype(np.float32)
+    c, n, x = get_codec("bf16-gate"), 9000, np.where(np.arange(9000) % 100 == 0, 1, 0).astype(np.float32)
     body = encoded(c, x)
     count, where = struct.unpack("<II", body[:8])
     assert (count, where) == (90, 90)
@@ -577,7 +586,7 @@ def test_gate_refuses_what_it_never_writes() -> None:
 @few
 @given(st.sampled_from(["int8", "int4", "topk", "bf16-gate"]), st.integers(0, 2**32 - 1), st.integers(1, 20))
 def test_flipped_bytes_are_refused_or_finite(name: str, seed: int, flips: int) -> None:
-    r, c = np.random.default_rng(seed), codec(name)
+    r, c = np.random.default_rng(seed), get_codec(name)
     body = np.frombuffer(encoded(c, normal(9000, seed, zeros=0.9)), np.uint8).copy()
     body[r.integers(0, body.size, flips)] = r.integers(0, 256, flips)
     try:
@@ -588,8 +597,8 @@ def test_flipped_bytes_are_refused_or_finite(name: str, seed: int, flips: int) -
 
 
 def test_wrong_calls_say_what_is_wrong() -> None:
-    c, x = codec("int8"), normal(2000)
-    out = np.zeros(c.bound(2000), np.uint8)
+    c, x = get_codec("int8"), normal(2000)
+    out = np.zeros(c.max_body_size(2000), np.uint8)
     with pytest.raises(ValueError, match="needs 2056 bytes"):
         c.encode(x, out[:-1])
     for wrong in (x.astype(np.float64), x.reshape(2, -1), np.repeat(x, 2)[::2], torch.zeros(10, dtype=torch.bfloat16)):
@@ -598,11 +607,11 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     with pytest.raises(BadDelta, match="residual has 2000 elements"):
         c.encode(x, out, np.zeros(1999, np.float32))
     with pytest.raises(ValueError, match="give theta"):
-        codec("bf16-gate").encode(x, np.zeros(9000, np.uint8))
+        get_codec("bf16-gate").encode(x, np.zeros(9000, np.uint8))
     with pytest.raises(ValueError, match="only be read whole"):
-        codec("bf16-gate").byte_range(0, 1)
+        get_codec("bf16-gate").byte_range(0, 1)
     with pytest.raises(ValueError, match="no codec 'zip'"):
-        codec("zip")
+        get_codec("zip")
 
 
 # ---------------------------------------------------------------- choosing
@@ -624,17 +633,17 @@ def test_wrong_calls_say_what_is_wrong() -> None:
 def test_auto_loses_no_more_than_it_must(
     parameters: int, replicas: int, mbit: int, compute_s: float, name: str
 ) -> None:
-    got, why = auto(parameters, replicas, mbit * 125e3, mbit * 125e3, compute_s)
+    got, why = choose_codec(parameters, replicas, mbit * 125e3, mbit * 125e3, compute_s)
     assert got == name, why
     assert name in why or replicas == 1
 
 
 def test_auto_says_why() -> None:
-    assert auto(15 * 10**8, 8, 125e6, 125e6, 600)[1].startswith("int8 syncs in ")
-    assert "bf16 would take" in auto(15 * 10**8, 8, 125e6, 125e6, 600)[1]
-    assert "Raise sync_every" in auto(7 * 10**9, 8, 125e3, 125e3, 60)[1]
+    assert choose_codec(15 * 10**8, 8, 125e6, 125e6, 600)[1].startswith("int8 syncs in ")
+    assert "bf16 would take" in choose_codec(15 * 10**8, 8, 125e6, 125e6, 600)[1]
+    assert "Raise sync_every" in choose_codec(7 * 10**9, 8, 125e3, 125e3, 60)[1]
     with pytest.raises(ValueError, match="positive numbers"):
-        auto(10, 2, 0, 1, 1)
+        choose_codec(10, 2, 0, 1, 1)
 
 
 def test_sync_time_is_the_formula() -> None:
@@ -644,14 +653,14 @@ def test_sync_time_is_the_formula() -> None:
 
 
 def test_names_and_choice_are_free_of_torch() -> None:
-    used = "import rendezvous.codecs as c; c.auto(9, 2, 1, 1, 1); c.nominal_ratio('int8'); import sys"
+    used = "import rendezvous.codecs as c; c.choose_codec(9, 2, 1, 1, 1); c.nominal_ratio('int8'); import sys"
     run_python(f"{used}; assert 'torch' not in sys.modules")
 
 
 def test_bodies_do_not_depend_on_the_day() -> None:
     """Formats are part of a run's mathematics: these change only with the wire version."""
     x = ((np.arange(20_000) * 2654435761 % 2**32) / 2**31 - 1).astype(np.float32)
-    found = {name: hashlib.sha256(encoded(codec(name), x)).hexdigest()[:12] for name in NAMES if name != "topk"}
+    found = {name: hashlib.sha256(encoded(get_codec(name), x)).hexdigest()[:12] for name in NAMES if name != "topk"}
     assert found == {
         "fp32": "bda3215d4cee",
         "bf16": "de2654440d8e",

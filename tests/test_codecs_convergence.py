@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from rendezvous.codecs import codec
+from rendezvous.codecs import get_codec
 
 N, P, OUTER, H, LR = 4, 8192, 400, 4, 0.02
 
@@ -23,11 +23,11 @@ N, P, OUTER, H, LR = 4, 8192, 400, 4, 0.02
 @cache
 def train(name: str, feedback: bool, seed: int = 0) -> tuple[float, int]:
     """-> loss, as a share of what it was at first (mean of the last 20 outer steps), and bytes sent up."""
-    g, c = torch.Generator().manual_seed(seed), codec(name)
+    g, c = torch.Generator().manual_seed(seed), get_codec(name)
     noise = torch.where(torch.arange(P) % 16 == 0, 2.0, 0.1)
     best, theta, sent, losses = torch.randn(P, generator=g), torch.zeros(P), 0, list[float]()
     residuals, ages = torch.zeros(N, P), torch.zeros(N, P, dtype=torch.uint8)
-    out = torch.zeros(c.bound(P), dtype=torch.uint8)
+    out = torch.zeros(c.max_body_size(P), dtype=torch.uint8)
     for _ in range(OUTER):
         total = torch.zeros(P)
         for i in range(N):
@@ -58,6 +58,6 @@ def test_topk_with_feedback_reaches_the_loss_of_fp32_and_without_does_not() -> N
 
 def test_topk_sends_fifty_times_less_up_and_down() -> None:
     """fp32 sharded: up S + S/N, down 2(N−1)/N·S.   topk direct: up S, down (N−1)·S."""
-    fp32 = codec("fp32").bound(1 << 26) * (1 + 1 / N + 2 * (N - 1) / N)
-    topk = codec("topk").bound(1 << 26) * (1 + N - 1)
+    fp32 = get_codec("fp32").max_body_size(1 << 26) * (1 + 1 / N + 2 * (N - 1) / N)
+    topk = get_codec("topk").max_body_size(1 << 26) * (1 + N - 1)
     assert fp32 / topk > 57

@@ -161,7 +161,7 @@ def test_two_launchers_found_one_run(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: open_run(config, str(tmp_path / "run"), SystemClock()), range(8)))
     assert sum(not run.resumed for run in runs) == 1
-    first = Control.decode(runs[0].store.get(layout.control(0)) or b"")
+    first = Control.decode(runs[0].store.get(layout.control_key(0)) or b"")
     assert first.replicas == 3
 
 

@@ -450,7 +450,7 @@ def test_a_sync_is_due_after_H_steps_or_some_seconds(
         model, optimizer, manager, sync_every=12, fragments=fragments, sync_seconds=seconds, boundary=boundary
     ):
         plain_steps(model, optimizer, 48)
-    bodies = [manager.store.get(layout.commit(t)) for t in range(fragments - 1, manager.current_step())]
+    bodies = [manager.store.get(layout.commit_key(t)) for t in range(fragments - 1, manager.current_step())]
     assert {o.h for body in bodies if body for o in Commit.decode(body).offers} == {h}
     manager.shutdown()
 

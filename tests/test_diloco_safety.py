@@ -27,7 +27,7 @@ from diloco.safety import (
 from rendezvous.errors import BadDelta
 from rendezvous.records import Commit, Listed
 from rendezvous.rules import Rules
-from rendezvous.wire import checked_norm, length, sampled
+from rendezvous.wire import approximate_norm, checked_norm, evenly_sampled
 
 RNG = np.random.default_rng(11)
 
@@ -128,7 +128,7 @@ def test_rho_equals_the_float64_reference() -> None:
 
 @pytest.mark.parametrize("n", [1, 65_536, 131_071, 131_072, 1_000_003, 50_000_000])
 def test_a_sample_is_small_and_visits_every_column(n: int) -> None:
-    places = sampled(np.broadcast_to(np.arange(1), n))
+    places = evenly_sampled(np.broadcast_to(np.arange(1), n))
     assert places.size <= 1 << 17 and (n >= 1 << 17 or places.size == n)
     spacing = (n >> 16) | 1
     assert {i * spacing % 1024 for i in range(places.size)} == set(range(min(n, 1024)))
@@ -398,14 +398,17 @@ def test_a_lasting_finding_is_said_a_few_times() -> None:
 
 def test_a_length_is_estimated_from_a_sample() -> None:
     x = vector(3_000_000, 0.02)
-    assert length(x) == pytest.approx(float(np.linalg.norm(x)), rel=0.02)
-    assert length(x[:1000]) == pytest.approx(float(np.linalg.norm(x[:1000])))
-    assert length(np.zeros(0, np.float32)) == 0.0
+    assert approximate_norm(x) == pytest.approx(float(np.linalg.norm(x)), rel=0.02)
+    assert approximate_norm(x[:1000]) == pytest.approx(float(np.linalg.norm(x[:1000])))
+    assert approximate_norm(np.zeros(0, np.float32)) == 0.0
 
 
 def test_a_pseudogradient_of_1e30_is_refused_by_who_made_it() -> None:
     blown, short = np.full(100, 1e30, np.float32), np.full(100, 0.2, np.float32)
     with pytest.raises(BadDelta, match=r"1\.0e\+31 long and θ only 2\.0e\+00.* blown up"):
-        checked_norm(blown, length(short))
+        checked_norm(blown, approximate_norm(short))
     assert checked_norm(blown) == pytest.approx(1e31), "nothing to compare with"
-    assert checked_norm(vector(100), length(short)) > 0 and checked_norm(np.zeros(100, np.float32), length(short)) == 0
+    assert (
+        checked_norm(vector(100), approximate_norm(short)) > 0
+        and checked_norm(np.zeros(100, np.float32), approximate_norm(short)) == 0
+    )

@@ -31,7 +31,7 @@ def launched(b: Bucket, slot: str, attempt: int, at: float) -> None:
 def lived(b: Bucket, slot: str, generation: int, attempt: int, at: float) -> None:
     launched(b, slot, attempt, at)
     claim = Claim(slot, generation, "n", T0 + at + 1, f"modal/{slot}.{attempt}", 77)
-    b.store.create(layout.claim(slot, generation), claim.encode())
+    b.store.create(layout.claim_key(slot, generation), claim.encode())
 
 
 def lost(b: Bucket, slot: str, attempt: int, at: float, generation: int = 0, **more: object) -> None:
@@ -47,7 +47,7 @@ def out_of_memory() -> Bucket:
     lived(b, "r00", 2, 2, 21.0)
     launched(b, "r01", 1, 2.0)
     lost(b, "r01", 1, 30.0, exit_code=1, reason="exit code 1", tail=["ModuleNotFoundError: No module named 'trl'"])
-    b.store.put(layout.beat("r00"), Beat("r00", 2, 9, "train", 0, 3, 0.2, T0 + 39.9).encode())
+    b.store.put(layout.beat_key("r00"), Beat("r00", 2, 9, "train", 0, 3, 0.2, T0 + 39.9).encode())
     return b
 
 
@@ -132,7 +132,7 @@ def test_the_log_of_a_dead_life_on_this_machine(capsys, run, tmp_path):  # noqa:
     stem = tmp_path / "r01.1"
     Path(f"{stem}.log").write_text("one\ntwo\nCUDA out of memory\n")
     handle = Handle(run.url, "r01", 1, "local", socket.gethostname(), 4242, 1, str(stem))
-    run.store.put(layout.claim("r01", 1), Claim("r01", 1, "n", T0, handle.host, 4242).encode())
+    run.store.put(layout.claim_key("r01", 1), Claim("r01", 1, "n", T0, handle.host, 4242).encode())
     journal = Journal(run.store, SystemClock(), "supervisor", 1)
     journal.emit("launched", slot="r01", attempt=1, pid=4242, executor="local", handle=handle.to_dict())
     journal.flush()
@@ -174,11 +174,11 @@ def test_the_clock_of_a_stopped_run_stands() -> None:
     b = Bucket(steps=50)
     b.claim("r00", 1, 0.0)
     b.commit(0, 30.0, [b.offer(0, "r00", 1, 0.1)])
-    b.store.put(layout.beat("r00"), Beat("r00", 1, 9, "train", 1, 3, 0.2, T0 + 40).encode())
+    b.store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 1, 3, 0.2, T0 + 40).encode())
     going = [status_table(read_report(b.store), now=T0 + at)[0] for at in (41, 42, 400)]
     assert [line.split("  ")[-1] for line in going] == ["41 s", "42 s", "400 s"]
     write_control(b.store, b.clock, stop=True)
-    b.store.put(layout.beat("r00"), Beat("r00", 1, 10, "left", 1, 3, 0.2, T0 + 45).encode())
+    b.store.put(layout.beat_key("r00"), Beat("r00", 1, 10, "left", 1, 3, 0.2, T0 + 45).encode())
     assert {status_table(read_report(b.store), now=T0 + at)[0].split("  ")[-1] for at in (46, 500, 9000)} == {"45 s"}
 
 

@@ -55,7 +55,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HFServer]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     """In place of the run's bucket, which this process reads."""
     store = MemoryStore()
-    monkeypatch.setattr("rendezvous.seal.open_sealed", lambda url: store)
+    monkeypatch.setattr("rendezvous.seal.open_signed", lambda url: store)
     return store
 
 

@@ -539,7 +539,7 @@ def test_a_recycled_pid_is_not_taken_for_the_claimer(tmp_path):
             return time.time() - 1e6
 
     claim(store, Earlier(), "r00", host=socket.gethostname(), pid=os.getpid())  # claimed before this process was born
-    assert store.get(layout.claim("r00", 1)) is not None
+    assert store.get(layout.claim_key("r00", 1)) is not None
     assert LocalProcessExecutor([], method="spawn").find(store.url) == []
 
 

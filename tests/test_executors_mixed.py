@@ -65,7 +65,7 @@ def test_places_go_through_the_bucket_and_old_records_still_read():
     assert places_of(wanted.places) == places
     assert (wanted.replicas, wanted.max_usd, wanted.max_hours, wanted.until) == (4, 20.0, 3.5, 0.0)
     old = {"kind": "control", "wire": WIRE, "n": 2, "nonce": "n", "at": 0.0, "replicas": 3, "stop": True}
-    wanted = wanted.after(Control.decode(json.dumps(old).encode()))
+    wanted = wanted.with_control(Control.decode(json.dumps(old).encode()))
     assert wanted.stop and wanted.replicas == 3 and places_of(wanted.places) == places and wanted.max_usd == 20.0
 
 
@@ -73,9 +73,9 @@ def test_former_places_are_remembered():
     modal, local, hf = ({"executor": name} for name in ("modal", "local", "hf-jobs"))
     wanted = Wanted()
     for n, places in enumerate([(modal, local), (local,), None, (hf,)]):
-        wanted = wanted.after(Control(n, "n", 0.0, places=places))
+        wanted = wanted.with_control(Control(n, "n", 0.0, places=places))
     assert wanted.places == (hf,) and wanted.former == (modal, local)
-    assert wanted.after(Control(4, "n", 0.0, places=(modal,))).former == (local, hf)
+    assert wanted.with_control(Control(4, "n", 0.0, places=(modal,))).former == (local, hf)
 
 
 # -------------------------------------------------------------------- building

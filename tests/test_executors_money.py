@@ -220,9 +220,9 @@ def test_a_replica_leaves_when_its_lease_is_over_and_not_before():
     write_control(store, clock, replicas=1, steps=1, until=clock.wall() + 1000.0)
     alive = a_life(store)
     wait_until(lambda: alive.rv.members.wanted.until > 0)
-    assert not alive.rv.leaving
+    assert not alive.rv.is_leaving
     write_control(store, clock, until=clock.wall() - 1.0)
-    wait_until(lambda: alive.rv.leaving)
+    wait_until(lambda: alive.rv.is_leaving)
     assert alive.why == "the budget's lease is over"
     alive.end()
 
@@ -235,7 +235,7 @@ def test_a_lease_that_was_renewed_holds_and_no_lease_means_no_end():
     wait_until(lambda: alive.rv.members.wanted.records == 2)
     write_control(store, clock, until=0.0)
     wait_until(lambda: alive.rv.members.wanted.records == 3)
-    assert not alive.rv.leaving
+    assert not alive.rv.is_leaving
     alive.end()
 
 

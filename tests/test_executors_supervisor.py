@@ -65,7 +65,7 @@ class Toy:
 
     def __init__(self, url: str, slot: str) -> None:
         store, clock, me = FileStore(url.removeprefix("file://")), SystemClock(), (socket.gethostname(), os.getpid())
-        self.rv = Rendezvous(store, clock, slot, Rules(), TIMING, tell=self.tell, host=me[0], pid=me[1])
+        self.rv = Rendezvous(store, clock, slot, Rules(), TIMING, emit=self.tell, host=me[0], pid=me[1])
         self.journal: Journal | None = None
         self.rv.claim()
         self.journal = Journal(store, clock, slot, self.rv.generation)
@@ -82,7 +82,7 @@ class Toy:
         rv.join(state)
         self.tell("joined", step=rv.step)
         try:
-            while not rv.done:
+            while not rv.is_done:
                 self.step(state)
         except Leaving:
             return self.end("asked to leave", exitcodes.LEFT)
@@ -94,7 +94,7 @@ class Toy:
         rv = self.rv
         for rv.members.status.inner in range(1, 5):
             time.sleep(0.05)
-        if rv.behind:
+        if rv.is_behind:
             rv.catch_up()
             return
         t = rv.step
@@ -368,7 +368,7 @@ class SlowClock:
 
 def elsewhere(store: MemoryStore, n: int, phase: str = "watching") -> None:
     beat = Beat(SUPERVISOR, 1, n, phase, 0, 0, 0.0, time.time(), "elsewhere", 77)
-    store.put(layout.beat(SUPERVISOR), beat.encode())
+    store.put(layout.beat_key(SUPERVISOR), beat.encode())
 
 
 def held(n: int = 1, phase: str = "watching") -> MemoryStore:

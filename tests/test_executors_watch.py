@@ -65,7 +65,7 @@ def test_the_table_shows_lives_and_who_was_lost():
 
 
 def beating(b: Bucket, slot: str, at: float, phase: str = "wait", note: str = "") -> None:
-    b.store.put(layout.beat(slot), Beat(slot, 1, 1, phase, 0, 0, 0.0, T0 + at, note=note).encode())
+    b.store.put(layout.beat_key(slot), Beat(slot, 1, 1, phase, 0, 0, 0.0, T0 + at, note=note).encode())
 
 
 def test_the_table_says_what_is_waited_for_who_is_silent_and_what_is_wrong():

@@ -52,7 +52,7 @@ class Held(MemoryStore):
 
     def create(self, key: str, body: Buffer) -> None:
         super().create(key, body)
-        if key == layout.offer(0, "r00", 0):
+        if key == layout.offer_key(0, "r00", 0):
             self.offered.set()
 
 
@@ -87,13 +87,13 @@ class Replica:
 
     @property
     def offer(self) -> Offer:
-        body = self.store.get(layout.offer(0, "r00", 0))
+        body = self.store.get(layout.offer_key(0, "r00", 0))
         assert body is not None, "the offer under way must become durable"
         return Offer.decode(body)
 
     @property
     def goodbye(self) -> Leave:
-        body = self.store.get(layout.leave("r00", 1))
+        body = self.store.get(layout.leave_key("r00", 1))
         assert body is not None, "it left without a word"
         return Leave.decode(body)
 
@@ -212,6 +212,6 @@ def test_the_block_ends_when_the_round_is_decided_and_not_yet_taken() -> None:
     with one.loop():
         one.train(PREPARE + 5)
         one.landed()
-    assert one.store.get(layout.commit(0)) is not None
+    assert one.store.get(layout.commit_key(0)) is not None
     assert one.goodbye.reason == "done" and one.goodbye.step == 0
     assert not one.manager.left and no_round_is_left()

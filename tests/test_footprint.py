@@ -7,8 +7,8 @@ import pytest
 from diloco import footprint as sizes
 from diloco.config import RunConfig
 from diloco.sizing import BUILT_IN
-from rendezvous.codecs import codec
-from rendezvous.garbage import _blob
+from rendezvous.codecs import get_codec
+from rendezvous.garbage import _parse_blob_key
 from tests.fleet import Fleet
 
 
@@ -16,7 +16,7 @@ def stored(run: Path) -> dict[str, int]:
     """kind -> bytes of all blobs of that kind."""
     found = {"delta": 0, "mean": 0, "snapshot": 0}
     for path in run.rglob("*"):
-        blob = _blob(path.relative_to(run).as_posix()) if path.is_file() else None
+        blob = _parse_blob_key(path.relative_to(run).as_posix()) if path.is_file() else None
         if blob is not None:
             found[blob[0]] += path.stat().st_size
     return found
@@ -60,7 +60,7 @@ def fleet_parameters(folder: Path) -> int:
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4", "topk"])
 def test_a_pseudogradient_is_as_long_as_its_codec_says(name: str) -> None:
     n = 1_000_000
-    assert sizes.delta_bytes(n, name) == pytest.approx(codec(name).bound(n), rel=0.05)
+    assert sizes.delta_bytes(n, name) == pytest.approx(get_codec(name).max_body_size(n), rel=0.05)
 
 
 def test_what_a_gsm8k_run_leaves_without_a_budget() -> None:

@@ -92,12 +92,12 @@ ODD = [b"", b"{}", b"null", b"[1", b"\xff", b"[" * 5000, b'{"kind":"claim"}', b'
 def litter(store: MemoryStore, step: int, seed: int) -> None:
     """Garbage in registers that do not exist yet."""
     pick = random.Random(seed)
-    keys = [layout.offer(step, f"r0{i}", pick.randrange(2)) for i in range(3)]
-    keys += [layout.claim("r02", 2), layout.control(read_control(store).records), layout.leave("r01", 1)]
-    for key in [*keys, layout.mean(step, 0), layout.snapshot(2 * step + 2), layout.snapshot(step + 100)]:
+    keys = [layout.offer_key(step, f"r0{i}", pick.randrange(2)) for i in range(3)]
+    keys += [layout.claim_key("r02", 2), layout.control_key(read_control(store).records), layout.leave_key("r01", 1)]
+    for key in [*keys, layout.mean_key(step, 0), layout.snapshot_key(2 * step + 2), layout.snapshot_key(step + 100)]:
         if store.get(key) is None:
             store.put(key, pick.choice(ODD))
-    store.put(layout.beat("r02"), pick.choice(ODD))
+    store.put(layout.beat_key("r02"), pick.choice(ODD))
     store.put("snapshots/x/manifest.json", b"?")
 
 
@@ -111,7 +111,7 @@ def test_a_run_of_three_goes_on_among_random_json_and_hears_a_stop(seed: int) ->
         for seat in seats:
             seat.rv.members.tick()
         commit = together(*seats)
-        assert [o.slot for o in commit.fresh] == ["r00", "r01", "r02"]
+        assert [o.slot for o in commit.fresh_offers] == ["r00", "r01", "r02"]
         assert len({seat.state.theta.tobytes() for seat in seats}) == 1
     again = Seat(faulty, "r02", clock).join()
     assert again.rv.generation == 3 and again.state.theta.tobytes() == seats[0].state.theta.tobytes()
@@ -119,7 +119,7 @@ def test_a_run_of_three_goes_on_among_random_json_and_hears_a_stop(seed: int) ->
     clock.sleep(CONTROL_BEATS * TIMING.beat)
     for seat in [*seats[:2], again]:
         seat.rv.members.tick()
-        assert seat.rv.leaving and seat.rv.wanted.until == until
+        assert seat.rv.is_leaving and seat.rv.wanted.until == until
         assert seat.rv.wanted.min_replicas == 2
 
 
@@ -141,11 +141,13 @@ def test_foreign_objects_and_lines_in_the_log_are_counted_and_passed_over() -> N
     store, a, b = pair(clock)
     together(a, b)
     good = b'{"at":5.0,"event":"joined","step":0}'
-    store.put(layout.log("r00", 1, 0), b"\n".join([*LINES, good]))
+    store.put(layout.log_key("r00", 1, 0), b"\n".join([*LINES, good]))
     store.put("log/.DS_Store", b"\0")
     store.put("log/r00-x/000000.jsonl", good)
     launched = b'{"at":1,"event":"launched","slot":"r00","attempt":1,"handle":{"slot":7}}'
-    store.put(layout.log("supervisor", 1, 0), launched + b"\n" + b'{"at":2,"event":"lost","slot":"r00","state":"X"}')
+    store.put(
+        layout.log_key("supervisor", 1, 0), launched + b"\n" + b'{"at":2,"event":"lost","slot":"r00","state":"X"}'
+    )
     report = read_report(store)
     assert report.passed_over == len(LINES) + 2 and len(report.of_kind("joined")) == 1
     assert past(report.events)["r00"].open == () and costs(report).usd == 0
@@ -159,7 +161,7 @@ def test_without_its_first_control_record_nobody_joins_a_run() -> None:
     clock = ManualClock()
     store, a, b = pair(clock)
     together(a, b)
-    store.inner.delete([layout.control(0)])
+    store.inner.delete([layout.control_key(0)])
     for join in (
         lambda: Session(store, "r02", Timing()),
         lambda: ensure_slot(store, clock, "r02", replicas=3, min_replicas=1, steps=9),
@@ -167,7 +169,7 @@ def test_without_its_first_control_record_nobody_joins_a_run() -> None:
     ):
         with pytest.raises(RecordsLost, match=r"control/000000.json has vanished.*Restore the object"):
             join()
-    assert store.inner.get(layout.control(0)) is None and store.inner.get(layout.claim("r02", 1)) is None
+    assert store.inner.get(layout.control_key(0)) is None and store.inner.get(layout.claim_key("r02", 1)) is None
     a.rv.members.tick()
     assert a.rv.wanted.min_replicas == 2 and together(a, b).m == 2, "who has read it keeps it"
 
@@ -177,7 +179,7 @@ def test_a_gap_in_the_control_records_is_refused() -> None:
     write_control(store, clock, replicas=2, min_replicas=2, steps=3)
     for usd in (5.0, 6.0):
         write_control(store, clock, max_usd=usd)
-    store.delete([layout.control(1)])
+    store.delete([layout.control_key(1)])
     with pytest.raises(RecordsLost, match=r"control/000001.json has vanished, though control/000002.json is there"):
         write_control(store, clock, stop=True)
 
@@ -201,10 +203,10 @@ def test_a_commit_that_vanished_is_never_written_anew() -> None:
     store, a, b = pair(clock, m=1)
     for _ in range(2):
         together(a, b)
-    store.inner.delete([layout.commit(0), layout.snapshot(1), layout.snapshot(2)])
+    store.inner.delete([layout.commit_key(0), layout.snapshot_key(1), layout.snapshot_key(2)])
     with pytest.raises(ChainBroken, match="commit 0 is missing, though commit 1 is there"):
         Seat(store, "r01", clock).join()
-    assert store.inner.get(layout.commit(0)) is None
+    assert store.inner.get(layout.commit_key(0)) is None
 
 
 @pytest.mark.parametrize("odd", [*ODD, b'{"wire":2,"kind":"control","n":0}', Control(1, "n", 0.0).encode()])
@@ -214,19 +216,19 @@ def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: 
     clock = ManualClock()
     store, a, b = pair(clock, steps=9)
     together(a, b)
-    store.inner.put(layout.control(0), odd)
+    store.inner.put(layout.control_key(0), odd)
     write_down = lambda: write_control(store, clock, stop=True)  # noqa: E731
     for begin in (lambda: Session(store, "r02", Timing()), lambda: read_control(store), write_down):
         with pytest.raises(RecordsLost, match=r"control/000000.json is no control record.*Restore the object"):
             begin()
-    assert store.inner.get(layout.claim("r02", 1)) is None and store.inner.get(layout.control(1)) is None
+    assert store.inner.get(layout.claim_key("r02", 1)) is None and store.inner.get(layout.control_key(1)) is None
     a.rv.members.tick()
     assert together(a, b).m == 2, "who has read it goes on by it"
 
 
 def test_garbage_that_stood_there_before_the_run_ends_its_founder() -> None:
     store, clock = MemoryStore(), ManualClock()
-    store.put(layout.control(0), b"{}")
+    store.put(layout.control_key(0), b"{}")
     with pytest.raises(RecordsLost, match="If the run never had one, delete the object"):
         ensure_slot(store, clock, "r00", replicas=2, min_replicas=2, steps=3)
 
@@ -245,7 +247,7 @@ def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_r
     next life would close steps alone, with m = 1."""
     clock = ManualClock()
     store, _ = raised_quorum(clock)
-    store.inner.put(layout.control(1), b"garbage")
+    store.inner.put(layout.control_key(1), b"garbage")
     with pytest.raises(RecordsLost, match=r"commit 1 needed min_replicas = 3.*none asks for more than 1.*Restore"):
         Seat(store, "r02", clock).join()
 
@@ -253,18 +255,18 @@ def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_r
 def test_nobody_closes_a_step_under_a_lower_quorum_than_any_control_record_asked_for() -> None:
     clock = ManualClock()
     store, (a, *_) = raised_quorum(clock)
-    store.inner.put(layout.control(1), b"garbage")
+    store.inner.put(layout.control_key(1), b"garbage")
     a.rv.members.wanted = read_control(store)
     a.offer()
     with pytest.raises(RecordsLost, match="nobody joins or closes a step"):
         a.rv.settle()
-    assert store.inner.get(layout.commit(2)) is None
+    assert store.inner.get(layout.commit_key(2)) is None
 
 
 def test_a_quorum_that_the_operator_lowered_is_a_lower_quorum() -> None:
     clock = ManualClock()
     store, (a, b, _) = raised_quorum(clock)
-    store.inner.put(layout.control(2), b"garbage")
+    store.inner.put(layout.control_key(2), b"garbage")
     write_control(store, clock, min_replicas=2)
     for seat in (a, b):
         seat.rv.members.tick()
@@ -279,13 +281,15 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kept", [layout.control(0), layout.claim("r00", 1), layout.commit(0), layout.snapshot(0)])
+@pytest.mark.parametrize(
+    "kept", [layout.control_key(0), layout.claim_key("r00", 1), layout.commit_key(0), layout.snapshot_key(0)]
+)
 def test_no_run_is_founded_over_the_registers_of_one_whose_run_json_is_gone(kept: str, tmp_path: Path) -> None:
     """Seen at decbfac: a new run.json was written over all four."""
     (tmp_path / "text.txt").write_text("1 2 3")
     config, url = RunConfig.from_dict(CONFIG, tmp_path), str(tmp_path / "run")
     store = open_run(config, url, SystemClock()).store
-    store.put(kept, store.get(layout.control(0)) or b"")
+    store.put(kept, store.get(layout.control_key(0)) or b"")
     store.delete([key for key in store.list("") if key != kept])
     with pytest.raises(RecordsLost, match=rf"run.json has vanished, though {kept} is there.*use another URL"):
         open_run(config, url, SystemClock())
@@ -298,7 +302,7 @@ def test_a_library_loop_founds_no_run_below_committed_steps() -> None:
     outer, parameters = {"sync_every": 2, "codec": "none"}, [["w", [3], "float32"]]
     agree_on_run(store, clock, outer, parameters)
     assert agree_on_run(store, clock, outer, parameters).codec == "none"
-    store.put(layout.commit(0), b"x")
+    store.put(layout.commit_key(0), b"x")
     store.delete([layout.RUN])
     with pytest.raises(RecordsLost, match=r"run.json has vanished, though steps/\S+ is there"):
         agree_on_run(store, clock, outer, parameters)
@@ -310,7 +314,7 @@ def test_who_takes_the_number_of_a_claim_that_is_gone_ends_by_the_chains_fence()
     for _ in range(2):
         b = Seat(store, "r01", clock).join()
     assert b.rv.generation == 3 and together(a, b).fence["r01"] == 3
-    store.inner.delete([layout.claim("r01", 2)])
+    store.inner.delete([layout.claim_key("r01", 2)])
     again = Seat(store, "r01", clock)
     assert again.rv.generation == 2, "its number is taken again"
     with pytest.raises(Fenced, match="r01 now belongs to generation 3"):

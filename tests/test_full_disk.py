@@ -119,7 +119,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
     own_disk = {"TMPDIR": str(scratch.folder), "TEST_ONE_DISK": "1"}
 
     def counted_since(t: int) -> bool:
-        return any(o.slot == "r01" for commit in fleet.seen_commits()[t:] for o in commit.fresh)
+        return any(o.slot == "r01" for commit in fleet.seen_commits()[t:] for o in commit.fresh_offers)
 
     try:
         for slot, environ in (("r00", {}), ("r01", own_disk), ("r02", {})):
@@ -272,7 +272,9 @@ class Full(MemoryStore):
 def patient(until: float) -> tuple[PatientStore, list[str]]:
     clock, said = ManualClock(), list[str]()
     full = Full(clock, until)
-    return PatientStore(full, clock, 10.0, tell=said.append, full_s=100.0, over=lambda: said.append("over")), said
+    return PatientStore(
+        full, clock, 10.0, on_trouble=said.append, full_s=100.0, on_recovered=lambda: said.append("over")
+    ), said
 
 
 def test_a_full_store_is_waited_for_longer_than_a_bad_moment_and_its_end_is_said() -> None:

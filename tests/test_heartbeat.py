@@ -74,7 +74,7 @@ class Told:
 
 
 def member(store: FaultyStore, told: Told) -> Membership:
-    members = Membership(store, ManualClock(), "r00", 0, FAST, tell=told)
+    members = Membership(store, ManualClock(), "r00", 0, FAST, emit=told)
     members.claim(store)
     return members
 
@@ -84,7 +84,7 @@ PARTS = {  # part -> (verb, key) of its first request, and what the others still
     "look for successor": ("get", "replicas/r00"),
     "look for commit": ("get", "commit"),
     "look around": ("get", "alive/r01"),
-    "listen": ("get", "control"),
+    "look for wishes": ("get", "control"),
 }
 
 
@@ -97,16 +97,16 @@ def test_a_part_of_a_tick_that_fails_hinders_no_other(part: str, error: Exceptio
     store.faults = [Fault(verb, key, error=error, times=10**6)]
     write_control(store.inner, SystemClock(), stop=True)
     claim(store.inner, SystemClock(), "r00")
-    store.inner.put(layout.commit(0), b"{}")
-    store.inner.put(layout.beat("r01"), Beat("r01", 1, 5, "train", 0, 0, 0.0, 9.0).encode())
+    store.inner.put(layout.commit_key(0), b"{}")
+    store.inner.put(layout.beat_key("r01"), Beat("r01", 1, 5, "train", 0, 0, 0.0, 9.0).encode())
     for _ in range(3):
         members.tick()
     done = {
-        "beat": store.inner.get(layout.beat("r00")) is not None,
+        "beat": store.inner.get(layout.beat_key("r00")) is not None,
         "look for successor": members.fenced_by == 2,
         "look for commit": members.decided == 0,
         "look around": "r01" in members.peers,
-        "listen": members.wanted.stop,
+        "look for wishes": members.wanted.stop,
     }
     assert done == {name: name != part for name in PARTS}
     (text,) = told.texts("heartbeat")
@@ -120,7 +120,7 @@ def test_a_foreign_beat_stops_nobody_from_hearing(clock: ManualClock) -> None:
     """Seen before: TypeError out of `tick`, and the thread was gone."""
     store, told = run(), Told()
     members = member(store, told)
-    store.inner.put(layout.beat("r01"), FOREIGN)
+    store.inner.put(layout.beat_key("r01"), FOREIGN)
     members.tick()
     write_control(store.inner, clock, stop=True)
     members._clock.sleep(CONTROL_BEATS * FAST.beat)
@@ -133,14 +133,14 @@ def test_a_beat_that_turns_foreign_grows_silent(clock: ManualClock) -> None:
     members = Membership(store, clock, "r00", 0, FAST)
     members.claim(store)
     for n in (1, 2):
-        store.inner.put(layout.beat("r01"), Beat("r01", 1, n, "train", 0, 0, 0.0, 9.0).encode())
+        store.inner.put(layout.beat_key("r01"), Beat("r01", 1, n, "train", 0, 0, 0.0, 9.0).encode())
         members.tick()
         clock.sleep(0.01)
-    store.inner.put(layout.beat("r01"), FOREIGN)
+    store.inner.put(layout.beat_key("r01"), FOREIGN)
     for _ in range(3):
         members.tick()
         clock.sleep(0.01)
-    assert members.peers["r01"].silent == pytest.approx(0.03) and members.peers["r01"].dead(0.03)
+    assert members.peers["r01"].silent == pytest.approx(0.03) and members.peers["r01"].is_dead(0.03)
 
 
 def test_a_store_that_refuses_is_no_failure_however_long() -> None:
@@ -158,7 +158,7 @@ def test_a_part_that_cannot_go_on_ends_the_heartbeat_with_words() -> None:
     store.faults = [Fault("get", "control", error=MemoryError("no room"), times=10**6)]
     for _ in range(TRIES - 1):
         members.tick()
-    with pytest.raises(HeartbeatLost, match=r"'listen' .* 20 times in a row, last with MemoryError: no room"):
+    with pytest.raises(HeartbeatLost, match=r"'look for wishes' .* 20 times in a row, last with MemoryError: no room"):
         members.tick()
 
 
@@ -187,11 +187,11 @@ def gone(store: MemoryStore | FaultyStore, monkeypatch: pytest.MonkeyPatch) -> t
 
 def test_the_beat_goes_on_and_the_lease_holds_beside_a_foreign_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = run(), SystemClock()
-    store.inner.put(layout.beat("r01"), FOREIGN)
+    store.inner.put(layout.beat_key("r01"), FOREIGN)
     alive, codes = gone(store, monkeypatch)
     until(lambda: beats(store) > 3)
     write_control(store.inner, clock, until=clock.wall() - 1.0)
-    until(lambda: alive.rv.leaving)
+    until(lambda: alive.rv.is_leaving)
     assert alive.why == "the budget's lease is over" and codes == []
     alive.end()
 
@@ -250,7 +250,7 @@ def test_a_wait_for_others_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, _ = gone(store, monkeypatch)
     alive.rv.members.heartbeat_lost = MemoryError("no room")
     with pytest.raises(HeartbeatLost, match="no room"):
-        alive.rv.store.alert()
+        alive.rv.store.before_pause()
     alive._ended.set()
 
 
@@ -374,5 +374,5 @@ def test_a_replica_that_hears_late_that_the_run_is_shorter_ends_as_one_that_is_d
             optimizer.step()
     thread.join(LIMIT)
     assert (manager.done, manager.left, outer.committed()) == (True, False, 1)
-    left = store.get(layout.leave("r00", 1))
+    left = store.get(layout.leave_key("r00", 1))
     assert left is not None and Leave.decode(left).reason == "done"

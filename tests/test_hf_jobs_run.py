@@ -217,7 +217,7 @@ def idle(url: str, **more: Any) -> Supervisor:
 
 
 def leave_once_all_run(supervisor: Supervisor, report: Report) -> None:
-    handles = [supervisor.handle(slot) for slot in report.wanted.slots]
+    handles = [supervisor.handle(slot) for slot in report.wanted.slot_names]
     if all(handles) and all(s.state is State.RUNNING for s in supervisor.executor.poll([h for h in handles if h])):
         supervisor.leave()
 

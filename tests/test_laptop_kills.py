@@ -64,10 +64,10 @@ def replica(argv: list[str]) -> int:
 def live(session: Session, state: Numbers) -> int:
     rv = session.rv
     rv.join(state)
-    while not rv.done:
+    while not rv.is_done:
         for rv.members.status.inner in range(1, 4):
             time.sleep(0.05)
-        if rv.behind:
+        if rv.is_behind:
             rv.catch_up()
             continue
         rv.offer(np.full(4, rv.step + 1, np.float32), 1)

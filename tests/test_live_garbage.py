@@ -44,9 +44,9 @@ FOREIGN = (
 
 
 TRUE = {
-    "offer": layout.offer(0, "r00", 0), "mean": layout.mean(0, 0), "commit": layout.commit(0),
-    "beat": layout.beat("r00"), "claim": layout.claim("r00", 1), "snapshot": layout.snapshot(0),
-    "control": layout.control(0),
+    "offer": layout.offer_key(0, "r00", 0), "mean": layout.mean_key(0, 0), "commit": layout.commit_key(0),
+    "beat": layout.beat_key("r00"), "claim": layout.claim_key("r00", 1), "snapshot": layout.snapshot_key(0),
+    "control": layout.control_key(0),
 }  # fmt: skip
 KIND = {**{kind: kind for kind in (*TRUE, "leave")}, "snapshot": "manifest"}  # as tests/sim_adversary.py calls them
 
@@ -73,28 +73,32 @@ class Litter:
         head = self.fleet.head()
         for step in range(head, head + 3):
             for slot in (*SLOTS, "r07", "zz"):
-                yield from (layout.offer(step, slot, attempt) for attempt in range(self.random.randrange(1, 4)))
-            yield from (layout.mean(step, part) for part in range(4))
-            yield layout.snapshot(step + 1)
+                yield from (layout.offer_key(step, slot, attempt) for attempt in range(self.random.randrange(1, 4)))
+            yield from (layout.mean_key(step, part) for part in range(4))
+            yield layout.snapshot_key(step + 1)
         for slot in SLOTS:
             held = getattr(newest_claim(self.store, slot), "generation", 0)
-            yield from (layout.claim(slot, held + 1), layout.leave(slot, held), layout.leave(slot, held + 1))
+            yield from (
+                layout.claim_key(slot, held + 1),
+                layout.leave_key(slot, held),
+                layout.leave_key(slot, held + 1),
+            )
         wishes = read_control(self.store).records
-        yield from (layout.control(n) for n in (wishes, wishes + 1, wishes + 3, 999_999))
+        yield from (layout.control_key(n) for n in (wishes, wishes + 1, wishes + 3, 999_999))
         yield from FOREIGN
 
     def mutable_keys(self) -> Iterator[str]:
-        yield from map(layout.beat, SLOTS)
+        yield from map(layout.beat_key, SLOTS)
         yield from (key for key in self.store.list(layout.LOGS) if self.random.random() < 0.5)
 
     def garbage(self, key: str) -> bytes:
         """Not JSON, too deep, or JSON that is no record: a true one with a wrong field among them."""
-        kind, how = layout.kind(key) or "", self.random.random()
+        kind, how = layout.record_kind(key) or "", self.random.random()
         body = self.random.choice(BYTES)
         if how < 0.3:
             body = json.dumps(random_json(self.random)).encode()
         elif how < 0.7:
-            body = mangled(self.random, self.store.get(TRUE.get(kind, layout.control(0))) or b"")
+            body = mangled(self.random, self.store.get(TRUE.get(kind, layout.control_key(0))) or b"")
         return b"{}" if kind in KIND and is_record(KIND[kind], body) else body
 
 
@@ -119,7 +123,7 @@ def among_garbage(fleet: Fleet, seed: int, rounds: int) -> None:
 def sound(fleet: Fleet) -> None:
     """One chain without a gap, nothing counted twice, the same θ on all replicas."""
     assert all(check.ok for check in checks(read_report(fleet.store)))
-    by_all = [commit for commit in fleet.commits() if {o.slot for o in commit.fresh} == set(SLOTS)]
+    by_all = [commit for commit in fleet.commits() if {o.slot for o in commit.fresh_offers} == set(SLOTS)]
     assert by_all, "offers of all three count"
 
 
@@ -159,14 +163,14 @@ def test_a_stop_is_heard_where_the_first_control_record_was_overwritten(fleet: F
     fleet.wait_for(lambda: fleet.commit(1))
     litter = Litter(fleet, seed=5)
     litter.once()
-    first = fleet.run.store.get(layout.control(0)) or b""
-    fleet.run.store.put(layout.control(0), b'{"kind":"control","wire":2,"n":[]}')
+    first = fleet.run.store.get(layout.control_key(0)) or b""
+    fleet.run.store.put(layout.control_key(0), b'{"kind":"control","wire":2,"n":[]}')
     head = fleet.head()
     fleet.wait_for(lambda: fleet.head() >= head + 2)
     assert cli.main(["stop", fleet.url, "--grace", "120"]) == 0
     assert "control/000000.json is no control record" in capsys.readouterr().out
     assert fleet.wait() == {slot: [exitcodes.LEFT] for slot in SLOTS}
-    fleet.run.store.put(layout.control(0), first)  # the operator restores it
+    fleet.run.store.put(layout.control_key(0), first)  # the operator restores it
     sound(fleet)
 
 
@@ -176,16 +180,16 @@ def test_a_garbage_commit_ends_all_loudly_and_the_run_goes_on_once_it_is_gone(tm
     fleet = Fleet(tmp_path, outer={"sync_every": 20, "snapshot_every": 2}, fleet={"steps": 8})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.commit(1))
-    head, garbage = len(fleet.commits()), Litter(fleet, seed).garbage(layout.commit(99))
-    fleet.run.store.create(layout.commit(head + 1), garbage)
+    head, garbage = len(fleet.commits()), Litter(fleet, seed).garbage(layout.commit_key(99))
+    fleet.run.store.create(layout.commit_key(head + 1), garbage)
     assert fleet.wait() == {slot: [exitcodes.USER_ERROR] for slot in SLOTS}, fleet.logs()
     assert fleet.commit(head) is not None, "the step before it was closed"
     for slot in SLOTS:
         said = fleet.log(slot).read_text()
-        assert f"{layout.commit(head + 1)}: expected a commit, found" in said and "Restore the object" in said
-    assert fleet.run.store.get(layout.commit(head + 1)) == garbage, "nothing is decided anew"
-    assert fleet.run.store.get(layout.commit(head + 2)) is None
-    fleet.run.store.delete([layout.commit(head + 1)])
+        assert f"{layout.commit_key(head + 1)}: expected a commit, found" in said and "Restore the object" in said
+    assert fleet.run.store.get(layout.commit_key(head + 1)) == garbage, "nothing is decided anew"
+    assert fleet.run.store.get(layout.commit_key(head + 2)) is None
+    fleet.run.store.delete([layout.commit_key(head + 1)])
     fleet.start_all()
     assert fleet.wait() == {slot: [exitcodes.USER_ERROR, exitcodes.DONE] for slot in SLOTS}, fleet.logs()
     check_run(tmp_path / "run", 8)

@@ -183,7 +183,7 @@ def test_a_supervisor_that_died_in_silence_is_succeeded_from_another_machine(
     dead = read_beat(found.store, SUPERVISOR)
     assert dead is not None and old.generation == 1
     silent = replace(dead, host="modal/supervisor.1", pid=7, at=dead.at - 2 * 3600)
-    found.store.put(layout.beat(SUPERVISOR), silent.encode())
+    found.store.put(layout.beat_key(SUPERVISOR), silent.encode())
     far = {"DILOCO_PLACE": "another-machine", "HOME": str(tmp_path)}
     status = diloco("status", run, **far)
     assert "last heard 2 h 0 min ago" in status.stdout and "resume" in status.stdout, words(status)

@@ -229,7 +229,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
     assert (late := too_late(made, clock)) and late[0] == exitcodes.LEFT and "its lease is over" in late[1]
     write_control(made.store, clock, until=0.0, stop=True)
     assert (late := too_late(made, clock)) and late[0] == exitcodes.LEFT and "`diloco resume` goes on" in late[1]
-    made.store.put(layout.commit(1), b"{}")
+    made.store.put(layout.commit_key(1), b"{}")
     assert (late := too_late(made, clock)) and late == (
         exitcodes.DONE,
         "all 2 outer steps are committed; nothing to do",

@@ -160,16 +160,16 @@ def test_every_codec_and_both_ways_of_reducing_leave_theta_where_it_is(codec: st
     for deltas in ([np.zeros(n, np.float32)] * 3, [np.full(n, NEGATIVE)] * 3, [np.zeros(n, np.float32)] * 3):
         outer_step(rvs, states, deltas)
         assert {s.digest() for s in states} == {before}
-    commits = [Commit.decode(store.get(layout.commit(t)) or b"") for t in range(3)]
+    commits = [Commit.decode(store.get(layout.commit_key(t)) or b"") for t in range(3)]
     assert {c.base for c in commits} == {before}, "consecutive bases are equal"
     assert {c.mode for c in commits} == {"sharded" if sharded and codec in DENSE else "direct"}
-    two = Snapshot.decode(store.get(layout.snapshot(2)) or b"")
+    two = Snapshot.decode(store.get(layout.snapshot_key(2)) or b"")
     assert two.base == before and two.confirmed
     outer_step(rvs, states, [vector(n)] * 3)
     assert len({s.digest() for s in states}) == 1 and states[0].digest() != before
     for i, rv in enumerate(rvs):
         rv.finish("done")
-        assert (store.get(layout.snapshot(4)) is not None) == (i > 0), "confirmed by two that left with one θ"
+        assert (store.get(layout.snapshot_key(4)) is not None) == (i > 0), "confirmed by two that left with one θ"
     late, whole = state_of(n), state_of(n)
     again = Rendezvous(store, SystemClock(), "r00", rules, Timing())
     again.claim()

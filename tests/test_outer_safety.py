@@ -63,7 +63,7 @@ def test_a_commit_with_other_weights_than_its_offers_give_ends_who_reads_it() ->
     store, seats = three_have_offered(clock)
     commit = seats[0].rv.settle()
     heavy = replace(commit, offers=(*commit.offers[:2], replace(commit.offers[2], weight=1.0, factor=1.0)))
-    store.put(layout.commit(0), heavy.encode())
+    store.put(layout.commit_key(0), heavy.encode())
     with pytest.raises(BadCommit, match=r"gives r02's offer for step 0 the weight 1.0 .* by the run's rules"):
         seats[1].step()
     with pytest.raises(BadCommit):

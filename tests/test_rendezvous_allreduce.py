@@ -141,7 +141,7 @@ def test_the_kth_call_is_step_k() -> None:
         ranks[1].allreduce(second)
         ranks[0].allreduce(first)
         assert first.tolist() == second.tolist() == [k + 1, 2]
-        commit = Commit.decode(store.get(layout.commit(k)) or b"")
+        commit = Commit.decode(store.get(layout.commit_key(k)) or b"")
         assert [(o.step, o.slot, o.weight) for o in commit.offers] == [(k, "r00", 1.0), (k, "r01", 1.0)]
 
 
@@ -164,7 +164,7 @@ def test_large_tensors_are_reduced_in_shards_to_the_same_bits() -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda pair: pair[0].allreduce(pair[1]), zip(ranks, values, strict=True)))
     assert all(v.tobytes() == expected.tobytes() for v in values)
-    assert Commit.decode(store.get(layout.commit(0)) or b"").mode == "sharded"
+    assert Commit.decode(store.get(layout.commit_key(0)) or b"").mode == "sharded"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rendezvous import layout
-from rendezvous.codecs import codec
+from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
 from rendezvous.records import Commit, Leave
 from rendezvous.rules import Rules
@@ -42,16 +42,16 @@ def work(seat: Seat, delta: np.ndarray) -> Commit:
 def decoded(store: Store, commit: Commit) -> np.ndarray:
     out = np.empty(3, np.float32)
     (listed,) = commit.offers
-    codec("int4").decode(store.get(listed.blob) or b"", out)
+    get_codec("int4").decode(store.get(listed.blob) or b"", out)
     return out
 
 
 def held(seat: Seat) -> np.ndarray:
-    return seat.rv._encoder.unsent.get("residual.0", np.zeros(3, np.float32))
+    return seat.rv._encoder.unsent_residuals.get("residual.0", np.zeros(3, np.float32))
 
 
 def goodbye(store: Store, generation: int) -> Leave:
-    return Leave.decode(store.get(layout.leave("r00", generation)) or b"")
+    return Leave.decode(store.get(layout.leave_key("r00", generation)) or b"")
 
 
 def test_nothing_is_lost_over_three_lives_that_say_goodbye(clock: ManualClock) -> None:
@@ -133,7 +133,7 @@ def test_a_blob_with_the_right_digest_that_is_no_residual_is_told_and_not_used(c
     seat.rv.finish("asked to leave")
     left = goodbye(store, 1)
     store.put(left.residual, body)
-    store.put(layout.leave("r00", 1), replace(left, residual_digest=digest(body)).encode())
+    store.put(layout.leave_key("r00", 1), replace(left, residual_digest=digest(body)).encode())
     after = life()
     assert after.events("bad_residual") and not held(after).any()
     work(after, DELTAS[1])

@@ -23,7 +23,7 @@ from rendezvous.rules import Rules, Timing
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import payload
+from rendezvous.wire import as_bytes
 from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
 
 RULES = Rules(sync_every=2, max_carry=2, snapshot_every=2)
@@ -37,7 +37,7 @@ class Seat:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.store, self.clock, self.state = store, clock, VectorState(value=100.0, fragments=rules.fragments)
         tell: Callable[..., None] = lambda event, **fields: self.told.append((event, fields))  # noqa: E731
-        self.rv = Rendezvous(store, clock, slot, rules, TIMING, tell=tell, host="here", pid=pid)
+        self.rv = Rendezvous(store, clock, slot, rules, TIMING, emit=tell, host="here", pid=pid)
         self.rv.claim()
 
     def join(self) -> "Seat":
@@ -94,7 +94,7 @@ def test_two_replicas_agree(clock: ManualClock) -> None:
         assert commit.t == t and [o.slot for o in commit.offers] == ["r00", "r01"] and commit.m == 2
         assert np.array_equal(a.state.theta, b.state.theta)
     assert a.state.theta.tolist() == [100 - 4.5] * 3
-    assert a.rv.step == b.rv.step == 3 and not a.rv.behind
+    assert a.rv.step == b.rv.step == 3 and not a.rv.is_behind
 
 
 def test_a_replica_that_starts_late_heals_before_its_first_inner_step(clock: ManualClock) -> None:
@@ -107,7 +107,7 @@ def test_a_replica_that_starts_late_heals_before_its_first_inner_step(clock: Man
     assert late.rv.step == 3 and np.array_equal(late.state.theta, a.state.theta)
     assert late.events("healed")[0] == {"snapshot": 2, "step": 3, "replayed": 1}
     commit = together(a, b, late)
-    assert [o.slot for o in commit.fresh] == ["r00", "r01", "r02"]
+    assert [o.slot for o in commit.fresh_offers] == ["r00", "r01", "r02"]
 
 
 def test_the_whole_fleet_dies_and_goes_on(clock: ManualClock) -> None:
@@ -127,12 +127,12 @@ def test_fragments_take_turns_and_late_offers_age_by_their_own_syncs(clock: Manu
     a.step()
     assert a.rv.fragment == 1 and b.rv.fragment == 0
     b.rv.members.tick()
-    assert b.rv.behind
+    assert b.rv.is_behind
     assert b.rv.catch_up(late=lambda t: b.offer(3, 3, 3, h=1)) == 1
     a.offer(1, 1, 1, h=4)
-    assert a.step().carried == (), "step 1 is about the other fragment"
+    assert a.step().late_offers == (), "step 1 is about the other fragment"
     a.offer(1, 1, 1, h=4)
-    carried = a.step().carried
+    carried = a.step().late_offers
     assert [(o.step, o.slot, o.weight) for o in carried] == [(0, "r01", 0.125)]
 
 
@@ -144,7 +144,7 @@ def test_a_run_is_shortened_and_one_replica_hears_of_it_when_the_others_have_end
     together(a, b)
     write_control(store, clock, steps=1)
     a.rv.members.tick()
-    assert a.rv.done and not b.rv.done
+    assert a.rv.is_done and not b.rv.is_done
     a.rv.finish("done")
     b.offer()
     began, sleep = clock.now(), clock.sleep
@@ -168,7 +168,7 @@ def test_two_processes_claim_one_slot_and_the_loser_says_to_whom(clock: ManualCl
     store = bucket(clock)
     rival = Claim("r00", 1, "x", 0.0, "there", 4242).encode()
     store.faults = [
-        Fault("create", "replicas/", error=None, before=lambda: store.inner.put(layout.claim("r00", 1), rival))
+        Fault("create", "replicas/", error=None, before=lambda: store.inner.put(layout.claim_key("r00", 1), rival))
     ]
     with pytest.raises(Fenced, match=r"r00 was claimed at the same moment by process 4242 on there \(generation 1\)"):
         Seat(store, "r00", clock)
@@ -209,7 +209,9 @@ def test_a_zombie_learns_it_from_the_chain_even_without_a_heartbeat(clock: Manua
     with pytest.raises(Fenced):
         zombie.rv.advance(commit)
     a.offer()
-    assert [o.slot for o in a.step().carried] == ["r01"], "what it offered for step 0 was not fenced then, and counts"
+    assert [o.slot for o in a.step().late_offers] == ["r01"], (
+        "what it offered for step 0 was not fenced then, and counts"
+    )
 
 
 def test_a_zombies_offer_counts_in_the_step_it_slept_in_and_in_no_later_one(clock: ManualClock) -> None:
@@ -219,12 +221,14 @@ def test_a_zombies_offer_counts_in_the_step_it_slept_in_and_in_no_later_one(cloc
     a.offer(1, 1, 1)
     zombie.offer(3, 3, 3)
     commit = a.step()
-    assert [(o.slot, o.generation) for o in commit.fresh] == [("r00", 1), ("r01", 1)] and commit.fence["r01"] == 2
+    assert [(o.slot, o.generation) for o in commit.fresh_offers] == [("r00", 1), ("r01", 1)] and commit.fence[
+        "r01"
+    ] == 2
     assert a.state.theta.tolist() == [98.0] * 3, "the mean of both"
-    old = Offer.decode(store.get(layout.offer(0, "r01", 0)) or b"")
-    late = replace(old, step=1, base=a.rv.base, blob=layout.delta(1, "r01", 1, "dead"))
+    old = Offer.decode(store.get(layout.offer_key(0, "r01", 0)) or b"")
+    late = replace(old, step=1, base=a.rv.base, blob=layout.delta_blob(1, "r01", 1, "dead"))
     store.put(late.blob, store.get(old.blob) or b"")
-    store.put(layout.offer(1, "r01", 0), late.encode())  # as if it had not heard of the fence yet
+    store.put(layout.offer_key(1, "r01", 0), late.encode())  # as if it had not heard of the fence yet
     a.offer(1, 1, 1)
     commit = a.step()
     assert [o.slot for o in commit.offers] == ["r00"] and a.state.theta.tolist() == [97.0] * 3
@@ -237,7 +241,7 @@ def test_a_successor_adopts_what_its_predecessor_offered(clock: ManualClock) -> 
     heir = Seat(store, "r01", clock).join()
     assert heir.rv.step == 1 and heir.events("adopted") == [{"step": 0}]
     assert heir.state.theta.tolist() == [97.0] * 3
-    assert np.array_equal(a.step().fresh[1].generation, 1)
+    assert np.array_equal(a.step().fresh_offers[1].generation, 1)
 
 
 def test_two_lives_offer_one_step_and_the_first_counts(clock: ManualClock) -> None:
@@ -368,7 +372,7 @@ def test_asked_to_leave_while_waiting(clock: ManualClock) -> None:
     with pytest.raises(Leaving, match="r00-1 was asked to go"):
         a.rv.settle()
     a.rv.finish("asked")
-    record = Leave.decode(store.get(layout.leave("r00", 1)) or b"")
+    record = Leave.decode(store.get(layout.leave_key("r00", 1)) or b"")
     assert (record.step, record.reason) == (0, "asked")
 
 
@@ -381,7 +385,7 @@ def test_an_offer_made_while_leaving_says_so(clock: ManualClock, how: str) -> No
         b.rv.members.tick()
     else:
         b.rv.ask_to_leave()
-    assert b.rv.leaving
+    assert b.rv.is_leaving
     b.offer(h=1)
     a.offer()
     assert [(o.slot, o.leaving, o.weight) for o in a.step().offers] == [("r00", False, 1.0), ("r01", True, 0.5)]
@@ -395,10 +399,12 @@ def test_a_slot_that_offers_while_its_beat_stands_still_is_not_called_dead_again
     for _ in range(8):
         a.rv.members.tick()
         clock.sleep(0.5)
-    assert a.rv.members.peers["r01"].dead(TIMING.dead_after)
+    assert a.rv.members.peers["r01"].is_dead(TIMING.dead_after)
     together(a, b)
     a.rv.members.tick()
-    assert a.rv.members.peers["r01"].liar == 1 and not a.rv.members.peers["r01"].dead(TIMING.dead_after)
+    assert a.rv.members.peers["r01"].untrusted_generation == 1 and not a.rv.members.peers["r01"].is_dead(
+        TIMING.dead_after
+    )
 
 
 # ---------------------------------------------------------------------- damage
@@ -602,7 +608,7 @@ def test_a_body_is_the_writers_own_copy(clock: ManualClock) -> None:
 def test_a_damaged_mean_is_computed_again_and_put_back(clock: ManualClock, how: str) -> None:
     store, a, b = pair(clock, replicas=3)
     together(a, b)
-    record = Mean.decode(store.get(layout.mean(0, 0)) or b"")
+    record = Mean.decode(store.get(layout.mean_key(0, 0)) or b"")
     good = store.get(record.blob)
     damage(store, record.blob, how)
     late = Seat(store, "r02", clock).join()
@@ -615,7 +621,7 @@ def test_a_damaged_snapshot_is_done_without_and_mended(clock: ManualClock, how: 
     store, a, b = pair(clock, replicas=3, steps=9)
     for _ in range(4):
         together(a, b)
-    snapshot = Snapshot.decode(store.get(layout.snapshot(2)) or b"")
+    snapshot = Snapshot.decode(store.get(layout.snapshot_key(2)) or b"")
     good = store.get(snapshot.blob)
     damage(store, snapshot.blob, how)
     late = Seat(store, "r02", clock).join()
@@ -657,7 +663,7 @@ def test_a_forged_snapshot_with_other_arrays_is_passed_over_for_an_older_one(
 
 def test_a_bucket_without_any_snapshot_says_so(clock: ManualClock) -> None:
     store, *_ = pair(clock)
-    damage(store, Snapshot.decode(store.get(layout.snapshot(0)) or b"").blob, "missing")
+    damage(store, Snapshot.decode(store.get(layout.snapshot_key(0)) or b"").blob, "missing")
     with pytest.raises(RendezvousError, match=r"not even step 0's.*backup"):
         Seat(store, "r00", clock).join()
 
@@ -700,7 +706,9 @@ def test_a_replica_that_applied_something_else_finds_out_and_the_next_life_heals
         b.rv.settle()
     heir = Seat(store, "r01", clock).join()
     heir.offer()
-    assert store.get(layout.offer(1, "r01", 1)) is not None, "its predecessor's offer does not count: the next number"
+    assert store.get(layout.offer_key(1, "r01", 1)) is not None, (
+        "its predecessor's offer does not count: the next number"
+    )
     assert [o.generation for o in a.step().offers] == [1, 2] and a.events("base_differs")
 
 
@@ -709,11 +717,11 @@ def test_a_replay_that_confirms_ours_goes_on_against_a_wrong_commit(clock: Manua
     store, a, b = pair(clock, m=1)
     a.offer()
     commit = a.rv.settle()
-    store.inner.put(layout.commit(0), replace(commit, base="corrupt").encode())
+    store.inner.put(layout.commit_key(0), replace(commit, base="corrupt").encode())
     b.offer()
     b.step()
     assert b.events("base_differs")[0]["theirs"] == "corrupt"
-    assert b.rv.step == 1 and b.rv.chain.known(0) is not None
+    assert b.rv.step == 1 and b.rv.chain.known_commit(0) is not None
 
 
 def test_who_replays_while_it_catches_up_still_knows_the_commit_that_it_takes(clock: ManualClock) -> None:
@@ -730,7 +738,7 @@ def test_who_replays_while_it_catches_up_still_knows_the_commit_that_it_takes(cl
     a.offer()
     a.step()
     assert heir.rv.catch_up(late=lambda t: heir.offer()) == 1 and heir.events("base_differs")
-    assert heir.rv.chain.known(1) is not None and heir.rv.chain.fence(2) is not None
+    assert heir.rv.chain.known_commit(1) is not None and heir.rv.chain.fence_before(2) is not None
 
 
 # ---------------------------------------------------------------------- the end
@@ -739,11 +747,11 @@ def test_who_replays_while_it_catches_up_still_knows_the_commit_that_it_takes(cl
 def test_the_last_snapshot_waits_for_two_equal_digests(clock: ManualClock) -> None:
     store, a, b = pair(clock, steps=1)
     together(a, b)
-    assert a.rv.done and b.rv.done
+    assert a.rv.is_done and b.rv.is_done
     a.rv.finish("done")
-    assert store.get(layout.snapshot(1)) is None
+    assert store.get(layout.snapshot_key(1)) is None
     b.rv.finish("done")
-    snapshot = Snapshot.decode(store.get(layout.snapshot(1)) or b"")
+    snapshot = Snapshot.decode(store.get(layout.snapshot_key(1)) or b"")
     assert snapshot.confirmed and snapshot.base == a.rv.base == b.rv.base
 
 
@@ -753,7 +761,7 @@ def test_two_that_end_with_different_digests_confirm_nothing(clock: ManualClock)
     a.rv.finish("done")
     b.rv.base = "different"
     b.rv.finish("done")
-    assert store.get(layout.snapshot(1)) is None
+    assert store.get(layout.snapshot_key(1)) is None
 
 
 def test_a_solo_run_ends_with_a_snapshot_that_is_marked_unconfirmed(clock: ManualClock) -> None:
@@ -761,7 +769,7 @@ def test_a_solo_run_ends_with_a_snapshot_that_is_marked_unconfirmed(clock: Manua
     a = Seat(store, "r00", clock).join()
     together(a)
     a.rv.finish("done")
-    assert not Snapshot.decode(store.get(layout.snapshot(1)) or b"").confirmed
+    assert not Snapshot.decode(store.get(layout.snapshot_key(1)) or b"").confirmed
 
 
 def test_goodbye_is_said_as_far_as_the_store_takes_it(clock: ManualClock) -> None:
@@ -789,9 +797,9 @@ def test_the_mean_equals_a_reference_bit_for_bit(clock: ManualClock, n: int, car
 
     store, listed, offers = MemoryStore(), [], random_offers(n, carried, size, seed=n * 10 + carried)
     for i, (x, h, age) in enumerate(offers):
-        store.put(f"blob{i}", payload(x))
+        store.put(f"blob{i}", as_bytes(x))
         w = float(np.float32(h / 7 * 0.5**age))
-        listed.append(Listed(5 - age, f"r{i:02d}", 1, "n", f"blob{i}", x.nbytes, digest(payload(x)), h, w))
+        listed.append(Listed(5 - age, f"r{i:02d}", 1, "n", f"blob{i}", x.nbytes, digest(as_bytes(x)), h, w))
     commit = Commit(5, None, "b", tuple(listed), {}, 1, 1.0, 0, "r00-1", "n", 0.0)
     reducer, out, twice = Reducer(store, clock, lambda *a, **k: None), *np.empty((2, size), np.float32)
     reducer.mean(commit, out)
@@ -807,10 +815,10 @@ def test_the_mean_equals_a_reference_bit_for_bit(clock: ManualClock, n: int, car
     scale = max(np.abs(x).max() for x, *_ in offers)
     assert np.abs(out - exact).max() <= 4 * n * np.finfo(np.float32).eps * scale
 
-    reducer.announce(commit, out)
+    reducer.announce_mean(commit, out)
     reducer.mean(commit, twice)
     assert np.array_equal(out.view(np.int32), twice.view(np.int32)), "announced and direct means are the same bits"
-    assert store.get(layout.mean(5, 0)) is not None
+    assert store.get(layout.mean_key(5, 0)) is not None
 
 
 def test_a_lonely_negative_zero_keeps_its_sign(clock: ManualClock) -> None:

@@ -16,11 +16,19 @@ import pytest
 
 from rendezvous import layout, snapshots
 from rendezvous.errors import StoreRefused
-from rendezvous.garbage import Collected, Collector, announced_stands, doomed, look_again, refuse_collected, two_newest
+from rendezvous.garbage import (
+    Collected,
+    Collector,
+    announced_stands,
+    blobs_before,
+    look_again,
+    refuse_collected,
+    two_newest,
+)
 from rendezvous.keeping import Window
-from rendezvous.reach import Reach, reach
+from rendezvous.reach import Reach, read_reach
 from rendezvous.records import Commit
-from rendezvous.rendezvous import Rendezvous, no_tell
+from rendezvous.rendezvous import Rendezvous, no_emit
 from rendezvous.rules import Rules
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
@@ -31,9 +39,11 @@ from tests.sim import Schedule, draw
 
 RULES = Rules(fragments=2, sync_every=2, max_carry=2, snapshot_every=5)  # deltas are kept for 4 steps more
 REGISTERS = [
-    layout.RUN, layout.MODEL_MANIFEST, layout.claim("r00", 1), layout.beat("r00"), layout.offer(1, "r00", 0),
-    layout.commit(1), layout.mean(1, 0), layout.snapshot(1), layout.leave("r00", 1), layout.control(0),
-    layout.log("r00", 1, 0), layout.code("ab", "x.bin"), layout.model_file("model.safetensors"),
+    layout.RUN, layout.MODEL_MANIFEST, layout.claim_key("r00", 1), layout.beat_key("r00"),
+    layout.offer_key(1, "r00", 0),
+    layout.commit_key(1), layout.mean_key(1, 0), layout.snapshot_key(1),
+    layout.leave_key("r00", 1), layout.control_key(0),
+    layout.log_key("r00", 1, 0), layout.code_key("ab", "x.bin"), layout.model_file("model.safetensors"),
 ]  # fmt: skip
 
 
@@ -46,11 +56,11 @@ def fill(store: Store, steps: int, every: int = 5, start: int = 0) -> None:
     """Steps `start` … `steps`−1 of a run: two deltas, a mean, their registers; a snapshot at every `every`."""
     for t in range(start, steps):
         for slot in ("r00", "r01"):
-            store.put(layout.delta(t, slot, 1, "n"), b"delta")
-            store.put(layout.offer(t, slot, 0), b"offer")
-        store.put(layout.commit(t), commit(t, snapshot=t // every * every).encode())
+            store.put(layout.delta_blob(t, slot, 1, "n"), b"delta")
+            store.put(layout.offer_key(t, slot, 0), b"offer")
+        store.put(layout.commit_key(t), commit(t, snapshot=t // every * every).encode())
         store.put(layout.mean_blob(t, "n"), b"mean")
-        store.put(layout.mean(t, 0), b"record")
+        store.put(layout.mean_key(t, 0), b"record")
         if t % every == 0:
             snapshot(store, t)
 
@@ -65,7 +75,7 @@ def snapshot(store: Store, t: int, confirmed: bool = True) -> snapshots.Snapshot
 
 
 def broom(store: Store) -> Collector:
-    return Collector(store, RULES, no_tell)
+    return Collector(store, RULES, no_emit)
 
 
 def blobs(store: Store, kind: str) -> list[int]:
@@ -78,13 +88,13 @@ def blobs(store: Store, kind: str) -> list[int]:
 
 
 def test_what_goes_is_of_one_kind_and_older_than_asked() -> None:
-    keys = [layout.delta(5, "r00", 1, "n"), layout.mean_blob(5, "n"), layout.snapshot_blob(5, "n")]
+    keys = [layout.delta_blob(5, "r00", 1, "n"), layout.mean_blob(5, "n"), layout.snapshot_blob(5, "n")]
     for kind, key in zip(("delta", "mean", "snapshot"), keys, strict=True):
-        assert doomed(keys, kind, 6) == [key] and doomed(keys, kind, 5) == []
+        assert blobs_before(keys, kind, 6) == [key] and blobs_before(keys, kind, 5) == []
 
 
 def test_registers_never_go() -> None:
-    assert not any(doomed(REGISTERS, kind, 10**9) for kind in ("delta", "mean", "snapshot"))
+    assert not any(blobs_before(REGISTERS, kind, 10**9) for kind in ("delta", "mean", "snapshot"))
 
 
 @pytest.mark.parametrize(
@@ -92,13 +102,13 @@ def test_registers_never_go() -> None:
             "steps/0000000001/mean/a.json", "steps/0000000001/mine/a.bin", "snapshots/0000000001/a.bin", "", "a/b/c"],
 )  # fmt: skip
 def test_what_is_not_known_stays(key: str) -> None:
-    assert not any(doomed([key], kind, 10**9) for kind in ("delta", "mean", "snapshot"))
+    assert not any(blobs_before([key], kind, 10**9) for kind in ("delta", "mean", "snapshot"))
 
 
 def test_no_commit_at_or_above_the_floor_lists_what_goes() -> None:
     for rules in (Rules(), Rules(max_carry=0), RULES, Rules(fragments=3, sync_every=3, max_carry=1)):
         for f in range(12):
-            first = Window(f, f, rules.fragments * rules.max_carry, 0, 1).unlisted
+            first = Window(f, f, rules.fragments * rules.max_carry, 0, 1).first_listable
             for t in range(f, f + 3):
                 carryable = [t - age * rules.fragments for age in range(rules.max_carry + 1)]
                 assert all(s >= first for s in carryable if s >= 0)
@@ -138,7 +148,7 @@ def test_a_hint_helps_where_list_lags() -> None:
 
     class Lagging(FaultyStore):
         def list(self, prefix: str) -> list[str]:
-            return [k for k in super().list(prefix) if k < layout.snapshot(10)]
+            return [k for k in super().list(prefix) if k < layout.snapshot_key(10)]
 
     lagging = Lagging(inner)
     assert floor(lagging) == 0 and floor(lagging, hint=10) == 5
@@ -150,7 +160,7 @@ def test_a_hint_helps_where_list_lags() -> None:
 def test_a_sweep_leaves_what_a_reader_may_need(store: Store) -> None:
     fill(store, 23)
     registers = [k for k in store.list("") if k.endswith(".json")]
-    orphans = [layout.delta(2, "r02", 1, "o"), layout.mean_blob(2, "o"), layout.snapshot_blob(3, "o")]
+    orphans = [layout.delta_blob(2, "r02", 1, "o"), layout.mean_blob(2, "o"), layout.snapshot_blob(3, "o")]
     for key in orphans:
         store.put(key, b"a writer that was killed before its register")
     assert broom(store).sweep(20) > 0
@@ -158,7 +168,7 @@ def test_a_sweep_leaves_what_a_reader_may_need(store: Store) -> None:
     assert blobs(store, "mean/") == list(range(15, 23))
     assert blobs(store, "snapshots/") == [15, 20]
     assert [k for k in store.list("") if k.endswith(".json")] == registers
-    assert reach(store) == Reach(15)
+    assert read_reach(store) == Reach(15)
 
 
 def test_a_second_sweep_goes_on_where_the_first_stopped(store: Store) -> None:
@@ -354,7 +364,7 @@ def test_the_engine_collects_and_a_late_joiner_heals(seats: Any) -> None:
     rounds(a, b, 9)
     assert blobs(store.inner, "snapshots/") == [6, 8] and blobs(store.inner, "mean/")[0] == 6
     assert blobs(store.inner, "delta/")[0] == 8, "those of 6 and 7 went: their means stand, and so does snapshot 8"
-    assert announced_stands(store, a.rv.chain.known(6)) and announced_stands(store, a.rv.chain.known(7))
+    assert announced_stands(store, a.rv.chain.known_commit(6)) and announced_stands(store, a.rv.chain.known_commit(7))
     late.join()
     assert late.rv.step == 9 and np.array_equal(late.state.theta, a.state.theta)
 
@@ -419,14 +429,14 @@ def test_a_joiner_whose_replay_is_collected_meanwhile_looks_again(seats: Any) ->
     a.join()
     b.join()
     rounds(a, b, 5)
-    replay, stalls = late.rv._replay, [lambda: rounds(a, b, 6)]
+    replay, stalls = late.rv._replay_commits, [lambda: rounds(a, b, 6)]
 
     def slow(*args: Any) -> Any:
         while stalls:
             stalls.pop()()
         return replay(*args)
 
-    late.rv._replay = slow
+    late.rv._replay_commits = slow
     late.join()
     assert late.events("looks_again") and late.rv.step == 11
     assert np.array_equal(late.state.theta, a.state.theta)

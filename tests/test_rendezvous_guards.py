@@ -16,16 +16,16 @@ import pytest
 from rendezvous import layout, snapshots
 from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
-from rendezvous.closing import Vigil
-from rendezvous.codecs import codec
+from rendezvous.closing import StepWait
+from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
 from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RendezvousError
 from rendezvous.records import Commit, Mean, Offer, Snapshot, WireError
 from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import Rendezvous, no_tell
-from rendezvous.rules import flaw
+from rendezvous.rendezvous import Rendezvous, no_emit
+from rendezvous.rules import offer_flaw
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import digests, grid, payload
+from rendezvous.wire import as_bytes, body_digests, shard_grid
 from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
 from tests.test_rendezvous_engine import RULES, TIMING, Seat, bucket, damage, pair, together, trio
 from tests.test_rendezvous_shards import commit_of
@@ -82,10 +82,10 @@ def test_after_a_refused_pseudogradient_a_codec_starts_anew(clock: ManualClock, 
     seat.rv.mean(commit, mean)
     seat.state.apply(0, mean)
     seat.rv.advance(commit)
-    assert any(e.any() for e in seat.rv._encoder.unsent.values()), "this codec has lost something"
+    assert any(e.any() for e in seat.rv._encoder.unsent_residuals.values()), "this codec has lost something"
     with pytest.raises(BadDelta):
         seat.rv.offer(REFUSED[why](big), 2, theta=theta)
-    assert seat.rv._encoder.unsent == {}
+    assert seat.rv._encoder.unsent_residuals == {}
 
 
 def lost_to_a_predecessor(clock: ManualClock, name: str, delta: np.ndarray) -> tuple[FaultyStore, Seat, Seat]:
@@ -105,13 +105,13 @@ def lost_to_a_predecessor(clock: ManualClock, name: str, delta: np.ndarray) -> t
 def test_a_body_that_lost_to_a_predecessors_offer_is_sent_later(clock: ManualClock, name: str) -> None:
     delta = vector(3)
     store, a, young = lost_to_a_predecessor(clock, name, delta)
-    np.testing.assert_allclose(young.rv._encoder.unsent["residual.0"], delta, atol=1e-6)
+    np.testing.assert_allclose(young.rv._encoder.unsent_residuals["residual.0"], delta, atol=1e-6)
     a.rv.offer(np.ones(3, np.float32), 2)
     a.step()
     young.step()
     young.rv.offer(np.zeros(3, np.float32), 2)
     sent = np.empty(3, np.float32)
-    codec(name).decode(np.frombuffer(body_of(store, young), np.uint8), sent)
+    get_codec(name).decode(np.frombuffer(body_of(store, young), np.uint8), sent)
     kept = 0.5 if name == "topk" else 1.0  # it forgets half a round, and gives it back with the rest
     largest = int(np.abs(delta).argmax())
     assert abs(sent[largest]) > 0.4 * kept * abs(delta[largest]), "a round's work is not lost"
@@ -119,7 +119,7 @@ def test_a_body_that_lost_to_a_predecessors_offer_is_sent_later(clock: ManualClo
 
 def test_an_fp32_body_that_lost_leaves_nothing_behind(clock: ManualClock) -> None:
     _, _, young = lost_to_a_predecessor(clock, "fp32", vector(3))
-    assert young.rv._encoder.unsent == {} and young.rv.last_offer is None
+    assert young.rv._encoder.unsent_residuals == {} and young.rv.last_offer is None
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
@@ -129,14 +129,14 @@ def test_a_body_that_counts_under_the_next_number_is_not_sent_again(clock: Manua
     store = bucket(clock)
     old = Seat(store, "r01", clock, rules).join()
     young = Seat(store, "r01", clock, rules).join()
-    old.rv.base = old.rv._closer.base = "another θ"
+    old.rv.base = old.rv._committer.base = "another θ"
     old.rv._check_state = lambda *_: None  # type: ignore[method-assign]
     store.faults = [Fault("create", "offer/r01", error=None, before=lambda: old.rv.offer(np.ones(3, np.float32), 2))]
     young.rv.offer(delta, 2)
-    assert young.rv.last_offer is not None and store.get(layout.offer(0, "r01", 1)) is not None
+    assert young.rv.last_offer is not None and store.get(layout.offer_key(0, "r01", 1)) is not None
     sent = np.empty(3, np.float32)
-    codec(name).decode(np.frombuffer(body_of(store, young), np.uint8), sent)
-    np.testing.assert_allclose(young.rv._encoder.unsent["residual.0"], delta - sent, atol=1e-6)
+    get_codec(name).decode(np.frombuffer(body_of(store, young), np.uint8), sent)
+    np.testing.assert_allclose(young.rv._encoder.unsent_residuals["residual.0"], delta - sent, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- what is announced
@@ -160,7 +160,7 @@ def test_what_is_announced_is_a_copy_of_the_mean(clock: ManualClock, name: str) 
         means.add(mean.tobytes())
         mean.fill(np.nan)
         seat.rv.advance(commit)
-    record = Mean.decode(store.get(layout.mean(0, 0)) or b"")
+    record = Mean.decode(store.get(layout.mean_key(0, 0)) or b"")
     assert means == {store.get(record.blob)}
 
 
@@ -170,11 +170,11 @@ def test_what_is_announced_is_a_copy_of_the_mean(clock: ManualClock, name: str) 
 def test_a_writer_whose_own_copy_is_damaged_does_not_put_it_back(clock: ManualClock) -> None:
     store, _, b = pair(clock)
     b.offer(2, 2, 2)
-    (mine,) = b.rv._mine
+    (mine,) = b.rv._own_bodies
     damage(store, mine.key, "flipped")
     found = store.get(mine.key)
     mine.body[0] ^= 1  # in memory, too
-    b.rv._reducer.mend_mine(mine)
+    b.rv._reducer.mend_own_body(mine)
     assert store.get(mine.key) == found and not b.events("repaired")
 
 
@@ -182,15 +182,15 @@ def test_a_good_blob_is_not_written_again(clock: ManualClock) -> None:
     store, _, b = pair(clock)
     b.offer(2, 2, 2)
     store.calls.clear()
-    b.rv._reducer.mend_mine(b.rv._mine[0])
+    b.rv._reducer.mend_own_body(b.rv._own_bodies[0])
     assert [verb for verb, _ in store.calls] == ["get_into"]
 
 
 def misannounced(store: FaultyStore) -> Mean:
     """Step 0's mean under a digest that its deltas do not give, and its blob lost: its writer had bad memory."""
-    record = Mean.decode(store.get(layout.mean(0, 0)) or b"")
+    record = Mean.decode(store.get(layout.mean_key(0, 0)) or b"")
     wrong = replace(record, digest=digest(b"something else"))
-    store.put(layout.mean(0, 0), wrong.encode())
+    store.put(layout.mean_key(0, 0), wrong.encode())
     store.delete([record.blob])
     return wrong
 
@@ -207,11 +207,11 @@ def test_a_mean_that_the_deltas_do_not_give_is_not_put_back(clock: ManualClock) 
 def test_a_part_that_its_shards_do_not_give_is_neither_used_nor_put_back() -> None:
     store, n = MemoryStore(), 5000
     commit, _, rules = commit_of(store, "fp32", n, 3, 3)
-    reducer, out = Reducer(store, SystemClock(), no_tell, rules), np.empty(n, np.float32)
-    part = reducer.parts(commit, n)[1]
+    reducer, out = Reducer(store, SystemClock(), no_emit, rules), np.empty(n, np.float32)
+    part = reducer.split_into_parts(commit, n)[1]
     reducer.announce_part(commit, 1, reducer.make_part(commit, part, out))
-    record = Mean.decode(store.get(layout.mean(0, 1)) or b"")
-    store.put(layout.mean(0, 1), replace(record, digest=digest(b"something else")).encode())
+    record = Mean.decode(store.get(layout.mean_key(0, 1)) or b"")
+    store.put(layout.mean_key(0, 1), replace(record, digest=digest(b"something else")).encode())
     good = store.get(record.blob)
     with pytest.raises(Corrupt, match="part 1 was announced with other bits than its shards give"):
         reducer.take_part(commit, 1, part, out)
@@ -222,8 +222,8 @@ def test_a_snapshot_that_the_replay_does_not_give_is_not_put_back(clock: ManualC
     store, a, b = pair(clock, replicas=3, steps=9)
     for _ in range(4):
         together(a, b)
-    snapshot = Snapshot.decode(store.get(layout.snapshot(2)) or b"")
-    store.put(layout.snapshot(2), replace(snapshot, digest=digest(b"something else")).encode())
+    snapshot = Snapshot.decode(store.get(layout.snapshot_key(2)) or b"")
+    store.put(layout.snapshot_key(2), replace(snapshot, digest=digest(b"something else")).encode())
     found = store.get(snapshot.blob)
     late = Seat(store, "r02", clock).join()
     assert np.array_equal(late.state.theta, a.state.theta)
@@ -267,7 +267,7 @@ def test_a_flipped_bit_is_never_written_down(clock: ManualClock) -> None:
     assert RULES.snapshot_every == 2 and (a.events("not_written") or b.events("not_written"))
     with pytest.raises(Diverged):
         together(a, b)
-    assert store.get(layout.snapshot(2)) is None
+    assert store.get(layout.snapshot_key(2)) is None
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -276,12 +276,12 @@ def test_a_flipped_bit_is_not_in_the_last_snapshot(clock: ManualClock, m: int) -
     together(a, b)
     a.rv.finish("done")
     flip(b)
-    if store.get(layout.snapshot(1)) is not None:  # m = 1: it was there already, and right
+    if store.get(layout.snapshot_key(1)) is not None:  # m = 1: it was there already, and right
         assert m == 1
         return
     with pytest.raises(Diverged):
         b.rv.finish("done")
-    assert store.get(layout.snapshot(1)) is None
+    assert store.get(layout.snapshot_key(1)) is None
 
 
 # ---------------------------------------------------------------------- who closes
@@ -294,8 +294,8 @@ def test_who_has_no_offer_does_not_close(clock: ManualClock) -> None:
     c.offer()
     with pytest.raises(GaveUp, match="r00-1 has no offer of its own that counts"):
         a.rv.settle()
-    assert store.get(layout.commit(0)) is None
-    assert [o.slot for o in b.step().fresh] == ["r01", "r02"]
+    assert store.get(layout.commit_key(0)) is None
+    assert [o.slot for o in b.step().fresh_offers] == ["r01", "r02"]
 
 
 # ---------------------------------------------------------------------- healing up to a step
@@ -310,9 +310,9 @@ def test_a_replay_up_to_a_step_starts_from_no_later_snapshot(clock: ManualClock)
         a.offer()
         a.step()
     assert [s.t for s in snapshots.newest_first(store)][:2] == [6, 4]
-    third = a.rv.chain.known(3) or pytest.fail("commit 3 is known")
+    third = a.rv.chain.known_commit(3) or pytest.fail("commit 3 is known")
     right, healed = b.state.theta.copy(), list[tuple[int, bytes]]()
-    b.rv._rederive("a test", "another base")
+    b.rv._replay_own_state("a test", "another base")
     healed.append((b.rv.step, b.state.theta.tobytes()))
     assert healed == [(3, right.tobytes())] and b.rv.base == third.base
     assert b.rv.catch_up() == 4 and np.array_equal(b.state.theta, a.state.theta)
@@ -347,24 +347,24 @@ def test_a_lost_commit_is_not_decided_again(clock: ManualClock) -> None:
     for _ in range(3):
         a.offer()
         a.step()
-    store.inner.delete([layout.commit(1)])
+    store.inner.delete([layout.commit_key(1)])
     assert b.rv.catch_up() == 1
     b.offer(9, 9, 9)
     with pytest.raises(ChainBroken, match="commit 1 is missing, though commit 2 is there"):
         b.rv.settle()
-    assert store.get(layout.commit(1)) is None
+    assert store.get(layout.commit_key(1)) is None
 
 
 def test_a_lost_first_snapshot_is_not_written_again(clock: ManualClock) -> None:
     """A replica that comes with another θ would replay the run from there, and every later one with it."""
     store, a, b = pair(clock, replicas=3)
     together(a, b)
-    store.inner.delete([layout.snapshot(0)])
+    store.inner.delete([layout.snapshot_key(0)])
     late = Seat(store, "r02", clock)
     late.state = VectorState(value=-7.0)
     with pytest.raises(RendezvousError, match="the bucket lost objects"):
         late.join()
-    assert store.get(layout.snapshot(0)) is None
+    assert store.get(layout.snapshot_key(0)) is None
     together(a, b)
     together(a, b)  # snapshot 2 is written
     again = Seat(store, "r02", clock)
@@ -377,9 +377,9 @@ def test_a_lost_first_snapshot_is_not_written_again(clock: ManualClock) -> None:
 
 def misweighed(store: FaultyStore, t: int) -> None:
     """Commit t as a replica of another release might have written it: one weight is not what its h gives."""
-    commit = Commit.decode(store.get(layout.commit(t)) or b"")
+    commit = Commit.decode(store.get(layout.commit_key(t)) or b"")
     offers = (replace(commit.offers[0], weight=0.25), *commit.offers[1:])
-    store.inner.put(layout.commit(t), replace(commit, offers=offers).encode())
+    store.inner.put(layout.commit_key(t), replace(commit, offers=offers).encode())
 
 
 @pytest.mark.parametrize("how", ["waits for it", "catches up", "joins"])
@@ -407,11 +407,11 @@ def test_a_theta_that_its_commit_did_not_confirm_is_not_written_down(clock: Manu
     together(a, b)
     a.offer()
     commit = a.rv.settle()
-    store.inner.put(layout.commit(2), replace(commit, base="corrupt", by=b.rv.name).encode())
+    store.inner.put(layout.commit_key(2), replace(commit, base="corrupt", by=b.rv.name).encode())
     b.offer()
     b.step()
     assert b.events("base_differs") and b.rv.step == 3
-    assert store.get(layout.snapshot(2)) is None
+    assert store.get(layout.snapshot_key(2)) is None
 
 
 def test_another_replica_writes_a_snapshot_after_two_periods_without_one(clock: ManualClock) -> None:
@@ -462,8 +462,8 @@ def test_a_body_that_somebody_misses_stays_while_the_next_mean_is_announced(cloc
     for seat in (b, c, a) * 2:
         seat.rv.members.tick()
     b.offer(4, 5, 6)
-    first = b.rv._mine[0]
-    assert [mine.step for mine in b.rv._mine] == [0, 1], "a was last seen at step 0"
+    first = b.rv._own_bodies[0]
+    assert [mine.step for mine in b.rv._own_bodies] == [0, 1], "a was last seen at step 0"
     c.offer(4, 5, 6)
     b.rv.members.wanted = replace(b.rv.members.wanted, min_replicas=2)
     b.step()
@@ -478,9 +478,9 @@ def test_a_mean_is_announced_once(clock: ManualClock) -> None:
     store.calls.clear()
     b.step()
     a.step()
-    assert ("get", layout.mean(0, 0)) not in store.calls, "it was done with when step 1 opened"
-    commit = a.rv.chain.known(0) or pytest.fail("commit 0 is known")
-    a.rv._reducer.announce(commit, np.zeros(3, np.float32))
+    assert ("get", layout.mean_key(0, 0)) not in store.calls, "it was done with when step 1 opened"
+    commit = a.rv.chain.known_commit(0) or pytest.fail("commit 0 is known")
+    a.rv._reducer.announce_mean(commit, np.zeros(3, np.float32))
     assert len([k for k in store.list("steps/0000000000/mean/") if k.endswith(".bin")]) == 1
 
 
@@ -488,7 +488,7 @@ def test_old_offers_are_forgotten(clock: ManualClock) -> None:
     _, a, b = pair(clock, steps=40)
     for _ in range(20):
         together(a, b)
-    assert len(a.rv._closer._offers) <= 2 * (RULES.window + 1)
+    assert len(a.rv._committer._offers) <= 2 * (RULES.window + 1)
 
 
 # ---------------------------------------------------------------------- who counts
@@ -502,18 +502,18 @@ def test_late_work_expires_after_max_carry_syncs(clock: ManualClock) -> None:
     # b's offer for step 0 becomes durable when step max_carry + 1 is open
     b.offer(9, 9, 9)
     a.offer()
-    assert a.step().carried == () and store.get(layout.offer(0, "r01", 0)) is not None
+    assert a.step().late_offers == () and store.get(layout.offer_key(0, "r01", 0)) is not None
 
 
 def test_a_sum_begins_with_the_first_body_that_is_sound() -> None:
     store, n = MemoryStore(), 5000
     commit, vectors, rules = commit_of(store, "fp32", n, 3, 0)
     bad = np.full(n, np.nan, np.float32)
-    whole, cuts = digests(bad.view(np.uint8), "fp32", grid(n, 1, rules.shard_elements))
-    store.put(commit.offers[0].blob, payload(bad))
+    whole, cuts = body_digests(bad.view(np.uint8), "fp32", shard_grid(n, 1, rules.shard_elements))
+    store.put(commit.offers[0].blob, as_bytes(bad))
     offers = (replace(commit.offers[0], digest=whole, shards=cuts), *commit.offers[1:])
     out = np.full(n, 7e7, np.float32)  # what stood in this memory before
-    Reducer(store, SystemClock(), no_tell, rules).mean(replace(commit, offers=offers), out)
+    Reducer(store, SystemClock(), no_emit, rules).mean(replace(commit, offers=offers), out)
     w = np.array([o.weight for o in offers[1:]])
     expected = (w[:, None] * np.array(vectors[1:], np.float64)).sum(0) / w.sum()
     assert np.abs(out - expected).max() < 1e-5
@@ -527,7 +527,7 @@ def test_a_step_with_a_body_that_has_no_shards_is_reduced_directly(clock: Manual
     record = c.rv.last_offer or pytest.fail("c has offered")
     body = store.get(record.blob) or b""
     plain = replace(record, digest=digest(body), shards=())
-    store.put(layout.offer(0, "r02", 0), plain.encode())
+    store.put(layout.offer_key(0, "r02", 0), plain.encode())
     commit = a.rv.settle()
     assert commit.mode == "direct" and not commit.owners
     out = np.empty(3, np.float32)
@@ -537,18 +537,18 @@ def test_a_step_with_a_body_that_has_no_shards_is_reduced_directly(clock: Manual
 
 def test_an_offer_has_at_most_four_rounds_of_inner_steps() -> None:
     offer = Offer(0, "r00", 1, "n", "b", 8, "blob", 12, "d", 1.0, 0.0)
-    assert flaw(offer, 0, "r00", RULES) == ""
-    assert "9 inner steps, where 2 are usual" in flaw(replace(offer, h=9), 0, "r00", RULES)
+    assert offer_flaw(offer, 0, "r00", RULES) == ""
+    assert "9 inner steps, where 2 are usual" in offer_flaw(replace(offer, h=9), 0, "r00", RULES)
 
 
 def test_a_wait_for_a_quorum_begins_again_when_it_is_lost() -> None:
     clock = ManualClock()
-    vigil = Vigil(clock, TIMING)
+    vigil = StepWait(clock, TIMING)
     waits = list[float]()
     for reached in (True, True, False, True, True):
         clock.sleep(0.1)
-        vigil.look()
-        vigil.quorum(reached)
+        vigil.count_time()
+        vigil.count_quorum(reached)
         waits.append(round(vigil.waited, 1))
     assert waits == [0.1, 0.2, 0.0, 0.1, 0.2]
 
@@ -561,7 +561,7 @@ def test_a_closer_reads_as_many_commits_as_its_window() -> None:
         together(seat)
     chain = Chain(store, RULES.window)
     chain.read_before(8)
-    assert [t for t in range(8) if chain.known(t)] == list(range(8 - RULES.window, 8))
+    assert [t for t in range(8) if chain.known_commit(t)] == list(range(8 - RULES.window, 8))
 
 
 # ---------------------------------------------------------------------- in time, and in order
@@ -584,7 +584,7 @@ def test_a_snapshot_becomes_visible_when_its_blob_is_there(clock: ManualClock) -
     store.faults = [Fault("put", "snapshots/", error=KeyboardInterrupt())]  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         together(a, b)
-    assert store.get(layout.snapshot(2)) is None
+    assert store.get(layout.snapshot_key(2)) is None
 
 
 def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock) -> None:
@@ -592,18 +592,18 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
     store, a, b, c = trio(clock, replace(RULES, shard_from=1, shard_elements=1))
     for seat in (a, b, c):
         seat.offer(1, 1, 1)
-    (mine,) = c.rv._mine
+    (mine,) = c.rv._own_bodies
     damage(store, mine.key, "flipped")
     commit, out = a.rv.settle(), np.empty(3, np.float32)
-    rest, rests = a.rv._rest, list[float]()
+    rest, rests = a.rv._pause_for_parts, list[float]()
 
     def later(vigil: Any, normal: float) -> None:
         rests.append(clock.now())
         if len(rests) == 2:
-            c.rv._reducer.mend_mine(mine)
+            c.rv._reducer.mend_own_body(mine)
         rest(vigil, normal)
 
-    a.rv._sharer._rest = later
+    a.rv._sharded_mean._pause = later
     a.rv.mean(commit, out)
     assert out.tolist() == [1.0] * 3 and len(rests) > 2
 
@@ -620,11 +620,11 @@ def test_who_never_held_a_slot_says_no_goodbye(clock: ManualClock) -> None:
 def test_a_commit_that_a_tick_saw_and_that_is_gone_again_does_not_leave_a_replica_behind(clock: ManualClock) -> None:
     """Seed 21000018: somebody took commit 2 and the operator gave it back; r00 never made an inner step again."""
     store, a, b = pair(clock)
-    store.put(layout.commit(0), b"not a commit")
+    store.put(layout.commit_key(0), b"not a commit")
     b.rv.members.tick()
-    assert b.rv.behind
-    store.inner.delete([layout.commit(0)])
-    assert b.rv.catch_up() == 0 and not b.rv.behind
+    assert b.rv.is_behind
+    store.inner.delete([layout.commit_key(0)])
+    assert b.rv.catch_up() == 0 and not b.rv.is_behind
     together(a, b)
 
 
@@ -637,7 +637,7 @@ def test_commits_that_were_made_while_a_replica_looked_are_no_gap(clock: ManualC
             a.offer()
             a.step()
 
-    store.faults = [Fault("get", layout.commit(1), error=None, before=two_steps)]
+    store.faults = [Fault("get", layout.commit_key(1), error=None, before=two_steps)]
     b.rv.chain.refuse_gap(0)
     assert b.rv.catch_up() == 2
 
@@ -646,9 +646,9 @@ def test_commits_that_were_made_while_a_replica_looked_are_no_gap(clock: ManualC
 def test_garbage_in_the_place_of_the_commit_after_next_is_no_gap(clock: ManualClock, garbage: bytes) -> None:
     """Before: "commit 0 is missing, though commit 1 is there", a step too early, and with the exit code of a crash."""
     store, a, b = pair(clock)
-    store.inner.put(layout.commit(1), garbage)
+    store.inner.put(layout.commit_key(1), garbage)
     together(a, b)
     a.offer()
     with pytest.raises(WireError, match=r"steps/0000000001/commit.json: expected a commit.*Restore the object"):
         a.rv.settle()
-    assert store.inner.get(layout.commit(1)) == garbage
+    assert store.inner.get(layout.commit_key(1)) == garbage

@@ -12,11 +12,20 @@ import pytest
 
 from rendezvous import layout, snapshots
 from rendezvous.garbage import Collector
-from rendezvous.keeping import Kept, Sizes, Window, kept, largest_window, parts_of, snapshot_period, thinned
-from rendezvous.reach import Reach, reach
+from rendezvous.keeping import (
+    Kept,
+    Sizes,
+    Window,
+    choose_kept,
+    largest_window,
+    parts_of,
+    snapshot_period,
+    thin_snapshots,
+)
+from rendezvous.reach import Reach, read_reach
 from rendezvous.records import Commit, Listed, Mean
 from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import Rendezvous, no_tell
+from rendezvous.rendezvous import Rendezvous, no_emit
 from rendezvous.rules import Rules
 from rendezvous.snapshot_pace import RETRY, SnapshotPace
 from rendezvous.store import Store
@@ -43,7 +52,7 @@ def steps(count: int) -> dict[int, Sizes]:
 
 def ask(budget: int, head: int = 100) -> Kept:
     floor = (head - 1) // 5 * 5 - 5
-    answer = kept(budget, head, steps(head), window(floor), range(0, floor, 5))
+    answer = choose_kept(budget, head, steps(head), window(floor), range(0, floor, 5))
     assert answer is not None
     return answer
 
@@ -71,14 +80,14 @@ def test_a_window_that_has_no_room_stays_and_is_known_to_exceed() -> None:
 def test_no_answer_before_enough_is_known() -> None:
     some = {t: size for t, size in steps(100).items() if t >= 50}
     older = range(0, 90, 5)
-    assert kept(10_000, 100, some, window(90), older) is None
-    assert kept(1500, 100, some, window(90), older) == kept(1500, 100, steps(100), window(90), older)
-    assert kept(10**6, 100, some, window(90), older) == Kept(frozenset(older), 0, 0), "it would fit four times"
+    assert choose_kept(10_000, 100, some, window(90), older) is None
+    assert choose_kept(1500, 100, some, window(90), older) == choose_kept(1500, 100, steps(100), window(90), older)
+    assert choose_kept(10**6, 100, some, window(90), older) == Kept(frozenset(older), 0, 0), "it would fit four times"
 
 
 @pytest.mark.parametrize("room", [1, 2, 5, 10, 20])
 def test_snapshots_stay_at_ages_of_about_powers_of_two(room: int) -> None:
-    stay = thinned(range(0, 10_000, 10), 10_000, 10, room)
+    stay = thin_snapshots(range(0, 10_000, 10), 10_000, 10, room)
     assert 0 in stay and room / 4 <= len(stay) <= room
     ages = sorted(10_000 - t for t in stay)
     assert all(after <= 6 * before for before, after in pairwise(ages) if room >= 10), ages
@@ -92,7 +101,7 @@ def test_a_snapshot_that_was_given_up_is_never_asked_for_again(gaps: float) -> N
         run = [t for t in range(0, 3000, 10) if t == 0 or rng.random() >= gaps]
         gone = set[int]()
         for i in range(2, len(run)):
-            stay = thinned(run[:i], run[i], 10, room)
+            stay = thin_snapshots(run[:i], run[i], 10, room)
             assert len(stay & gone) <= (room if gaps else 0), "where one is missing, a few that went are missed"
             assert len(stay) <= room
             gone |= set(run[:i]) - stay
@@ -101,22 +110,22 @@ def test_a_snapshot_that_was_given_up_is_never_asked_for_again(gaps: float) -> N
 def test_a_step_in_the_window_keeps_its_deltas_where_no_mean_is_announced() -> None:
     """As with three bodies of int8, of which a mean in fp32 would be longer."""
     direct = {t: Sizes(deltas=20, mean=0) for t in range(100)}
-    answer = kept(400, 100, direct, window(90), ())
+    answer = choose_kept(400, 100, direct, window(90), ())
     assert answer is not None and answer.over == 2 * 100 + 10 * 20 + 100 + 3 * 20 - 0.95 * 400
-    many = [window(90).needs(t, direct[t]) for t in (89, 90, 94, 95, 99)]
-    few = [window(90).needs(t, Sizes(20, 10)) for t in (89, 90, 94, 95, 99)]
+    many = [window(90).bytes_needed(t, direct[t]) for t in (89, 90, 94, 95, 99)]
+    few = [window(90).bytes_needed(t, Sizes(20, 10)) for t in (89, 90, 94, 95, 99)]
     assert (many, few) == ([0, 20, 20, 20, 20], [0, 10, 10, 30, 30])
 
 
 @pytest.mark.parametrize(("owners", "shards"), [(3, 64), (4, 2), (7, 3), (1, 1)])
 def test_a_mean_has_the_parts_that_have_shards(owners: int, shards: int) -> None:
     """With more owners than shards some own nothing, and announce nothing."""
-    one = Listed(7, "r00", 1, "n", layout.delta(7, "r00", 1, "n"), 8, "d", 1, 1.0, shards=("d",) * shards)
+    one = Listed(7, "r00", 1, "n", layout.delta_blob(7, "r00", 1, "n"), 8, "d", 1, 1.0, shards=("d",) * shards)
     names = tuple(f"r{i:02d}" for i in range(owners))
     made = replace(commit(7, one), mode="sharded", owners=names)
     rules = Rules(shard_from=1, shard_elements=2)
-    reducer = Reducer(MemoryStore(), ManualClock(), no_tell, rules)
-    assert parts_of(made) == [j for j, part in enumerate(reducer.parts(made, 2 * shards)) if part]
+    reducer = Reducer(MemoryStore(), ManualClock(), no_emit, rules)
+    assert parts_of(made) == [j for j, part in enumerate(reducer.split_into_parts(made, 2 * shards)) if part]
 
 
 # ---------------------------------------------------------------------- when a snapshot is due
@@ -140,7 +149,7 @@ def test_no_budget_leaves_the_period_of_the_rules() -> None:
 def test_the_window_at_its_largest_is_what_the_collector_keeps() -> None:
     """Snapshots at 90 and 100; that of 110 is begun, and seen when step 111 has been taken."""
     step, known = Sizes(20, 10), steps(111)
-    answer = kept(1, 110, known, Window(90, 100, carry=1, snapshot=100, every=10), ())
+    answer = choose_kept(1, 110, known, Window(90, 100, carry=1, snapshot=100, every=10), ())
     assert answer is not None and answer.over == int(0.95 * largest_window(10, 100, step) - 0.95 * 1)
 
 
@@ -220,12 +229,12 @@ def fill(store: Store, count: int, start: int = 0) -> None:
             snapshots.write(store, ManualClock(), t, arrays, base="b", prev=None)
         offers = []
         for slot in ("r00", "r01"):
-            blob = layout.delta(t, slot, 1, "n")
+            blob = layout.delta_blob(t, slot, 1, "n")
             store.put(blob, bytes(BODY))
             offers.append(Listed(t, slot, 1, "n", blob, BODY, "d", 1, 1.0))
-        store.put(layout.commit(t), commit(t, *offers).encode())
+        store.put(layout.commit_key(t), commit(t, *offers).encode())
         store.put(layout.mean_blob(t, "n"), bytes(BODY))
-        store.put(layout.mean(t, 0), Mean(t, layout.mean_blob(t, "n"), BODY, "d", "n").encode())
+        store.put(layout.mean_key(t, 0), Mean(t, layout.mean_blob(t, "n"), BODY, "d", "n").encode())
 
 
 def commit(t: int, *offers: Listed) -> Commit:
@@ -238,10 +247,10 @@ def blob_bytes(store: Store) -> int:
 
 def swept(store: Store, budget: int, until: int, *, broom: Collector | None = None, start: int = 0) -> Collector:
     """One collector, at every step."""
-    broom = broom or Collector(store, RULES, no_tell, budget)
+    broom = broom or Collector(store, RULES, no_emit, budget)
     for t in range(start, until):
         fill(store, t + 1, start=t)
-        broom.saw(Commit.decode(store.get(layout.commit(t)) or b""))
+        broom.note_commit(Commit.decode(store.get(layout.commit_key(t)) or b""))
         broom.sweep(t // 5 * 5)
     return broom
 
@@ -273,8 +282,8 @@ def test_a_collector_that_comes_late_leaves_what_one_that_was_there_leaves() -> 
     one, two = MemoryStore(), MemoryStore()
     swept(one, 9_000, 100)
     fill(two, 100)
-    late = Collector(two, RULES, no_tell, 9_000)
-    late.saw(Commit.decode(two.get(layout.commit(99)) or b""))
+    late = Collector(two, RULES, no_emit, 9_000)
+    late.note_commit(Commit.decode(two.get(layout.commit_key(99)) or b""))
     for _ in range(3):
         late.sweep(95, at_most=60)
     assert layout_of(two) == layout_of(one), "the same, from the records alone"
@@ -283,11 +292,11 @@ def test_a_collector_that_comes_late_leaves_what_one_that_was_there_leaves() -> 
 def test_collectors_that_look_at_other_times_leave_no_more_and_no_less() -> None:
     alone, many = MemoryStore(), MemoryStore()
     swept(alone, 9_000, 120)
-    brooms, rng = [Collector(many, RULES, no_tell, 9_000) for _ in range(3)], random.Random(71_000_001)
+    brooms, rng = [Collector(many, RULES, no_emit, 9_000) for _ in range(3)], random.Random(71_000_001)
     for t in range(120):
         fill(many, t + 1, start=t)
         for broom in brooms:
-            broom.saw(Commit.decode(many.get(layout.commit(t)) or b""))
+            broom.note_commit(Commit.decode(many.get(layout.commit_key(t)) or b""))
         rng.choice(brooms).sweep(t // 5 * 5)
     for broom in brooms:
         broom.sweep(115)
@@ -298,7 +307,7 @@ def test_a_long_run_costs_a_few_requests_per_step_and_is_not_read_again() -> Non
     store = MemoryStore()
     swept(store, 9_000, 400)
     watched = FaultyStore(store)
-    fresh = Collector(watched, RULES, no_tell, 9_000)
+    fresh = Collector(watched, RULES, no_emit, 9_000)
     swept(watched, 9_000, 410, broom=fresh, start=400)
     reads = [key for verb, key in watched.calls if verb == "get" and key.endswith("commit.json")]
     assert len(reads) < 10 + 120, "as many commits as the budget holds, not 400"
@@ -320,17 +329,17 @@ def test_the_budget_is_named_once_when_the_window_alone_exceeds_it() -> None:
 def test_a_body_goes_once_its_mean_stands_and_a_newer_snapshot_does() -> None:
     store = MemoryStore()
     fill(store, 12)
-    broom = Collector(store, RULES, no_tell, 0)
+    broom = Collector(store, RULES, no_emit, 0)
     for t in range(12):
-        broom.saw(Commit.decode(store.get(layout.commit(t)) or b""))
-    (missing, record), torn = (layout.mean(3, 0), store.get(layout.mean(3, 0)) or b""), layout.mean_blob(7, "n")
+        broom.note_commit(Commit.decode(store.get(layout.commit_key(t)) or b""))
+    (missing, record), torn = (layout.mean_key(3, 0), store.get(layout.mean_key(3, 0)) or b""), layout.mean_blob(7, "n")
     store.delete([missing])
     store.put(torn, bytes(BODY - 1))
-    late = layout.delta(4, "r02", 1, "n")  # which nobody has listed yet
+    late = layout.delta_blob(4, "r02", 1, "n")  # which nobody has listed yet
     store.put(late, bytes(BODY))
     broom.sweep(10)
     assert steps_with(store, "delta/") == [4, 7, 10, 11], "3 went: it is before the older snapshot, where nobody begins"
-    assert store.get(late) is not None and store.get(layout.delta(4, "r00", 1, "n")) is None
+    assert store.get(late) is not None and store.get(layout.delta_blob(4, "r00", 1, "n")) is None
     store.put(missing, record)
     store.put(torn, bytes(BODY))
     swept(store, 0, 16, broom=broom, start=12)
@@ -343,7 +352,7 @@ def test_before_the_second_snapshot_bodies_go_that_announced_means_replace() -> 
     swept(store, 0, 9)
     assert steps_with(store, "delta/") == [5, 6, 7, 8] and steps_with(store, "mean/") == list(range(9))
     assert steps_with(store, "snapshots/") == [0, 5], "θ of every step can still be told"
-    assert reach(store) == Reach(0)
+    assert read_reach(store) == Reach(0)
 
 
 def test_a_reader_whose_bodies_go_while_it_reads_takes_the_mean_that_was_announced() -> None:
@@ -358,13 +367,13 @@ def test_a_reader_whose_bodies_go_while_it_reads_takes_the_mean_that_was_announc
     made = seats[0].rv.chain.read(0)
     assert made is not None and made.mode == "sharded"
     sums, elements = [np.empty(3, np.float32) for _ in range(2)], 3
-    reader, others = Reducer(store, clock, no_tell, rules), Reducer(store, clock, no_tell, rules)
+    reader, others = Reducer(store, clock, no_emit, rules), Reducer(store, clock, no_emit, rules)
     looked = reader.take_part
 
     def take_part(*asked: object) -> bool:
-        if (found := looked(*asked)) or store.get(layout.mean(0, 0)) is not None:  # type: ignore[arg-type]
+        if (found := looked(*asked)) or store.get(layout.mean_key(0, 0)) is not None:  # type: ignore[arg-type]
             return found
-        for j, part in enumerate(others.parts(made, elements)):
+        for j, part in enumerate(others.split_into_parts(made, elements)):
             if part:
                 others.announce_part(made, j, others.make_part(made, part, sums[0]))
         store.delete([o.blob for o in made.offers])
@@ -380,15 +389,15 @@ def test_a_reader_whose_bodies_go_while_it_reads_takes_the_mean_that_was_announc
 
 def test_what_is_left_is_known_from_the_bucket() -> None:
     store = MemoryStore()
-    assert reach(store) == Reach(0)
+    assert read_reach(store) == Reach(0)
     swept(store, 9_000, 100)
-    left = reach(store)
+    left = read_reach(store)
     means = steps_with(store, "mean/")[0]
     kept_ones = steps_with(store, "snapshots/")
     assert left.since == min(t for t in kept_ones if t >= means)
     assert left.before == tuple(t for t in kept_ones if t < left.since)
-    assert left.covers(left.since + 1) and left.covers(0) and not left.covers(1)
-    assert left.words() == f"reaches back to step {left.since}, and every step that has a snapshot: " + ", ".join(
+    assert left.covers_step(left.since + 1) and left.covers_step(0) and not left.covers_step(1)
+    assert left.in_words() == f"reaches back to step {left.since}, and every step that has a snapshot: " + ", ".join(
         map(str, left.before)
     )
 
@@ -415,8 +424,8 @@ def test_a_run_under_a_budget_heals_a_joiner_at_any_step_and_stays_within_it() -
         assert blob_bytes(store.inner) <= 2_000
         joiner = Seat(store, "r02", clock).join()
         assert joiner.rv.step == t + 1 and np.array_equal(joiner.state.theta, a.state.theta)
-    left = reach(store.inner)
-    assert left.since > 0 and left.before[0] == 0 and not left.covers(1)
+    left = read_reach(store.inner)
+    assert left.since > 0 and left.before[0] == 0 and not left.covers_step(1)
 
 
 def seated(store: Store, clock: ManualClock, keep: int, monkeypatch: pytest.MonkeyPatch) -> list[Seat]:

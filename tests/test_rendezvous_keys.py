@@ -87,7 +87,7 @@ def test_percent_signs_mean_nothing_to_a_cloud_store(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("link", ["steps", "steps/0000000000", "steps/0000000000/commit.json"])
 def test_a_link_in_the_runs_folder_is_not_followed(link: str, outside: Path) -> None:
     """Who may write to a shared folder must not write with the rights of whoever runs a replica."""
-    store, key = FileStore(outside.parent / "run"), layout.commit(0)
+    store, key = FileStore(outside.parent / "run"), layout.commit_key(0)
     to = outside if "json" not in link else outside / "x"
     (store.root / link).parent.mkdir(parents=True, exist_ok=True)
     (store.root / link).symlink_to(to)
@@ -117,16 +117,16 @@ def test_the_folder_of_a_run_may_be_a_link(outside: Path) -> None:
 
 # ---------------------------------------------------------------------- records that name objects
 
-LISTED = Listed(3, "r01", 2, "n", layout.delta(3, "r01", 2, "n"), 12, "d", 4, 1.0)
+LISTED = Listed(3, "r01", 2, "n", layout.delta_blob(3, "r01", 2, "n"), 12, "d", 4, 1.0)
 NAMING: dict[str, tuple[Record, str, Callable[[str], Record]]] = {
     "offer": (
         offer := Offer(3, "r01", 2, "n", "base", 4, LISTED.blob, 12, "d", 1.25, 9.0),
-        layout.delta(3, "r02", 2, "n"),
+        layout.delta_blob(3, "r02", 2, "n"),
         lambda key: replace(offer, blob=key),
     ),
     "commit": (
         commit := Commit(3, "p", "base", (LISTED,), {"r01": 2}, 2, 1.5, 0, "r01-2", "n", 9.0),
-        layout.delta(2, "r01", 2, "n"),
+        layout.delta_blob(2, "r01", 2, "n"),
         lambda key: replace(commit, offers=(replace(LISTED, blob=key),)),
     ),
     "mean": (
@@ -140,8 +140,8 @@ NAMING: dict[str, tuple[Record, str, Callable[[str], Record]]] = {
         lambda key: replace(snapshot, blob=key),
     ),
     "leave": (
-        leave := Leave("r01", 2, 3, "b", "done", "n", 9.0, layout.residual("r01", 2, "n"), "d"),
-        layout.residual("r01", 1, "n"),
+        leave := Leave("r01", 2, 3, "b", "done", "n", 9.0, layout.residual_blob("r01", 2, "n"), "d"),
+        layout.residual_blob("r01", 1, "n"),
         lambda key: replace(leave, residual=key),
     ),
 }
@@ -152,7 +152,15 @@ def test_a_record_that_names_another_object_than_its_own_is_none(kind: str) -> N
     record, anothers, naming = NAMING[kind]
     assert type(record).decode(record.encode()) == record
     own = record.residual if isinstance(record, Leave) else getattr(record, "blob", LISTED.blob)
-    for key in (anothers, "run.json", "../x", "/etc/x", layout.commit(3), own.replace("/", "//"), f"{own}/../x.bin"):
+    for key in (
+        anothers,
+        "run.json",
+        "../x",
+        "/etc/x",
+        layout.commit_key(3),
+        own.replace("/", "//"),
+        f"{own}/../x.bin",
+    ):
         with pytest.raises(WireError, match="its blob is called"):
             type(record).decode(naming(key).encode())
 
@@ -163,7 +171,7 @@ def test_a_forged_goodbye_deletes_nothing_but_a_residual() -> None:
     store.put(layout.RUN, b"{}")
     forged = replace(NAMING["leave"][0], residual=layout.RUN, residual_digest=digest(b"{}"))  # type: ignore[type-var]
     with pytest.raises(WireError):
-        residuals.take(store, Leave.decode(forged.encode()))
+        residuals.take_residuals(store, Leave.decode(forged.encode()))
     assert store.get(layout.RUN) == b"{}"
 
 
@@ -172,7 +180,7 @@ def test_a_forged_mean_puts_nothing_back_over_another_object() -> None:
     store, clock = MemoryStore(), ManualClock()
     store.put(layout.RUN, b"{}")
     forged = Mean(0, layout.RUN, 0, digest(b""), "n")
-    store.put(layout.mean(0, 0), forged.encode())
+    store.put(layout.mean_key(0, 0), forged.encode())
     import numpy as np
 
     empty = replace(NAMING["commit"][0], t=0, offers=(), prev=None)  # type: ignore[type-var]
@@ -198,7 +206,9 @@ def test_a_model_manifest_that_writes_elsewhere_is_none(name: str) -> None:
         ModelRecord.decode(model_record("config.json", key=name).encode())
 
 
-@pytest.mark.parametrize("key", ["run.json", "code/x/a", layout.MODEL_MANIFEST, layout.commit(0), "model/../run.json"])
+@pytest.mark.parametrize(
+    "key", ["run.json", "code/x/a", layout.MODEL_MANIFEST, layout.commit_key(0), "model/../run.json"]
+)
 def test_a_model_manifest_names_nothing_but_files_of_the_model(key: str) -> None:
     with pytest.raises(WireError):
         ModelRecord.decode(model_record("config.json", key=key).encode())
@@ -220,7 +230,7 @@ def run_record(key: str, sum_: str = HEX) -> RunRecord:
     ],
 )  # fmt: skip
 def test_a_run_record_names_its_users_files_by_what_they_are(key: str, sum_: str) -> None:
-    good = run_record(layout.code(HEX[7:], "my reward.py"))
+    good = run_record(layout.code_key(HEX[7:], "my reward.py"))
     assert RunRecord.decode(good.encode()) == good
     with pytest.raises(WireError):
         RunRecord.decode(run_record(key, sum_).encode())

@@ -13,15 +13,15 @@ import pytest
 
 from rendezvous import layout
 from rendezvous.background import at_once, in_turn
-from rendezvous.body_checks import divide, settle, sound
+from rendezvous.body_checks import divide_by_weight, is_valid_body, zero_non_finite
 from rendezvous.clock import SystemClock
-from rendezvous.codecs import codec
+from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
 from rendezvous.errors import Corrupt
 from rendezvous.records import WIRE, Claim, Commit, Offer, WireError
 from rendezvous.reduce import Reducer
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, digests, grid, payload
+from rendezvous.wire import Encoder, as_bytes, body_digests, shard_grid
 from tests.fakes import FaultyStore, ManualClock
 from tests.test_rendezvous_engine import Seat, pair, together
 from tests.test_rendezvous_shards import commit_of
@@ -38,12 +38,12 @@ def offered(store: FaultyStore, seat: Seat, body: bytes, **fields: Any) -> Offer
     """An offer of r02 for the open step, in its place, with a claim and a blob that are right."""
     step = seat.rv.step
     own = {"t": step, "slot": "r02", "generation": 1} | {k.replace("step", "t"): v for k, v in fields.items()}
-    blob = layout.delta(own["t"], own["slot"], own["generation"], "poison")
-    store.put(layout.claim("r02", 1), Claim("r02", 1, "n", 0.0).encode())
+    blob = layout.delta_blob(own["t"], own["slot"], own["generation"], "poison")
+    store.put(layout.claim_key("r02", 1), Claim("r02", 1, "n", 0.0).encode())
     store.put(blob, body)
     plain = Offer(step, "r02", 1, "n", seat.rv.base, 2, blob, len(body), digest(body), 1.0, 0.0, norm=1.0)
     record = replace(plain, **fields)
-    store.put(layout.offer(step, "r02", 0), record.encode())
+    store.put(layout.offer_key(step, "r02", 0), record.encode())
     return record
 
 
@@ -66,7 +66,7 @@ def test_a_body_that_is_not_finite_counts_for_nothing(clock: ManualClock, odd: f
     assert a.state.theta.tolist() == b.state.theta.tolist() == [98.5] * 3
     for seat in (a, b):
         assert [e["slot"] for e in seat.events("poisoned")] == ["r02"]
-    assert together(a, b).base == a.rv.chain.known(1).base  # type: ignore[union-attr]
+    assert together(a, b).base == a.rv.chain.known_commit(1).base  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -75,7 +75,7 @@ def test_who_joins_later_leaves_out_the_same(clock: ManualClock, announced: bool
     offered(store, a, vector(np.nan, 1, 1))
     together(a, b)
     if not announced:
-        store.inner.delete([layout.mean(0, 0)])
+        store.inner.delete([layout.mean_key(0, 0)])
     late = Seat(store, "r02", clock).join()
     assert late.state.theta.tolist() == a.state.theta.tolist() == [98.5] * 3
 
@@ -98,7 +98,7 @@ def test_if_nobody_is_sound_nothing_moves(clock: ManualClock) -> None:
         body = vector(np.nan, np.nan, np.nan)
         store.put(blob, body)
         record = replace(seat.rv.last_offer, digest=digest(body))  # type: ignore[type-var]
-        store.put(layout.offer(0, seat.rv.slot, 0), record.encode())
+        store.put(layout.offer_key(0, seat.rv.slot, 0), record.encode())
     late = Seat(store, "r00", clock).join()  # the first that sees what stands there now
     assert late.rv.step == 1 and late.state.theta.tolist() == [100.0] * 3
 
@@ -134,15 +134,15 @@ def test_a_wrong_digest_is_never_averaged(clock: ManualClock) -> None:
 def test_sound_and_divide() -> None:
     good, bad = np.ones(5, np.float32), np.array([1, 2, np.nan, 4, 5], np.float32)
     for name in ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate"):
-        assert sound(name, Encoder(name, feedback=False).encode(0, good, good).copy(), 5), name
-        assert not sound(name, np.full(codec(name).bound(5), 0xFF, np.uint8), 5), name
-    assert not sound("fp32", bad.view(np.uint8), 5)
-    assert divide(good, np.float32(2)) and good.tolist() == [0.5] * 5
-    assert not divide(bad, np.float32(1)) and not divide(np.ones(3, np.float32), np.float32(0))
-    settle(bad)
+        assert is_valid_body(name, Encoder(name, feedback=False).encode(0, good, good).copy(), 5), name
+        assert not is_valid_body(name, np.full(get_codec(name).max_body_size(5), 0xFF, np.uint8), 5), name
+    assert not is_valid_body("fp32", bad.view(np.uint8), 5)
+    assert divide_by_weight(good, np.float32(2)) and good.tolist() == [0.5] * 5
+    assert not divide_by_weight(bad, np.float32(1)) and not divide_by_weight(np.ones(3, np.float32), np.float32(0))
+    zero_non_finite(bad)
     assert bad.tolist() == [1, 2, 0, 4, 5]
     big = np.full(1 << 17, 1e20, np.float32)
-    assert not divide(big, np.float32(1)) and np.isfinite(big).all(), "a false alarm costs time, nothing else"
+    assert not divide_by_weight(big, np.float32(1)) and np.isfinite(big).all(), "a false alarm costs time, nothing else"
 
 
 # ---------------------------------------------------------------------- the same, in shards and codecs
@@ -150,9 +150,9 @@ def test_sound_and_divide() -> None:
 
 def poisoned(store: MemoryStore, commit: Commit, i: int, body: np.ndarray, name: str, n: int) -> Commit:
     """The commit with other bytes in its i-th body, digests and all."""
-    ranges = grid(n, codec(name).align, 1024)
-    whole, shards = digests(body, name, ranges)
-    store.put(commit.offers[i].blob, payload(body))
+    ranges = shard_grid(n, get_codec(name).align, 1024)
+    whole, shards = body_digests(body, name, ranges)
+    store.put(commit.offers[i].blob, as_bytes(body))
     offers = list(commit.offers)
     offers[i] = replace(offers[i], digest=whole, shards=shards)
     return replace(commit, offers=tuple(offers))
@@ -177,7 +177,7 @@ def test_one_bad_shard_is_left_out_and_no_more(owners: int) -> None:
     body[5000] = np.nan
     means = everywhere(store, poisoned(store, commit, 1, body.view(np.uint8), "fp32", n), rules, n)
     assert len(set(means)) == 1, "however many shards a reader takes at a time"
-    mean, (start, stop) = np.frombuffer(means[0], np.float32), grid(n, 1, 1024)[4]
+    mean, (start, stop) = np.frombuffer(means[0], np.float32), shard_grid(n, 1, 1024)[4]
     w = np.array([o.weight for o in commit.offers])
     three = (w[:, None] * np.array(vectors, np.float64)).sum(0) / w.sum()
     two = (w[0] * vectors[0] + w[2] * vectors[2].astype(np.float64)) / (w[0] + w[2])
@@ -216,7 +216,7 @@ def test_a_body_that_goes_while_another_is_left_out_is_missed_not_averaged(name:
     body[:4] = 0xFF
     commit = poisoned(store, commit, 0, body, name, n)
     reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.full(n, np.nan, np.float32)
-    part = next(p for p in reducer.parts(commit, n) if p)
+    part = next(p for p in reducer.split_into_parts(commit, n) if p)
     with pytest.raises(Corrupt, match=r"blob/1 is missing"):
         reducer.make_part(commit, part, out)
 
@@ -224,7 +224,7 @@ def test_a_body_that_goes_while_another_is_left_out_is_missed_not_averaged(name:
 def test_bytes_that_no_encoder_writes_are_left_out_of_what_cannot_be_cut(clock: ManualClock) -> None:
     store, n = MemoryStore(), 8192
     commit, _, rules = commit_of(store, "topk", n, 3, 0)
-    bad = poisoned(store, commit, 1, np.full(codec("topk").bound(n), 0xFF, np.uint8), "topk", n)
+    bad = poisoned(store, commit, 1, np.full(get_codec("topk").max_body_size(n), 0xFF, np.uint8), "topk", n)
     means = everywhere(store, bad, rules, n)
     assert len(set(means)) == 1 and np.isfinite(np.frombuffer(means[0], np.float32)).all()
 
@@ -252,7 +252,7 @@ def test_a_record_that_is_no_offer_is_passed_over_and_told_once(clock: ManualClo
     assert {o.slot for o in commit.offers} <= {"r00", "r01"} and commit.fence["r00"] == 1
     assert commit.fence.get("r02", 1) == 1
     told = a.events("bad_offer")
-    assert len(told) == 1 and words in told[0]["text"] and told[0]["key"] == layout.offer(0, "r02", 0)
+    assert len(told) == 1 and words in told[0]["text"] and told[0]["key"] == layout.offer_key(0, "r02", 0)
     assert a.state.theta.tolist() == b.state.theta.tolist()
 
 
@@ -272,10 +272,10 @@ def test_bytes_that_are_no_offer_do_not_block_their_slot(clock: ManualClock, cha
     """A replica of another release, or rot: the slot's own offer takes the next number."""
     store, a, b = pair(clock)
     plain = offered(store, a, vector(9, 9, 9), slot="r01")
-    store.put(layout.offer(0, "r01", 0), change(plain.encode()))
+    store.put(layout.offer_key(0, "r01", 0), change(plain.encode()))
     commit = together(a, b)
-    assert [o.slot for o in commit.fresh] == ["r00", "r01"]
-    assert store.get(layout.offer(0, "r01", 1)) is not None
+    assert [o.slot for o in commit.fresh_offers] == ["r00", "r01"]
+    assert store.get(layout.offer_key(0, "r01", 1)) is not None
     assert words in a.events("bad_offer")[0]["text"] and len(b.events("bad_offer")) == 1
     assert a.state.theta.tolist() == b.state.theta.tolist() == [98.5] * 3
 
@@ -283,7 +283,7 @@ def test_bytes_that_are_no_offer_do_not_block_their_slot(clock: ManualClock, cha
 def test_a_commit_of_another_wire_version_ends_a_replica_with_advice(clock: ManualClock) -> None:
     store, a, b = pair(clock)
     together(a, b)
-    body = store.get(layout.commit(0)) or b""
-    store.put(layout.commit(0), changed(wire=WIRE + 1)(body))
+    body = store.get(layout.commit_key(0)) or b""
+    store.put(layout.commit_key(0), changed(wire=WIRE + 1)(body))
     with pytest.raises(WireError, match="run the release that started this run"):
         Seat(store, "r00", clock).join()

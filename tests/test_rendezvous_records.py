@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rendezvous import layout
-from rendezvous.chain import Chain, head
+from rendezvous.chain import Chain, first_open_step
 from rendezvous.clock import SystemClock
 from rendezvous.digests import SHA256, digest
 from rendezvous.errors import ChainBroken
@@ -27,22 +27,22 @@ from rendezvous.records import (
     Record,
     Snapshot,
     WireError,
-    nonce,
+    new_nonce,
 )
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 
 WEIGHT = float(np.float32(0.1))
-LISTED = Listed(3, "r01", 2, "n", layout.delta(3, "r01", 2, "n"), 12, "d", 4, WEIGHT, leaving=True)
-OTHER = replace(LISTED, slot="r02", blob=layout.delta(3, "r02", 2, "n"))
+LISTED = Listed(3, "r01", 2, "n", layout.delta_blob(3, "r01", 2, "n"), 12, "d", 4, WEIGHT, leaving=True)
+OTHER = replace(LISTED, slot="r02", blob=layout.delta_blob(3, "r02", 2, "n"))
 RECORDS: list[Record] = [
     Claim("r00", 1, "n", 1.5, "host", 7),
-    Offer(3, "r01", 2, "n", "base", 4, layout.delta(3, "r01", 2, "n"), 12, "d", 1.25, 9.0, stats={"reward": 0.5}),
+    Offer(3, "r01", 2, "n", "base", 4, layout.delta_blob(3, "r01", 2, "n"), 12, "d", 1.25, 9.0, stats={"reward": 0.5}),
     Commit(
         3,
         "p",
         "base",
-        (LISTED, replace(LISTED, slot="r02", blob=layout.delta(3, "r02", 2, "n"))),
+        (LISTED, replace(LISTED, slot="r02", blob=layout.delta_blob(3, "r02", 2, "n"))),
         {"r01": 2},
         2,
         1.5,
@@ -97,19 +97,22 @@ def test_digests_and_nonces() -> None:
     assert digest(b"") == "xxh3-128:99aa06d3014798d86001c324468d497f"
     assert digest(b"", SHA256) == "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert digest(bytearray(b"ab")) == digest(memoryview(b"ab")) != digest(b"ba")
-    assert len({nonce() for _ in range(1000)}) == 1000
+    assert len({new_nonce() for _ in range(1000)}) == 1000
 
 
 # ---------------------------------------------------------------------- keys
 
 
 def test_keys_sort_as_they_count_and_none_is_used_twice() -> None:
-    for key in (layout.commit, layout.snapshot, layout.control):
+    for key in (layout.commit_key, layout.snapshot_key, layout.control_key):
         assert sorted(map(key, (10, 9, 100, 2))) == [key(n) for n in (2, 9, 10, 100)]
     keys = [
-        layout.claim("r00", 1), layout.beat("r00"), layout.delta(0, "r00", 1, "n"), layout.offer(0, "r00", 0),
-        layout.offer(0, "r00", 1), layout.commit(0), layout.mean(0, 0), layout.mean_blob(0, "n"), layout.snapshot(0),
-        layout.snapshot_blob(0, "n"), layout.leave("r00", 1), layout.control(0), layout.log("r00", 1, 0), layout.RUN,
+        layout.claim_key("r00", 1), layout.beat_key("r00"), layout.delta_blob(0, "r00", 1, "n"), layout.offer_key(0,
+        "r00", 0),
+        layout.offer_key(0, "r00", 1), layout.commit_key(0), layout.mean_key(0, 0), layout.mean_blob(0, "n"),
+        layout.snapshot_key(0),
+        layout.snapshot_blob(0, "n"), layout.leave_key("r00", 1), layout.control_key(0), layout.log_key("r00", 1, 0),
+        layout.RUN,
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9/._-]+", key) for key in keys)
@@ -117,9 +120,9 @@ def test_keys_sort_as_they_count_and_none_is_used_twice() -> None:
 
 def test_keys_can_be_read_back() -> None:
     assert [layout.slot_index(layout.slot_name(i)) for i in (0, 7, 99, 123)] == [0, 7, 99, 123]
-    assert layout.snapshot_step(layout.snapshot(42)) == 42
+    assert layout.snapshot_step(layout.snapshot_key(42)) == 42
     assert layout.snapshot_step(layout.snapshot_blob(42, "n")) is None
-    assert layout.log_owner(layout.log("r01", 2, 3)) == ("r01", 2)
+    assert layout.log_owner(layout.log_key("r01", 2, 3)) == ("r01", 2)
     with pytest.raises(ValueError, match="r00, r01"):
         layout.slot_index("worker-3")
 
@@ -135,7 +138,7 @@ def commit(t: int, prev: str | None, **fields: Any) -> Commit:
 def written(*commits: Commit) -> MemoryStore:
     store = MemoryStore()
     for c in commits:
-        store.put(layout.commit(c.t), c.encode())
+        store.put(layout.commit_key(c.t), c.encode())
     return store
 
 
@@ -151,10 +154,10 @@ def test_a_chain_is_read_one_by_one() -> None:
     commits = line(5)
     chain = Chain(written(*commits), window=2)
     assert [chain.read(t) for t in range(6)] == [*commits, None]
-    assert chain.digest(4) == digest(commits[4].encode(), SHA256) and chain.digest(-1) is None
-    assert [c.t for c in chain.recent(5, 3)] == [4, 3, 2] and chain.known(1) is None
-    assert chain.fence(5) == {"r00": 1} and chain.fence(0) == {}
-    assert head(written(*commits)) == 5
+    assert chain.commit_digest(4) == digest(commits[4].encode(), SHA256) and chain.commit_digest(-1) is None
+    assert [c.t for c in chain.recent_commits(5, 3)] == [4, 3, 2] and chain.known_commit(1) is None
+    assert chain.fence_before(5) == {"r00": 1} and chain.fence_before(0) == {}
+    assert first_open_step(written(*commits)) == 5
 
 
 def test_a_commit_that_names_another_before_it_is_refused() -> None:
@@ -167,7 +170,7 @@ def test_a_commit_that_names_another_before_it_is_refused() -> None:
 
 def test_a_commit_under_another_number_is_refused() -> None:
     store = MemoryStore()
-    store.put(layout.commit(0), commit(7, None).encode())
+    store.put(layout.commit_key(0), commit(7, None).encode())
     with pytest.raises(ChainBroken, match="commit 0"):
         Chain(store, 2).read(0)
 
@@ -188,7 +191,7 @@ def test_a_hole_below_a_reached_step_is_an_error() -> None:
 
 def test_a_fence_is_never_guessed() -> None:
     with pytest.raises(KeyError):
-        Chain(MemoryStore(), 2).fence(3)
+        Chain(MemoryStore(), 2).fence_before(3)
 
 
 # ---------------------------------------------------------------------- control
@@ -202,10 +205,10 @@ def test_wishes_are_folded_in_order() -> None:
     wanted = write_control(store, clock, stop=True)
     assert wanted == read_control(store)
     assert (wanted.replicas, wanted.universe, wanted.steps, wanted.min_replicas) == (5, 5, 10, 2)
-    assert wanted.leaves("r01") and wanted.leaves("r00"), "a stop is for everybody"
+    assert wanted.is_to_leave("r01") and wanted.is_to_leave("r00"), "a stop is for everybody"
     wanted = write_control(store, clock, replicas=2, resume=True)
-    assert wanted.slots == ["r00", "r01", "r02", "r03", "r04"], "slots that ever existed can still be found"
-    assert [wanted.leaves(s) for s in wanted.slots] == [False, False, True, True, True]
+    assert wanted.slot_names == ["r00", "r01", "r02", "r03", "r04"], "slots that ever existed can still be found"
+    assert [wanted.is_to_leave(s) for s in wanted.slot_names] == [False, False, True, True, True]
 
 
 def test_two_operators_at_once_lose_no_wish() -> None:

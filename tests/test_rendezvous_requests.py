@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rendezvous import layout, rules
-from rendezvous.closing import Vigil
-from rendezvous.membership import Membership, seen, write_control
+from rendezvous.closing import StepWait
+from rendezvous.membership import Membership, updated_peer, write_control
 from rendezvous.records import Beat
 from rendezvous.rules import Peer, Rules, Timing, beat_age
 from rendezvous.stores.memory import MemoryStore
@@ -46,7 +46,7 @@ def test_a_fleet_without_faults_leaves_nobody_out(timing: str) -> None:
     world = Counting(calm_fleet(3, timing), steps=6)
     world.run()
     commits = world.observer.commits
-    assert len(commits) >= 6 and all(len(c.fresh) == 3 and not c.carried for c in commits)
+    assert len(commits) >= 6 and all(len(c.fresh_offers) == 3 and not c.late_offers for c in commits)
 
 
 def test_closing_takes_no_longer_for_it() -> None:
@@ -86,7 +86,7 @@ def life() -> tuple[CountingStore, ManualClock, Membership]:
     store, clock = CountingStore(), ManualClock()
     write_control(store, clock, replicas=4, min_replicas=2)
     members = Membership(store, clock, "r00", 1, FAR)
-    members.listen(store)
+    members.hear_wishes(store)
     members.status.phase, members.status.step = "train", 7
     return store, clock, members
 
@@ -101,7 +101,7 @@ def ticks(store: CountingStore, clock: ManualClock, members: Membership, count: 
 
 def test_who_trains_reads_nobodys_beat(life: tuple[CountingStore, ManualClock, Membership]) -> None:
     store, clock, members = life
-    members.open(pace=80.0, owed=set())
+    members.begin_step(pace=80.0, owed=set())
     asked = ticks(store, clock, members, 12)
     assert "alive" not in asked and asked["control"] == 6 and asked["replicas"] == 3
     assert asked["steps"] == 2, "once at first, once in the middle: nothing can be decided yet"
@@ -110,9 +110,9 @@ def test_who_trains_reads_nobodys_beat(life: tuple[CountingStore, ManualClock, M
 
 def test_who_may_still_miss_our_body_is_looked_at_once(life: tuple[CountingStore, ManualClock, Membership]) -> None:
     store, clock, members = life
-    store.put(layout.beat("r01"), a_beat("r01", 3, step=7).encode())
-    store.put(layout.beat("r02"), a_beat("r02", 3, step=6).encode())
-    members.open(pace=20.0, owed={"r01", "r02"})
+    store.put(layout.beat_key("r01"), a_beat("r01", 3, step=7).encode())
+    store.put(layout.beat_key("r02"), a_beat("r02", 3, step=6).encode())
+    members.begin_step(pace=20.0, owed={"r01", "r02"})
     assert ticks(store, clock, members, 4)["alive"] == 4 and members.owed == {"r02"}, "r02 is still there"
 
 
@@ -124,7 +124,7 @@ def test_whoever_starts_looks_at_everybody(life: tuple[CountingStore, ManualCloc
 
 def test_after_a_pause_everything_is_asked_for_at_once(life: tuple[CountingStore, ManualClock, Membership]) -> None:
     store, clock, members = life
-    members.open(pace=1000.0, owed=set())
+    members.begin_step(pace=1000.0, owed=set())
     ticks(store, clock, members, 1)
     clock.sleep(600.0)
     asked = ticks(store, clock, members, 1)
@@ -165,12 +165,12 @@ def test_a_crowd_is_read_a_dozen_per_beat(life: tuple[CountingStore, ManualClock
     crowd = [f"r{i:02d}" for i in range(40)]
     store.asked.clear()
     for _ in range(5):
-        members.look(crowd)
-    assert store.asked["alive"] == rules.CROWD
+        members.read_beats(crowd)
+    assert store.asked["alive"] == rules.LARGE_FLEET
     clock.sleep(FAR.beat)
     members.tick()
-    members.look(crowd)
-    assert store.asked["alive"] == 2 * rules.CROWD and len(members._read_at) == 2 * rules.CROWD
+    members.read_beats(crowd)
+    assert store.asked["alive"] == 2 * rules.LARGE_FLEET and len(members._read_at) == 2 * rules.LARGE_FLEET
 
 
 # ---------------------------------------------------------------------- two looks far apart
@@ -206,13 +206,13 @@ def test_a_new_life_is_as_young_as_can_be() -> None:
 def test_a_death_between_two_looks_is_known_at_the_second(life: tuple[CountingStore, ManualClock, Membership]) -> None:
     """Silent for 0 s, as after any changed beat, before: it was called dead a whole dead_after later."""
     store, clock, members = life
-    store.put(layout.beat("r01"), a_beat("r01", 1, clock.wall()).encode())
-    members.look(["r01"])
-    store.put(layout.beat("r01"), a_beat("r01", 3, clock.wall() + 10.0, inner=1).encode())  # and dies
+    store.put(layout.beat_key("r01"), a_beat("r01", 1, clock.wall()).encode())
+    members.read_beats(["r01"])
+    store.put(layout.beat_key("r01"), a_beat("r01", 3, clock.wall() + 10.0, inner=1).encode())  # and dies
     ticks(store, clock, members, 12)
-    members.look(["r01"])
+    members.read_beats(["r01"])
     peer = members.peers["r01"]
-    assert peer.dead(FAR.dead_after) and peer.silent == peer.still == 50.0
+    assert peer.is_dead(FAR.dead_after) and peer.silent == peer.still == 50.0
 
 
 def test_each_look_makes_the_age_more_exact(life: tuple[CountingStore, ManualClock, Membership]) -> None:
@@ -220,8 +220,8 @@ def test_each_look_makes_the_age_more_exact(life: tuple[CountingStore, ManualClo
     store, clock, members = life
     for n, age in ((1, 4.0), (11, 1.0), (20, 3.0), (26, 19.5)):
         ticks(store, clock, members, 10)
-        store.put(layout.beat("r01"), a_beat("r01", n, clock.wall() - age).encode())
-        members.look(["r01"])
+        store.put(layout.beat_key("r01"), a_beat("r01", n, clock.wall() - age).encode())
+        members.read_beats(["r01"])
     assert 18.5 - 3 * 50.0 * rules.DRIFT <= members.peers["r01"].silent <= 18.5
 
 
@@ -230,10 +230,10 @@ def test_a_look_that_takes_long_makes_nobody_look_dead(
 ) -> None:
     """It was 25 s old before: dead, and its beat was never trusted again once it had offered."""
     store, clock, members = life
-    store.put(layout.beat("r01"), a_beat("r01", 1, clock.wall()).encode())
-    members.look(["r01"])
+    store.put(layout.beat_key("r01"), a_beat("r01", 1, clock.wall()).encode())
+    members.read_beats(["r01"])
     ticks(store, clock, members, 2)
-    store.put(layout.beat("r01"), a_beat("r01", 3, clock.wall()).encode())
+    store.put(layout.beat_key("r01"), a_beat("r01", 3, clock.wall()).encode())
     real = store.get
 
     def hangs(key: str) -> bytes | None:
@@ -241,23 +241,23 @@ def test_a_look_that_takes_long_makes_nobody_look_dead(
         if key.startswith("alive/"):
             for _ in range(5):  # its own heart beats meanwhile
                 clock.sleep(FAR.beat)
-                members._ticked = members.awake, clock.now()
+                members._ticked = members.awake_s, clock.now()
         return body
 
     monkeypatch.setattr(store, "get", hangs)
-    members.look(["r01"])
-    assert members.peers["r01"].silent == 0.0 and members.awake == 35.0
+    members.read_beats(["r01"])
+    assert members.peers["r01"].silent == 0.0 and members.awake_s == 35.0
 
 
 def test_an_answer_that_comes_after_that_of_a_later_look_is_dropped(
     life: tuple[CountingStore, ManualClock, Membership],
 ) -> None:
     _, clock, members = life
-    early = members.awake, clock.wall()
+    early = members.awake_s, clock.wall()
     clock.sleep(FAR.beat)
-    members._see("r01", a_beat("r01", 5, clock.wall()), (members.awake, clock.wall()))
+    members._observe_beat("r01", a_beat("r01", 5, clock.wall()), (members.awake_s, clock.wall()))
     later = members.peers["r01"]
-    members._see("r01", a_beat("r01", 6, clock.wall()), early)
+    members._observe_beat("r01", a_beat("r01", 6, clock.wall()), early)
     assert members.peers["r01"] is later
 
 
@@ -267,7 +267,7 @@ def test_clocks_that_do_not_go_alike_never_make_a_living_replica_look_dead(slow:
     peer, steps = Peer(a_beat("r01", 0)), 5000
     for k in range(1, steps):
         beat = a_beat("r01", int(12 * k * (1 - slow)), at=60.0 * k * (1 - slow))
-        peer = seen(peer, beat, (60.0 * k, 60.0 * k), 5.0)
+        peer = updated_peer(peer, beat, (60.0 * k, 60.0 * k), 5.0)
     assert peer.silent < 1.0
 
 
@@ -283,20 +283,20 @@ def test_whoever_may_have_died_is_read_although_it_was_read_lately(
     """Within a beat of a look in vain nobody looked again, and a death was found up to four seconds late."""
     store, clock, members = life
     for n in (1, 2):
-        store.put(layout.beat("r01"), a_beat("r01", n, clock.wall()).encode())
-        members.look(["r01"], apart=0.0)
+        store.put(layout.beat_key("r01"), a_beat("r01", n, clock.wall()).encode())
+        members.read_beats(["r01"], apart=0.0)
         clock.sleep(FAR.beat)
         members.tick()
     for _ in range(3):
-        members.look(["r01"])
+        members.read_beats(["r01"])
         clock.sleep(FAR.beat - 0.1)
         members.tick()
-    members.look(["r01"])
+    members.read_beats(["r01"])
     clock.sleep(0.4)
     store.asked.clear()
-    members.look(["r01"])
-    assert store.asked["alive"] == 1 and members.peers["r01"].dead(FAR.dead_after)
-    members.look(["r01"], apart=math.inf)
+    members.read_beats(["r01"])
+    assert store.asked["alive"] == 1 and members.peers["r01"].is_dead(FAR.dead_after)
+    members.read_beats(["r01"], apart=math.inf)
     assert store.asked["alive"] == 1, "who is dead is read again as rarely as others"
 
 
@@ -304,7 +304,7 @@ def test_whoever_may_have_died_is_read_although_it_was_read_lately(
 
 
 def soon(*peers: Peer | None, waited: float = 0.0) -> list[float]:
-    wait = rules.StepWait(waited, took=40.0, upload=3.0, often=1.5)
+    wait = rules.WaitState(waited, took=40.0, upload=3.0, least_pause=1.5)
     return rules.resolved_in(5, peers, wait, Rules(sync_every=4), FAR)
 
 
@@ -320,28 +320,30 @@ def test_the_next_look_comes_when_something_can_have_changed() -> None:
         "in vain: an eighth of the wait"
     )
     assert soon(replace(late, still=30.0, silent=19.0), waited=0.0) == [1.0], "but never past a death"
-    assert soon(replace(training, silent=30.0, liar=1)) == [17.0], "who offers without a beat is not called dead again"
+    assert soon(replace(training, silent=30.0, untrusted_generation=1)) == [17.0], (
+        "who offers without a beat is not called dead again"
+    )
 
 
 def test_a_waiter_wakes_when_its_next_look_is_due() -> None:
     """It slept for up to four polls past it."""
     clock = ManualClock()
-    vigil = Vigil(clock, FAR, due=60.0)
+    vigil = StepWait(clock, FAR, due=60.0)
     clock.sleep(8.0)
-    vigil.look()
-    assert vigil.pause == 4.0
+    vigil.count_time()
+    assert vigil.pause_s == 4.0
     vigil.attempt_in(1.5, at_most=10.0)
-    assert vigil.pause == 1.5
+    assert vigil.pause_s == 1.5
     vigil.attempt_in(9.0, at_most=10.0)
-    assert vigil.pause == 4.0
+    assert vigil.pause_s == 4.0
     vigil.attempt_in(0.0, at_most=10.0)
-    assert vigil.again == vigil.idle + 1.0, "nothing is known: an eighth of the wait, a poll at least"
+    assert vigil.next_attempt == vigil.idle + 1.0, "nothing is known: an eighth of the wait, a poll at least"
 
 
 def test_three_lead_whatever_the_fleet() -> None:
     for slots in (1, 2, 3, 4, 8, 12, 64, 256):
         for t in range(20):
-            ranks = sorted(rules.rank(t, s, slots) for s in range(slots))
+            ranks = sorted(rules.commit_rank(t, s, slots) for s in range(slots))
             assert ranks == [*range(min(3, slots)), *[rules.LED] * (slots - 3)]
 
 
@@ -357,11 +359,11 @@ def test_who_is_left_alone_closes_although_it_does_not_lead(seen_beating: bool, 
             seat.rv.members.tick()
         clock.sleep(TIMING.beat)
         together(*seats)
-    led = [seat for i, seat in enumerate(seats) if rules.rank(t, i, 5) == rules.LED]
+    led = [seat for i, seat in enumerate(seats) if rules.commit_rank(t, i, 5) == rules.LED]
     assert len(led) == 2
     began = clock.now()
     for seat in led[:m]:  # all others are dead
         seat.offer()
     commit = led[0].rv.settle()
-    assert [o.slot for o in commit.fresh] == [seat.rv.slot for seat in led[:m]]
+    assert [o.slot for o in commit.fresh_offers] == [seat.rv.slot for seat in led[:m]]
     assert clock.now() - began < 2 * TIMING.dead_after + 2 * TIMING.beat

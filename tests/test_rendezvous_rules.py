@@ -9,7 +9,7 @@ import pytest
 from rendezvous import layout, rules
 from rendezvous.closing import refuse_misweighed
 from rendezvous.errors import BadCommit
-from rendezvous.membership import seen
+from rendezvous.membership import updated_peer
 from rendezvous.records import Beat, Commit, Listed, Offer
 from rendezvous.rules import Peer, Rules, Timing
 
@@ -22,8 +22,10 @@ def beat(slot: str = "r01", **fields: Any) -> Beat:
     return Beat(slot, **(plain | fields))
 
 
-def peer(changes: int = 3, silent: float = 0.0, still: float = 0.0, liar: int = 0, **fields: Any) -> Peer:
-    return Peer(beat(**fields), changes, silent, still, liar)
+def peer(
+    changes: int = 3, silent: float = 0.0, still: float = 0.0, untrusted_generation: int = 0, **fields: Any
+) -> Peer:
+    return Peer(beat(**fields), changes, silent, still, untrusted_generation)
 
 
 def offer(slot: str, took: float = 4.0, **fields: Any) -> Offer:
@@ -42,7 +44,7 @@ def commit(t: int, *slots: str, leaving: tuple[str, ...] = ()) -> Commit:
 
 def listed(slot: str = "r00", h: int = 4, age: int = 0, **fields: Any) -> Listed:
     """As for commit 5 of one fragment; scale: ‖θ‖."""
-    return Listed(5 - age, slot, 1, "n", layout.delta(5 - age, slot, 1, "n"), 12, "d", h, 0.0, **fields)
+    return Listed(5 - age, slot, 1, "n", layout.delta_blob(5 - age, slot, 1, "n"), 12, "d", h, 0.0, **fields)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +53,13 @@ def listed(slot: str = "r00", h: int = 4, age: int = 0, **fields: Any) -> Listed
      (2, 3, 1, np.float32(1 / 3)), (7, 10, 2, np.float32(0.175))],
 )  # fmt: skip
 def test_weight_is_h_by_H_discounted_by_age_in_fp32(h: int, every: int, age: int, weight: float) -> None:
-    (o,) = rules.weighed([listed(h=h, age=age)], 5, Rules(sync_every=every))
+    (o,) = rules.with_weights([listed(h=h, age=age)], 5, Rules(sync_every=every))
     assert np.float32(o.weight) == np.float32(weight)
     assert float(np.float32(o.weight)) == o.weight, "fp32 exactly, so that text keeps it"
 
 
 def weights(weighting: str, *offers: Listed, fragments: int = 1) -> list[float]:
-    return [o.weight for o in rules.weighed(offers, 5, Rules(fragments, 4, weighting=weighting))]
+    return [o.weight for o in rules.with_weights(offers, 5, Rules(fragments, 4, weighting=weighting))]
 
 
 def test_equal_offers_weigh_1_by_whatever_they_are_weighed() -> None:
@@ -85,7 +87,7 @@ def test_who_does_not_say_its_samples_makes_the_commit_weigh_by_steps() -> None:
 
 def gated(*norms: float, limit: float = 10.0, scale: float = 0.0, h: tuple[int, ...] = ()) -> list[float]:
     steps = h or (4,) * len(norms)
-    return rules.gate([listed(norm=n, scale=scale, h=k) for n, k in zip(norms, steps, strict=True)], limit)
+    return rules.norm_factors([listed(norm=n, scale=scale, h=k) for n, k in zip(norms, steps, strict=True)], limit)
 
 
 def test_an_outlier_counts_as_a_typical_one() -> None:
@@ -127,7 +129,7 @@ def test_weights_survive_text_and_are_checked_by_readers() -> None:
     for weighting in rules.WEIGHTINGS:
         run = Rules(sync_every=7, weighting=weighting, norm_gate=3.0)
         offers = [listed(f"r{i:02d}", h=i + 1, norm=0.1 * 3**i, samples=10.0 + i, age=i % 2) for i in range(5)]
-        made = Commit(5, None, "b", rules.weighed(offers, 5, run), {}, 1, 1.0, 0, "r00-1", "n", 0.0)
+        made = Commit(5, None, "b", rules.with_weights(offers, 5, run), {}, 1, 1.0, 0, "r00-1", "n", 0.0)
         read = Commit.decode(made.encode())
         assert read == made and min(o.factor for o in read.offers) < 1.0
         refuse_misweighed(read, run)
@@ -137,9 +139,9 @@ def test_weights_survive_text_and_are_checked_by_readers() -> None:
 
 
 def test_patience_and_pace() -> None:
-    assert rules.patience([10.0, 4.0, 6.0], poll=0.5) == 3.0, "half of the median took"
-    assert rules.patience([1.0], poll=0.5) == 1.0, "at least two polls"
-    assert rules.pace([10.0, 4.0, 6.0], poll=0.5) == 7.5
+    assert rules.patience_s([10.0, 4.0, 6.0], poll=0.5) == 3.0, "half of the median took"
+    assert rules.patience_s([1.0], poll=0.5) == 1.0, "at least two polls"
+    assert rules.step_pace([10.0, 4.0, 6.0], poll=0.5) == 7.5
 
 
 @pytest.mark.parametrize(
@@ -188,36 +190,36 @@ def test_window_reaches_back_to_the_oldest_offer_that_may_be_carried_and_its_fen
      ("b", 2, {"r02": 9}, True)],
 )  # fmt: skip
 def test_eligible(base: str, generation: int, fence: dict[str, int], counts: bool) -> None:
-    assert rules.eligible(offer("r01", base=base, generation=generation), "b", fence) == counts
+    assert rules.is_eligible(offer("r01", base=base, generation=generation), "b", fence) == counts
 
 
 def test_expected_are_those_whom_the_last_two_commits_list() -> None:
     recent = [commit(4, "r00", "r02"), commit(3, "r01")]
-    assert rules.expected(5, recent, {}, 4.0, ["r00"]) == {"r00", "r01", "r02"}
+    assert rules.slots_to_expect(5, recent, {}, 4.0, ["r00"]) == {"r00", "r01", "r02"}
 
 
 def test_who_said_goodbye_is_not_expected_until_it_is_listed_again() -> None:
     gone, back = commit(3, "r00", "r01", leaving=("r01",)), commit(4, "r00", "r01")
-    assert rules.expected(4, [gone], {}, 4.0, []) == {"r00"}
-    assert rules.expected(5, [back, gone], {}, 4.0, []) == {"r00", "r01"}
-    assert rules.expected(5, [commit(4, "r00"), gone], {}, 4.0, []) == {"r00"}
+    assert rules.slots_to_expect(4, [gone], {}, 4.0, []) == {"r00"}
+    assert rules.slots_to_expect(5, [back, gone], {}, 4.0, []) == {"r00", "r01"}
+    assert rules.slots_to_expect(5, [commit(4, "r00"), gone], {}, 4.0, []) == {"r00"}
 
 
 def test_a_beat_that_is_older_than_the_last_commit_does_not_say_that_its_slot_is_starting() -> None:
     recent = [commit(4, "r00", "r01"), commit(3, "r00", "r01")]
-    assert rules.expected(5, recent, {"r01": peer(phase="boot", generation=1)}, 4.0, []) == {"r00", "r01"}
-    assert rules.expected(5, recent, {"r01": peer(phase="boot", generation=2)}, 4.0, []) == {"r00"}, "a new life"
-    assert rules.expected(5, recent, {"r01": peer(phase="train", generation=2)}, 4.0, []) == {"r00", "r01"}
-    assert rules.expected(1, [commit(0, "r01")], {"r01": peer(phase="boot")}, 4.0, ["r01"]) == {"r01"}
+    assert rules.slots_to_expect(5, recent, {"r01": peer(phase="boot", generation=1)}, 4.0, []) == {"r00", "r01"}
+    assert rules.slots_to_expect(5, recent, {"r01": peer(phase="boot", generation=2)}, 4.0, []) == {"r00"}, "a new life"
+    assert rules.slots_to_expect(5, recent, {"r01": peer(phase="train", generation=2)}, 4.0, []) == {"r00", "r01"}
+    assert rules.slots_to_expect(1, [commit(0, "r01")], {"r01": peer(phase="boot")}, 4.0, ["r01"]) == {"r01"}
 
 
 def test_before_there_are_two_commits_those_are_expected_who_beat() -> None:
     peers = {"r01": peer(), "r02": peer(changes=0), "r03": peer(silent=9.0), "r04": peer(phase="boot")}
     peers["r05"] = peer(changes=0, silent=9.0)
     wanted = ["r01", "r02", "r03", "r04", "r05", "r06"]
-    at_first = rules.expected(0, [], peers, 4.0, wanted)
+    at_first = rules.slots_to_expect(0, [], peers, 4.0, wanted)
     assert at_first == {"r01", "r02", "r04", "r06"}, "at t = 0 also those that boot, were seen once, or not yet"
-    assert rules.expected(1, [], peers, 4.0, wanted) == {"r01"}
+    assert rules.slots_to_expect(1, [], peers, 4.0, wanted) == {"r01"}
 
 
 # ---------------------------------------------------------------------- who is waited for
@@ -239,8 +241,8 @@ FRESH = {"r00": offer("r00", took=4.0)}  # patience 2 s, arrival within 6 s
         (peer(rate=3.5, inner=3, still=3.0), 5, 3.0, True),  # in a long inner step
         (peer(silent=5.0), 5, 0.0, False),  # dead
         (peer(silent=5.0, changes=0), 5, 1.0, True),  # never seen to beat: cannot be called dead
-        (peer(silent=5.0, liar=1), 5, 1.0, True),  # its beat lies
-        (peer(phase="left", liar=1), 5, 0.0, False),
+        (peer(silent=5.0, untrusted_generation=1), 5, 1.0, True),  # its beat lies
+        (peer(phase="left", untrusted_generation=1), 5, 0.0, False),
         (peer(phase="boot"), 5, 1.0, True),  # an old beat: patience
         (peer(phase="heal"), 5, 3.0, False),
         (peer(phase="boot", step=0), 0, 20.0, True),  # at the very start everybody is waited for
@@ -261,23 +263,23 @@ def test_waiting_for(other: Peer | None, t: int, waited: float, waits: bool) -> 
 
 def test_arrival_counts_the_fragment_rounds() -> None:
     two = Rules(sync_every=8, fragments=2)
-    assert rules.arrival(peer(inner=1), 5, two, 2.0) == 3.0
-    assert rules.arrival(peer(inner=1, step=4), 5, two, 2.0) == 4.0
-    assert rules.arrival(peer(inner=1, still=0.5), 5, two, 2.0) == 2.5
-    assert rules.arrival(peer(inner=9), 5, two, 2.0) == 0.0
-    assert rules.arrival(peer(rate=0.0), 5, two, 2.0) is None
+    assert rules.expected_arrival(peer(inner=1), 5, two, 2.0) == 3.0
+    assert rules.expected_arrival(peer(inner=1, step=4), 5, two, 2.0) == 4.0
+    assert rules.expected_arrival(peer(inner=1, still=0.5), 5, two, 2.0) == 2.5
+    assert rules.expected_arrival(peer(inner=9), 5, two, 2.0) == 0.0
+    assert rules.expected_arrival(peer(rate=0.0), 5, two, 2.0) is None
 
 
 def test_arrival_knows_that_a_round_may_end_by_the_clock() -> None:
     timed = Rules(sync_every=100, sync_seconds=5.0)
-    assert rules.arrival(peer(inner=2), 5, timed, 2.0) == 3.0
-    assert rules.arrival(peer(inner=2), 5, Rules(sync_every=3, sync_seconds=5.0), 2.0) == 1.0, "H comes first"
-    assert rules.arrival(peer(inner=0, rate=8.0), 5, timed, 2.0) == 8.0, "one inner step at least"
+    assert rules.expected_arrival(peer(inner=2), 5, timed, 2.0) == 3.0
+    assert rules.expected_arrival(peer(inner=2), 5, Rules(sync_every=3, sync_seconds=5.0), 2.0) == 1.0, "H comes first"
+    assert rules.expected_arrival(peer(inner=0, rate=8.0), 5, timed, 2.0) == 8.0, "one inner step at least"
 
 
 def test_ranks_are_at_most_four_apart_and_take_turns() -> None:
     for slots in (1, 2, 3, 4, 9, 64):
-        ranks = {(t, s): rules.rank(t, s, slots) for t in range(64) for s in range(slots)}
+        ranks = {(t, s): rules.commit_rank(t, s, slots) for t in range(64) for s in range(slots)}
         assert set(ranks.values()) <= set(range(4))
         for s in range(slots):
             assert any(ranks[t, s] == 0 for t in range(64)), "everybody comes first now and then"
@@ -287,17 +289,17 @@ def test_ranks_are_at_most_four_apart_and_take_turns() -> None:
 
 
 def test_a_beat_is_believed_while_it_changes() -> None:
-    first = seen(None, beat(n=1), (0.0, 0.0), 1.0)
-    assert not first.beating(4.0) and not first.dead(4.0), "one look says nothing"
-    moving = seen(first, beat(n=2), (1.0, 1.0), 1.0)
-    assert moving.beating(4.0) and moving.silent == 0.0 and moving.still == 1.0
-    stands = seen(seen(moving, beat(n=2), (4.0, 4.0), 1.0), beat(n=2), (7.0, 7.0), 1.0)
-    assert stands.dead(4.0) and stands.silent == 6.0
-    assert seen(stands, beat(n=10, at=8.0, inner=3), (8.0, 8.0), 1.0).still == 0.0
+    first = updated_peer(None, beat(n=1), (0.0, 0.0), 1.0)
+    assert not first.is_beating(4.0) and not first.is_dead(4.0), "one look says nothing"
+    moving = updated_peer(first, beat(n=2), (1.0, 1.0), 1.0)
+    assert moving.is_beating(4.0) and moving.silent == 0.0 and moving.still == 1.0
+    stands = updated_peer(updated_peer(moving, beat(n=2), (4.0, 4.0), 1.0), beat(n=2), (7.0, 7.0), 1.0)
+    assert stands.is_dead(4.0) and stands.silent == 6.0
+    assert updated_peer(stands, beat(n=10, at=8.0, inner=3), (8.0, 8.0), 1.0).still == 0.0
 
 
 def test_a_zombie_that_writes_its_successors_beat_is_not_seen() -> None:
-    first = seen(None, beat(n=1, generation=2), (0.0, 0.0), 1.0)
-    successor = seen(first, beat(n=2, generation=2), (1.0, 1.0), 1.0)
-    after = seen(successor, beat(n=77, generation=1), (2.0, 2.0), 1.0)
+    first = updated_peer(None, beat(n=1, generation=2), (0.0, 0.0), 1.0)
+    successor = updated_peer(first, beat(n=2, generation=2), (1.0, 1.0), 1.0)
+    after = updated_peer(successor, beat(n=77, generation=1), (2.0, 2.0), 1.0)
     assert after.beat.generation == 2 and after.silent == 1.0

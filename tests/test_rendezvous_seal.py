@@ -17,9 +17,9 @@ import pytest
 from rendezvous import layout
 from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.errors import Fenced, Forged, WrongRun
-from rendezvous.membership import claim, claims, read_control, write_control
+from rendezvous.membership import claim, claims_above, read_control, write_control
 from rendezvous.records import Claim, Commit, Control, Leave, Offer, Record, Snapshot
-from rendezvous.seal import Seal, SealedStore, open_sealed, opened, run_key, sealed, under_key
+from rendezvous.seal import Seal, SignedStore, open_signed, run_key, sign_record, under_key, verify_record
 from rendezvous.store import VOID, put_once
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import ManualClock
@@ -39,8 +39,8 @@ class Sealed:
     def __init__(self, clock: ManualClock, **wishes: Any) -> None:
         self.bucket, self.told = MemoryStore(), list[str]()
         self.store = under_key(self.bucket, clock, SECRET)
-        assert isinstance(self.store, SealedStore)
-        self.store.tell = lambda event, **fields: self.told.append(fields["key"])
+        assert isinstance(self.store, SignedStore)
+        self.store.emit = lambda event, **fields: self.told.append(fields["key"])
         write_control(self.store, clock, **{"replicas": 2, "min_replicas": 2, "steps": 9, **wishes})
         self.a, self.b = Seat(self.store, "r00", clock).join(), Seat(self.store, "r01", clock).join()
 
@@ -50,12 +50,12 @@ class Sealed:
 
     def forge(self, key: str, record: Record) -> None:
         """An outsider's: well-formed, but without the key."""
-        self.bucket.put(key, sealed(record.encode(), b"the outsider's own key", "", key))
+        self.bucket.put(key, sign_record(record.encode(), b"the outsider's own key", "", key))
 
     def offered(self, value: float, **fields: Any) -> Offer:
         """An outsider's offer for the open step in the place of r01, blob and all; `value` everywhere."""
         body = np.full(3, value, np.float32).tobytes()
-        blob = layout.delta(self.a.rv.step, "r01", 1, "outsider")
+        blob = layout.delta_blob(self.a.rv.step, "r01", 1, "outsider")
         self.bucket.put(blob, body)
         theirs = Offer(self.a.rv.step, "r01", 1, "n", self.a.rv.base, 2, blob, 12, xx(body), 1.0, 0.0, norm=1.0)
         return replace(theirs, **fields)
@@ -72,7 +72,7 @@ def xx(body: bytes) -> str:
 
 def test_a_tag_is_what_the_drawing_says() -> None:
     record = b'{"kind":"claim","wire":1}'
-    body = sealed(record, SECRET, "run", "replicas/r00/000001.json")
+    body = sign_record(record, SECRET, "run", "replicas/r00/000001.json")
     tag = hmac.new(SECRET, b"run\0replicas/r00/000001.json\0" + record, hashlib.sha256).hexdigest()
     assert body == b'{"kind":"claim","wire":1,"seal":"' + tag.encode() + b'"}'
     assert json.loads(body)["kind"] == "claim", "people can read it without the key"
@@ -80,34 +80,35 @@ def test_a_tag_is_what_the_drawing_says() -> None:
 
 def test_only_the_same_record_at_the_same_place_in_the_same_run_under_the_same_key_opens() -> None:
     record = b'{"kind":"claim","wire":1}'
-    body = sealed(record, SECRET, "run", "k")
-    assert opened(body, SECRET, "run", "k") == record
+    body = sign_record(record, SECRET, "run", "k")
+    assert verify_record(body, SECRET, "run", "k") == record
     others = [(b"another key, as long", "run", "k"), (SECRET, "run2", "k"), (SECRET, "run", "k2"), (SECRET, "runk", "")]
-    assert [opened(body, *other) for other in others] == [None] * 4
+    assert [verify_record(body, *other) for other in others] == [None] * 4
     for at in range(len(body)):
-        assert opened(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], SECRET, "run", "k") is None
-        assert opened(body[:at], SECRET, "run", "k") is None
-    assert opened(b"", SECRET, "run", "k") is None and opened(record, SECRET, "run", "k") is None
-    assert opened(sealed(body, SECRET, "run", "k"), SECRET, "run", "k") == body
+        assert verify_record(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], SECRET, "run", "k") is None
+        assert verify_record(body[:at], SECRET, "run", "k") is None
+    assert verify_record(b"", SECRET, "run", "k") is None and verify_record(record, SECRET, "run", "k") is None
+    assert verify_record(sign_record(body, SECRET, "run", "k"), SECRET, "run", "k") == body
 
 
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
         (layout.SEAL, "seal"), (layout.RUN, "run"), (layout.MODEL_MANIFEST, "model"),
-        (layout.claim("r00", 1), "claim"), (layout.claim("supervisor", 1), "claim"),
-        (layout.offer(0, "r00", 0), "offer"),
-        (layout.commit(7), "commit"), (layout.mean(7, 3), "mean"), (layout.snapshot(7), "snapshot"),
-        (layout.leave("r00", 1), "leave"), (layout.control(0), "control"),
-        (layout.beat("r00"), "beat"), (layout.residual("r00", 1, "n"), None), (layout.delta(0, "r00", 1, "n"), None),
+        (layout.claim_key("r00", 1), "claim"), (layout.claim_key("supervisor", 1), "claim"),
+        (layout.offer_key(0, "r00", 0), "offer"),
+        (layout.commit_key(7), "commit"), (layout.mean_key(7, 3), "mean"), (layout.snapshot_key(7), "snapshot"),
+        (layout.leave_key("r00", 1), "leave"), (layout.control_key(0), "control"),
+        (layout.beat_key("r00"), "beat"), (layout.residual_blob("r00", 1, "n"), None),
+        (layout.delta_blob(0, "r00", 1, "n"), None),
         (layout.mean_blob(0, "n"), None),
-        (layout.snapshot_blob(0, "n"), None), (layout.log("r00", 1, 0), "log"),
-        (layout.rollouts("r00", 1, 0), "log"), (layout.code("d", "a.json"), None),
+        (layout.snapshot_blob(0, "n"), None), (layout.log_key("r00", 1, 0), "log"),
+        (layout.rollouts_key("r00", 1, 0), "log"), (layout.code_key("d", "a.json"), None),
         (layout.model_file("m/config.json"), None), ("probe/x.json", None),
     ],
 )  # fmt: skip
 def test_what_is_sealed(key: str, kind: str | None) -> None:
-    assert layout.kind(key) == kind
+    assert layout.record_kind(key) == kind
 
 
 def test_every_register_of_a_run_has_a_tag_and_nothing_else_has(clock: ManualClock) -> None:
@@ -115,36 +116,36 @@ def test_every_register_of_a_run_has_a_tag_and_nothing_else_has(clock: ManualClo
     for _ in range(3):
         together(run.a, run.b)
     run.a.rv.finish("asked")
-    identity = Seal.decode(opened(run.bucket.get(layout.SEAL) or b"", SECRET, "", layout.SEAL) or b"").nonce
+    identity = Seal.decode(verify_record(run.bucket.get(layout.SEAL) or b"", SECRET, "", layout.SEAL) or b"").nonce
     kinds = set[str]()
     for key in run.bucket.list(""):
         body = run.bucket.get(key) or b""
         where = "" if key == layout.SEAL else identity
-        assert (opened(body, SECRET, where, key) is not None) == (layout.kind(key) is not None), key
+        assert (verify_record(body, SECRET, where, key) is not None) == (layout.record_kind(key) is not None), key
         assert SECRET not in body
-        kinds.add(layout.kind(key) or "")
+        kinds.add(layout.record_kind(key) or "")
     assert kinds >= {"seal", "claim", "offer", "commit", "mean", "snapshot", "leave", "control", ""}
     assert run.told == []
 
 
 def test_a_log_has_its_tag_in_a_line_of_its_own() -> None:
-    lines, key = b'{"at": 1}\n{"at": 2}\n', layout.log("r00", 1, 0)
-    body = sealed(lines, SECRET, "run", key)
+    lines, key = b'{"at": 1}\n{"at": 2}\n', layout.log_key("r00", 1, 0)
+    body = sign_record(lines, SECRET, "run", key)
     tag = hmac.new(SECRET, b"run\0" + key.encode() + b"\0" + lines, hashlib.sha256).hexdigest()
-    assert body == lines + b'{"seal":"' + tag.encode() + b'"}\n' and opened(body, SECRET, "run", key) == lines
+    assert body == lines + b'{"seal":"' + tag.encode() + b'"}\n' and verify_record(body, SECRET, "run", key) == lines
     for at in range(len(body)):
-        assert opened(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], SECRET, "run", key) is None
-        assert opened(body[:at], SECRET, "run", key) is None
-    assert opened(body[len(lines) // 2 :], SECRET, "run", key) is None, "no line can be cut off"
-    assert opened(lines, SECRET, "run", key) is None
+        assert verify_record(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], SECRET, "run", key) is None
+        assert verify_record(body[:at], SECRET, "run", key) is None
+    assert verify_record(body[len(lines) // 2 :], SECRET, "run", key) is None, "no line can be cut off"
+    assert verify_record(lines, SECRET, "run", key) is None
 
 
 def test_put_once_compares_records_not_tags(clock: ManualClock) -> None:
     store = under_key(MemoryStore(), clock, SECRET)
     mine, theirs = b'{"kind":"control","nonce":"1"}', b'{"kind":"control","nonce":"2"}'
-    assert put_once(store, clock, layout.control(0), mine) == (True, mine)
-    assert put_once(store, clock, layout.control(0), mine) == (True, mine)
-    assert put_once(store, clock, layout.control(0), theirs) == (False, mine)
+    assert put_once(store, clock, layout.control_key(0), mine) == (True, mine)
+    assert put_once(store, clock, layout.control_key(0), mine) == (True, mine)
+    assert put_once(store, clock, layout.control_key(0), theirs) == (False, mine)
 
 
 # ---------------------------------------------------------------------- forged offers
@@ -153,39 +154,39 @@ def test_put_once_compares_records_not_tags(clock: ManualClock) -> None:
 @pytest.mark.parametrize("value", [float("nan"), 1e30, 7.0])
 def test_a_forged_offer_does_not_count_and_does_not_block_the_slot(clock: ManualClock, value: float) -> None:
     run = Sealed(clock)
-    run.forge(layout.offer(0, "r01", 0), run.offered(value))
+    run.forge(layout.offer_key(0, "r01", 0), run.offered(value))
     commit = together(run.a, run.b)
     assert [(o.slot, "outsider" not in o.blob) for o in commit.offers] == [("r00", True), ("r01", True)]
-    assert run.bucket.get(layout.offer(0, "r01", 1)) is not None, "the next number was free"
+    assert run.bucket.get(layout.offer_key(0, "r01", 1)) is not None, "the next number was free"
     assert run.a.state.theta.tolist() == run.b.state.theta.tolist() == [98.5] * 3
-    assert run.told == [layout.offer(0, "r01", 0)], "told once"
+    assert run.told == [layout.offer_key(0, "r01", 0)], "told once"
 
 
 def test_a_forged_offer_of_a_silent_slot_does_not_make_a_quorum(clock: ManualClock) -> None:
     run = Sealed(clock)
-    run.forge(layout.offer(0, "r01", 0), run.offered(1.0))
+    run.forge(layout.offer_key(0, "r01", 0), run.offered(1.0))
     run.a.offer()
-    assert not run.a.rv.offered("r01")
+    assert not run.a.rv.has_offered("r01")
     run.b.offer()
-    assert run.a.step().fresh[1].blob != "steps/outsider.bin"
+    assert run.a.step().fresh_offers[1].blob != "steps/outsider.bin"
 
 
 def test_a_true_offer_is_worth_nothing_in_another_place(clock: ManualClock) -> None:
     """r01's own offer of step 0, copied to step 1, to attempt 1, and to another slot."""
     run = Sealed(clock, replicas=3)
     together(run.a, run.b)
-    body = run.bucket.get(layout.offer(0, "r01", 0)) or b""
+    body = run.bucket.get(layout.offer_key(0, "r01", 0)) or b""
     places = [
-        layout.offer(1, "r01", 0),
-        layout.offer(1, "r00", 0),
-        layout.offer(1, "r02", 0),
-        layout.offer(0, "r02", 0),
+        layout.offer_key(1, "r01", 0),
+        layout.offer_key(1, "r00", 0),
+        layout.offer_key(1, "r02", 0),
+        layout.offer_key(0, "r02", 0),
     ]
     for key in places:
         run.bucket.put(key, body)
     assert [run.store.get(key) for key in places] == [VOID] * 4
     commit = together(run.a, run.b)
-    assert [o.slot for o in commit.offers] == ["r00", "r01"] and commit.carried == ()
+    assert [o.slot for o in commit.offers] == ["r00", "r01"] and commit.late_offers == ()
 
 
 def test_a_record_of_another_run_under_the_same_key_is_worth_nothing(clock: ManualClock) -> None:
@@ -195,7 +196,7 @@ def test_a_record_of_another_run_under_the_same_key_is_worth_nothing(clock: Manu
         run.bucket.put(key, other.bucket.get(key) or b"")
     assert run.a.rv.base == other.a.rv.base, "but for the run, it would fit"
     together(run.a, run.b)
-    assert run.a.state.theta.tolist() == [98.5] * 3 and run.told == [layout.offer(0, "r01", 0)]
+    assert run.a.state.theta.tolist() == [98.5] * 3 and run.told == [layout.offer_key(0, "r01", 0)]
 
 
 # ---------------------------------------------------------------------- forged claims
@@ -203,23 +204,23 @@ def test_a_record_of_another_run_under_the_same_key_is_worth_nothing(clock: Manu
 
 def test_a_forged_claim_fences_nobody(clock: ManualClock) -> None:
     run = Sealed(clock)
-    run.forge(layout.claim("r01", 2), Claim("r01", 2, "n", 0.0, "there", 1))
+    run.forge(layout.claim_key("r01", 2), Claim("r01", 2, "n", 0.0, "there", 1))
     for t in range(3):
         run.b.rv.members.tick()
         assert together(run.a, run.b).fence == {"r00": 1, "r01": 1}, t
-    assert run.b.rv.members.fenced_by <= 1 and run.told == [layout.claim("r01", 2)]
+    assert run.b.rv.members.fenced_by <= 1 and run.told == [layout.claim_key("r01", 2)]
 
 
 def test_a_true_claim_behind_a_forged_one_fences(clock: ManualClock) -> None:
     run = Sealed(clock)
-    run.forge(layout.claim("r01", 2), Claim("r01", 2, "n", 0.0))
+    run.forge(layout.claim_key("r01", 2), Claim("r01", 2, "n", 0.0))
     heir = Seat(run.store, "r01", clock).join()
     assert heir.rv.generation == 3
     run.b.rv.members.tick()
     with pytest.raises(Fenced, match="belongs to generation 3"):
         run.b.offer()
     assert together(run.a, heir).fence["r01"] == 3
-    assert [c.generation for c in claims(run.store, "r01")] == [1, 3]
+    assert [c.generation for c in claims_above(run.store, "r01")] == [1, 3]
 
 
 def test_a_forged_claim_in_the_same_moment_does_not_win(clock: ManualClock) -> None:
@@ -229,7 +230,7 @@ def test_a_forged_claim_in_the_same_moment_does_not_win(clock: ManualClock) -> N
     create = bucket.create
 
     def late(key: str, body: Any) -> None:
-        if key == layout.claim("r00", 1):
+        if key == layout.claim_key("r00", 1):
             bucket.put(key, b'{"kind":"claim"}')
         create(key, body)
 
@@ -251,15 +252,15 @@ def halted(run: Sealed, act: Callable[[], object], key: str) -> None:
 def test_a_forged_commit_ends_the_run_loudly(clock: ManualClock) -> None:
     run = Sealed(clock)
     together(run.a, run.b)
-    commit = run.record(layout.commit(0), Commit)
-    run.forge(layout.commit(1), replace(commit, t=1, prev=run.a.rv.chain.digest(0), base=run.a.rv.base))
+    commit = run.record(layout.commit_key(0), Commit)
+    run.forge(layout.commit_key(1), replace(commit, t=1, prev=run.a.rv.chain.commit_digest(0), base=run.a.rv.base))
     run.a.offer()
-    halted(run, run.a.rv.settle, layout.commit(1))
+    halted(run, run.a.rv.settle, layout.commit_key(1))
     run.b.rv.members.tick()
     assert run.b.rv.members.decided < 1, "a background tick believes it as little"
     assert run.a.state.theta.tolist() == [98.5] * 3
-    halted(run, lambda: Seat(run.store, "r00", clock).join(), layout.commit(1))
-    run.bucket.delete([layout.commit(1)])
+    halted(run, lambda: Seat(run.store, "r00", clock).join(), layout.commit_key(1))
+    run.bucket.delete([layout.commit_key(1)])
     run.b.offer(1, 1, 1)
     assert run.b.step().t == 1 and Seat(run.store, "r00", clock).join().rv.step == 2, "what the message says helps"
 
@@ -267,23 +268,23 @@ def test_a_forged_commit_ends_the_run_loudly(clock: ManualClock) -> None:
 def test_a_true_commit_of_another_step_ends_the_run_too(clock: ManualClock) -> None:
     run = Sealed(clock)
     together(run.a, run.b)
-    run.bucket.put(layout.commit(1), run.bucket.get(layout.commit(0)) or b"")
+    run.bucket.put(layout.commit_key(1), run.bucket.get(layout.commit_key(0)) or b"")
     run.a.offer()
-    halted(run, run.a.rv.settle, layout.commit(1))
+    halted(run, run.a.rv.settle, layout.commit_key(1))
 
 
 def test_a_forged_snapshot_heals_nobody(clock: ManualClock) -> None:
     run = Sealed(clock, replicas=3)
     together(run.a, run.b)
-    manifest = run.record(layout.snapshot(0), Snapshot)
-    run.forge(layout.snapshot(1), replace(manifest, t=1))
-    halted(run, lambda: Seat(run.store, "r02", clock).join(), layout.snapshot(1))
+    manifest = run.record(layout.snapshot_key(0), Snapshot)
+    run.forge(layout.snapshot_key(1), replace(manifest, t=1))
+    halted(run, lambda: Seat(run.store, "r02", clock).join(), layout.snapshot_key(1))
 
 
 def test_a_forged_mean_is_not_applied(clock: ManualClock) -> None:
     run = Sealed(clock, replicas=3)
     together(run.a, run.b)
-    key = layout.mean(0, 0)
+    key = layout.mean_key(0, 0)
     run.bucket.put(key, (run.bucket.get(key) or b"").replace(b'"t":0', b'"t":1'))
     halted(run, lambda: Seat(run.store, "r02", clock).join(), key)
 
@@ -293,20 +294,20 @@ def test_a_forged_mean_is_not_applied(clock: ManualClock) -> None:
 
 def test_an_outsider_can_neither_stop_the_run_nor_close_the_door(clock: ManualClock) -> None:
     run = Sealed(clock)
-    run.forge(layout.control(1), Control(1, "n", 0.0, stop=True))
+    run.forge(layout.control_key(1), Control(1, "n", 0.0, stop=True))
     run.a.rv.members.tick()
     assert not run.a.rv.wanted.stop and run.a.rv.wanted.records == 2
     assert write_control(run.store, clock, steps=7).steps == 7
-    assert read_control(run.store).records == 3 and run.told == [layout.control(1)]
+    assert read_control(run.store).records == 3 and run.told == [layout.control_key(1)]
     together(run.a, run.b)
 
 
 def test_a_forged_goodbye_confirms_no_snapshot(clock: ManualClock) -> None:
     run = Sealed(clock, steps=1)
     together(run.a, run.b)
-    run.forge(layout.leave("r01", 1), Leave("r01", 1, 1, run.a.rv.base, "done", "n", 0.0))
+    run.forge(layout.leave_key("r01", 1), Leave("r01", 1, 1, run.a.rv.base, "done", "n", 0.0))
     run.a.rv.finish("done")
-    assert run.store.get(layout.snapshot(1)) is None and layout.leave("r01", 1) in run.told
+    assert run.store.get(layout.snapshot_key(1)) is None and layout.leave_key("r01", 1) in run.told
 
 
 # ---------------------------------------------------------------------- which key
@@ -327,10 +328,10 @@ def test_a_run_under_a_key_refuses_no_key_and_another(clock: ManualClock) -> Non
     with pytest.raises(WrongRun, match="another run key than the one in DILOCO_RUN_KEY") as caught:
         under_key(bucket, clock, b"another key, as long as it")
     assert "another key, as long" not in str(caught.value)
-    assert isinstance(under_key(bucket, clock, SECRET), SealedStore)
+    assert isinstance(under_key(bucket, clock, SECRET), SignedStore)
 
 
-@pytest.mark.parametrize("first", [layout.RUN, layout.control(0), layout.claim("r00", 1), layout.commit(0)])
+@pytest.mark.parametrize("first", [layout.RUN, layout.control_key(0), layout.claim_key("r00", 1), layout.commit_key(0)])
 def test_a_run_without_a_key_refuses_one(clock: ManualClock, first: str) -> None:
     bucket = MemoryStore()
     bucket.put(first, b"{}")
@@ -366,7 +367,7 @@ def test_an_all_reduce_under_a_key(clock: ManualClock, monkeypatch: pytest.Monke
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert [t.tolist() for t in tensors] == [[0.5] * 5] * 2
-    assert isinstance(open_sealed(url), SealedStore)
+    assert isinstance(open_signed(url), SignedStore)
     monkeypatch.delenv("DILOCO_RUN_KEY")
     with pytest.raises(WrongRun):
         ObjectStoreAllReduce(url, 0, 2).allreduce(np.ones(5, np.float32))

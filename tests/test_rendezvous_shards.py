@@ -12,11 +12,11 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import BadDelta, Corrupt
 from rendezvous.records import Beat, Commit, Listed
 from rendezvous.reduce import Reducer
-from rendezvous.rendezvous import no_tell
+from rendezvous.rendezvous import no_emit
 from rendezvous.rules import Peer, Rules, Timing, reduces_sharded
-from rendezvous.sharded import Sharer, in_line
+from rendezvous.sharded import ShardedMean, rank_in_line
 from rendezvous.stores.memory import MemoryStore
-from rendezvous.wire import Encoder, alignment, digests, grid, payload
+from rendezvous.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from tests.fakes import ManualClock
 
 RNG = np.random.default_rng(3)
@@ -25,7 +25,7 @@ RNG = np.random.default_rng(3)
 @pytest.mark.parametrize("elements", [1, 5, 1000, 65536, 65537, 1_000_000, 50_000_000])
 @pytest.mark.parametrize("align", [1, 512, 1024])
 def test_a_grid_covers_a_vector_once(elements: int, align: int) -> None:
-    shards = grid(elements, align, 1 << 16)
+    shards = shard_grid(elements, align, 1 << 16)
     assert 1 <= len(shards) <= 64
     assert shards[0][0] == 0 and shards[-1][1] == elements
     assert all(a[1] == b[0] for a, b in pairwise(shards))
@@ -41,8 +41,8 @@ def commit_of(
     for i in range(count):
         x = RNG.standard_normal(n, dtype=np.float32)
         body = Encoder(codec).encode(0, x, np.ones_like(x))
-        store.put(f"blob/{i}", payload(body))
-        whole, shards = digests(body, codec, grid(n, alignment(codec), rules.shard_elements))
+        store.put(f"blob/{i}", as_bytes(body))
+        whole, shards = body_digests(body, codec, shard_grid(n, codec_alignment(codec), rules.shard_elements))
         w = float(np.float32(0.1 + 0.3 * i))
         listed.append(Listed(0, f"r{i:02d}", 1, "n", f"blob/{i}", body.size, whole, 1, w, shards=shards))
         vectors.append(x)
@@ -66,14 +66,14 @@ def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
     else:  # the mean is written by the codec once more
         assert np.abs(one - two).max() <= 1.01 * np.abs(one).max() / {"bf16": 256, "int8": 254, "int4": 14}[codec]
     three = np.empty(n, np.float32)
-    for j, part in enumerate(reducer.parts(commit, n)):
+    for j, part in enumerate(reducer.split_into_parts(commit, n)):
         reducer.announce_part(commit, j, reducer.make_part(commit, part, three))
     again = np.empty(n, np.float32)
-    assert all(reducer.take_part(commit, j, part, again) for j, part in enumerate(reducer.parts(commit, n)))
+    assert all(reducer.take_part(commit, j, part, again) for j, part in enumerate(reducer.split_into_parts(commit, n)))
     assert two.tobytes() == three.tobytes() == again.tobytes(), "computed, announced and fetched are the same bits"
-    parts = reducer.parts(commit, n)
+    parts = reducer.split_into_parts(commit, n)
     assert len(parts) == owners
-    assert [r for part in parts for _, r in part] == grid(n, alignment(codec), rules.shard_elements)
+    assert [r for part in parts for _, r in part] == shard_grid(n, codec_alignment(codec), rules.shard_elements)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
@@ -85,7 +85,7 @@ def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
         reducer, out = Reducer(store, SystemClock(), lambda *_, **__: None, rules), np.empty(n, np.float32)
         if not kernels:
             reducer._one_pass = None
-        parts = [reducer.make_part(commit, part, out).tobytes() for part in reducer.parts(commit, n)]
+        parts = [reducer.make_part(commit, part, out).tobytes() for part in reducer.split_into_parts(commit, n)]
         written.append([*parts, out.tobytes()])
     assert written[0] == written[1]
 
@@ -94,9 +94,9 @@ def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
 @pytest.mark.parametrize("n", [10_007, 8192, 3])
 def test_what_is_said_of_a_body_is_its_norm(codec: str, n: int) -> None:
     x = RNG.standard_normal(n, dtype=np.float32)
-    ranges = grid(n, alignment(codec), 1024)
+    ranges = shard_grid(n, codec_alignment(codec), 1024)
     for _ in range(2):  # with an empty residual, and with what was lost
-        written = Encoder(codec).in_shards(0, x, ranges, 2 * np.ones_like(x))
+        written = Encoder(codec).encode_in_shards(0, x, ranges, 2 * np.ones_like(x))
         assert written.norm == pytest.approx(float(np.linalg.norm(x.astype(np.float64))), rel=1e-5)
         assert written.scale == pytest.approx(2 * n**0.5)
 
@@ -106,11 +106,11 @@ def test_what_is_said_of_a_body_is_its_norm(codec: str, n: int) -> None:
 def test_a_refused_pseudogradient_leaves_no_residual(codec: str, n: int) -> None:
     encoder, x = Encoder(codec), np.full(n, 3.4e38, np.float32)
     x[::2] *= 0.999
-    ranges = grid(n, alignment(codec), 1 << 14)
+    ranges = shard_grid(n, codec_alignment(codec), 1 << 14)
     with pytest.raises(BadDelta, match="residual"):
         for _ in range(30):
-            encoder.in_shards(0, x, ranges)
-    assert encoder.unsent == {}
+            encoder.encode_in_shards(0, x, ranges)
+    assert encoder.unsent_residuals == {}
 
 
 def test_fp32_is_the_weighted_mean() -> None:
@@ -130,7 +130,7 @@ def test_an_announced_part_is_fetched_and_a_damaged_one_mended() -> None:
     reducer = Reducer(store, SystemClock(), lambda event, **_: told.append(event), rules)
     good = np.empty(n, np.float32)
     reducer.mean(commit, good)
-    parts = reducer.parts(commit, n)
+    parts = reducer.split_into_parts(commit, n)
     reducer.announce_part(commit, 1, reducer.make_part(commit, parts[1], good))
     (blob,) = [k for k in store.list("steps/") if k.endswith(".bin")]
     body = store.get(blob) or b""
@@ -150,9 +150,9 @@ def test_the_mean_is_the_same_however_bodies_are_fetched(codec: str, owners: int
     commit, _, rules = commit_of(store, codec, n, 5, owners)
     one, two = np.empty(n, np.float32), np.empty(n, np.float32)
     clock = ManualClock()  # a body that is missing is looked for again, for some seconds
-    far = Reducer(store, clock, no_tell, rules, together=at_once)
+    far = Reducer(store, clock, no_emit, rules, together=at_once)
     far.mean(commit, one)
-    Reducer(store, clock, no_tell, rules, together=in_turn).mean(commit, two)
+    Reducer(store, clock, no_emit, rules, together=in_turn).mean(commit, two)
     assert one.tobytes() == two.tobytes()
     store.delete(["blob/3"])
     with pytest.raises(Corrupt, match="blob/3 is missing"):
@@ -164,7 +164,7 @@ def test_a_commit_of_which_no_body_fits_moves_nothing(together: Together) -> Non
     store = MemoryStore()
     commit, _, rules = commit_of(store, "fp32", 5000, 3, 0)
     out = np.ones(4000, np.float32)  # another length than the bodies have
-    Reducer(store, SystemClock(), no_tell, rules, together=together).mean(commit, out)
+    Reducer(store, SystemClock(), no_emit, rules, together=together).mean(commit, out)
     assert not out.any()
 
 
@@ -191,7 +191,7 @@ def test_the_next_slot_that_waits_takes_over_from_an_owner_who_is_gone() -> None
     """Of five slots; seed 2019688 waited 43 s for parts whose owner had left, as had the next in line."""
     cases = [(2, 1, {2, 3}, 1), (3, 1, {2, 3}, 2), (3, 1, {0, 3}, 1), (0, 3, {0, 1}, 1), (4, 0, {1, 3, 4}, 3)]
     for slot, owner, waiting, place in cases:
-        assert in_line(slot, owner, 5, waiting.__contains__) == place
+        assert rank_in_line(slot, owner, 5, waiting.__contains__) == place
 
 
 def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step() -> None:
@@ -204,10 +204,10 @@ def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step
         peers["r03"] = Peer(Beat("r03", 1, 1, "wait", 0, 0, 0.0, 0.0))  # never seen to beat
         members = SimpleNamespace(slot="r02", peers=peers, wanted=SimpleNamespace(universe=4))
         reducer = Reducer(MemoryStore(), SystemClock(), lambda *_, **__: None, rules)
-        sharer = Sharer(SystemClock(), reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
+        sharer = ShardedMean(SystemClock(), reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
         sharer._needed = 20.0  # a slow request, when our own part was made
-        assert [sharer._turn(commit, j, 1.0) for j in (0, 1)] == [soon, soon]
-        assert all(sharer._turn(commit, j, 121.0) for j in (0, 1)), "late is late"
+        assert [sharer._is_our_turn(commit, j, 1.0) for j in (0, 1)] == [soon, soon]
+        assert all(sharer._is_our_turn(commit, j, 121.0) for j in (0, 1)), "late is late"
 
 
 @pytest.mark.parametrize("seconds", [(0.2, 18.0), (18.0, 0.2)])
@@ -218,11 +218,11 @@ def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[
     members = SimpleNamespace(slot="r01", peers=peers, wanted=SimpleNamespace(universe=3), look=lambda slots: None)
     clock = ManualClock()
     reducer = Reducer(MemoryStore(), clock, lambda *_, **__: None, rules)
-    sharer = Sharer(clock, reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
+    sharer = ShardedMean(clock, reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
     for taken in seconds:
         reducer.make_part = lambda *_, taken=taken: clock.sleep(taken)  # type: ignore[method-assign,assignment]
         reducer.announce_part = lambda *_: None  # type: ignore[method-assign]
-        sharer._make(commit, 1, cast(Any, [(0, (0, 1))]), np.zeros(1, np.float32), None, 0.0)
-    sharer._make(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
+        sharer._make_part(commit, 1, cast(Any, [(0, (0, 1))]), np.zeros(1, np.float32), None, 0.0)
+    sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
     assert sharer._needed == pytest.approx(0.2)
-    assert sharer._turn(commit, 0, 10.0)
+    assert sharer._is_our_turn(commit, 0, 10.0)

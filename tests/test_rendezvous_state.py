@@ -110,7 +110,7 @@ def test_who_only_catches_up_digests_what_is_stepped_twice(digested: list[Any]) 
     solo.offer()
     commit = solo.rv.settle()
     digested.clear()
-    solo.rv.complete(commit)
+    solo.rv.take_step(commit)
     assert bytes_of_the_state(digested, solo.state) == (4 + 4) * N // 4, "it was compared in settle"
 
 
@@ -121,7 +121,9 @@ AUTO = pytest.mark.parametrize("name", NAMES)
 
 def written(store: Store, prefix: str) -> list[str]:
     return [
-        key for key in store.list(prefix) if key != layout.snapshot(0) and not key.startswith("snapshots/0000000000")
+        key
+        for key in store.list(prefix)
+        if key != layout.snapshot_key(0) and not key.startswith("snapshots/0000000000")
     ]
 
 
@@ -154,7 +156,7 @@ def test_corruption_of_another_fragment_is_noticed_when_its_turn_comes(name: str
     solo.round(3)
     with pytest.raises(Diverged, match="fragment 3"):
         solo.offer()
-    assert not written(solo.store, layout.delta(7, "r00", 1, "")[:30]), "nothing of it is in the bucket"
+    assert not written(solo.store, layout.delta_blob(7, "r00", 1, "")[:30]), "nothing of it is in the bucket"
 
 
 @AUTO

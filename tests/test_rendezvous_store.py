@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.seal import SealedStore
+from rendezvous.seal import SignedStore
 from rendezvous.store import Buffer, PatientStore, Store, put_once
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -27,7 +27,7 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda tmp: MemoryStore(),
     "faulty, without faults": lambda tmp: FaultyStore(MemoryStore()),
     "patient": lambda tmp: PatientStore(MemoryStore(), ManualClock(), 10.0),
-    "sealed": lambda tmp: SealedStore(FileStore(tmp / "bucket"), b"k" * 16, "run"),
+    "sealed": lambda tmp: SignedStore(FileStore(tmp / "bucket"), b"k" * 16, "run"),
 }
 BIG = bytes(range(256)) * 40_000  # 10 MB: more than one chunk
 
@@ -317,7 +317,7 @@ def test_a_patient_store_goes_on_when_the_disk_is_mended(verb: str, error: Excep
         pytest.skip("put_once reads that answer")
     inner, clock = bucket(Fault(verb, error=error, times=5))
     said: list[str] = []
-    store, out = PatientStore(inner, clock, 60.0, tell=said.append), memoryview(bytearray(1))
+    store, out = PatientStore(inner, clock, 60.0, on_trouble=said.append), memoryview(bytearray(1))
     args = {"put": ("k", b"v"), "create": ("k", b"v"), "get": ("k",), "list": ("",), "get_into": ("k", out)}
     getattr(store, verb)(*args[verb])
     assert 0 < clock.at < 60

@@ -17,7 +17,7 @@ from rendezvous.allreduce import ObjectStoreAllReduce
 from rendezvous.background import at_once, in_turn, together_on
 from rendezvous.reduce import Reducer
 from rendezvous.rules import Timing
-from rendezvous.seal import SealedStore
+from rendezvous.seal import SignedStore
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import FaultyStore, ManualClock
@@ -43,8 +43,8 @@ def test_the_engine_starts_no_thread() -> None:
 
 
 def test_requests_go_at_once_where_each_takes_long() -> None:
-    assert together_on(far()) is at_once and together_on(SealedStore(far(), b"k" * 16, "run")) is at_once
-    assert together_on(MemoryStore()) is in_turn and together_on(SealedStore(MemoryStore(), b"k" * 16, "r")) is in_turn
+    assert together_on(far()) is at_once and together_on(SignedStore(far(), b"k" * 16, "run")) is at_once
+    assert together_on(MemoryStore()) is in_turn and together_on(SignedStore(MemoryStore(), b"k" * 16, "r")) is in_turn
 
 
 @pytest.mark.parametrize(("store", "way"), [(MemoryStore(), in_turn), (far(), at_once)])
@@ -53,7 +53,7 @@ def test_a_replica_and_a_rank_are_built_for_their_store(store: Store, way: objec
     replica.end()
     rank = ObjectStoreAllReduce("memory://unused", 0, 2, store=store)
     assert rank.step == 0
-    reducers = [replica.rv._reducer, rank._begun()._reducer]
+    reducers = [replica.rv._reducer, rank._caught_up_rendezvous()._reducer]
     assert [reducer._together for reducer in reducers] == [way, way]
 
 

@@ -49,7 +49,7 @@ class Bucket:
 
     def claim(self, slot: str, generation: int, at: float, pid: int = 1) -> None:
         body = Claim(slot, generation, "n", T0 + at, "host", pid).encode()
-        self.store.create(layout.claim(slot, generation), body)
+        self.store.create(layout.claim_key(slot, generation), body)
 
     def tell(self, who: str, generation: int, at: float, event: str, /, **fields: object) -> None:
         n = self._logs.get((who, generation), 0)
@@ -57,19 +57,19 @@ class Bucket:
             self.claim(who, generation, at)
         self._logs[who, generation] = n + 1
         line = json.dumps({"at": T0 + at, "event": event, **fields})
-        self.store.put(layout.log(who, generation, n), line.encode() + b"\n")
+        self.store.put(layout.log_key(who, generation, n), line.encode() + b"\n")
 
     def offer(self, t: int, slot: str, generation: int, reward: float) -> Listed:
-        blob = layout.delta(t, slot, generation, "n")
+        blob = layout.delta_blob(t, slot, generation, "n")
         nonce = f"{t}{slot}"
         stats = {"reward": reward}
         offer = Offer(t, slot, generation, nonce, "base", 6, blob, BYTES, "d", took=1.0, at=T0, stats=stats)
-        self.store.create(layout.offer(t, slot, 0), offer.encode())
+        self.store.create(layout.offer_key(t, slot, 0), offer.encode())
         return Listed(t, slot, generation, nonce, blob, BYTES, "d", 6, 1.0)
 
     def commit(self, t: int, at: float, offers: list[Listed]) -> None:
         c = Commit(t, self.prev, "base", tuple(offers), {}, 1, 1.0, 0, f"{offers[0].slot}-1", f"c{t}", T0 + at)
-        self.store.create(layout.commit(t), c.encode())
+        self.store.create(layout.commit_key(t), c.encode())
         self.prev = digest(c.encode(), SHA256)
         for o in offers:
             if o.step == t:
@@ -103,9 +103,9 @@ def killed_and_replaced(store: Store | None = None) -> Bucket:
     b.claim("r01", 2, 9.6, pid=102)
     b.tell("r01", 2, 12.5, "joined", step=3, snapshot=0, replayed=3)
     leave = Leave("r00", 1, STEPS, "base", "done", "n", T0 + 17)
-    b.store.create(layout.leave("r00", 1), leave.encode())
-    b.store.put(layout.beat("r01"), Beat("r01", 2, 9, "train", 5, 3, 0.2, T0 + 16.0).encode())
-    b.store.put(layout.beat("supervisor"), Beat("supervisor", 1, 9, "left", 0, 0, 0.0, T0 + 17.0).encode())
+    b.store.create(layout.leave_key("r00", 1), leave.encode())
+    b.store.put(layout.beat_key("r01"), Beat("r01", 2, 9, "train", 5, 3, 0.2, T0 + 16.0).encode())
+    b.store.put(layout.beat_key("supervisor"), Beat("supervisor", 1, 9, "left", 0, 0, 0.0, T0 + 17.0).encode())
     return b
 
 
@@ -199,7 +199,7 @@ def test_the_page_is_self_contained_and_follows_the_readers_theme(tmp_path):
 
 def test_damaged_log_lines_are_skipped():
     b = killed_and_replaced()
-    b.store.put(layout.log("r00", 1, 999), b'{"at": 1, "ev\n\xff\xfe\n')
+    b.store.put(layout.log_key("r00", 1, 999), b'{"at": 1, "ev\n\xff\xfe\n')
     assert read_report(b.store).head == STEPS
 
 

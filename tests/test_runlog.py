@@ -31,7 +31,7 @@ from rendezvous import layout
 from rendezvous.errors import Forged, StoreUnclear
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Commit
-from rendezvous.rules import fp32
+from rendezvous.rules import round_to_fp32
 from rendezvous.seal import KEY, under_key
 from rendezvous.store import Store
 from rendezvous.stores.cloud import CloudStore
@@ -101,7 +101,7 @@ def test_a_second_status_asks_for_what_may_have_changed_alone(long, cache) -> No
     store = Counted(long.store)
     again = read_report(store, STATUS, cache())
     assert again == first
-    assert store.requests <= 75 and not [k for _, k in store.calls if k in map(layout.commit, range(399))]
+    assert store.requests <= 75 and not [k for _, k in store.calls if k in map(layout.commit_key, range(399))]
 
 
 def test_costs_ask_a_number_of_requests_that_does_not_grow_with_the_run(long) -> None:
@@ -118,18 +118,20 @@ def test_a_stray_control_record_far_ahead_is_not_walked_to() -> None:
         write_control(run.store, run.clock, replicas=4)
     plain, littered = Counted(run.store), Counted(run.store)
     read_report(plain, STATUS)
-    run.store.put(layout.control(9_999), b"{}")
+    run.store.put(layout.control_key(9_999), b"{}")
     read_report(littered, STATUS)
     assert littered.requests <= plain.requests + 4
 
 
 def test_what_goes_together_is_asked_at_the_same_time_and_never_more_than_a_bounded_number(long) -> None:
     store = Counted(long.store)
-    Ahead(store).ask(layout.commit(t) for t in range(300))
+    Ahead(store).ask(layout.commit_key(t) for t in range(300))
     assert store.requests == 300 and store.most <= AT_ONCE
     gate = threading.Barrier(8, timeout=120)
-    faults = [Fault("get", layout.commit(t), error=None, before=lambda: void(gate.wait())) for t in range(8)]
-    Ahead(FaultyStore(long.store, faults)).ask(layout.commit(t) for t in range(8))  # all eight, or the barrier breaks
+    faults = [Fault("get", layout.commit_key(t), error=None, before=lambda: void(gate.wait())) for t in range(8)]
+    Ahead(FaultyStore(long.store, faults)).ask(
+        layout.commit_key(t) for t in range(8)
+    )  # all eight, or the barrier breaks
     assert not gate.broken
 
 
@@ -147,9 +149,9 @@ def test_a_reader_that_looks_again_asks_a_few_requests_per_slot(long) -> None:
 def test_the_length_of_a_series_is_found_in_a_few_rounds(n, low) -> None:
     store, found = Counted(MemoryStore()), list[int]()
     for t in range(n):
-        store.inner.put(layout.commit(t), b"x")
+        store.inner.put(layout.commit_key(t), b"x")
     rounds = Rounds(Ahead(store))
-    rounds.count(layout.commit, min(low, n), 10, found.append)
+    rounds.count(layout.commit_key, min(low, n), 10, found.append)
     rounds.run()
     assert found == [n] and store.requests <= 150
 
@@ -196,7 +198,7 @@ def test_nothing_that_changes_is_kept(long, cache) -> None:
     kinds = {kind for kind in ("run", "seal", "control", "beat", "model") if cache().keys(kind)}
     assert kinds == set() and len(cache().keys("commit")) == 400
     newest = {
-        layout.log(slot, long.generation[slot], long._logs[slot, long.generation[slot]] - 1) for slot in long.slots
+        layout.log_key(slot, long.generation[slot], long._logs[slot, long.generation[slot]] - 1) for slot in long.slots
     }
     assert not newest & set(cache().keys("log")), "its writer may still write it again"
 
@@ -205,7 +207,7 @@ def test_a_run_that_goes_on_shows_its_newest_beat_wish_and_head(cache) -> None:
     run = long_run(50, 2)
     kept_after(run, cache)
     run.step(50)
-    run.store.put(layout.beat("r00"), Beat("r00", 1, 10, "wait", 51, 0, 4.0, NOW, note="for r01").encode())
+    run.store.put(layout.beat_key("r00"), Beat("r00", 1, 10, "wait", 51, 0, 4.0, NOW, note="for r01").encode())
     write_control(run.store, run.clock, stop=True)
     report = kept_after(run, cache)
     assert report.head == 51 and report.beats["r00"].phase == "wait" and report.wanted.stop
@@ -215,7 +217,7 @@ def test_a_log_that_its_writer_wrote_again_is_read_again(cache) -> None:
     """A journal whose answer was lost writes the same object once more, with more lines."""
     run = long_run(50, 2)
     kept_after(run, cache)
-    key = layout.log("r00", 1, run._logs["r00", 1] - 1)
+    key = layout.log_key("r00", 1, run._logs["r00", 1] - 1)
     more = json.dumps({"at": T0 + 1501, "event": "nothing_learned", "cause": "all rewards are equal"})
     run.store.put(key, (run.store.get(key) or b"") + more.encode() + b"\n")
     assert [e["cause"] for e in kept_after(run, cache).of_kind("nothing_learned")] == ["all rewards are equal"]
@@ -238,7 +240,7 @@ def test_two_processes_keep_and_tidy_up_at_the_same_time(long, tmp_path) -> None
     def one_of_many() -> None:
         for _ in range(12):
             found = Cache(tmp_path / "cache")
-            found.add(layout.commit(next(numbers)), b"commit")
+            found.add(layout.commit_key(next(numbers)), b"commit")
             found.save()
 
     numbers = iter(range(1000))
@@ -249,17 +251,17 @@ def test_two_processes_keep_and_tidy_up_at_the_same_time(long, tmp_path) -> None
         thread.join()
     files = list((tmp_path / "cache").glob("*"))
     assert 0 < len(files) <= caching.MOST_FILES + 4 and all(f.suffix == ".records" for f in files)
-    assert set(Cache(tmp_path / "cache").keys("commit")) <= {layout.commit(t) for t in range(48)}
+    assert set(Cache(tmp_path / "cache").keys("commit")) <= {layout.commit_key(t) for t in range(48)}
     assert read_report(long.store, STATUS, Cache(tmp_path / "cache")).head == 400
 
 
 def test_files_are_put_together_and_lose_nothing(cache) -> None:
     for t in range(40):
         found = cache()
-        found.add(layout.commit(t), bytes([t]))
+        found.add(layout.commit_key(t), bytes([t]))
         found.save()
     assert {key: cache().get(key) for key in cache().keys("commit")} == {
-        layout.commit(t): bytes([t]) for t in range(40)
+        layout.commit_key(t): bytes([t]) for t in range(40)
     }
 
 
@@ -272,7 +274,7 @@ def test_the_cache_is_bounded_and_the_longest_unused_runs_go(tmp_path, monkeypat
     monkeypatch.setattr(caching, "ALL_BYTES", 30_000)
     for i in range(5):
         found = Cache(tmp_path / f"run{i}")
-        found.add(layout.commit(0), b"x" * 10_000)
+        found.add(layout.commit_key(0), b"x" * 10_000)
         found.save()
         os.utime(tmp_path / f"run{i}", (i, i))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run3", "run4"]
@@ -282,7 +284,7 @@ def test_one_run_fills_its_share_and_no_more(cache, tmp_path, monkeypatch) -> No
     monkeypatch.setattr(caching, "RUN_BYTES", 25_000)
     for t in range(9):
         found = cache()
-        found.add(layout.commit(t), b"x" * 10_000)
+        found.add(layout.commit_key(t), b"x" * 10_000)
         found.save()
     assert len(cache().keys("commit")) == 3
 
@@ -331,7 +333,7 @@ def test_a_bucket_that_was_set_back_to_an_older_state_is_read_anew(cache) -> Non
 def test_what_is_kept_is_known_when_the_bucket_has_lost_it(cache) -> None:
     run = long_run(30, 2)
     whole = kept_after(run, cache)
-    run.store.delete([layout.offer(28, "r00", 0), layout.commit(3), layout.log("r00", 1, 20)])
+    run.store.delete([layout.offer_key(28, "r00", 0), layout.commit_key(3), layout.log_key("r00", 1, 20)])
     assert kept_after(run, cache) == whole
     assert read_report(run.store).head == 3
 
@@ -341,7 +343,10 @@ def test_what_is_kept_is_known_when_the_bucket_has_lost_it(cache) -> None:
 
 def test_garbage_is_not_kept_so_that_it_can_be_mended(cache) -> None:
     run = long_run(30, 2)
-    good = {k: run.store.get(k) or b"" for k in (layout.commit(20), layout.offer(29, "r00", 0), layout.claim("r00", 1))}
+    good = {
+        k: run.store.get(k) or b""
+        for k in (layout.commit_key(20), layout.offer_key(29, "r00", 0), layout.claim_key("r00", 1))
+    }
     for key in good:
         run.store.put(key, b"{}")
     harmed = kept_after(run, cache)
@@ -354,7 +359,7 @@ def test_garbage_is_not_kept_so_that_it_can_be_mended(cache) -> None:
 
 def test_a_store_that_does_not_answer_is_an_error_and_spoils_no_later_look(cache) -> None:
     run = long_run(30, 2)
-    store = FaultyStore(run.store, [Fault("get", layout.commit(7), error=StoreUnclear("no answer"))])
+    store = FaultyStore(run.store, [Fault("get", layout.commit_key(7), error=StoreUnclear("no answer"))])
     with pytest.raises(StoreUnclear, match="no answer"):
         read_report(store, STATUS, cache())
     assert read_report(store, STATUS, cache()) == read_report(run.store, STATUS)
@@ -363,10 +368,10 @@ def test_a_store_that_does_not_answer_is_an_error_and_spoils_no_later_look(cache
 def test_a_claim_that_is_gone_is_asked_for_once_per_look(long) -> None:
     """Before: a GET for each commit that lists this life."""
     run = long_run(60, 2)
-    run.store.delete([layout.claim("r00", 1)])
+    run.store.delete([layout.claim_key("r00", 1)])
     store = Counted(run.store)
     assert [x.name for x in read_report(store, STATUS).lives] == ["r01-1", "r01-2"]
-    assert Counter(store.calls)["get", layout.claim("r00", 1)] <= 3
+    assert Counter(store.calls)["get", layout.claim_key("r00", 1)] <= 3
 
 
 def sealed(secret: bytes) -> tuple[MemoryStore, LongRun]:
@@ -384,12 +389,12 @@ def test_a_sealed_run_is_read_and_kept_and_a_forged_record_is_passed_over(cache)
     bare, run = sealed(b"a key of sixteen characters")
     first = kept_after(run, cache)
     assert first.head == 30 and first == kept_after(run, cache)
-    commit = Commit.decode(run.store.get(layout.commit(29)) or b"")
-    bare.put(layout.commit(30), Commit(**{**vars(commit), "t": 30}).encode())
+    commit = Commit.decode(run.store.get(layout.commit_key(29)) or b"")
+    bare.put(layout.commit_key(30), Commit(**{**vars(commit), "t": 30}).encode())
     with pytest.raises(Forged, match="was not written with this run's key"):
         kept_after(run, cache)
-    bare.delete([layout.commit(30)])
-    bare.put(layout.offer(29, "r00", 0), b'{"forged":1}')
+    bare.delete([layout.commit_key(30)])
+    bare.put(layout.offer_key(29, "r00", 0), b'{"forged":1}')
     assert kept_after(run, cache) == first, "it was read while it was true"
     assert "r00" not in read_report(run.store, STATUS).steps[29].h
 
@@ -546,10 +551,10 @@ def test_a_commit_that_another_release_kept_is_read_by_the_rules(cache) -> None:
     run = long_run(3, 2)
     first = kept_after(run, cache)
     again = cache()
-    bodies = [run.store.get(layout.commit(t)) or b"" for t in range(3)]
+    bodies = [run.store.get(layout.commit_key(t)) or b"" for t in range(3)]
     again.clear()
     for t, body in enumerate((bodies[0], b'{"kind":"commit","t":1}', bodies[2])):
-        again.add(layout.commit(t), body)
+        again.add(layout.commit_key(t), body)
     again.save()
     assert "commit 1 cannot be read" in kept_after(run, cache).damage
     assert commits.kept_commit(bodies[1]) == commits.read_commit(bodies[1])
@@ -574,4 +579,4 @@ def test_the_picture_of_a_long_run_has_no_artist_per_outer_step(long) -> None:
 
 @given(st.floats(width=64, allow_nan=False, min_value=-3.4e38, max_value=3.4e38))
 def test_rounding_to_fp32_without_numpy_is_numpys(x) -> None:
-    assert fp32(x) == float(np.float32(x))
+    assert round_to_fp32(x) == float(np.float32(x))

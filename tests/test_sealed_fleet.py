@@ -47,7 +47,7 @@ def without_tags(run: Path, to: Path) -> Path:
     for path in sorted(p for p in run.rglob("*") if p.is_file() and "processes" not in p.parts):
         name, body = path.relative_to(run).as_posix(), path.read_bytes()
         assert SECRET.encode() not in body, f"the key is in {name}"
-        if layout.kind(name) not in (None, "seal"):
+        if layout.record_kind(name) not in (None, "seal"):
             record, end = body[: -len(',"seal":""}') - 64] + b"}", body[-len('":""}') - 64 :]
             if body.endswith(b"\n"):
                 record, end = body[: -len('{"seal":""}\n') - 64], body[-len('":""}\n') - 64 : -1]
@@ -73,21 +73,21 @@ class Outsider(threading.Thread):
         self.wrote = list[str]()
 
     def run(self) -> None:
-        self.write(layout.claim("r02", 2), Claim("r02", 2, "n", 0.0, "elsewhere", 1).encode())
-        self.write(layout.control(1), Control(1, "n", 0.0, stop=True).encode())
+        self.write(layout.claim_key("r02", 2), Claim("r02", 2, "n", 0.0, "elsewhere", 1).encode())
+        self.write(layout.control_key(1), Control(1, "n", 0.0, stop=True).encode())
         for t in range(self.fleet.config.fleet.steps):
             base = self.wait_for_base(t)
             elements = sum(int(np.prod(shape)) for _, shape, _ in self.fleet.model.layout)
             for slot, value in (("r00", np.nan), ("r01", 1e30)):
-                body, blob = np.full(elements, value, np.float32).tobytes(), layout.delta(t, slot, 1, "outsider")
+                body, blob = np.full(elements, value, np.float32).tobytes(), layout.delta_blob(t, slot, 1, "outsider")
                 self.bucket.put(blob, body)
                 offer = Offer(t, slot, 1, "n", base, 4, blob, len(body), xxhash.xxh3_128_hexdigest(body), 1.0, 0.0)
-                self.write(layout.offer(t, slot, 0), offer.encode())
+                self.write(layout.offer_key(t, slot, 0), offer.encode())
 
     def wait_for_base(self, t: int) -> str:
         """What an offer for step t must name: as the commit says that was made before it, or the first snapshot."""
         while not self.over.is_set():
-            body = self.bucket.get(layout.commit(t - 1)) if t else self.bucket.get(layout.snapshot(0))
+            body = self.bucket.get(layout.commit_key(t - 1)) if t else self.bucket.get(layout.snapshot_key(0))
             if body is not None:
                 return json.loads(body)["base"]
             self.over.wait(0.005)
@@ -133,8 +133,8 @@ def test_a_forged_commit_ends_every_replica_for_good(tmp_path: Path, key: dict[s
     fleet = Fleet(tmp_path, environ=key, **SLOW)
     fleet.start_all()
     fleet.wait_for(lambda: fleet.commit(1))
-    body = FileStore(tmp_path / "run").get(layout.commit(1)) or b""
-    FileStore(tmp_path / "run").put(layout.commit(3), body.replace(b'"t":1', b'"t":3'))
+    body = FileStore(tmp_path / "run").get(layout.commit_key(1)) or b""
+    FileStore(tmp_path / "run").put(layout.commit_key(3), body.replace(b'"t":1', b'"t":3'))
     assert set(map(tuple, fleet.wait().values())) == {(exitcodes.USER_ERROR,)}, fleet.logs()
     assert "not written with this run's key" in fleet.log("r00").read_text()
     with pytest.raises(Forged):

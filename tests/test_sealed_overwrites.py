@@ -29,7 +29,7 @@ from rendezvous.membership import write_control
 from rendezvous.records import Beat
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
-from rendezvous.seal import SealedStore, sealed, under_key
+from rendezvous.seal import SignedStore, sign_record, under_key
 from rendezvous.store import Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -45,19 +45,27 @@ N = 2000  # elements: 8 kB, enough for a made collision
 # how layout spells it -> what its keys look like, and how a run meets it that reads it overwritten
 ENDS, GOES_ON, TOLD = "whoever reads it ends", "nothing changes", "as after a kill -9, and it is told"
 OBJECTS: dict[str, tuple[str, str]] = {
-    "SEAL": (r"seal\.json", ENDS), "claim": (r"replicas/.*", ENDS), "beat": (r"alive/.*", GOES_ON),
-    "delta": (r"steps/.*/delta/.*", ENDS), "offer": (r"steps/.*/offer/.*", ENDS), "commit": (r".*/commit\.json", ENDS),
-    "mean": (r"steps/.*/mean/\d{4}\.json", ENDS), "mean_blob": (r"steps/.*/mean/.*\.bin", GOES_ON),
-    "snapshot": (r"snapshots/.*\.json", ENDS), "snapshot_blob": (r"snapshots/.*\.safetensors", ENDS),
-    "leave": (r"leave/.*", TOLD), "residual": (r"residuals/.*", TOLD), "control": (r"control/.*", ENDS),
+    "SEAL": (r"seal\.json", ENDS), "claim_key": (r"replicas/.*", ENDS), "beat_key": (r"alive/.*", GOES_ON),
+    "delta_blob": (r"steps/.*/delta/.*", ENDS), "offer_key": (r"steps/.*/offer/.*", ENDS),
+    "commit_key": (r".*/commit\.json", ENDS),
+    "mean_key": (r"steps/.*/mean/\d{4}\.json", ENDS), "mean_blob": (r"steps/.*/mean/.*\.bin", GOES_ON),
+    "snapshot_key": (r"snapshots/.*\.json", ENDS), "snapshot_blob": (r"snapshots/.*\.safetensors", ENDS),
+    "leave_key": (r"leave/.*", TOLD), "residual_blob": (r"residuals/.*", TOLD), "control_key": (r"control/.*", ENDS),
 }  # fmt: skip
-LAUNCHED = {"RUN", "MODEL_MANIFEST", "code", "model_file", "log", "rollouts"}  # below, each in a test of its own
+LAUNCHED = {
+    "RUN",
+    "MODEL_MANIFEST",
+    "code_key",
+    "model_file",
+    "log_key",
+    "rollouts_key",
+}  # below, each in a test of its own
 
 
 def test_every_kind_of_object_is_overwritten_somewhere_below() -> None:
     spelled = {name for name, f in vars(layout).items() if inspect.isfunction(f) and f.__annotations__["return"] is str}
     singles = {name for name, key in vars(layout).items() if isinstance(key, str) and key.endswith(".json")}
-    assert spelled | singles == set(OBJECTS) | LAUNCHED | {"slot_name", "logs_of", "offers", "offer_slot"}
+    assert spelled | singles == set(OBJECTS) | LAUNCHED | {"slot_name", "logs_prefix", "offers_prefix", "offer_slot"}
 
 
 class Overwritten(MemoryStore):
@@ -94,12 +102,18 @@ def emptied(store: Overwritten, key: str, body: bytes) -> bytes:
 
 def of_another_key(store: Overwritten, key: str, body: bytes) -> bytes:
     """Well-formed, as the outsider's own run would have it there."""
-    return sealed(body[:-75] + b"}", b"the outsider's own key", "run", key) if layout.kind(key) else body[::-1]
+    return (
+        sign_record(body[:-75] + b"}", b"the outsider's own key", "run", key) if layout.record_kind(key) else body[::-1]
+    )
 
 
 def of_another_place(store: Overwritten, key: str, body: bytes) -> bytes:
     """The run's own, of the same kind, under another key; of a blob the first that there was."""
-    alike = [k for k in store.written if layout.kind(k) == layout.kind(key) and k != key and store.keys.fullmatch(k)]
+    alike = [
+        k
+        for k in store.written
+        if layout.record_kind(k) == layout.record_kind(key) and k != key and store.keys.fullmatch(k)
+    ]
     return store.written[alike[0]] if alike else b"{}"
 
 
@@ -143,12 +157,12 @@ class Game:
     def opened(self) -> Store:
         """As a process that starts now finds it."""
         store = under_key(self.bucket, self.clock, self.secret)
-        if isinstance(store, SealedStore):
-            store.tell = self.tell
+        if isinstance(store, SignedStore):
+            store.emit = self.tell
         return store
 
     def seat(self, slot: str) -> Rendezvous:
-        seat = Rendezvous(self.opened(), self.clock, slot, self.rules, TIMING, tell=self.tell)
+        seat = Rendezvous(self.opened(), self.clock, slot, self.rules, TIMING, emit=self.tell)
         seat.claim()
         seat.join(VectorState(N, 100.0))
         self.saw(seat)
@@ -219,14 +233,14 @@ def test_an_old_beat_that_is_put_back_is_silence(tmp_path: Path) -> None:
     recorded = []
     for _ in range(3):
         b.members.tick()
-        recorded.append(bucket.get(layout.beat("r01")) or b"")
+        recorded.append(bucket.get(layout.beat_key("r01")) or b"")
         a.members.tick()
         clock.sleep(TIMING.beat)
     for i in range(40):
-        bucket.put(layout.beat("r01"), recorded[i % 3])
+        bucket.put(layout.beat_key("r01"), recorded[i % 3])
         clock.sleep(TIMING.beat)
         a.members.tick()
-    assert a.members.peers["r01"].dead(TIMING.dead_after)
+    assert a.members.peers["r01"].is_dead(TIMING.dead_after)
 
 
 def test_a_forged_beat_neither_fences_nor_drains_nor_stops_nor_lowers_the_quorum() -> None:
@@ -235,12 +249,12 @@ def test_a_forged_beat_neither_fences_nor_drains_nor_stops_nor_lowers_the_quorum
     write_control(store, clock, replicas=2, min_replicas=2, steps=9, until=7.0)
     a = Rendezvous(store, clock, "r00", Rules(), TIMING)
     a.claim()
-    before = a.members.listen(store)
+    before = a.members.hear_wishes(store)
     for slot in ("r00", "r01", "supervisor"):
         for phase in ("left", "train", "boot"):
-            bucket.put(layout.beat(slot), Beat(slot, 99, 99, phase, 99, 0, 1.0, 0.0).encode())
+            bucket.put(layout.beat_key(slot), Beat(slot, 99, 99, phase, 99, 0, 1.0, 0.0).encode())
             a.members.tick()
-    assert a.members.wanted == before and a.members.fenced_by == 0 and not a.leaving
+    assert a.members.wanted == before and a.members.fenced_by == 0 and not a.is_leaving
     assert "r01" not in a.members.peers, "nobody heard it"
 
 
@@ -268,7 +282,7 @@ def test_the_twin_of_a_reward_file_is_real(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secret", [SECRET, None])
 def test_no_code_but_the_users_is_ever_written_to_be_imported(tmp_path: Path, secret: bytes | None) -> None:
     store = under_key(bucket := MemoryStore(), ManualClock(), secret)
-    key = layout.code(hex_of(digest(REWARD, SHA256)), "reward.py")
+    key = layout.code_key(hex_of(digest(REWARD, SHA256)), "reward.py")
     record = RunRecord({}, {}, {"reward": {"key": key, "digest": digest(REWARD, SHA256)}}, "n", 0.0)
     run = Run("memory://", store, record)
     bucket.put(key, REWARD)
@@ -318,7 +332,7 @@ def test_a_forged_log_tells_nothing(theirs: bytes) -> None:
     journal.emit("launched", slot="r00")
     journal.flush()
     assert [e["event"] for e in read_journal(store)] == ["launched"] == [e["event"] for e in read_report(store).events]
-    for key in (layout.log("supervisor", 1, 0), layout.log("r07", 1, 3)):
+    for key in (layout.log_key("supervisor", 1, 0), layout.log_key("r07", 1, 3)):
         bucket.put(key, theirs)
     assert list(read_journal(store)) == [] == read_report(store).events
 
@@ -326,7 +340,7 @@ def test_a_forged_log_tells_nothing(theirs: bytes) -> None:
 def test_forged_rollouts_are_no_traces() -> None:
     clock, bucket = ManualClock(), MemoryStore()
     store = under_key(bucket, clock, SECRET)
-    bucket.put(layout.rollouts("r00", 1, 0), b'{"step": 1}\n{"reward": 9, "messages": []}\n')
+    bucket.put(layout.rollouts_key("r00", 1, 0), b'{"step": 1}\n{"reward": 9, "messages": []}\n')
     assert run_states(store) == []
 
 
@@ -336,7 +350,9 @@ def test_what_a_log_says_cannot_steer_a_terminal() -> None:
     journal = Journal(store, clock, "r00", 1)
     journal.emit("warning", text="\x1b[2J\x1b]0;owned\x07 all is well\nr01-1 done\u202e", deep={"a": ["\x1b[31m"]})
     journal.flush()
-    store.put(layout.beat("r00"), Beat("r00", 1, 1, "train", 0, 0, 0.0, 0.0, note="\x1b[1A\x9b", host="h\x1b").encode())
+    store.put(
+        layout.beat_key("r00"), Beat("r00", 1, 1, "train", 0, 0, 0.0, 0.0, note="\x1b[1A\x9b", host="h\x1b").encode()
+    )
     report = read_report(store)
     said = repr([report.events, [(b.note, b.host) for b in report.beats.values()]])
     assert "all is well" in said

@@ -190,7 +190,7 @@ def share(schedule: Schedule) -> dict[str, float]:
     world = World(schedule)
     world.run()
     commits = world.observer.commits[3:]
-    counts = Counter(o.slot for c in commits for o in c.fresh)
+    counts = Counter(o.slot for c in commits for o in c.fresh_offers)
     return {slot: n / len(commits) for slot, n in counts.items()}
 
 

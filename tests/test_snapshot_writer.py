@@ -54,8 +54,8 @@ def test_a_fragment_that_is_stepped_while_it_is_read_is_read_as_it_was(read: int
     pieces: Iterator[Buffer] = iter(live)
     start = [bytes(next(pieces)) for _ in range(read)]
     for f, array in enumerate(arrays):
-        copied = live.release(f)
-        assert copied <= array.nbytes and live.release(f) == 0, "once"
+        copied = live.release_fragment(f)
+        assert copied <= array.nbytes and live.release_fragment(f) == 0, "once"
         array[:] = -1
     assert b"".join([*start, *map(bytes, pieces)]) == expected
 
@@ -65,8 +65,8 @@ def test_only_what_was_not_read_yet_is_copied() -> None:
     pieces = iter(live)
     for _ in range(3):
         next(pieces)
-    assert live.release(0) == PIECE
-    assert live.release(1) == 3 * PIECE
+    assert live.release_fragment(0) == PIECE
+    assert live.release_fragment(1) == 3 * PIECE
 
 
 def test_a_request_that_fails_is_made_again_from_the_front() -> None:
@@ -86,7 +86,7 @@ def test_what_was_read_and_stepped_cannot_be_read_again() -> None:
     pieces = iter(live)
     for _ in range(3):
         next(pieces)
-    live.release(0)
+    live.release_fragment(0)
     arrays[0][:] = -1
     with pytest.raises(Abandoned, match="stepped since"):
         bytes(live)
@@ -139,7 +139,7 @@ def test_steps_go_on_while_a_slow_store_takes_a_snapshot_of_what_was(fragments: 
         store.pieces.release()
     for _ in range(3):
         step(rv, state)  # none of them waits
-    assert store.get(layout.snapshot(2)) is None and rv.step == 5
+    assert store.get(layout.snapshot_key(2)) is None and rv.step == 5
     store.pieces.release(1000)
     rv._uploads.drain()
     rv._background.drain()
@@ -157,10 +157,10 @@ def test_nothing_is_visible_before_the_commit_confirms_it() -> None:
     step(rv, state)
     rv._uploads.drain()
     assert [k for k in store.list("snapshots/0000000002/") if k.endswith(".safetensors")], "the blob is there"
-    assert store.get(layout.snapshot(2)) is None
+    assert store.get(layout.snapshot_key(2)) is None
     step(rv, state)
     rv._background.drain()
-    assert store.get(layout.snapshot(2)) is not None
+    assert store.get(layout.snapshot_key(2)) is not None
 
 
 def test_bytes_that_changed_under_the_reader_are_never_published() -> None:
@@ -175,7 +175,7 @@ def test_bytes_that_changed_under_the_reader_are_never_published() -> None:
     state.theta[-1] -= 1
     step(rv, state)
     rv._background.drain()
-    assert store.get(layout.snapshot(2)) is None
+    assert store.get(layout.snapshot_key(2)) is None
 
 
 def test_a_snapshot_that_was_given_up_is_made_up_for_at_the_next_step() -> None:
@@ -189,7 +189,7 @@ def test_a_snapshot_that_was_given_up_is_made_up_for_at_the_next_step() -> None:
         step(rv, state)
         rv._uploads.drain()
     rv._background.drain()
-    assert store.get(layout.snapshot(2)) is None and store.get(layout.snapshot(3)) is not None
+    assert store.get(layout.snapshot_key(2)) is None and store.get(layout.snapshot_key(3)) is not None
 
 
 def test_a_damaged_snapshot_whose_header_lies_is_passed_over() -> None:
@@ -200,7 +200,7 @@ def test_a_damaged_snapshot_whose_header_lies_is_passed_over() -> None:
         store.put(good.blob, bad + body)
         assert snapshots.load(store, good, lambda event, **_: told.append(event), {}) is None
         with pytest.raises(Corrupt, match="header"):
-            tensors.read(store, good.blob, good.size)
+            tensors.read_tensors(store, good.blob, good.size)
         store.put(good.blob, bytes(TensorFile({"theta.0": np.ones(3, np.float32)})))
     assert told == ["bad_snapshot"] * 3
 
@@ -271,5 +271,5 @@ def test_kill_9_while_a_snapshot_streams_leaves_nothing_and_the_next_one_works(t
         step(rv, state)
     rv._uploads.drain()
     rv._background.drain()
-    assert store.get(layout.snapshot(2)) is not None
+    assert store.get(layout.snapshot_key(2)) is not None
     assert not list((tmp_path / ".tmp").glob("put-*")), "the next writer on this machine takes the half file away"

@@ -122,7 +122,7 @@ def test_a_replica_that_gets_other_bits_says_so_and_trains_nothing(tmp_path: Pat
     said = fleet.logs()
     assert f"model.safetensors of {NAME} at commit {hub.commit(NAME)} has other bits here" in said
     assert "Next: give this machine a way to it" in said and "inner.model = FOLDER" in said
-    assert fleet.commits() == [] and fleet.store.get(layout.snapshot(0)) is None
+    assert fleet.commits() == [] and fleet.store.get(layout.snapshot_key(0)) is None
     hub.swapped.clear()  # what was taken is not believed later either
     fleet.start("r00", HF_HOME=str(tmp_path / "mirror"))
     assert fleet.wait()["r00"][-1] == exitcodes.DONE, fleet.logs()
@@ -259,7 +259,7 @@ def test_snapshot_0_has_no_momentum_and_is_read_with_zeros(tmp_path: Path) -> No
     fleet.start("r00")
     assert fleet.wait() == {"r00": [0]}, fleet.logs()
     store = open_store(str(tmp_path / "run"))
-    first = Snapshot.decode(store.get(layout.snapshot(0)) or b"")
+    first = Snapshot.decode(store.get(layout.snapshot_key(0)) or b"")
     parameters = sum(int(np.prod(shape)) for _, shape, _ in fleet.model.layout)
     assert 4 * parameters < first.size < 4 * parameters + 1024
     at, state = state_at(read_run(str(tmp_path / "run")), fleet.model, 0)
@@ -297,7 +297,7 @@ def test_a_life_that_must_begin_again_at_theta_0_asks_for_it(tmp_path: Path) -> 
     seat.offer()
     seat.step()
     base = seat.rv.base
-    seat.rv._heal(upto=1)
+    seat.rv._heal_from_bucket(upto=1)
     assert asked == [1] and seat.rv.base == base
     other = Seat(store, "r01", clock, replace_every())
     other.state.load({**first, "theta.0": first["theta.0"] + 1})

@@ -225,7 +225,7 @@ def test_nobody_at_home_is_unclear() -> None:
 
 
 def test_hugging_face_buckets_speak_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cloud.parse("hf://buckets/team/runs/demo/1").endpoint == "https://s3.hf.co/team"
+    assert cloud.parse_address("hf://buckets/team/runs/demo/1").endpoint == "https://s3.hf.co/team"
     with S3Server(access_key="AKIDTEST", buckets=("runs",), base="/team") as gateway:
         monkeypatch.setenv("HF_S3_ENDPOINT", gateway.endpoint.removesuffix("/team"))
         store = open_store("hf://buckets/team/runs/demo/1")
@@ -336,8 +336,8 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
         at()
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
-    error = cloud.explain(
-        cloud.parse("s3://b/run"),
+    error = cloud.explain_error(
+        cloud.parse_address("s3://b/run"),
         "read",
         "k",
         OSError("Error performing PUT http://169.254.169.254/latest/api/token in 1ms"),
@@ -347,7 +347,7 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_token_that_expires_is_waited_for(s3: S3Server) -> None:
     said = list[str]()
-    store = PatientStore(at(), SystemClock(), 60.0, tell=said.append)
+    store = PatientStore(at(), SystemClock(), 60.0, on_trouble=said.append)
     store.put("before", b"1")
     s3.expired = True
     threading.Timer(1.5, setattr, (s3, "expired", False)).start()
@@ -426,7 +426,7 @@ def test_no_secret_in_the_store_itself(s3: S3Server, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
     store = at()
     store.put("k", b"v")
-    assert_clean(f"{store!r} {store.url} {vars(store)} {cloud.parse(store.url)}")
+    assert_clean(f"{store!r} {store.url} {vars(store)} {cloud.parse_address(store.url)}")
 
 
 def assert_clean(text: str) -> None:
@@ -487,7 +487,7 @@ def test_a_forked_child_is_told_and_does_not_hang(s3: S3Server) -> None:
 
 
 def test_one_client_serves_all_stores_of_a_bucket(s3: S3Server) -> None:
-    assert at()._at() is at()._at()
+    assert at()._current_clients() is at()._current_clients()
 
 
 # ---------------------------------------------------------------------- what it takes

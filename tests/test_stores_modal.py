@@ -22,7 +22,7 @@ from rendezvous.errors import KeyExists, StoreRefused, StoreUnclear
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.stores.modal_blocks import BLOCK, blocks_of
 from rendezvous.stores.modal_mirror import DAY, KEPT, Mirror, pointer_to
-from rendezvous.stores.modal_store import ModalStore, parse
+from rendezvous.stores.modal_store import ModalStore, parse_url
 from rendezvous.stores.modal_wire import Wire
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
@@ -76,11 +76,11 @@ def store(fresh: Callable[[], ModalStore]) -> Store:
 
 
 def test_a_url_names_a_dict_a_prefix_and_an_environment() -> None:
-    assert parse("modal://runs") == ("runs", "", "")
-    assert parse("modal://my.runs/a/b?environment=dev") == ("my.runs", "a/b/", "dev")
+    assert parse_url("modal://runs") == ("runs", "", "")
+    assert parse_url("modal://my.runs/a/b?environment=dev") == ("my.runs", "a/b/", "dev")
     for wrong in ("modal://", "modal://a b", "modal://" + "x" * 65, "modal://runs?region=eu", "modal://runs/../other"):
         with pytest.raises((ValueError, RuntimeError)):
-            parse(wrong)
+            parse_url(wrong)
     assert open_store("modal://runs/first").url == "modal://runs/first"
 
 
@@ -343,7 +343,7 @@ def test_a_register_that_differs_from_its_mirror_is_loud(server: ModalServer, fr
     mirror = Mirror(Wire("runs"), "first/")
     entries[key] = pickle.dumps(b"!theirs", 4)
     with pytest.raises(StoreRefused, match="decided twice"):
-        mirror._restore(("first/commit", b""))
+        mirror._restore_entry(("first/commit", b""))
 
 
 def test_a_deleted_register_does_not_come_back(server: ModalServer, fresh: Callable[[], ModalStore]) -> None:

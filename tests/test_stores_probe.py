@@ -10,7 +10,7 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
-from rendezvous.probe import Probe, doctor_table, probe, race, sync_estimate
+from rendezvous.probe import Probe, doctor_table, probe_store, race_writers, sync_estimate
 from rendezvous.store import Body, Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -40,8 +40,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def test_a_good_store_passes_and_is_left_as_it_was(store: Store) -> None:
     store.put("mine", b"v")
-    seen = probe(store, SystemClock(), SMALL)
-    assert seen.verdict() is None and seen.race.winners == (1,) * 5 and seen.list_lag_s is not None
+    seen = probe_store(store, SystemClock(), SMALL)
+    assert seen.why_unfit() is None and seen.race.winners == (1,) * 5 and seen.list_lag_s is not None
     assert seen.put_bytes_s > 1e6 and seen.get_bytes_s > 1e6 and 0 < seen.get_s < 1
     assert store.list("") == ["mine"]
     assert "This store can carry a run." in doctor_table(seen)
@@ -49,8 +49,8 @@ def test_a_good_store_passes_and_is_left_as_it_was(store: Store) -> None:
 
 def test_a_store_that_overwrites_is_refused_with_the_count(s3: S3Server) -> None:
     s3.overwrites = True
-    seen = probe(open_store("s3://bucket/run"), SystemClock(), SMALL)
-    assert seen.verdict() == "silently overwrites: 16 of 16 writers won the same key"
+    seen = probe_store(open_store("s3://bucket/run"), SystemClock(), SMALL)
+    assert seen.why_unfit() == "silently overwrites: 16 of 16 writers won the same key"
     table = doctor_table(seen)
     assert "NO    16 at once, 5 rounds: 16 winners" in table and "cannot carry a run: silently" in table
 
@@ -74,7 +74,7 @@ class Sloppy(MemoryStore):
 
 
 def test_a_look_then_write_store_is_found_out() -> None:
-    assert "writers won" in (race(Sloppy(), SystemClock()).reason() or "")
+    assert "writers won" in (race_writers(Sloppy(), SystemClock()).why_unfit() or "")
 
 
 class Stale(MemoryStore):
@@ -103,7 +103,7 @@ class Shifted(MemoryStore):
     [(Stale, "read-after-write"), (Blind, "past the end"), (Liar, "another one does"), (Shifted, "wrong bytes")],
 )
 def test_every_other_flaw_has_its_reason(kind: type[MemoryStore], reason: str) -> None:
-    assert reason in (probe(kind(), SystemClock(), SMALL).verdict() or "")
+    assert reason in (probe_store(kind(), SystemClock(), SMALL).why_unfit() or "")
 
 
 class Keeping(MemoryStore):
@@ -113,8 +113,8 @@ class Keeping(MemoryStore):
 
 
 def test_a_store_that_deletes_nothing_can_carry_a_run_that_keeps_everything() -> None:
-    seen = probe(Keeping(), SystemClock(), SMALL)
-    assert seen.verdict() is None and not seen.deletes
+    seen = probe_store(Keeping(), SystemClock(), SMALL)
+    assert seen.why_unfit() is None and not seen.deletes
     assert 'deletes objects         NO    set fleet.keep = "all"' in doctor_table(seen)
 
 
@@ -139,28 +139,28 @@ def test_a_measurement_that_fails_is_a_row_and_the_others_are_made(broken: str, 
         def _break(self) -> Any:
             raise StoreRefused("the store broke")
 
-    seen = probe(Broken(), SystemClock(), SMALL)
+    seen = probe_store(Broken(), SystemClock(), SMALL)
     table = doctor_table(seen, 1_000_000)
     assert row in table and len(table.splitlines()) >= 9, table
-    assert ("the store broke" in (seen.verdict() or "")) == fatal
+    assert ("the store broke" in (seen.why_unfit() or "")) == fatal
 
 
 def test_a_few_errors_are_no_verdict(s3: S3Server) -> None:
     for kind in ("lost", "409", "503"):
         s3.fault(kind, op="PutObject", times=5)
     s3.fault("500", op="GetObject", times=3)
-    assert probe(open_store("s3://bucket/run"), SystemClock(), SMALL).verdict() is None
+    assert probe_store(open_store("s3://bucket/run"), SystemClock(), SMALL).why_unfit() is None
 
 
 def test_a_store_where_every_create_fails_cannot_carry_a_run(s3: S3Server) -> None:
     s3.fault("409", op="PutObject", key="race|small|twice", times=10_000)
-    assert "nobody could create" in (probe(open_store("s3://bucket/run"), SystemClock(), SMALL).verdict() or "")
+    assert "nobody could create" in (probe_store(open_store("s3://bucket/run"), SystemClock(), SMALL).why_unfit() or "")
 
 
 def test_a_refusing_store_is_its_own_message(s3: S3Server) -> None:
     s3.expired = True
     with pytest.raises(StoreRefused, match="renew it"):
-        probe(open_store("s3://bucket/run"), SystemClock(), SMALL)
+        probe_store(open_store("s3://bucket/run"), SystemClock(), SMALL)
 
 
 def test_slow_lists_are_only_noted() -> None:
@@ -175,14 +175,14 @@ def test_slow_lists_are_only_noted() -> None:
         def sleep(self, seconds: float) -> None:
             super().sleep(seconds / 1000)
 
-    seen = probe(Lagging(), Fast(), SMALL)
-    assert seen.list_lag_s is None and seen.verdict() is None and "slow" in doctor_table(seen)
+    seen = probe_store(Lagging(), Fast(), SMALL)
+    assert seen.list_lag_s is None and seen.why_unfit() is None and "slow" in doctor_table(seen)
 
 
 def test_the_probe_cleans_up_when_it_fails() -> None:
     inner = MemoryStore()
     with pytest.raises(ZeroDivisionError):
-        probe(FaultyStore(inner, [Fault("list", error=ZeroDivisionError())]), SystemClock(), SMALL)
+        probe_store(FaultyStore(inner, [Fault("list", error=ZeroDivisionError())]), SystemClock(), SMALL)
     assert inner.list("") == []
 
 
@@ -191,7 +191,7 @@ def test_the_probe_cleans_up_when_it_fails() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Probe:
-    seen = probe(MemoryStore("s3://bucket/run"), SystemClock(), SMALL)
+    seen = probe_store(MemoryStore("s3://bucket/run"), SystemClock(), SMALL)
     return replace(seen, put_bytes_s=1e8, get_bytes_s=2e8, get_s=0.1, create_s=0.1)
 
 

@@ -93,7 +93,7 @@ def test_a_full_disk_gets_the_space_back(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_write", full)
+        patch.setattr(files, "_write_body", full)
         with pytest.raises(StoreFull):
             store.put("b", body(2, 10))
     assert spares(store) == []
@@ -152,14 +152,14 @@ def test_a_fork_does_not_write_over_its_parents_files(tmp_path: Path) -> None:
 def test_a_reader_in_the_middle_of_a_deleted_blob_is_told_by_its_digest(tmp_path: Path) -> None:
     from rendezvous.clock import SystemClock
     from rendezvous.digests import digest
-    from rendezvous.wire import fetch, payload
+    from rendezvous.wire import as_bytes, fetch_checked
 
     store, value = FileStore(tmp_path), np.arange(LEAST, dtype=np.uint8)
-    store.put("a", payload(value))
+    store.put("a", as_bytes(value))
     fd = os.open(tmp_path / "a", os.O_RDONLY)
     store.delete(["a"])
     store.put("b", body(9))
     assert os.pread(fd, 4, 0) == body(9, 4), "its pages serve another blob now"
     os.close(fd)
     out = np.empty(LEAST, np.uint8)
-    assert "missing" in str(fetch(store, SystemClock(), "a", [(LEAST, digest(payload(value)))], out, tries=1))
+    assert "missing" in str(fetch_checked(store, SystemClock(), "a", [(LEAST, digest(as_bytes(value)))], out, tries=1))

@@ -154,7 +154,7 @@ def test_rollouts_lie_in_the_log_and_are_no_events(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named_and_the_others_are_kept() -> None:
     store = MemoryStore()
     logged(store, "r00", 0)
-    key = layout.rollouts("r00", 1, 0)
+    key = layout.rollouts_key("r00", 1, 0)
     store.put(key, (store.get(key) or b"") + b'{"messages": 3}\n\xff\n')
     with pytest.warns(TraceWarning, match=r"000000\.rollouts\.jsonl, line 3"):
         assert len(run_states(store)) == 1

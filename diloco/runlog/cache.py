@@ -72,22 +72,22 @@ class Cache:
         self._of_another = False  # what lies in the folder is not of this run
 
     def get(self, key: str) -> bytes | None:
-        kind = layout.kind(key)
+        kind = layout.record_kind(key)
         return None if kind is None else self._of_kind(kind).get(key)
 
     def add(self, key: str, body: bytes) -> None:
         """Kept from now on, and on disk after `save`."""
-        if (kind := layout.kind(key)) is not None:
+        if (kind := layout.record_kind(key)) is not None:
             self._of_kind(kind)[key] = self._news.setdefault(kind, {})[key] = body
 
     def take(self, key: str) -> bytes | None:
         """Its body, for who wants to compare it with the bucket's; it counts as not kept from now on."""
-        kind = layout.kind(key)
+        kind = layout.record_kind(key)
         return None if kind is None else self._of_kind(kind).pop(key, None)
 
     def put_back(self, key: str, body: bytes) -> None:
         """After `take`: it is what the bucket has."""
-        self._of_kind(layout.kind(key) or "")[key] = body
+        self._of_kind(layout.record_kind(key) or "")[key] = body
 
     def keys(self, kind: str) -> list[str]:
         return list(self._of_kind(kind))

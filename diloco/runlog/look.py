@@ -20,7 +20,7 @@ from diloco.runlog.extent import Rounds
 from diloco.runlog.scope import GENERATIONS, Scope
 from rendezvous import layout
 from rendezvous.membership import Wanted, read_control
-from rendezvous.salvage import readable
+from rendezvous.salvage import read_standing_wishes
 
 SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slot
 FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are
@@ -74,11 +74,11 @@ class _Look:
         self._logs: set[Owner] = set()  # that are followed by now
         self._ask_control(CONTROLS if known.first else 1)
         if known.first:
-            self._rounds.want([layout.RUN, layout.beat(SUPERVISOR), layout.CONTROLS])
+            self._rounds.want([layout.RUN, layout.beat_key(SUPERVISOR), layout.CONTROLS])
             self._rounds.want([] if scope.newest is not None else [layout.LOGS])
-        self._rounds.count(layout.commit, known.commits, self._gallop_reach(known.commits), self._hear_commits)
+        self._rounds.count(layout.commit_key, known.commits, self._gallop_reach(known.commits), self._hear_commits)
         self._claims_of(SUPERVISOR)
-        self._ask_slots(known.wanted.slots or self._likely_slots())
+        self._ask_slots(known.wanted.slot_names or self._likely_slots())
 
     @property
     def first_keys(self) -> list[str]:
@@ -99,22 +99,22 @@ class _Look:
 
     def _ask_control(self, count: int) -> None:
         start = self.found.wanted.records
-        keys = [layout.control(n) for n in range(start, start + count)]
+        keys = [layout.control_key(n) for n in range(start, start + count)]
         self._rounds.want(keys, lambda: self._hear_control(count))
 
     def _hear_control(self, count: int) -> None:
         start = self.found.wanted.records
-        all_there = all(self._ahead.is_there(layout.control(n)) for n in range(start, start + count))
+        all_there = all(self._ahead.is_there(layout.control_key(n)) for n in range(start, start + count))
         if all_there:  # there may be more: read on when those have been asked for, too
             more = max(2 * count, self._controls_listed() - start + 1)
-            self._rounds.want([layout.control(start + n) for n in range(count, more)])
+            self._rounds.want([layout.control_key(start + n) for n in range(count, more)])
             self._rounds.want([], lambda: self._hear_control(more))
             return
         if start:
             self.found.wanted = read_control(self._ahead, self.found.wanted)
         else:
-            self.found.wanted, self.found.lost = readable(self._ahead)
-        self._ask_slots(self.found.wanted.slots)
+            self.found.wanted, self.found.lost = read_standing_wishes(self._ahead)
+        self._ask_slots(self.found.wanted.slot_names)
 
     def _controls_listed(self) -> int:
         """How many a LIST has shown without a gap, which may lag.  A fleet with a lease writes one every few minutes.
@@ -128,11 +128,11 @@ class _Look:
         for slot in slots:
             if slot not in self._slots:
                 self._slots.add(slot)
-                self._rounds.want([layout.beat(slot)])
+                self._rounds.want([layout.beat_key(slot)])
                 self._claims_of(slot)
 
     def _claims_of(self, slot: str) -> None:
-        key = lambda n: layout.claim(slot, n + 1)  # noqa: E731
+        key = lambda n: layout.claim_key(slot, n + 1)  # noqa: E731
         low = self._known.claims.get(slot, 0)
         self._follow_slot(slot, low)
         reach = 1 if not self._known.first else NEW_LIVES if low else NEAR
@@ -145,9 +145,9 @@ class _Look:
     def _follow_slot(self, slot: str, generations: int) -> None:
         """Ask for the logs and goodbyes of each session of a slot."""
         lives = [(slot, g) for g in range(1, generations + 1)]
-        self._rounds.want([layout.claim(s, g) for s, g in lives if g > self._read_claims(s)])
+        self._rounds.want([layout.claim_key(s, g) for s, g in lives if g > self._read_claims(s)])
         if slot != SUPERVISOR:
-            self._rounds.want([layout.leave(s, g) for s, g in lives if (s, g) not in self._known.ended])
+            self._rounds.want([layout.leave_key(s, g) for s, g in lives if (s, g) not in self._known.ended])
         for owner in self._with_logs(lives):
             if owner not in self._logs:
                 self._logs.add(owner)
@@ -166,7 +166,7 @@ class _Look:
         return lives[-GENERATIONS:] if self._scope.newest else []
 
     def _logs_of(self, owner: Owner) -> None:
-        key = lambda n: layout.log(*owner, n)  # noqa: E731
+        key = lambda n: layout.log_key(*owner, n)  # noqa: E731
         low = self._known.logs.get(owner, 0)
         self._rounds.count(key, low, self._gallop_reach(low), lambda n: self._hear_logs(owner, n))
 
@@ -175,12 +175,12 @@ class _Look:
         if owner[0] != SUPERVISOR and self._known.first:
             start = max(0, count - (self._scope.newest or 0))
         self.found.logs[owner] = (start, count)
-        self._rounds.want([layout.log(*owner, n) for n in range(start, count)])
+        self._rounds.want([layout.log_key(*owner, n) for n in range(start, count)])
 
     def _hear_commits(self, count: int) -> None:
         self.found.commits = count
         if self._scope.commits:
-            self._rounds.want([layout.commit(t) for t in range(self._known.read, count)])
+            self._rounds.want([layout.commit_key(t) for t in range(self._known.read, count)])
 
 
 # -------------------------------------------------------------------- what is kept
@@ -191,7 +191,7 @@ def likely_keys(ahead: Ahead, cache: Cache | None, scope: Scope) -> list[str]:
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
         return _Look(ahead, scope, ReadSoFar()).first_keys
-    newest = layout.commit(known.commits - 1)  # to be compared with the one that is kept
+    newest = layout.commit_key(known.commits - 1)  # to be compared with the one that is kept
     keys = _Look(ahead, scope, replace(known, commits=known.commits - 1)).first_keys
     return [key for key in keys if key == newest or cache.get(key) is None]
 
@@ -202,7 +202,7 @@ def first_look(ahead: Ahead, scope: Scope) -> Found:
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
         return take_look(ahead, scope, known)
-    newest = layout.commit(known.commits - 1)
+    newest = layout.commit_key(known.commits - 1)
     body = cache.take(newest)
     found = take_look(ahead, scope, replace(known, commits=known.commits - 1))
     if body is not None and ahead.get(newest) == body:

@@ -18,7 +18,7 @@ from diloco.runlog.look import likely_keys
 from diloco.runlog.scope import Scope
 from diloco.superseded import leads_on, url_below
 from rendezvous import layout
-from rendezvous.seal import SealedStore
+from rendezvous.seal import SignedStore
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
 
@@ -37,7 +37,7 @@ def open_view(url: str, scope: Scope) -> View:
     bare = open_store(url)
     asked = Ahead(bare)
     guess = latest_cache(bare.url)
-    asked.ask([*OPENING, layout.commit(0), *likely_keys(asked, guess, scope)])
+    asked.ask([*OPENING, layout.commit_key(0), *likely_keys(asked, guess, scope)])
     answers = asked.answers
     if leads_on(bare, asked):
         return open_view(url_below(url), scope)
@@ -51,7 +51,7 @@ def open_view(url: str, scope: Scope) -> View:
 
 def _verified_answers(store: Store, bare: Store, answers: dict[str, Answer]) -> dict[str, Answer]:
     """The same answers as `store` gives them: those of a sealed run without their tags."""
-    if not isinstance(store, SealedStore):
+    if not isinstance(store, SignedStore):
         return answers
-    sealed = store.over(Ahead(bare, answers=answers))
+    sealed = store.reading_through(Ahead(bare, answers=answers))
     return {key: ask_store(sealed, key) for key in answers if key != layout.SEAL}

@@ -27,7 +27,7 @@ from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_lo
 from diloco.runlog.scope import EVERYTHING, Scope
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
-from rendezvous.membership import Wanted, claims, decoded, launch_of, read_beat, read_claim, read_leave
+from rendezvous.membership import Wanted, claims_above, decode_or_none, launch_of, read_beat, read_claim, read_leave
 from rendezvous.records import Beat, Claim, Offer, WireError
 from rendezvous.store import Readable
 
@@ -181,7 +181,7 @@ class Report:
 
     @property
     def slots(self) -> list[str]:
-        return sorted({x.slot for x in self.lives} | set(self.wanted.slots))
+        return sorted({x.slot for x in self.lives} | set(self.wanted.slot_names))
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
         return self.config.get(section, {}).get(name, default)
@@ -247,7 +247,7 @@ class Reader:
         self._read_commits(found.commits)
         self._read_logs(found)
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
-        found_beats = {s: b for s in self._wanted.slots if (b := read_beat(self._store, s)) is not None}
+        found_beats = {s: b for s in self._wanted.slot_names if (b := read_beat(self._store, s)) is not None}
         beats = {slot: replace(beat, **shown(vars(beat))) for slot, beat in found_beats.items()}
         self._apply_step_events(events)
         self._apply_ends(events, beats)
@@ -297,7 +297,7 @@ class Reader:
 
     def _read_commit(self, t: int) -> tuple[Decision, bytes] | None:
         """Commit t and its bytes; None while there is none that can be read."""
-        key = layout.commit(t)
+        key = layout.commit_key(t)
         decode = kept_commit if self._store.is_cached(key) else read_commit
         body = self._store.get(key)
         try:
@@ -320,7 +320,7 @@ class Reader:
         news: list[Decision] = []
         while (found := self._read_commit(len(self._steps))) is not None:
             c, body = found
-            self._store.keep(layout.commit(c.t))
+            self._store.keep(layout.commit_key(c.t))
             linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
             fresh = tuple(o.slot for o in c.fresh)
             carried = tuple((o.slot, o.step) for o in c.carried)
@@ -341,27 +341,27 @@ class Reader:
 
         Where nothing is kept nobody reads it: `stop` must be able to end a run whose newest commit was forged."""
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
-            self._store.keep(layout.commit(count - 1))
+            self._store.keep(layout.commit_key(count - 1))
 
     def _ask_lives(self, commits: Sequence[Decision]) -> None:
         """Claims of lives that commits list, and that were not seen by then."""
         lives = {(o.slot, o.generation) for c in commits for o in c.offers}
-        self._store.ask(layout.claim(*life) for life in lives if life not in self._lives)
+        self._store.ask(layout.claim_key(*life) for life in lives if life not in self._lives)
 
     def _read_offers(self, commits: Sequence[Decision]) -> None:
         offers = [o for c in commits for o in c.offers if self._scope.reads_offers(o.step, self._shown_from)]
         for i in range(0, len(offers), MANY):
             some = offers[i : i + MANY]
-            self._store.ask(layout.offer(o.step, o.slot, 0) for o in some)
+            self._store.ask(layout.offer_key(o.step, o.slot, 0) for o in some)
             for o in some:
                 self._read_offer(o.step, o.slot, o.nonce)
 
     def _read_offer(self, t: int, slot: str, nonce: str) -> None:
         attempt = 0
-        while (body := self._store.get(layout.offer(t, slot, attempt))) is not None:
-            offer = decoded(Offer, body)
+        while (body := self._store.get(layout.offer_key(t, slot, attempt))) is not None:
+            offer = decode_or_none(Offer, body)
             if offer is not None and offer.nonce == nonce:
-                self._store.keep(layout.offer(t, slot, attempt))
+                self._store.keep(layout.offer_key(t, slot, attempt))
                 self._steps[t].h[slot] = offer.h
                 self._steps[t].learned[slot] = learning_numbers(offer.stats)
                 if "reward" in offer.stats:
@@ -383,13 +383,13 @@ class Reader:
             self._unclaimed.add((slot, generation))
 
     def _read_claims(self) -> None:
-        for slot in self._wanted.slots:
+        for slot in self._wanted.slot_names:
             known = max((g for s, g in self._lives if s == slot), default=0)
-            for taken in claims(self._store, slot, known):
-                self._store.keep(layout.claim(slot, taken.generation))
+            for taken in claims_above(self._store, slot, known):
+                self._store.keep(layout.claim_key(slot, taken.generation))
                 self._begin_session(taken)
-        for taken in claims(self._store, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
-            self._store.keep(layout.claim(SUPERVISOR, taken.generation))
+        for taken in claims_above(self._store, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
+            self._store.keep(layout.claim_key(SUPERVISOR, taken.generation))
             self._supervisor = taken
 
     def _begin_session(self, taken: Claim) -> None:
@@ -450,7 +450,7 @@ class Reader:
     def _end_by_records(self, life: Life, beat: Beat | None) -> None:
         leave = read_leave(self._store, life.slot, life.generation) if life.how == "running" else None
         if leave is not None:
-            self._store.keep(layout.leave(life.slot, life.generation))
+            self._store.keep(layout.leave_key(life.slot, life.generation))
             life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
         successor = self._lives.get((life.slot, life.generation + 1))
         if life.how == "running" and successor is not None:
@@ -486,7 +486,7 @@ class Reader:
 
 
 def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
-    return [layout.log(*owner, n) for owner, (start, to) in sorted(logs.items()) for n in range(start, to)]
+    return [layout.log_key(*owner, n) for owner, (start, to) in sorted(logs.items()) for n in range(start, to)]
 
 
 def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:

@@ -20,8 +20,8 @@ from executors.supervision.lease import supervisor_of
 from executors.supervision.shutdown import stop_run
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.records import nonce
-from rendezvous.seal import open_sealed
+from rendezvous.records import new_nonce
+from rendezvous.seal import open_signed
 from rendezvous.store import put_once
 
 GRACE_S = 20.0
@@ -30,10 +30,10 @@ GRACE_S = 20.0
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
     """-> the URL at which to found it.   url: as `current` gives it.   Raises UsageError, and then nothing was written
     but, at most, the wish that everybody leaves."""
-    store = open_sealed(url)
+    store = open_signed(url)
     if store.get(layout.RUN) is None or not (differs := differing_settings(config, store)):
         return url
-    if store.get(layout.commit(0)) is not None and not is_superseded(store):
+    if store.get(layout.commit_key(0)) is not None and not is_superseded(store):
         raise UsageError(_trained_in_words(url, differs))
     if (holder := supervisor_of(store)) is not None:
         raise UsageError(
@@ -43,7 +43,7 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
         )
     if live := [end.name for end in stop_run(store, clock, grace_s, say) if end.live]:
         raise UsageError(f"{', '.join(live)} of {url} may still run, so it is not founded again; diloco stop {url}")
-    put_once(store, clock, layout.commit(0), Superseded(nonce(), clock.wall()).encode())
+    put_once(store, clock, layout.commit_key(0), Superseded(new_nonce(), clock.wall()).encode())
     if not is_superseded(store):
         raise UsageError(_trained_in_words(url, differs))
     say(

@@ -55,13 +55,13 @@ def slots_of(url: str, lives: bool = False) -> list[str]:
     from diloco.runlog.ahead import Ahead
     from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
     from diloco.runlog.scope import COSTS
-    from rendezvous.seal import open_sealed
+    from rendezvous.seal import open_signed
 
     try:
-        found = take_look(Ahead(open_sealed(url)), COSTS, ReadSoFar())
+        found = take_look(Ahead(open_signed(url)), COSTS, ReadSoFar())
     except Exception:  # a half-typed URL, no keys, no network: a shell has nowhere to say so
         return []
-    slots = found.wanted.slots
+    slots = found.wanted.slot_names
     ended = [f"{slot}-{g}" for slot in slots for g in range(1, found.claims.get(slot, 0) + 1)]
     return [*slots, *ended, SUPERVISOR] if lives else slots
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from diloco.config import AUTO, OuterConfig, load_config
 from diloco.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of
 from rendezvous.clock import SystemClock
-from rendezvous.probe import doctor_table, probe
+from rendezvous.probe import doctor_table, probe_store
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
@@ -39,13 +39,13 @@ def doctor(url: str, parameters: int | None, config: str | None, replicas: int |
     store = open_store(url)
     n = replicas or REPLICAS
     with _left_as_it_was(store):
-        seen = probe(store, SystemClock(), BLOB)
+        seen = probe_store(store, SystemClock(), BLOB)
     why = ""
     if parameters is not None and seen.put_bytes_s:
         chosen, why = codec_for(parameters, n, seen.put_bytes_s, seen.get_bytes_s, compute_s)
         codec = chosen if codec == AUTO else codec
         why = f"{chosen}: {why}"
-    return doctor_table(seen, parameters, n, codec, why), seen.verdict() is None
+    return doctor_table(seen, parameters, n, codec, why), seen.why_unfit() is None
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def _has_a_log(executor: ServerlessExecutor, handle: Handle) -> bool:
 
 def _life_in_words(life: Life, report: Report, store: Store) -> Iterator[str]:
     yield f"({life.name}: {life.how}{f', {life.why}' if life.why else ''}; this is what the bucket has of it)"
-    keys = [key for key in store.list(layout.logs_of(life.slot, life.generation)) if not layout.is_rollouts(key)]
+    keys = [key for key in store.list(layout.logs_prefix(life.slot, life.generation)) if not layout.is_rollouts(key)]
     ahead = Ahead(store)
     ahead.ask(keys)
     for key in keys:

@@ -37,7 +37,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     before = read_control(run.store)
     check_slot(before, slot)
     after = write_control(run.store, clock, drain=slot)
-    left = [s for s in before.slots if not after.leaves(s)]
+    left = [s for s in before.slot_names if not after.is_to_leave(s)]
     told = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
     if len(left) < after.min_replicas:
         told.append(

@@ -17,7 +17,7 @@ from executors.platforms.on_hf_jobs.client import Hub
 from executors.platforms.on_modal import client as modal_sdk
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
-from rendezvous.probe import probe
+from rendezvous.probe import probe_store
 from rendezvous.stores.open import open_store
 
 SMALL = 1 << 20  # bytes of the blob that the look at the store writes
@@ -138,7 +138,7 @@ def default_url(place: str, clock: Clock) -> str:
 def _store_step(url: str, clock: Clock) -> SetupStep:
     """Can it carry a run, seen from here?"""
     try:
-        reason = probe(open_store(url), clock, SMALL).verdict()
+        reason = probe_store(open_store(url), clock, SMALL).why_unfit()
     except (RendezvousError, ValueError, ImportError) as error:
         return SetupStep("store", f"{url}: {error}", "mend that; `diloco doctor URL` shows more")
     if reason:

@@ -156,7 +156,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
         f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat",
     ]
     shown, failed = _lives_to_show(report), _failed_starts(report)
-    for slot in report.wanted.slots:
+    for slot in report.wanted.slot_names:
         lives = [
             line for x in shown if x.slot == slot for line in [_life_line(x, report, now), *_reason_lines(x.why, width)]
         ]

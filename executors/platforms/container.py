@@ -208,7 +208,7 @@ def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str]
     from rendezvous import layout
     from rendezvous.clock import SystemClock
     from rendezvous.errors import RendezvousError, StoreUnclear
-    from rendezvous.probe import unfit
+    from rendezvous.probe import why_unfit
     from rendezvous.stores.open import open_store
 
     until = time.monotonic() + patience_s
@@ -216,7 +216,7 @@ def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str]
         try:
             store = open_store(run)
             store.get(layout.RUN)
-            reason = unfit(store, SystemClock())
+            reason = why_unfit(store, SystemClock())
             return (exitcodes.USER_ERROR, reason) if reason else None
         except StoreUnclear as error:
             if time.monotonic() >= until:

@@ -43,7 +43,7 @@ from executors.platforms.base import (
 )
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.fields import Within, checked
+from rendezvous.fields import Within, from_json
 
 EXECUTORS = {
     "local": "executors.platforms.on_host.executor:LocalProcessExecutor",
@@ -111,7 +111,7 @@ def _checked_place(raw: Place | Mapping[str, Any]) -> Place:
     if isinstance(raw, Place):
         return raw
     try:
-        return checked(Place, {name: list(v) if isinstance(v, tuple) else v for name, v in raw.items()})
+        return from_json(Place, {name: list(v) if isinstance(v, tuple) else v for name, v in raw.items()})
     except ValueError as error:
         raise ExecutorError(
             f"a control record of the run names a place that is none ({error}). Name the places again, with --executor "

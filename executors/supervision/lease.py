@@ -16,7 +16,7 @@ from executors.platforms import processes
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError
-from rendezvous.membership import claim, claims, newest_claim, read_beat
+from rendezvous.membership import claim, claims_above, newest_claim, read_beat
 from rendezvous.records import Beat, Claim
 from rendezvous.store import Readable, Store
 
@@ -74,14 +74,14 @@ class Lease:
             note=note,
         )
         try:
-            self.store.put(layout.beat(SUPERVISOR), body.encode())
+            self.store.put(layout.beat_key(SUPERVISOR), body.encode())
         except StoreError:
             return  # advisory
 
     @property
     def lost(self) -> bool:
         """Has another supervisor taken over?"""
-        return any(True for _ in claims(self.store, SUPERVISOR, self.generation))
+        return any(True for _ in claims_above(self.store, SUPERVISOR, self.generation))
 
 
 def _newest_holder(store: Readable) -> Claim | None:

@@ -10,13 +10,13 @@ Not promised: images, secrets and weights that other runs may use; they stay.
 
 from executors.platforms.base import purge
 from executors.platforms.multi import build_executor
-from rendezvous.salvage import readable
+from rendezvous.salvage import read_standing_wishes
 from rendezvous.store import Store
 
 
 def purge_run(store: Store) -> list[str]:
     """Only for a run of which nobody lives; -> sentences.  Raises ExecutorError if a platform cannot be asked."""
-    wanted, _ = readable(store)
+    wanted, _ = read_standing_wishes(store)
     executor = build_executor(wanted.places, wanted.former)
     try:
         removed = purge(executor, store.url)

@@ -19,7 +19,7 @@ def reward_waits(report: Report, now: float) -> list[str]:
     if report.done or report.stopped:
         return []
     waiting = {slot: e for slot, e in _newest_events(report).items() if e["event"] == "lost" and e.get("again_in_s")}
-    waiting = {slot: e for slot, e in waiting.items() if slot in report.wanted.slots}
+    waiting = {slot: e for slot, e in waiting.items() if slot in report.wanted.slot_names}
     if not waiting:
         return []
     slots = ", ".join(_wait_in_words(slot, e, now) for slot, e in sorted(waiting.items()))

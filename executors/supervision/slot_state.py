@@ -19,7 +19,7 @@ from diloco.runlog.report import SUPERVISOR, Life
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Observation
 from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
-from rendezvous.fields import checked
+from rendezvous.fields import from_json
 from rendezvous.records import Beat
 
 LOCAL = "local"
@@ -135,7 +135,7 @@ def same_process(native: str | None, other: str) -> bool:
 def handle_in(e: Mapping[str, Any]) -> Handle | None:
     """The launched handle, if the event has a valid one."""
     try:
-        return checked(Handle, e["handle"])
+        return from_json(Handle, e["handle"])
     except (KeyError, ValueError):
         return None
 

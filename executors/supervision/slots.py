@@ -74,7 +74,7 @@ class Fleet:
     def look(self, report: Report) -> None:
         if self._past is None:
             self._look_back(report)
-        for slot in report.wanted.slots:
+        for slot in report.wanted.slot_names:
             if slot not in self.tracks:
                 self.tracks[slot] = self._new_track(slot)
         known = [(t, t.handle) for t in self.all() if t.handle is not None and t.running]
@@ -224,7 +224,7 @@ class Fleet:
 
     def hears(self, slot: str, report: Report) -> bool:
         """Does the bucket tell this replica to leave?"""
-        return report.wanted.leaves(slot) or self._lease_over(report)
+        return report.wanted.is_to_leave(slot) or self._lease_over(report)
 
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
@@ -269,4 +269,4 @@ class Fleet:
 
 def wanted_slots(report: Report) -> list[str]:
     """The slots that should run."""
-    return [s for s in report.wanted.slots if not report.wanted.leaves(s)]
+    return [s for s in report.wanted.slot_names if not report.wanted.is_to_leave(s)]

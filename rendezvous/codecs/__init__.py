@@ -15,7 +15,7 @@
 
 What is lost stays in the residual e and is sent later (error feedback), so over time the decoded values add up to
 the inputs.  Who has a body has read the record that names it: codec, length and digest are there and not in here.
-This file and `choose` are free of torch; the kernels come with the first `codec(name)`.
+This file and `choose` are free of torch; the kernels come with the first `get_codec(name)`.
 
 Not promised: equal bodies from different machines (only equal decoding); anything under
 `torch.set_flush_denormal(True)`; a residual worth keeping after a refused `encode`.
@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, Union
 
 import numpy as np
 
-from rendezvous.codecs.choose import DENSE, NAMES, auto, nominal_ratio
+from rendezvous.codecs.choose import DENSE, NAMES, choose_codec, nominal_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DENSE", "NAMES", "Array", "Body", "Codec", "auto", "codec", "nominal_ratio"]
+__all__ = ["DENSE", "NAMES", "Array", "Body", "Codec", "choose_codec", "get_codec", "nominal_ratio"]
 
 Array: TypeAlias = Union[np.ndarray, "Tensor"]  # flat and contiguous
 Body: TypeAlias = Union[bytes, bytearray, memoryview, np.ndarray, "Tensor"]
@@ -42,7 +42,7 @@ class Codec(Protocol):
     """Stateless.  A body holds some elements [start, stop) of a vector; `start` is a multiple of `align`.
 
     align: elements that are encoded together; shards are cut at multiples of it.
-    exact: every body of n elements has bound(n) bytes, and byte_range works.
+    exact: every body of n elements has max_body_size(n) bytes, and byte_range works.
     ages: beside a residual it wants to know how long each element has waited.
     """
 
@@ -51,7 +51,7 @@ class Codec(Protocol):
     exact: bool
     ages: bool
 
-    def bound(self, n: int) -> int:
+    def max_body_size(self, n: int) -> int:
         """Bytes that suffice for n elements."""
         ...
 
@@ -94,16 +94,16 @@ class Codec(Protocol):
 
 
 @cache
-def codec(name: str) -> Codec:
+def get_codec(name: str) -> Codec:
     """The codec of that name."""
-    codecs = _codecs()
+    codecs = _all_codecs()
     if name not in codecs:
         raise ValueError(f"there is no codec {name!r}; there are {', '.join(codecs)}, and auto")
     return codecs[name]
 
 
 @cache
-def _codecs() -> dict[str, Codec]:
+def _all_codecs() -> dict[str, Codec]:
     from rendezvous.codecs import blocks, dense, gate, topk
 
     return {

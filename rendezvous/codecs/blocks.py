@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import FLT_MAX, Rows, all_finite, refuse, scratch
+from rendezvous.codecs.pieces import FLT_MAX, Rows, all_finite, not_finite_error, scratch_tensor
 from rendezvous.errors import Corrupt
 
 _TINY = torch.finfo(torch.float32).tiny  # 1/scale must not overflow
@@ -30,41 +30,41 @@ class Blocks(Rows):
 
     levels: int
 
-    def pack(self, v: Tensor, rows: Tensor) -> None:
-        self.write(self._codes(v, rows, scratch(v.numel(), v.device).view(v.shape)), rows)
+    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
+        self.write_codes(self._quantise(v, rows, scratch_tensor(v.numel(), v.device).view(v.shape)), rows)
 
-    def split(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
-        self.write(self._codes(s, rows, t), rows)
-        s.sub_(t.mul_(self._scales(rows)))
+    def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+        self.write_codes(self._quantise(s, rows, t), rows)
+        s.sub_(t.mul_(self._read_scales(rows)))
 
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
-        self.read(rows, out)
-        scale = self._scales(rows)
+    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
+        self.read_codes(rows, out)
+        scale = self._read_scales(rows)
         least, most = float(scale.min()), float(scale.max())
-        if not (least >= _TINY and most <= largest(self.levels)):
+        if not (least >= _TINY and most <= largest_scale(self.levels)):
             raise Corrupt(f"this {self.name} body has scales from {least} to {most}")
         out.mul_(scale)
         if most * (self.levels + 1) > FLT_MAX and not all_finite(out):  # a code of −levels − 1, which nobody writes
             raise Corrupt(f"this {self.name} body has values that are not finite")
 
     @abstractmethod
-    def write(self, codes: Tensor, rows: Tensor) -> None:
+    def write_codes(self, codes: Tensor, rows: Tensor) -> None:
         """Codes, whole numbers as fp32, into their places; they stay as they are."""
 
     @abstractmethod
-    def read(self, rows: Tensor, out: Tensor) -> None:
+    def read_codes(self, rows: Tensor, out: Tensor) -> None:
         """The inverse."""
 
-    def _codes(self, v: Tensor, rows: Tensor, t: Tensor) -> Tensor:
+    def _quantise(self, v: Tensor, rows: Tensor, t: Tensor) -> Tensor:
         """Write the scales; -> whole numbers in [−levels, levels], in t."""
         scale = torch.amax(torch.abs(v, out=t), 1, keepdim=True).div_(self.levels)
         if not float(scale.max()) < float("inf"):  # NaN is found too
-            raise refuse(v)
-        scale.clamp_(_TINY, largest(self.levels))
+            raise not_finite_error(v)
+        scale.clamp_(_TINY, largest_scale(self.levels))
         rows.view(torch.float32)[:, :1].copy_(scale)
         return torch.mul(v, scale.reciprocal_(), out=t).round_()
 
-    def _scales(self, rows: Tensor) -> Tensor:
+    def _read_scales(self, rows: Tensor) -> Tensor:
         return rows.view(torch.float32)[:, :1].contiguous()
 
 
@@ -72,10 +72,10 @@ class Int8(Blocks):
     name, align, row_bytes = "int8", 1024, 4 + 1024
     levels = 127
 
-    def write(self, codes: Tensor, rows: Tensor) -> None:
+    def write_codes(self, codes: Tensor, rows: Tensor) -> None:
         rows.view(torch.int8)[:, 4:].copy_(codes)
 
-    def read(self, rows: Tensor, out: Tensor) -> None:
+    def read_codes(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(rows.view(torch.int8)[:, 4:])
 
 
@@ -83,11 +83,11 @@ class Int4(Blocks):
     name, align, row_bytes = "int4", 512, 4 + 256
     levels = 7
 
-    def write(self, codes: Tensor, rows: Tensor) -> None:
+    def write_codes(self, codes: Tensor, rows: Tensor) -> None:
         low, high = codes.chunk(2, dim=1)
         rows.view(torch.int8)[:, 4:].copy_(torch.add(low, high, alpha=16))  # small integers: exact
 
-    def read(self, rows: Tensor, out: Tensor) -> None:
+    def read_codes(self, rows: Tensor, out: Tensor) -> None:
         low, high = out.chunk(2, dim=1)
         pair = rows.view(torch.int8)[:, 4:] + 8
         low.copy_(pair & 15).sub_(8)
@@ -95,6 +95,6 @@ class Int4(Blocks):
 
 
 @cache
-def largest(levels: int) -> float:
+def largest_scale(levels: int) -> float:
     """The largest scale with fl(levels·scale) < ∞."""
     return float(np.nextafter(np.float32(FLT_MAX / levels), np.float32(0)))

@@ -64,7 +64,7 @@ def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: flo
     return coding + (min(direct, sharded) if codec.dense else direct)
 
 
-def auto(
+def choose_codec(
     parameters: int, replicas: int, bandwidth_up: float, bandwidth_down: float, compute_s: float
 ) -> tuple[str, str]:
     """-> (name, why).   bandwidth: bytes per second of one replica.   compute_s: seconds between two syncs."""
@@ -79,18 +79,18 @@ def auto(
     took = {name: sync_seconds(name, parameters, replicas, bandwidth_up, bandwidth_down) for name in _FORESEEABLE}
     fits = [name for name, s in took.items() if s <= _SHARE * compute_s]
     name = fits[0] if fits else min(took, key=lambda name: took[name])
-    return name, _reason(name, took, bool(fits), compute_s)
+    return name, _explain_choice(name, took, bool(fits), compute_s)
 
 
-def _reason(name: str, took: dict[str, float], fits: bool, compute_s: float) -> str:
-    share = f"{took[name] / compute_s:.1%} of the {_seconds(compute_s)} between syncs"
-    cost = f"{name} syncs in {_seconds(took[name])}, {share}"
+def _explain_choice(name: str, took: dict[str, float], fits: bool, compute_s: float) -> str:
+    share = f"{took[name] / compute_s:.1%} of the {_format_seconds(compute_s)} between syncs"
+    cost = f"{name} syncs in {_format_seconds(took[name])}, {share}"
     if not fits:
         return f"no codec syncs within {_SHARE:.0%} of the time; {cost}, is the fastest. Raise sync_every"
     before = list(took)[: list(took).index(name)]
-    slower = f"; {before[-1]} would take {_seconds(took[before[-1]])}" if before else ""
+    slower = f"; {before[-1]} would take {_format_seconds(took[before[-1]])}" if before else ""
     return f"{cost}{slower}. {_TRAITS[name].why[0].upper()}{_TRAITS[name].why[1:]}"
 
 
-def _seconds(s: float) -> str:
+def _format_seconds(s: float) -> str:
     return f"{s:.0f} s" if s >= 10 else f"{s:.1f} s" if s >= 0.1 else f"{1000 * s:.1f} ms"

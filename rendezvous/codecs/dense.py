@@ -9,7 +9,7 @@ Not promised: bf16 within 2⁻⁹·|x| for denormals, where a step is 2⁻¹³³
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import Rows, all_finite, refuse
+from rendezvous.codecs.pieces import Rows, all_finite, not_finite_error
 from rendezvous.errors import Corrupt
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -18,34 +18,34 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 class Fp32(Rows):
     name, align, row_bytes = "fp32", 1, 4
 
-    def pack(self, v: Tensor, rows: Tensor) -> None:
+    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         if not all_finite(v):
-            raise refuse(v)
+            raise not_finite_error(v)
         rows.view(torch.float32).copy_(v)
 
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
-        _fill(out, rows.view(torch.float32), self.name)
+    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
+        _copy_finite(out, rows.view(torch.float32), self.name)
 
 
 class Bf16(Rows):
     name, align, row_bytes = "bf16", 1, 2
 
-    def pack(self, v: Tensor, rows: Tensor) -> None:
+    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         half = rows.view(torch.bfloat16).copy_(v)
         if not all_finite(half):  # half the bytes of v to look through
             if not all_finite(v):
-                raise refuse(v)
+                raise not_finite_error(v)
             half.copy_(v.clamp(-_BF16_MAX, _BF16_MAX))
 
-    def split(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
-        self.pack(s, rows)
+    def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+        self.pack_rows(s, rows)
         s.sub_(t.copy_(rows.view(torch.bfloat16)))
 
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
-        _fill(out, rows.view(torch.bfloat16), self.name)
+    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
+        _copy_finite(out, rows.view(torch.bfloat16), self.name)
 
 
-def _fill(out: Tensor, values: Tensor, name: str) -> None:
+def _copy_finite(out: Tensor, values: Tensor, name: str) -> None:
     if not all_finite(values):
         raise Corrupt(f"this {name} body has values that are not finite")
     out.copy_(values)

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from rendezvous.codecs import Array, Body
-from rendezvous.codecs.pieces import Pieces, add_residual, all_finite, bytes_of, flat, refuse, room, tensor_of
+from rendezvous.codecs.pieces import (
+    Pieces,
+    add_residual,
+    all_finite,
+    bytes_of,
+    first_bytes,
+    flat_tensor,
+    not_finite_error,
+    tensor_of,
+)
 from rendezvous.errors import Corrupt
 
 _BLOCK, _MORE = 1 << 18, 255
@@ -29,8 +38,10 @@ _BLOCK, _MORE = 1 << 18, 255
 class Gate(Pieces):
     name, align, exact, ages = "bf16-gate", _BLOCK, False, False
 
-    def bound(self, n: int) -> int:
-        return sum(8 + 4 * m + _padded(_bitmap_bytes(m)) for m in (min(_BLOCK, n - a) for a in range(0, n, _BLOCK)))
+    def max_body_size(self, n: int) -> int:
+        return sum(
+            8 + 4 * m + _pad_to_four(_bitmap_bytes(m)) for m in (min(_BLOCK, n - a) for a in range(0, n, _BLOCK))
+        )
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         raise ValueError("bf16-gate bodies differ in size and can only be read whole")
@@ -38,18 +49,18 @@ class Gate(Pieces):
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
         if theta is None:
             raise ValueError("bf16-gate compares with the model: give theta, the vector that x is subtracted from")
-        v = flat(x, "the pseudogradient")
-        model = flat(theta, "theta", like=v)
-        e = None if residual is None else flat(residual, "the residual", like=v)
-        buffer, used = room(out, self.bound(v.numel())).numpy(), 0
+        v = flat_tensor(x, "the pseudogradient")
+        model = flat_tensor(theta, "theta", like=v)
+        e = None if residual is None else flat_tensor(residual, "the residual", like=v)
+        buffer, used = first_bytes(out, self.max_body_size(v.numel())).numpy(), 0
         for a in range(0, v.numel(), _BLOCK):
             s = v[a : a + _BLOCK] if e is None else add_residual(v[a : a + _BLOCK], e[a : a + _BLOCK], 1.0)
             if not all_finite(s):
-                raise refuse(s)
-            gate = _gate(model[a : a + _BLOCK], s)
+                raise not_finite_error(s)
+            gate = _bf16_changes(model[a : a + _BLOCK], s)
             index = np.flatnonzero(gate.cpu().numpy())
             values = s.index_select(0, tensor_of(index).to(s.device)).cpu().numpy()
-            used += _write(buffer[used:], index, values, s.numel())
+            used += _write_block(buffer[used:], index, values, s.numel())
             if e is not None:
                 s.masked_fill_(gate, 0)
         return used
@@ -64,12 +75,12 @@ class Gate(Pieces):
     ) -> Iterator[float]:
         raise ValueError("bf16-gate compares with the model: use encode, with theta")
 
-    def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
         rest = bytes_of(body).numpy()
         t = torch.empty(min(n, _BLOCK))
         for a in range(0, n, _BLOCK):
             b = min(a + _BLOCK, n)
-            index, values, used = _read(rest, b - a)
+            index, values, used = _read_block(rest, b - a)
             t.zero_().numpy()[index] = values
             yield a, b, t[: b - a].to(device)
             rest = rest[used:]
@@ -77,31 +88,31 @@ class Gate(Pieces):
             raise Corrupt(f"this bf16-gate body has {rest.size} bytes after its last element")
 
 
-def _gate(theta: Tensor, s: Tensor) -> Tensor:
+def _bf16_changes(theta: Tensor, s: Tensor) -> Tensor:
     return theta.bfloat16() != (theta - s).bfloat16()
 
 
-def _write(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
+def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
     """One block of n elements; -> bytes used."""
-    where = _gaps(index)
+    where = _encode_gaps(index)
     if where.size >= _bitmap_bytes(n):
-        where = _bitmap(index, n)
+        where = _to_bitmap(index, n)
     out[:8].view("<u4")[:] = values.size, where.size
     at = 8 + values.nbytes
     out[8:at] = values.view(np.uint8)
-    end = at + _padded(where.size)
+    end = at + _pad_to_four(where.size)
     out[at:end] = 0
     out[at : at + where.size] = where
     return end
 
 
-def _read(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
     """One block of n elements; -> indices, values, bytes used."""
     if body.size < 8:
         raise Corrupt("this bf16-gate body ends inside a header")
     count, where_bytes = (int(k) for k in body[:8].view("<u4"))
     at = 8 + 4 * count
-    end = at + _padded(where_bytes)
+    end = at + _pad_to_four(where_bytes)
     if count > n or where_bytes > _bitmap_bytes(n) or end > body.size:
         raise Corrupt(f"this bf16-gate body announces {count} changes in {n} elements and {where_bytes} index bytes")
     where = body[at : at + where_bytes]
@@ -114,7 +125,7 @@ def _read(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
     return index, values, end
 
 
-def _gaps(index: np.ndarray) -> np.ndarray:
+def _encode_gaps(index: np.ndarray) -> np.ndarray:
     """[3, 4, 700] -> 3 0 255 255 185"""
     skipped = np.diff(index, prepend=-1) - 1
     ends = np.cumsum(skipped // _MORE + 1) - 1
@@ -130,7 +141,7 @@ def _from_gaps(coded: np.ndarray) -> np.ndarray:
     return np.cumsum(coded, dtype=np.int64)[ends] + np.arange(ends.size)
 
 
-def _bitmap(index: np.ndarray, n: int) -> np.ndarray:
+def _to_bitmap(index: np.ndarray, n: int) -> np.ndarray:
     bits = np.zeros(n, np.uint8)
     bits[index] = 1
     return np.packbits(bits, bitorder="little")
@@ -144,5 +155,5 @@ def _bitmap_bytes(n: int) -> int:
     return -(-n // 8)
 
 
-def _padded(n: int) -> int:
+def _pad_to_four(n: int) -> int:
     return -(-n // 4) * 4

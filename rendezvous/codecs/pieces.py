@@ -35,20 +35,20 @@ class Pieces(ABC):
     """A codec that can give a decoded body piece by piece."""
 
     @abstractmethod
-    def decoded(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
         """start, stop and elements of each piece; the tensor may be used up."""
 
     def decode(self, body: Body, out: Array) -> None:
-        target = flat(out, "the decoded vector")
-        for a, b, piece in self.decoded(body, target.numel(), target.device):
+        target = flat_tensor(out, "the decoded vector")
+        for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
             target[a:b].copy_(piece)
 
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
         """The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
-        target, w = flat(total, "the sum")[start:stop], float(np.float32(weight))
-        for a, b, piece in self.decoded(body, target.numel(), target.device):
+        target, w = flat_tensor(total, "the sum")[start:stop], float(np.float32(weight))
+        for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
             if w != 1:
                 piece.mul_(w)
             if first:
@@ -68,31 +68,31 @@ class Rows(ABC):
     decay = 1.0
 
     @abstractmethod
-    def pack(self, v: Tensor, rows: Tensor) -> None:
+    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         """(r, align) fp32 -> (r, row_bytes) uint8.  Raises BadDelta for what is not finite."""
 
     @abstractmethod
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
-        """(r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for what `pack` never writes."""
+    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
+        """(r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for what `pack_rows` never writes."""
 
-    def split(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+    def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
         """rows <- pack(s);  s <- s − unpack(rows).   t: scratch of s's shape."""
-        self.pack(s, rows)
-        self.unpack(rows, t)
+        self.pack_rows(s, rows)
+        self.unpack_rows(rows, t)
         s.sub_(t)
 
-    def bound(self, n: int) -> int:
+    def max_body_size(self, n: int) -> int:
         return -(-n // self.align) * self.row_bytes
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         if start % self.align:
             raise ValueError(f"{self.name} can be cut at multiples of {self.align} elements, not at {start}")
-        return self.bound(start), self.bound(stop)
+        return self.max_body_size(start), self.max_body_size(stop)
 
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
         n = x.shape[0]
         sum(self.encode_each(x, out, [(0, n)], residual))
-        return self.bound(n)
+        return self.max_body_size(n)
 
     def encode_each(
         self,
@@ -102,10 +102,10 @@ class Rows(ABC):
         residual: Array | None = None,
         age: Array | None = None,
     ) -> Iterator[float]:
-        v = flat(x, "the pseudogradient")
-        e = None if residual is None else flat(residual, "the residual", like=v)
+        v = flat_tensor(x, "the pseudogradient")
+        e = None if residual is None else flat_tensor(residual, "the residual", like=v)
         ages = None if age is None else ages_of(age, like=v)
-        rows = room(out, self.bound(v.numel())).view(-1, self.row_bytes)
+        rows = first_bytes(out, self.max_body_size(v.numel())).view(-1, self.row_bytes)
         if v.device.type == "cpu" and load_kernels(self.name, "cpu") is not None:
             return self._by_address(v, e, rows, ranges)
         return self._piece_by_piece(v, e, ages, rows, ranges)
@@ -117,7 +117,7 @@ class Rows(ABC):
 
         for (a, b), square in zip(ranges, cpu.encode_each(self.name, x, e, rows, ranges), strict=True):
             if square is None:
-                raise refuse((x if e is None else e)[a:b])
+                raise not_finite_error((x if e is None else e)[a:b])
             yield square
 
     def _piece_by_piece(
@@ -133,7 +133,7 @@ class Rows(ABC):
                     x[a:b],
                     None if e is None else e[a:b],
                     None if age is None else age[a:b],
-                    outbox.rows(a // self.align, -(-b // self.align)),
+                    outbox.rows_to_write(a // self.align, -(-b // self.align)),
                 )
                 outbox.send()
             outbox.wait()
@@ -145,10 +145,12 @@ class Rows(ABC):
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
-        target, w = flat(total, "the sum")[start:stop], float(np.float32(weight))
+        target, w = flat_tensor(total, "the sum")[start:stop], float(np.float32(weight))
         n, device, all_rows = target.numel(), target.device, bytes_of(body)
-        if all_rows.numel() != self.bound(n):
-            raise Corrupt(f"{self.name} of {n} elements has {self.bound(n)} bytes, this body has {all_rows.numel()}")
+        if all_rows.numel() != self.max_body_size(n):
+            raise Corrupt(
+                f"{self.name} of {n} elements has {self.max_body_size(n)} bytes, this body has {all_rows.numel()}"
+            )
         all_rows = all_rows.view(-1, self.row_bytes)
         size = max(1, self._piece_size(target))
         for a in range(0, n, size):
@@ -170,15 +172,15 @@ class Rows(ABC):
         if kernels is not None:
             square = kernels.encode(self.name, x, e, rows)
             if square is None:
-                raise refuse(x if e is None else e)
+                raise not_finite_error(x if e is None else e)
             return square
         square = float(torch.dot(x, x))
         if e is None:
-            self.pack(padded(x, self.align), rows)
+            self.pack_rows(pad_to_rows(x, self.align), rows)
         else:
             s = add_residual(x, e, self.decay)
-            whole = padded(s, self.align)
-            self.split(whole, rows, scratch(whole.numel(), x.device).view(whole.shape))
+            whole = pad_to_rows(s, self.align)
+            self.pack_and_subtract(whole, rows, scratch_tensor(whole.numel(), x.device).view(whole.shape))
             if whole.numel() != s.numel():
                 s.copy_(whole.view(-1)[: s.numel()])
         return square
@@ -189,7 +191,7 @@ class Rows(ABC):
         if kernels is not None and kernels.add(self.name, rows, w, target, first):
             return
         straight = first and target.numel() == len(rows) * self.align
-        t = self._unpacked(rows, target if straight else None, target.numel())
+        t = self._unpack_elements(rows, target if straight else None, target.numel())
         if kernels is not None:
             raise Corrupt(f"this {self.name} body holds what no encoder writes")
         if w != 1:
@@ -201,10 +203,10 @@ class Rows(ABC):
         else:
             target.add_(t)
 
-    def _unpacked(self, rows: Tensor, into: Tensor | None, n: int) -> Tensor:
+    def _unpack_elements(self, rows: Tensor, into: Tensor | None, n: int) -> Tensor:
         """The n elements in these rows; in scratch if `into` is None."""
-        t = scratch(len(rows) * self.align, rows.device) if into is None else into
-        self.unpack(rows, t.view(-1, self.align))
+        t = scratch_tensor(len(rows) * self.align, rows.device) if into is None else into
+        self.unpack_rows(rows, t.view(-1, self.align))
         if t.numel() > n and t[n:].any():
             raise Corrupt(f"this {self.name} body has values after its last element, {n}")
         return t[:n]
@@ -220,7 +222,7 @@ class Outbox:
         self._pinned = device.type == "cuda" and out.is_pinned()
         self._on_way: deque[tuple[torch.Event | None, Tensor, Tensor]] = deque()
 
-    def rows(self, a: int, b: int) -> Tensor:
+    def rows_to_write(self, a: int, b: int) -> Tensor:
         """Where to write rows [a, b)."""
         self._span = a, b
         return self._out[a:b] if self._near is None else self._near[: b - a]
@@ -232,7 +234,7 @@ class Outbox:
         a, b = self._span
         near, out = self._near[: b - a], self._out[a:b]
         while len(self._on_way) > 1:
-            self._arrive()
+            self._finish_oldest()
         cuda = near.device.type == "cuda"
         host = out if self._pinned else torch.empty(out.shape, dtype=torch.uint8, pin_memory=cuda)
         host.copy_(near, non_blocking=True)
@@ -240,9 +242,9 @@ class Outbox:
 
     def wait(self) -> None:
         while self._on_way:
-            self._arrive()
+            self._finish_oldest()
 
-    def _arrive(self) -> None:
+    def _finish_oldest(self) -> None:
         sent, host, out = self._on_way.popleft()
         if sent is not None:
             sent.synchronize()
@@ -257,7 +259,7 @@ def piece_size(device: torch.device) -> int:
 _own = threading.local()
 
 
-def scratch(n: int, device: torch.device, name: str = "") -> Tensor:
+def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
     """n elements of rubbish, valid until this thread asks for that name again.  On the CPU the same memory every time,
     because fresh pages cost more than the work; CUDA keeps memory by itself."""
     if device.type != "cpu" or n > _CPU_PIECE:
@@ -269,7 +271,7 @@ def scratch(n: int, device: torch.device, name: str = "") -> Tensor:
     return kept[name][:n]
 
 
-def padded(s: Tensor, align: int) -> Tensor:
+def pad_to_rows(s: Tensor, align: int) -> Tensor:
     """s as (r, align), with zeros after its end."""
     missing = -s.numel() % align
     return (torch.nn.functional.pad(s, (0, missing)) if missing else s).view(-1, align)
@@ -285,7 +287,7 @@ def all_finite(t: Tensor) -> bool:
     return isfinite(float(t.sum())) or bool(t.isfinite().all())
 
 
-def refuse(v: Tensor) -> BadDelta:
+def not_finite_error(v: Tensor) -> BadDelta:
     """What to raise when v is not finite."""
     return BadDelta(
         f"{int((~v.isfinite()).sum())} of {v.numel()} elements around here are not finite, in the pseudogradient or "
@@ -303,7 +305,7 @@ def tensor_of(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
-def flat(array: Array, what: str, like: Tensor | None = None) -> Tensor:
+def flat_tensor(array: Array, what: str, like: Tensor | None = None) -> Tensor:
     """A flat, contiguous fp32 tensor over the same memory; as long as `like`, and on its device."""
     contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
     if array.dtype not in (np.float32, torch.float32) or array.ndim != 1 or not contiguous:
@@ -329,9 +331,9 @@ def bytes_of(body: Body) -> Tensor:
     return tensor_of(np.frombuffer(body.numpy() if isinstance(body, Tensor) else body, np.uint8))
 
 
-def room(out: Array, need: int) -> Tensor:
+def first_bytes(out: Array, need: int) -> Tensor:
     """The first `need` bytes of a buffer."""
     buffer = bytes_of(out)
     if buffer.numel() < need:
-        raise ValueError(f"encoding needs {need} bytes of room, got {buffer.numel()}; ask bound()")
+        raise ValueError(f"encoding needs {need} bytes of buffer, got {buffer.numel()}; ask max_body_size()")
     return buffer[:need]

@@ -27,7 +27,7 @@ Not promised: anything without a residual, and ages; the published runs, and our
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import Rows, all_finite, padded, refuse, scratch
+from rendezvous.codecs.pieces import Rows, all_finite, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import Corrupt
 
 _CHUNK, _CHUNKS, _KEPT = 64, 128, 3
@@ -40,17 +40,17 @@ class TopK(Rows):
     decay = 0.95
     ages = True
 
-    def pack(self, v: Tensor, rows: Tensor) -> None:
+    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         table = v.view(-1, _CHUNK, _CHUNKS)
-        place = _largest(table)
+        place = _largest_places(table)
         kept = table.gather(1, place).flatten(1)
         if not all_finite(kept):  # nothing is larger than NaN and infinity
-            raise refuse(v)
-        levels, high = _levels(kept.abs())
+            raise not_finite_error(v)
+        levels, high = _two_levels(kept.abs())
         rows[:, :4].view(torch.bfloat16).copy_(levels)
         rows[:, 4:] = place.flatten(1) | (kept < 0).long() << 6 | high.long() << 7
 
-    def unpack(self, rows: Tensor, out: Tensor) -> None:
+    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
         entry = rows[:, 4:].long()
         place = (entry & (_CHUNK - 1)).view(-1, _KEPT, _CHUNKS)
         if not (place[:, 1:] > place[:, :-1]).all():
@@ -65,31 +65,31 @@ class TopK(Rows):
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
         if e is None or age is None:
             return super()._encode_piece(x, e, None, rows)
-        gain, s = (scratch(len(x), x.device, name) for name in ("gain", "s"))
+        gain, s = (scratch_tensor(len(x), x.device, name) for name in ("gain", "s"))
         rounds = s.view(torch.int32).copy_(age.add_(1).clamp_(max=_LONGEST))
-        torch.index_select(_gains(x.device), 0, rounds, out=gain)
-        whole = padded(torch.mul(e.mul_(_FORGETS).add_(x), gain, out=s), self.align)
-        self.pack(whole, rows)
-        sent = scratch(whole.numel(), x.device).view(whole.shape)
-        self.unpack(rows, sent)
+        torch.index_select(_gain_table(x.device), 0, rounds, out=gain)
+        whole = pad_to_rows(torch.mul(e.mul_(_FORGETS).add_(x), gain, out=s), self.align)
+        self.pack_rows(whole, rows)
+        sent = scratch_tensor(whole.numel(), x.device).view(whole.shape)
+        self.unpack_rows(rows, sent)
         sent = sent.view(-1)[: len(x)]
         age.masked_fill_(sent != 0, 0)
         e.sub_(sent.div_(gain))
         return float(torch.dot(x, x))
 
 
-def _gains(device: torch.device) -> Tensor:
+def _gain_table(device: torch.device) -> Tensor:
     """[a] -> what a steady x is worth over what is left of it after a rounds."""
     a = torch.arange(_LONGEST + 1, dtype=torch.float64).clamp_(min=1)
     return (a * (1 - _FORGETS) / (1 - _FORGETS**a)).float().to(device)
 
 
-def _largest(v: Tensor) -> Tensor:
+def _largest_places(v: Tensor) -> Tensor:
     """(r, 64, 128) -> (r, 3, 128): the places of each column's largest magnitudes, ascending.
 
     A magnitude's bits order like the number, NaN above infinity; the place takes its 6 lowest, so no two are equal.
     """
-    key, found = scratch(v.numel(), v.device).view(torch.int32).view(v.shape), list[Tensor]()
+    key, found = scratch_tensor(v.numel(), v.device).view(torch.int32).view(v.shape), list[Tensor]()
     torch.bitwise_and(v.view(torch.int32), torch.tensor(0x7FFFFFFF ^ (_CHUNK - 1), dtype=torch.int32), out=key)
     key.bitwise_or_(torch.arange(_CHUNK, dtype=torch.int32, device=v.device).view(1, _CHUNK, 1))
     for _ in range(_KEPT):
@@ -98,7 +98,7 @@ def _largest(v: Tensor) -> Tensor:
     return torch.cat(found, 1).sort(dim=1).values
 
 
-def _levels(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+def _two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor]:
     """(r, 384) -> (r, 2), and which are high.  Means are taken of shares of the largest: sums cannot overflow."""
     most = magnitude.amax(1, keepdim=True)
     share = magnitude / (most + (most == 0))

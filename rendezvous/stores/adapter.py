@@ -40,12 +40,12 @@ class AdapterStore:
 
     def put(self, key: str, body: Body) -> None:
         if isinstance(body, Buffer) or "memory" in self._fs.protocol:  # that one shows a file when it is opened
-            self._ask("write", key, lambda: self._write(key, bytes(body)))
+            self._ask_files("write", key, lambda: self._write_file(key, bytes(body)))
         else:
-            self._ask("write", key, lambda: self._stream(key, body))
+            self._ask_files("write", key, lambda: self._write_stream(key, body))
 
-    def _stream(self, key: str, body: Stream) -> None:
-        path = self._path(key)
+    def _write_stream(self, key: str, body: Stream) -> None:
+        path = self._path_of(key)
         with suppress(FileExistsError):  # where folders are real
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         file = self._fs.open(path, "wb", autocommit=False)  # what stands there stays until `commit`
@@ -63,20 +63,20 @@ class AdapterStore:
     def create(self, key: str, body: Buffer) -> None:
         plain_key(key)
         self._check_creates()
-        self._create(key, body)
+        self._create_file(key, body)
 
     def get(self, key: str) -> bytes | None:
-        return self._ask("read", key, lambda: bytes(self._fs.cat_file(self._path(key))))
+        return self._ask_files("read", key, lambda: bytes(self._fs.cat_file(self._path_of(key))))
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         out = out.cast("B")
         if not out:
-            return bool(self._ask("read", key, lambda: self._fs.exists(self._path(key))))
+            return bool(self._ask_files("read", key, lambda: self._fs.exists(self._path_of(key))))
         return all(self._get_range(key, out[i : i + RANGE], start + i) for i in range(0, len(out), RANGE))
 
     def _get_range(self, key: str, out: memoryview, start: int) -> bool:
         end = start + len(out)
-        part = self._ask("read", key, lambda: self._fs.cat_file(self._path(key), start=start, end=end))
+        part = self._ask_files("read", key, lambda: self._fs.cat_file(self._path_of(key), start=start, end=end))
         if part is None or len(part) != len(out):
             return False
         out[:] = part
@@ -84,37 +84,37 @@ class AdapterStore:
 
     def list(self, prefix: str) -> list[str]:
         folder = f"{self._root}/{plain_prefix(prefix).rpartition('/')[0]}".rstrip("/")
-        found = self._ask("list", prefix, lambda: list(self._fs.find(folder))) or []
+        found = self._ask_files("list", prefix, lambda: list(self._fs.find(folder))) or []
         keys = [path[len(self._root) + 1 :] for path in found]
         return sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._ask("delete", key, lambda key=key: self._fs.rm_file(self._path(key)))
+            self._ask_files("delete", key, lambda key=key: self._fs.rm_file(self._path_of(key)))
 
     def __repr__(self) -> str:
         return f"AdapterStore({self.url!r})"
 
-    def _path(self, key: str) -> str:
+    def _path_of(self, key: str) -> str:
         return f"{self._root}/{plain_key(key)}"
 
-    def _write(self, key: str, body: bytes) -> None:
-        path = self._path(key)
+    def _write_file(self, key: str, body: bytes) -> None:
+        path = self._path_of(key)
         try:
             self._fs.pipe_file(path, body)
         except FileNotFoundError as error:  # a file system with real folders
-            if _has(error, _REFUSED):
+            if _mentions(error, _REFUSED):
                 raise
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(path, body)
 
-    def _create(self, key: str, body: Buffer) -> None:
-        path = self._path(key)
-        self._ask("create", key, lambda: self._fs.pipe_file(path, bytes(body), mode="create"))
+    def _create_file(self, key: str, body: Buffer) -> None:
+        path = self._path_of(key)
+        self._ask_files("create", key, lambda: self._fs.pipe_file(path, bytes(body), mode="create"))
 
     def _check_creates(self) -> None:
         """Raises StoreRefused unless this file system is known, and seen, to create only what is absent."""
-        from rendezvous.probe import race  # the probe knows stores; a store needs one of its checks
+        from rendezvous.probe import race_writers  # the probe knows stores; a store needs one of its checks
 
         name = type(self._fs).__name__
         if name not in CREATES:
@@ -123,11 +123,11 @@ class AdapterStore:
                 "Use s3://, gs://, az://, hf://buckets/… or a folder"
             )
         with self._checking:
-            if not self._creates and (reason := race(_Unchecked(self), self._clock, rounds=3).reason()):
+            if not self._creates and (reason := race_writers(_Unchecked(self), self._clock, rounds=3).why_unfit()):
                 raise StoreRefused(f"{self.url} cannot carry a run: {reason}. Use another store")
             self._creates = True
 
-    def _ask(self, verb: str, key: str, request: Callable[[], T]) -> T | None:
+    def _ask_files(self, verb: str, key: str, request: Callable[[], T]) -> T | None:
         """The answer, None for what is not there, or one of our errors."""
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -136,19 +136,19 @@ class AdapterStore:
         try:
             return request()
         except (FileNotFoundError, KeyError) as error:  # fsspec's memory:// says KeyError
-            if verb in ("read", "list", "delete") and not _has(error, _REFUSED):
+            if verb in ("read", "list", "delete") and not _mentions(error, _REFUSED):
                 return None
-            failure = explain(f"{self.url}/{key}", verb, error)
+            failure = explain_error(f"{self.url}/{key}", verb, error)
         except RuntimeError:
             raise  # a mistake of ours, not of the store
         except Exception as error:  # every file system has its own
-            if verb == "read" and _has(error, _PAST_THE_END):
+            if verb == "read" and _mentions(error, _PAST_THE_END):
                 return None
-            failure = explain(f"{self.url}/{key}", verb, error)
+            failure = explain_error(f"{self.url}/{key}", verb, error)
         raise failure
 
 
-def served(scheme: str) -> bool:
+def is_served(scheme: str) -> bool:
     """Whether fsspec, if it is installed, knows this kind of URL."""
     try:
         from fsspec import available_protocols  # pyright: ignore[reportMissingTypeStubs]
@@ -164,14 +164,14 @@ class _Unchecked(AdapterStore):
         self.__dict__.update(store.__dict__)
 
     def create(self, key: str, body: Buffer) -> None:
-        self._create(key, body)
+        self._create_file(key, body)
 
 
-def explain(where: str, verb: str, error: Exception) -> StoreError:
-    if isinstance(error, FileExistsError) or _has(error, _EXISTS):
+def explain_error(where: str, verb: str, error: Exception) -> StoreError:
+    if isinstance(error, FileExistsError) or _mentions(error, _EXISTS):
         return KeyExists(f"{where} exists")
-    what = f"cannot {verb} {where}: {type(error).__name__} {_words(error)}".rstrip()
-    if _has(error, _REFUSED):
+    what = f"cannot {verb} {where}: {type(error).__name__} {_safe_words(error)}".rstrip()
+    if _mentions(error, _REFUSED):
         advice = "Create the bucket, correct the URL, or renew the credentials and start again"
         return StoreRefused(f"{what}. {advice}")
     if isinstance(error, PermissionError):
@@ -179,13 +179,13 @@ def explain(where: str, verb: str, error: Exception) -> StoreError:
     return StoreUnclear(what)
 
 
-def _has(error: Exception, words: Iterable[str]) -> bool:
+def _mentions(error: Exception, words: Iterable[str]) -> bool:
     """Whether the error, or the client's error behind it, holds one of these words."""
     texts = [str(e) for e in (error, error.__cause__, error.__context__) if e]
     return any(word in text for word in words for text in texts)
 
 
-def _words(error: Exception) -> str:
+def _safe_words(error: Exception) -> str:
     """What the system said, without URLs and without anything that looks like a key."""
     said = (isinstance(error, OSError) and error.strerror) or str(error)
     return re.sub(r"\S*://\S+|[\w+/=-]{16,}", "…", said.split("\n")[0][:200])

@@ -82,70 +82,73 @@ class Clients:
     """
 
     def __init__(self, address: Address, silence: timedelta) -> None:
-        self._address, self._endpoint, self._silence = address, _endpoint(address), silence
+        self._address, self._endpoint, self._silence = address, _endpoint_of(address), silence
         self._common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(self._endpoint)}
 
     @cached_property
-    def register(self) -> Bucket:
-        return self._connect({"timeout": self._silence}, retries=0)
+    def for_registers(self) -> Bucket:
+        return self._make_client({"timeout": self._silence}, retries=0)
 
     @cached_property
-    def reading(self) -> Bucket:
-        return self._connect({"read_timeout": self._silence, "timeout": "600s"})
+    def for_reading(self) -> Bucket:
+        return self._make_client({"read_timeout": self._silence, "timeout": "600s"})
 
     @cached_property
-    def writing(self) -> Bucket:
-        return self._connect({"timeout": "300s"})
+    def for_writing(self) -> Bucket:
+        return self._make_client({"timeout": "300s"})
 
     @cached_property
-    def deleting(self) -> Bucket:
-        """As `reading`, with one request for each key."""
-        return self._connect({"read_timeout": self._silence, "timeout": "600s"}, bulk=False)
+    def for_deleting(self) -> Bucket:
+        """As `for_reading`, with one request for each key."""
+        return self._make_client({"read_timeout": self._silence, "timeout": "600s"}, bulk=False)
 
-    def _connect(self, patience: "ClientConfig", retries: int = 3, bulk: bool = True) -> Bucket:
-        return _connect(self._address, self._endpoint, {**self._common, **patience}, retries, bulk)
+    def _make_client(self, patience: "ClientConfig", retries: int = 3, bulk: bool = True) -> Bucket:
+        return _connect_bucket(self._address, self._endpoint, {**self._common, **patience}, retries, bulk)
 
 
 class CloudStore:
     def __init__(self, url: str, silence_s: float = 30.0) -> None:
-        self.address = parse(url)
+        self.address = parse_address(url)
         self.url, self._silence_s = self.address.url, silence_s
         self._bulk_deletes = self.address.scheme != "gs"  # no such request there; a missing key would stop the others
-        self._at()  # raises for a wrong endpoint or option
+        self._current_clients()  # raises for a wrong endpoint or option
 
     @property
     def near(self) -> bool:
         """Does this very machine serve it?"""
-        return _loopback(urlsplit(_endpoint(self.address)).hostname or "")
+        return _is_loopback(urlsplit(_endpoint_of(self.address)).hostname or "")
 
     def put(self, key: str, body: Body) -> None:
         plain_key(key)
         if not isinstance(body, Buffer):
             parts = {"chunk_size": max(STREAMED, -(-body.size // MOST_PARTS)), "max_concurrency": STREAMED_AT_ONCE}
-            self._ask("write", key, lambda at: at.writing.put(key, iter(body), use_multipart=True, **parts))
+            self._ask_bucket("write", key, lambda at: at.for_writing.put(key, iter(body), use_multipart=True, **parts))
             return
         body = memoryview(body).cast("B")
         single = len(body) <= SINGLE
         parts: dict[str, Any] = {} if single else {"chunk_size": PART, "max_concurrency": PARTS_AT_ONCE}
-        self._ask("write", key, lambda at: at.writing.put(key, body, use_multipart=not single, **parts))
+        self._ask_bucket("write", key, lambda at: at.for_writing.put(key, body, use_multipart=not single, **parts))
 
     def create(self, key: str, body: Buffer) -> None:
         plain_key(key)
         body = memoryview(body).cast("B")
-        self._ask("create", key, lambda at: at.register.put(key, body, mode="create", use_multipart=False))
+        self._ask_bucket("create", key, lambda at: at.for_registers.put(key, body, mode="create", use_multipart=False))
 
     def get(self, key: str) -> bytes | None:
         plain_key(key)
-        return self._ask("read", key, lambda at: at.reading.get(key).bytes().to_bytes(), missing=True)
+        return self._ask_bucket("read", key, lambda at: at.for_reading.get(key).bytes().to_bytes(), missing=True)
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         plain_key(key)
         out = out.cast("B")
         if not out:
-            return self._ask("read", key, lambda at: at.reading.head(key), missing=True) is not None
+            return self._ask_bucket("read", key, lambda at: at.for_reading.head(key), missing=True) is not None
         if len(out) <= RANGE:
             return self._get_range(key, out, start)
-        jobs = [_pool().submit(self._get_range, key, out[i : i + RANGE], start + i) for i in range(0, len(out), RANGE)]
+        jobs = [
+            _thread_pool().submit(self._get_range, key, out[i : i + RANGE], start + i)
+            for i in range(0, len(out), RANGE)
+        ]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:  # nobody writes into the caller's memory after we return
@@ -156,7 +159,9 @@ class CloudStore:
 
     def _get_range(self, key: str, out: memoryview, start: int) -> bool:
         end = start + len(out)
-        part = self._ask("read", key, lambda at: at.reading.get_range(key, start=start, end=end), missing=True)
+        part = self._ask_bucket(
+            "read", key, lambda at: at.for_reading.get_range(key, start=start, end=end), missing=True
+        )
         if part is None or len(part) != len(out):  # past the end a range comes back short, without an error
             return False
         out[:] = memoryview(part)
@@ -164,7 +169,7 @@ class CloudStore:
 
     def list(self, prefix: str) -> list[str]:
         folder = plain_prefix(prefix).rpartition("/")[0] or None  # the client's prefixes are whole folders
-        keys = self._ask("list", prefix, lambda at: _listed(at.reading, folder))
+        keys = self._ask_bucket("list", prefix, lambda at: _list_keys(at.for_reading, folder))
         return sorted(key for key in keys or [] if key.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -178,7 +183,7 @@ class CloudStore:
     def _delete_bulk(self, keys: Sequence[str]) -> None:
         """One request for all of them; S3's look-alikes may lack it, then one request each, from now on."""
         try:
-            self._ask("delete", keys[0], lambda at: at.reading.delete(keys), missing=True)
+            self._ask_bucket("delete", keys[0], lambda at: at.for_reading.delete(keys), missing=True)
         except StoreError:
             if self.address.scheme == "az":  # its client has no other request
                 raise
@@ -187,28 +192,28 @@ class CloudStore:
 
     def _delete_singly(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._ask("delete", key, lambda at, key=key: at.deleting.delete(key), missing=True)
+            self._ask_bucket("delete", key, lambda at, key=key: at.for_deleting.delete(key), missing=True)
 
     def __repr__(self) -> str:
         return f"CloudStore({self.url!r})"
 
-    def _at(self) -> Clients:
+    def _current_clients(self) -> Clients:
         stay_home()
         try:
-            clients = _clients(self.address, self._silence_s)
-            _ = clients.reading  # all four take the same address and options
+            clients = _clients_for(self.address, self._silence_s)
+            _ = clients.for_reading  # all four take the same address and options
             return clients
         except BaseError as error:
             why = _in_words(error)
         raise StoreRefused(f"cannot open {self.url}: {why}. {_keys_of(self.address.scheme)}")
 
-    def _ask(self, verb: str, key: str, request: Callable[[Clients], T], missing: bool = False) -> T | None:
+    def _ask_bucket(self, verb: str, key: str, request: Callable[[Clients], T], missing: bool = False) -> T | None:
         """The answer; None for an object that is not there, if that is one; else one of our errors."""
-        at = self._at()
+        at = self._current_clients()
         try:
             return request(at)
         except (BaseError, OSError, ValueError) as error:
-            failure = explain(self.address, verb, key, error, missing)
+            failure = explain_error(self.address, verb, key, error, missing)
         if isinstance(failure, StoreRefused):
             _forget_clients()
         if failure is not None:
@@ -216,7 +221,7 @@ class CloudStore:
         return None
 
 
-def _listed(bucket: Bucket, folder: str | None) -> list[str]:
+def _list_keys(bucket: Bucket, folder: str | None) -> list[str]:
     stream: Iterable[Sequence[ObjectMeta]] = bucket.list(folder)  # pyright: ignore[reportUnknownMemberType]
     return [found["path"] for page in stream for found in page]
 
@@ -224,7 +229,7 @@ def _listed(bucket: Bucket, folder: str | None) -> list[str]:
 # ---------------------------------------------------------------------- the URL
 
 
-def parse(url: str) -> Address:
+def parse_address(url: str) -> Address:
     """Raises ValueError, without repeating what might be a secret."""
     try:
         parts = urlsplit(url)
@@ -239,14 +244,14 @@ def parse(url: str) -> Address:
         )
     bucket, prefix, endpoint = plain, parts.path.strip("/"), query.get("endpoint", "")
     if parts.scheme == "hf":
-        bucket, prefix, endpoint = _hf(where, f"{plain}{parts.path}", endpoint)
+        bucket, prefix, endpoint = _parse_hf(where, f"{plain}{parts.path}", endpoint)
     if not bucket:
         raise ValueError(f"{where}: the bucket is missing; write {parts.scheme}://bucket/prefix")
     kept = f"?{urlencode(query, safe=':/')}" if query else ""
     return Address(parts.scheme, bucket, prefix, f"{where}{kept}", endpoint, query.get("region", ""))
 
 
-def _hf(where: str, path: str, endpoint: str) -> tuple[str, str, str]:
+def _parse_hf(where: str, path: str, endpoint: str) -> tuple[str, str, str]:
     kind, namespace, bucket, prefix = [*path.strip("/").split("/", 3), "", "", ""][:4]
     if kind != "buckets" or not bucket:
         raise ValueError(f"{where}: write hf://buckets/namespace/bucket/prefix; other places cannot carry a run")
@@ -261,7 +266,7 @@ _ENDPOINT_ENV = {
 }
 
 
-def _endpoint(address: Address) -> str:
+def _endpoint_of(address: Address) -> str:
     """The server that a URL's `endpoint` or the environment names, instead of the cloud's own."""
     named = _ENDPOINT_ENV.get(address.scheme, ())
     return address.endpoint or next((os.environ[n] for n in named if os.environ.get(n)), "")
@@ -272,14 +277,14 @@ def _plain_http(endpoint: str) -> bool:
     parts = urlsplit(endpoint)
     if parts.scheme != "http":
         return False
-    if _loopback(parts.hostname or "") or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+    if _is_loopback(parts.hostname or "") or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
         return True
     raise ValueError(
         f"http://{parts.hostname} would carry the run unencrypted; use https, or set AWS_ALLOW_HTTP=true if you mean it"
     )
 
 
-def _loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
@@ -306,7 +311,7 @@ def stay_home() -> None:
         )
 
 
-def _environment() -> str:
+def _environment_digest() -> str:
     """What a client depends on beyond its address, as a digest: secrets are kept nowhere."""
     names = sorted(n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3")))
     text = "\0".join(f"{n}={os.environ[n]}" for n in names)
@@ -317,8 +322,8 @@ _connecting = threading.Lock()
 _open: dict[tuple[Address, float, str], Clients] = {}
 
 
-def _clients(address: Address, silence_s: float) -> Clients:
-    key = address, silence_s, _environment()
+def _clients_for(address: Address, silence_s: float) -> Clients:
+    key = address, silence_s, _environment_digest()
     with _connecting:
         if key not in _open:
             _open[key] = Clients(address, timedelta(seconds=silence_s))
@@ -333,7 +338,7 @@ def _forget_clients() -> None:
         _open.clear()
 
 
-def _connect(address: Address, endpoint: str, client: "ClientConfig", retries: int, bulk: bool = True) -> Bucket:
+def _connect_bucket(address: Address, endpoint: str, client: "ClientConfig", retries: int, bulk: bool = True) -> Bucket:
     backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
     retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=180), "backoff": backoff}
     prefix = address.prefix or None
@@ -353,7 +358,7 @@ def _connect(address: Address, endpoint: str, client: "ClientConfig", retries: i
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
+def _thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="store")
 
 
@@ -371,10 +376,10 @@ def _file_counts() -> bool:
     except OSError:
         return False
     in_environment = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
-    return (not in_environment or (_refusals > 0 and written > _began)) and bool(_profile())
+    return (not in_environment or (_refusals > 0 and written > _began)) and bool(_read_profile())
 
 
-def _profile() -> dict[str, str]:
+def _read_profile() -> dict[str, str]:
     file = configparser.ConfigParser(interpolation=None)
     with suppress(configparser.Error, OSError):
         file.read(_credentials_file())
@@ -385,7 +390,7 @@ def _profile() -> dict[str, str]:
 
 def credentials_from_file() -> "S3Credential":
     """For obstore, which asks again when they expire: five minutes, so that a renewed file is noticed."""
-    profile = _profile()
+    profile = _read_profile()
     return {
         "access_key_id": profile.get("aws_access_key_id", ""),
         "secret_access_key": profile.get("aws_secret_access_key", ""),
@@ -404,11 +409,11 @@ _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
 _METADATA = ("169.254.169.254", "metadata.google.internal")  # asked last, when no credentials are found elsewhere
 
 
-def explain(address: Address, verb: str, key: str, error: Exception, missing: bool = False) -> StoreError | None:
+def explain_error(address: Address, verb: str, key: str, error: Exception, missing: bool = False) -> StoreError | None:
     """Our error for one of obstore's; None if it says that an object is not there, and that is an answer."""
     text = str(error)
-    status = _found(r"status code: (\d{3})", text)
-    code = _found(r"<Code>(\w+)</Code>", text)
+    status = _first_match(r"status code: (\d{3})", text)
+    code = _first_match(r"<Code>(\w+)</Code>", text)
     place = f"{address.url.partition('?')[0]}/{key}"
     where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error)}"
     past_the_end = status == "416" or "Wanted range starting at" in text  # obstore's own word where the server has none
@@ -418,32 +423,32 @@ def explain(address: Address, verb: str, key: str, error: Exception, missing: bo
         return KeyExists(f"{place} exists: {status} {code}")
     if code in _FULL or status == "507":
         return StoreFull(f"{where}. Free some space, or raise the bucket's quota")
-    advice = _advice(address, verb, status, code, text)
+    advice = _next_thing_to_do(address, verb, status, code, text)
     if advice and code == "AccessDenied" and verb in ("write", "create", "delete"):
         return StoreReadOnly(f"{where}. {advice}")
     return StoreRefused(f"{where}. {advice}") if advice else StoreUnclear(where)
 
 
-def _advice(address: Address, verb: str, status: str, code: str, text: str) -> str:
+def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text: str) -> str:
     """The next thing to do; empty if asking again may help."""
     if any(host in text for host in _METADATA):
         return f"No credentials were found. {_keys_of(address.scheme)}"
     if code in _NO_BUCKET:
-        return f"There is no bucket {address.bucket!r}: create it ({_make(address)}) or correct the URL"
+        return f"There is no bucket {address.bucket!r}: create it ({_how_to_create(address)}) or correct the URL"
     if code in _EXPIRED:
-        return f"The token has expired or is not valid: renew it; the run goes on. {_renew(address.scheme)}"
+        return f"The token has expired or is not valid: renew it; the run goes on. {_how_to_renew(address.scheme)}"
     if code == "RequestTimeTooSkewed":
         return "This machine's clock is wrong: set it (`timedatectl set-ntp true`)"
     if status == "301" or code in _WRONG_REGION:
         return "The bucket is in another region: set AWS_REGION to it"
     if status == "501":
         return "This store lacks the request (create-if-absent, perhaps); `diloco doctor URL` shows what it can do"
-    if status in ("401", "403") or code in _WRONG_KEYS or _denied(text):
+    if status in ("401", "403") or code in _WRONG_KEYS or _is_denied(text):
         return f"The store does not let this key {verb} there. {_keys_of(address.scheme)}"
     return ""
 
 
-def _denied(text: str) -> bool:
+def _is_denied(text: str) -> bool:
     return text.startswith("The operation lacked ")
 
 
@@ -462,13 +467,13 @@ def _keys_of(scheme: str) -> str:
     )
 
 
-def _renew(scheme: str) -> str:
+def _how_to_renew(scheme: str) -> str:
     if scheme in ("s3", "hf"):
         return "Write the new keys to ~/.aws/credentials: a running replica reads it again at every try"
     return _keys_of(scheme)
 
 
-def _make(address: Address) -> str:
+def _how_to_create(address: Address) -> str:
     if address.scheme == "gs":
         return f"`gcloud storage buckets create gs://{address.bucket}`"
     if address.scheme == "az":
@@ -478,7 +483,7 @@ def _make(address: Address) -> str:
 
 def _in_words(error: Exception) -> str:
     """An error without a status, in words that hold no URL and nothing that looks like a key."""
-    kind = _found(r"kind: (Connect|Timeout|Interrupted)", str(error))
+    kind = _first_match(r"kind: (Connect|Timeout|Interrupted)", str(error))
     if kind:
         return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
     if "HTTP error" in str(error):
@@ -488,6 +493,6 @@ def _in_words(error: Exception) -> str:
     return re.sub(r"[\w+/=-]{16,}", "…", line).strip() or type(error).__name__
 
 
-def _found(pattern: str, text: str) -> str:
+def _first_match(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     return match[1] if match else ""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
-from rendezvous.stores.spares import LEAST, Spares, unfinished
+from rendezvous.stores.spares import LEAST, Spares, unfinished_prefix
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -46,40 +46,44 @@ class FileStore:
         self._spares = Spares(self._tmp)
 
     def put(self, key: str, body: Body) -> None:
-        with self._written(key, body) as tmp, self._place(key, make=True) as (folder, name):
+        with self._temporary_file(key, body) as tmp, self._open_folder(key, make=True) as (folder, name):
             if body_bytes(body) >= LEAST:
                 self._replace_and_keep(tmp, folder, name)
             else:
                 os.replace(tmp, name, dst_dir_fd=folder)
 
     def create(self, key: str, body: Buffer) -> None:
-        with self._written(key, body) as tmp, self._place(key, make=True) as (folder, name):
+        with self._temporary_file(key, body) as tmp, self._open_folder(key, make=True) as (folder, name):
             os.link(tmp, name, dst_dir_fd=folder)
 
     def get(self, key: str) -> bytes | None:
-        with self._errors("read", key):
+        with self._as_store_errors("read", key):
             try:
-                with self._place(key) as (folder, name), open(name, "rb", opener=_beside(folder)) as f:
+                with self._open_folder(key) as (folder, name), open(name, "rb", opener=_opener_in(folder)) as f:
                     return f.read()
             except FileNotFoundError:
                 return None
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
-        with self._errors("read", key):
+        with self._as_store_errors("read", key):
             try:
-                with self._place(key) as (folder, name):
+                with self._open_folder(key) as (folder, name):
                     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
             except FileNotFoundError:
                 return False
             try:
-                return _fill(fd, out.cast("B"), start)
+                return _read_exactly(fd, out.cast("B"), start)
             finally:
                 os.close(fd)
 
     def list(self, prefix: str) -> list[str]:
         folder = plain_prefix(prefix).rpartition("/")[0]
         found: list[str] = []
-        with self._errors("list", prefix), suppress(FileNotFoundError), self._place(f"{folder}/x".lstrip("/")):
+        with (
+            self._as_store_errors("list", prefix),
+            suppress(FileNotFoundError),
+            self._open_folder(f"{folder}/x".lstrip("/")),
+        ):
             pass  # no part of it is a link
         for path, folders, files in os.walk(self.root / folder):
             if ".tmp" in folders:
@@ -89,7 +93,11 @@ class FileStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            with self._errors("delete", key), suppress(FileNotFoundError), self._place(key) as (folder, name):
+            with (
+                self._as_store_errors("delete", key),
+                suppress(FileNotFoundError),
+                self._open_folder(key) as (folder, name),
+            ):
                 os.unlink(name, dir_fd=folder)
 
     def close(self) -> None:
@@ -97,13 +105,13 @@ class FileStore:
         self._spares.drop_all()
 
     @contextmanager
-    def _place(self, key: str, *, make: bool = False) -> Generator[tuple[int, str]]:
+    def _open_folder(self, key: str, *, make: bool = False) -> Generator[tuple[int, str]]:
         """The open folder that a key lies in, and its name there.   make: with the folders on the way."""
         *folders, name = plain_key(key).split("/")
         at = os.open(self._folder, _FOLDER)
         try:
             for part in folders:
-                above, at = at, _below(at, part, make)
+                above, at = at, _open_subfolder(at, part, make)
                 os.close(above)
             yield at, name
         finally:
@@ -118,28 +126,28 @@ class FileStore:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(link)
-        self._spares.keep(tmp)
+        self._spares.keep_name(tmp)
 
     @contextmanager
-    def _written(self, key: str, body: Body) -> Generator[str]:
+    def _temporary_file(self, key: str, body: Body) -> Generator[str]:
         """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
         size = body_bytes(body)
-        with self._errors("write", key):
+        with self._as_store_errors("write", key):
             self._tmp.mkdir(parents=True, exist_ok=True)
             os.close(os.open(self._tmp, _FOLDER | os.O_NOFOLLOW))  # no link either
-            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished(os.getpid()))
+            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished_prefix(os.getpid()))
             try:
-                if size >= LEAST and self._spares.take(size, tmp):
+                if size >= LEAST and self._spares.reuse_file(size, tmp):
                     os.close(fd)
                     fd = os.open(tmp, os.O_WRONLY)
-                _write(fd, body)
+                _write_body(fd, body)
                 yield tmp
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(tmp)
 
     @contextmanager
-    def _errors(self, verb: str, key: str) -> Generator[None]:
+    def _as_store_errors(self, verb: str, key: str) -> Generator[None]:
         try:
             yield
         except FileExistsError as error:
@@ -157,18 +165,18 @@ class FileStore:
             raise StoreUnclear(where) from error
 
 
-def _below(folder: int, part: str, make: bool) -> int:
+def _open_subfolder(folder: int, part: str, make: bool) -> int:
     if make:
         with suppress(FileExistsError):
             os.mkdir(part, dir_fd=folder)
     return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def _beside(folder: int) -> Callable[[str, int], int]:
+def _opener_in(folder: int) -> Callable[[str, int], int]:
     return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def _write(fd: int, body: Body) -> None:
+def _write_body(fd: int, body: Body) -> None:
     try:
         for piece in in_pieces(body):
             done = 0
@@ -178,8 +186,8 @@ def _write(fd: int, body: Body) -> None:
         os.close(fd)
 
 
-def _fill(fd: int, out: memoryview, start: int) -> bool:
-    through = bytearray(_CACHED) if out and _overlaps(out, start) else None
+def _read_exactly(fd: int, out: memoryview, start: int) -> bool:
+    through = bytearray(_CACHED) if out and _overlaps_page(out, start) else None
     done = 0
     while done < len(out):
         piece = out[done : done + _CHUNK] if through is None else memoryview(through)[: len(out) - done]
@@ -192,7 +200,7 @@ def _fill(fd: int, out: memoryview, start: int) -> bool:
     return True
 
 
-def _overlaps(out: memoryview, start: int) -> bool:
+def _overlaps_page(out: memoryview, start: int) -> bool:
     """Does `out` begin a few bytes after `start`, as places on a page?  Then CPUs take every load for a reload of the
     store before it, and reading straight is four times as slow as by a detour."""
     return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(out)) - start) % _PAGE < 32

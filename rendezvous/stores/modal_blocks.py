@@ -28,7 +28,7 @@ class Block:
     size: int
 
 
-def cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+def cut_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     """The same bytes in blocks of 8 MiB; from the caller's own memory wherever a piece holds a whole block."""
     rest = bytearray()
     for piece in pieces:
@@ -49,17 +49,17 @@ def cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 def blocks_of(pieces: Iterable[memoryview]) -> list[Block]:
     """A file's blocks, in order; they name its bytes."""
-    return [Block(hashlib.sha256(_trimmed(data)).digest(), len(data)) for data in cut(pieces)]
+    return [Block(hashlib.sha256(_without_zeros(data)).digest(), len(data)) for data in cut_blocks(pieces)]
 
 
-def _trimmed(data: memoryview) -> memoryview:
+def _without_zeros(data: memoryview) -> memoryview:
     """Without the zeros at its end."""
     if not data or data[-1]:
         return data
     return data[: len(bytes(data).rstrip(b"\0"))]
 
 
-def slices(out: memoryview, start: int) -> list[memoryview]:
+def block_slices(out: memoryview, start: int) -> list[memoryview]:
     """`out`, which begins at byte `start` of a file, cut where the file's blocks end."""
     cuts = [0, *range(BLOCK - start % BLOCK, len(out), BLOCK), len(out)]
     return [out[a:b] for a, b in pairwise(cuts)]
@@ -67,19 +67,19 @@ def slices(out: memoryview, start: int) -> list[memoryview]:
 
 def put_block(url: str, data: memoryview) -> bytes:
     """-> what the volume wants to hear back."""
-    body = bytes(_trimmed(data))
+    body = bytes(_without_zeros(data))
     request = urllib.request.Request(url, data=body, method="PUT", headers={"Content-Type": "application/octet-stream"})
-    return _http(request, "write a block to", _read)
+    return _send_request(request, "write a block to", _read_all)
 
 
-def _read(answer: Any) -> bytes:
+def _read_all(answer: Any) -> bytes:
     return answer.read()
 
 
 def get_block(url: str, out: memoryview) -> None:
     """Fill `out`; a body that is shorter stands for zeros at its end."""
 
-    def fill(answer: Any) -> None:
+    def fill_out(answer: Any) -> None:
         got = 0
         while got < len(out) and (count := answer.readinto(out[got:])):
             got += count
@@ -88,10 +88,10 @@ def get_block(url: str, out: memoryview) -> None:
             raise StoreUnclear(f"a block of a Modal volume has {length} bytes, {got} came and {len(out)} were expected")
         out[got:] = bytes(len(out) - got)
 
-    _http(urllib.request.Request(url), "read a block from", fill)
+    _send_request(urllib.request.Request(url), "read a block from", fill_out)
 
 
-def _http(request: urllib.request.Request, verb: str, use: Any) -> Any:
+def _send_request(request: urllib.request.Request, verb: str, use: Any) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=BLOCK_S) as answer:
             return use(answer)

@@ -43,13 +43,13 @@ def pointer_to(path: str, size: int) -> bytes:
 class Entries(Protocol):
     """What of modal_wire.Wire this needs; times and faults are a test's."""
 
-    def entry(self, key: str) -> bytes | None: ...
+    def get_entry(self, key: str) -> bytes | None: ...
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool: ...
     def all_keys(self) -> list[str]: ...
-    def read(self, path: str) -> bytes | None: ...
+    def read_file(self, path: str) -> bytes | None: ...
     def write_files(self, bodies: dict[str, bytes]) -> None: ...
-    def remove(self, path: str) -> None: ...
-    def files(self, folder: str) -> dict[str, int]: ...
+    def remove_file(self, path: str) -> None: ...
+    def list_files(self, folder: str) -> dict[str, int]: ...
 
 
 class Mirror:
@@ -63,7 +63,7 @@ class Mirror:
 
     # ------------------------------------------------------------------ what this process knows
 
-    def note(self, key: str, value: bytes) -> None:
+    def note_entry(self, key: str, value: bytes) -> None:
         """This entry stands."""
         with self._lock:
             if key not in self._safe:
@@ -74,29 +74,29 @@ class Mirror:
         with self._lock:
             while self._noted:
                 some = dict(list(self._noted.items())[:BATCH])
-                self._wire.write_files({self._path(key): value for key, value in some.items()})
+                self._wire.write_files({self._mirror_path(key): value for key, value in some.items()})
                 self._safe |= set(some)
                 for key in some:
                     del self._noted[key]
 
-    def forget(self, key: str) -> None:
+    def forget_entry(self, key: str) -> None:
         """It is to be deleted."""
         with self._lock:
             self._noted.pop(key, None)
             self._safe.discard(key)
-            self._wire.remove(self._path(key))
+            self._wire.remove_file(self._mirror_path(key))
 
     # ------------------------------------------------------------------ what time does
 
-    def refresh(self) -> None:
+    def restore_expired(self) -> None:
         """Before every request: bring back what has expired, if anything can have."""
-        if self._silence() < LOOK_S:
+        if self._seconds_since_look() < LOOK_S:
             return
         with self._looking:
-            silence = self._silence()
+            silence = self._seconds_since_look()
             if silence < LOOK_S:
                 return
-            age = self._age()
+            age = self._mark_age()
             if age >= EXPIRES_S:
                 self.sweep()
             elif age >= DAY:
@@ -108,28 +108,28 @@ class Mirror:
         began, here = self._wall(), len(self._prefix)
         there = [key for key in self._wire.all_keys() if key.startswith(self._prefix)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(self._restore, self._lost(set(there))))
-            for key, value in zip(there, pool.map(self._wire.entry, there), strict=True):
+            list(pool.map(self._restore_entry, self._lost_entries(set(there))))
+            for key, value in zip(there, pool.map(self._wire.get_entry, there), strict=True):
                 if value is not None and value[:1] == b"!":
-                    self.note(key[here:], value)
+                    self.note_entry(key[here:], value)
         self.flush()
         self._wire.put_entry(self._prefix + KEPT, b"=" + str(began).encode())
 
-    def _lost(self, there: set[str]) -> list[tuple[str, bytes]]:
+    def _lost_entries(self, there: set[str]) -> list[tuple[str, bytes]]:
         """What the volume has and the dict has not: (key, entry); registers last, since they point to blobs."""
         blobs = {
             path[len(OBJ) :].rpartition("~")[0]: pointer_to(path, size)
-            for path, size in self._wire.files(OBJ + self._prefix).items()
+            for path, size in self._wire.list_files(OBJ + self._prefix).items()
         }
-        copies = {path[len(MIRROR) :]: b"" for path in self._wire.files(MIRROR + self._prefix)}
+        copies = {path[len(MIRROR) :]: b"" for path in self._wire.list_files(MIRROR + self._prefix)}
         return [(key, entry) for key, entry in {**blobs, **copies}.items() if key not in there]
 
-    def _restore(self, lost: tuple[str, bytes]) -> None:
+    def _restore_entry(self, lost: tuple[str, bytes]) -> None:
         key, entry = lost
-        value = entry or self._wire.read(MIRROR + key)
+        value = entry or self._wire.read_file(MIRROR + key)
         if value is None or self._wire.put_entry(key, value, if_absent=True):
             return
-        stands = self._wire.entry(key)
+        stands = self._wire.get_entry(key)
         if value[:1] == b"!" and stands is not None and stands != value:
             raise StoreRefused(
                 f"the register {key} was decided twice: Modal's dict and its mirror differ. Nothing was changed. "
@@ -140,16 +140,16 @@ class Mirror:
         with suppress(StoreError):  # the next look, in an hour, tries again
             self.sweep()
 
-    def _age(self) -> float:
+    def _mark_age(self) -> float:
         """Seconds since the last sweep began; infinite if there was none, or the mark is of tomorrow."""
-        mark = self._wire.entry(self._prefix + KEPT)
+        mark = self._wire.get_entry(self._prefix + KEPT)
         with suppress(ValueError):
             age = self._wall() - float((mark or b"")[1:])
             return age if age > -DAY else float("inf")
         return float("inf")
 
-    def _silence(self) -> float:
+    def _seconds_since_look(self) -> float:
         return abs(self._wall() - self._looked)
 
-    def _path(self, key: str) -> str:
+    def _mirror_path(self, key: str) -> str:
         return f"{MIRROR}{self._prefix}{key}"

@@ -57,7 +57,7 @@ class ModalStore:
     """Opened at its first request.   clock: for the age of what is known, and of the copy of the list."""
 
     def __init__(self, url: str, clock: Clock | None = None, wire: Callable[[str, str], Wire] = Wire) -> None:
-        self._name, self._prefix, self._environment = parse(url)
+        self._name, self._prefix, self._environment = parse_url(url)
         self.url = f"modal://{self._name}" + (f"/{self._prefix.rstrip('/')}" if self._prefix else "")
         self._clock, self._make, self._opening = clock or SystemClock(), wire, threading.Lock()
         self._opened: tuple[Wire, Mirror] | None = None
@@ -65,18 +65,18 @@ class ModalStore:
 
     def put(self, key: str, body: Body) -> None:
         if body_bytes(body) > INLINE:
-            self._write(key, self._upload(plain_key(key), body))
+            self._write_entry(key, self._upload_file(plain_key(key), body))
         else:
-            self._write(key, PLAIN + b"".join(in_pieces(body)))
+            self._write_entry(key, PLAIN + b"".join(in_pieces(body)))
 
     def create(self, key: str, body: Buffer) -> None:
         if body_bytes(body) > INLINE:
             raise StoreRefused(f"{key} has {body_bytes(body)} bytes; on modal:// a register has at most {INLINE}")
-        if not self._write(key, REGISTER + bytes(body), if_absent=True):
+        if not self._write_entry(key, REGISTER + bytes(body), if_absent=True):
             raise KeyExists(f"{self.url}/{key} exists")
 
     def get(self, key: str) -> bytes | None:
-        entry = self._entry(key)
+        entry = self._read_entry(key)
         if entry is None or isinstance(entry, bytes):
             return entry
         out = bytearray(entry.size)
@@ -86,7 +86,7 @@ class ModalStore:
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         out = out.cast("B")
-        entry = self._entry(key)
+        entry = self._read_entry(key)
         if entry is None:
             return False
         if isinstance(entry, Pointer):
@@ -101,7 +101,7 @@ class ModalStore:
         plain_prefix(prefix)
         at, keys = self._listed
         if self._clock.now() - at >= LISTED_S:
-            wire, _ = self._open()
+            wire, _ = self._wire_and_mirror()
             here = len(self._prefix)
             keys = {key[here:] for key in wire.all_keys() if key.startswith(self._prefix)} - {KEPT}
             self._listed = self._clock.now(), keys
@@ -109,41 +109,41 @@ class ModalStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._delete(plain_key(key))
+            self._delete_entry(plain_key(key))
 
     def __repr__(self) -> str:
         return f"ModalStore({self.url!r})"
 
     # ------------------------------------------------------------------ entries
 
-    def _write(self, key: str, value: bytes, if_absent: bool = False) -> bool:
-        wire, mirror = self._open()
+    def _write_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
+        wire, mirror = self._wire_and_mirror()
         mirror.flush()  # what this process has read is mirrored before it writes anything that may rest on it
         stands = wire.put_entry(self._prefix + plain_key(key), value, if_absent)
         self._listed[1].add(key)
         if stands and value[:1] != FILE:
-            mirror.note(key, value)
+            mirror.note_entry(key, value)
         return stands
 
-    def _upload(self, key: str, body: Body) -> bytes:
+    def _upload_file(self, key: str, body: Body) -> bytes:
         """-> the entry that points to the file."""
         blocks = blocks_of(in_pieces(body))
         digest = hashlib.sha256(b"".join(block.sha256 for block in blocks)).hexdigest()
         path = f"{OBJ}{self._prefix}{key}~{digest[:32]}"
-        self._wire.upload(path, blocks, in_pieces(body))
+        self._wire.upload_file(path, blocks, in_pieces(body))
         return pointer_to(path, sum(block.size for block in blocks))
 
-    def _entry(self, key: str) -> bytes | Pointer | None:
+    def _read_entry(self, key: str) -> bytes | Pointer | None:
         """The body, or where it is."""
-        wire, mirror = self._open()
-        value = wire.entry(self._prefix + plain_key(key))
+        wire, mirror = self._wire_and_mirror()
+        value = wire.get_entry(self._prefix + plain_key(key))
         if value is None:
             return None
         if value[:1] == REGISTER:
-            mirror.note(key, value)
-        return self._decoded(key, value)
+            mirror.note_entry(key, value)
+        return self._decode_entry(key, value)
 
-    def _decoded(self, key: str, value: bytes) -> bytes | Pointer:
+    def _decode_entry(self, key: str, value: bytes) -> bytes | Pointer:
         try:
             if value[:1] in (REGISTER, PLAIN):
                 return value[1:]
@@ -155,34 +155,34 @@ class ModalStore:
                 f"the entry {key!r} of {self.url} was not written by a run ({error}). Take another name: modal://OTHER"
             ) from None
 
-    def _delete(self, key: str) -> None:
-        wire, mirror = self._open()
-        value = wire.entry(self._prefix + key)
+    def _delete_entry(self, key: str) -> None:
+        wire, mirror = self._wire_and_mirror()
+        value = wire.get_entry(self._prefix + key)
         if value is None:
             return
-        mirror.forget(key)
-        wire.pop(self._prefix + key)
-        if isinstance(body := self._decoded(key, value), Pointer):
-            wire.remove(body.path)
+        mirror.forget_entry(key)
+        wire.pop_entry(self._prefix + key)
+        if isinstance(body := self._decode_entry(key, value), Pointer):
+            wire.remove_file(body.path)
         self._listed[1].discard(key)
 
     # ------------------------------------------------------------------ life
 
     @property
     def _wire(self) -> Wire:
-        return self._open()[0]
+        return self._wire_and_mirror()[0]
 
-    def _open(self) -> tuple[Wire, Mirror]:
+    def _wire_and_mirror(self) -> tuple[Wire, Mirror]:
         """Nothing is asked before what had expired is back."""
         with self._opening:
             if self._opened is None:
                 wire = self._make(self._name, self._environment)
                 self._opened = wire, Mirror(wire, self._prefix, self._clock.wall)
-        self._opened[1].refresh()
+        self._opened[1].restore_expired()
         return self._opened
 
 
-def parse(url: str) -> tuple[str, str, str]:
+def parse_url(url: str) -> tuple[str, str, str]:
     """ "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raises ValueError."""
     rest, _, query = url.removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")

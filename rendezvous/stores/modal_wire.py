@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from rendezvous.errors import StoreError, StoreRefused, StoreUnclear
-from rendezvous.stores.modal_blocks import BLOCK, Block, blocks_of, cut, get_block, put_block, slices
+from rendezvous.stores.modal_blocks import BLOCK, Block, block_slices, blocks_of, cut_blocks, get_block, put_block
 
 BLOCKS_AT_ONCE = 8
 ANSWER_S, STREAM_S = 20.0, 120.0
@@ -34,11 +34,11 @@ class Wire:
 
     def __init__(self, name: str, environment: str = "") -> None:
         self._pid, self.name = os.getpid(), name
-        self._pb, self._ask, self._stream = _client()
+        self._pb, self._ask, self._stream = _connect_client()
         named: dict[str, Any] = {"deployment_name": name, "environment_name": environment}
-        made = self._call("DictGetOrCreate", "DictGetOrCreateRequest", object_creation_type=CREATE, **named)
+        made = self._ask_once("DictGetOrCreate", "DictGetOrCreateRequest", object_creation_type=CREATE, **named)
         self._dict = made.dict_id
-        made = self._call(
+        made = self._ask_once(
             "VolumeGetOrCreate", "VolumeGetOrCreateRequest", object_creation_type=CREATE, version=V2, **named
         )
         if made.metadata.version not in (0, V2):
@@ -50,35 +50,39 @@ class Wire:
 
     # ------------------------------------------------------------------ entries
 
-    def entry(self, key: str) -> bytes | None:
+    def get_entry(self, key: str) -> bytes | None:
         """The bytes that stand under a key, or None."""
-        answer = self._call("DictGet", "DictGetRequest", dict_id=self._dict, key=_pickled(key))
-        return _plain(answer.value, bytes, f"the entry {key!r} of Modal's dict {self.name}") if answer.found else None
+        answer = self._ask_once("DictGet", "DictGetRequest", dict_id=self._dict, key=_pickle_plain(key))
+        return (
+            _unpickle_plain(answer.value, bytes, f"the entry {key!r} of Modal's dict {self.name}")
+            if answer.found
+            else None
+        )
 
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
         """-> whether it stands there now because of this request."""
-        update = self._pb.DictEntry(key=_pickled(key), value=_pickled(value))
-        answer = self._call(
+        update = self._pb.DictEntry(key=_pickle_plain(key), value=_pickle_plain(value))
+        answer = self._ask_once(
             "DictUpdate", "DictUpdateRequest", dict_id=self._dict, updates=[update], if_not_exists=if_absent
         )
         return answer.created or not if_absent
 
-    def pop(self, key: str) -> None:
+    def pop_entry(self, key: str) -> None:
         """Forget an entry, if there is one."""
-        self._call("DictPop", "DictPopRequest", dict_id=self._dict, key=_pickled(key))
+        self._ask_once("DictPop", "DictPopRequest", dict_id=self._dict, key=_pickle_plain(key))
 
     def all_keys(self) -> list[str]:
         """All keys that are texts, in no order.  Costs the whole Dict."""
-        entries = self._parts("DictContents", "DictContentsRequest", dict_id=self._dict, keys=True)
-        return [key for entry in entries if (key := _text(entry.key)) is not None]
+        entries = self._ask_stream("DictContents", "DictContentsRequest", dict_id=self._dict, keys=True)
+        return [key for entry in entries if (key := _unpickle_text(entry.key)) is not None]
 
     # ------------------------------------------------------------------ files
 
-    def upload(self, path: str, blocks: list[Block], pieces: Iterable[memoryview]) -> None:
+    def upload_file(self, path: str, blocks: list[Block], pieces: Iterable[memoryview]) -> None:
         """Write a file, seen when it is whole.   pieces: the bytes of `blocks`, read only if any have to be sent."""
         missing: Any = self._put_files({path: blocks}, {})
         if missing:
-            tokens = self._send(blocks, {blocks[int(m.block_index)].sha256: m.put_url for m in missing}, pieces)
+            tokens = self._send_blocks(blocks, {blocks[int(m.block_index)].sha256: m.put_url for m in missing}, pieces)
             if self._put_files({path: blocks}, tokens):
                 raise StoreUnclear(f"Modal's volume {self.name} misses blocks of {path} that were just sent")
 
@@ -100,34 +104,34 @@ class Wire:
 
     def read_into(self, path: str, out: memoryview, start: int = 0) -> bool:
         """Fill `out` from byte `start` of a file; False if there is no such file or it is too short."""
-        found = self._locate(path, start, len(out))
+        found = self._locate_blocks(path, start, len(out))
         if found is None or (found.start, found.len) != (start, len(out)):
             return False
         with ThreadPoolExecutor(BLOCKS_AT_ONCE) as pool:
-            list(pool.map(get_block, found.get_urls, slices(out, start)))
+            list(pool.map(get_block, found.get_urls, block_slices(out, start)))
         return True
 
-    def read(self, path: str) -> bytes | None:
+    def read_file(self, path: str) -> bytes | None:
         """A whole file, or None."""
-        found = self._locate(path, 0, 0)
+        found = self._locate_blocks(path, 0, 0)
         if found is None:
             return None
         out = bytearray(found.size)
         return bytes(out) if not out or self.read_into(path, memoryview(out)) else None
 
-    def remove(self, path: str) -> None:
+    def remove_file(self, path: str) -> None:
         """Forget a file, if there is one."""
-        self._call("VolumeRemoveFile2", "VolumeRemoveFile2Request", volume_id=self._volume, path=path, absent=True)
+        self._ask_once("VolumeRemoveFile2", "VolumeRemoveFile2Request", volume_id=self._volume, path=path, absent=True)
 
-    def files(self, folder: str) -> dict[str, int]:
+    def list_files(self, folder: str) -> dict[str, int]:
         """Path ─▶ bytes, of all files below a folder; of those of one stem the newest last."""
         asked: dict[str, Any] = {"volume_id": self._volume, "path": folder, "recursive": True}
-        parts = self._parts("VolumeListFiles2", "VolumeListFiles2Request", **asked)
+        parts = self._ask_stream("VolumeListFiles2", "VolumeListFiles2Request", **asked)
         entries = [entry for part in parts for entry in part.entries if entry.type in (0, self._pb.FileEntry.FILE)]
         return {entry.path.lstrip("/"): entry.size for entry in sorted(entries, key=lambda e: e.mtime)}
 
-    def _locate(self, path: str, start: int, size: int) -> Any:
-        return self._call(
+    def _locate_blocks(self, path: str, start: int, size: int) -> Any:
+        return self._ask_once(
             "VolumeGetFile2", "VolumeGetFile2Request", volume_id=self._volume, path=path, start=start, len=size,
             client_pads_blocks=True, absent=True,
         )  # fmt: skip
@@ -141,14 +145,16 @@ class Wire:
             )
             for path, blocks in files.items()
         ]  # fmt: skip
-        answer = self._call("VolumePutFiles2", "VolumePutFiles2Request", volume_id=self._volume, files=asked)
+        answer = self._ask_once("VolumePutFiles2", "VolumePutFiles2Request", volume_id=self._volume, files=asked)
         return list(answer.missing_blocks)
 
-    def _send(self, blocks: list[Block], urls: dict[bytes, str], pieces: Iterable[memoryview]) -> dict[bytes, bytes]:
+    def _send_blocks(
+        self, blocks: list[Block], urls: dict[bytes, str], pieces: Iterable[memoryview]
+    ) -> dict[bytes, bytes]:
         """PUT the blocks that are wanted, each once and a few at a time; -> the server's token for each."""
         tokens, running = dict[bytes, bytes](), list[tuple[bytes, Future[bytes]]]()
         with ThreadPoolExecutor(BLOCKS_AT_ONCE) as pool:
-            for block, data in zip(blocks, cut(pieces), strict=True):
+            for block, data in zip(blocks, cut_blocks(pieces), strict=True):
                 if (url := urls.pop(block.sha256, None)) is not None:
                     running.append((block.sha256, pool.submit(put_block, url, data)))
                 while len(running) >= BLOCKS_AT_ONCE:
@@ -158,7 +164,7 @@ class Wire:
 
     # ------------------------------------------------------------------ requests
 
-    def _call(self, method: str, message: str, *, absent: bool = False, **fields: Any) -> Any:
+    def _ask_once(self, method: str, message: str, *, absent: bool = False, **fields: Any) -> Any:
         """The answer; with `absent`, None for what is not there.   Raises StoreRefused, StoreUnclear."""
         self._check_process()
         try:
@@ -166,16 +172,16 @@ class Wire:
         except Exception as error:  # the client's, gRPC's, the system's
             if absent and type(error).__name__ == "NotFoundError":
                 return None
-            raise explained(f"{method} on {self.name}", error) from None
+            raise explain_error(f"{method} on {self.name}", error) from None
 
-    def _parts(self, method: str, message: str, **fields: Any) -> list[Any]:
+    def _ask_stream(self, method: str, message: str, **fields: Any) -> list[Any]:
         self._check_process()
         try:
             return self._stream(method, getattr(self._pb, message)(**fields))
         except Exception as error:
             if type(error).__name__ == "NotFoundError":
                 return []
-            raise explained(f"{method} on {self.name}", error) from None
+            raise explain_error(f"{method} on {self.name}", error) from None
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -188,7 +194,7 @@ class Wire:
 
 
 @cache
-def _client() -> tuple[Any, Any, Any]:
+def _connect_client() -> tuple[Any, Any, Any]:
     """-> the messages, and two functions that ask: for one answer, for a stream of them."""
     try:
         from modal import client
@@ -217,7 +223,7 @@ def _client() -> tuple[Any, Any, Any]:
     return api_pb2, blocking(ask, __name__), blocking(stream, __name__)
 
 
-def explained(what: str, error: Exception) -> StoreError:
+def explain_error(what: str, error: Exception) -> StoreError:
     """The client's error as one of ours."""
     if isinstance(error, StoreError):
         return error
@@ -241,7 +247,7 @@ def explained(what: str, error: Exception) -> StoreError:
 # ---------------------------------------------------------------------- entries as the public client writes them
 
 
-def _pickled(value: str | bytes) -> bytes:
+def _pickle_plain(value: str | bytes) -> bytes:
     return pickle.dumps(value, 4)
 
 
@@ -255,7 +261,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to something outside")
 
 
-def _plain(data: bytes, kind: type, what: str) -> Any:
+def _unpickle_plain(data: bytes, kind: type, what: str) -> Any:
     try:
         value = _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a pickle that is none may raise anything
@@ -269,8 +275,8 @@ def _plain(data: bytes, kind: type, what: str) -> Any:
     return value
 
 
-def _text(data: bytes) -> str | None:
+def _unpickle_text(data: bytes) -> str | None:
     try:
-        return _plain(data, str, "a key")
+        return _unpickle_plain(data, str, "a key")
     except StoreRefused:
         return None

@@ -36,9 +36,9 @@ def open_store(url: str) -> Store:
         from rendezvous.stores.modal_store import ModalStore
 
         return ModalStore(url)
-    from rendezvous.stores.adapter import AdapterStore, served
+    from rendezvous.stores.adapter import AdapterStore, is_served
 
-    if scheme.startswith("fsspec+") or served(scheme):
+    if scheme.startswith("fsspec+") or is_served(scheme):
         return AdapterStore(url.removeprefix("fsspec+"))
     raise ValueError(
         f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "

@@ -31,12 +31,12 @@ class Spares:
         self._pid, self._stem, self._count, self._names = 0, "", 0, list[str]()
         weakref.finalize(self, _drop_mine, self._names, os.getpid())
 
-    def take(self, size: int, name: str) -> bool:
+    def reuse_file(self, size: int, name: str) -> bool:
         """Put a file of exactly `size` bytes, of which nobody else has a name, in the place of `name`."""
         with self._lock:
-            self._settle()
+            self._begin_in_process()
             for spare in self._names:
-                if _free(spare) == size:
+                if _free_size(spare) == size:
                     self._names.remove(spare)
                     with suppress(OSError):
                         os.rename(spare, name)
@@ -44,19 +44,19 @@ class Spares:
                     return False
         return False
 
-    def keep(self, name: str) -> None:
+    def keep_name(self, name: str) -> None:
         """What has this name has got its own by now."""
         with self._lock:
-            self._settle()
+            self._begin_in_process()
             self._count += 1
             spare = f"{self._stem}{self._count}"
             with suppress(OSError):
                 os.rename(name, spare)
                 self._names.append(spare)
-            free = [n for n in self._names if _free(n) is not None]
+            free = [n for n in self._names if _free_size(n) is not None]
             for old in {*self._names[:-NAMES], *free[:-FREE]}:
                 self._names.remove(old)
-                _drop(old)
+                _unlink_quietly(old)
 
     def drop_all(self) -> None:
         """Give the space back."""
@@ -64,26 +64,26 @@ class Spares:
             _drop_mine(self._names, self._pid)
             self._names.clear()
 
-    def _settle(self) -> None:
+    def _begin_in_process(self) -> None:
         """At first, and after a fork: the names so far are the parent's."""
         if self._pid == os.getpid():
             return
         self._pid, host = os.getpid(), f"spare-{socket.gethostname()}-"
         self._names.clear()
         self._stem = f"{self._folder}/{host}{self._pid}-{os.urandom(4).hex()}-"
-        for start in (host, unfinished()):
+        for start in (host, unfinished_prefix()):
             for path in self._folder.glob(f"{start}*"):
                 pid = path.name.removeprefix(start).partition("-")[0]
-                if pid.isdigit() and not _lives(int(pid)):
-                    _drop(str(path))
+                if pid.isdigit() and not _is_alive(int(pid)):
+                    _unlink_quietly(str(path))
 
 
-def unfinished(pid: int | None = None) -> str:
+def unfinished_prefix(pid: int | None = None) -> str:
     """How the name of a file begins that this machine (this process of it) is writing: a kill leaves it behind."""
     return f"put-{socket.gethostname()}-" + ("" if pid is None else f"{pid}-")
 
 
-def _free(name: str) -> int | None:
+def _free_size(name: str) -> int | None:
     """Its size if this is its only name."""
     try:
         found = os.stat(name)
@@ -92,7 +92,7 @@ def _free(name: str) -> int | None:
     return found.st_size if found.st_nlink == 1 else None
 
 
-def _drop(name: str) -> None:
+def _unlink_quietly(name: str) -> None:
     with suppress(OSError):
         os.unlink(name)
 
@@ -100,10 +100,10 @@ def _drop(name: str) -> None:
 def _drop_mine(names: list[str], pid: int) -> None:
     if pid == os.getpid():
         for name in names:
-            _drop(name)
+            _unlink_quietly(name)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

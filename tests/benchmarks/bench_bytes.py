@@ -88,7 +88,7 @@ def sync(rv: Rendezvous, vector: np.ndarray) -> int:
     rv.mean(commit, vector)
     peak = memory("VmHWM")
     rv.advance(commit)
-    while any(rv._missing(mine) for mine in rv._mine):  # inner steps last longer than a beat, elsewhere
+    while any(rv._may_be_missed(mine) for mine in rv._own_bodies):  # inner steps last longer than a beat, elsewhere
         rv.members.tick()
         time.sleep(0.01)
     return peak
@@ -129,7 +129,7 @@ def warm_up(codec: str) -> None:
     """What a codec allocates once, whatever the size of its input."""
     body = Encoder(codec).encode(0, np.ones(1 << 20, np.float32))
     if codec != "fp32":
-        codecs.codec(codec).accumulate(body, 1.0, np.zeros(1 << 20, np.float32), True)
+        codecs.get_codec(codec).accumulate(body, 1.0, np.zeros(1 << 20, np.float32), True)
 
 
 def measure(form: tuple[str, bool], count: int, n: int, rounds: int) -> list[Any]:

@@ -16,7 +16,7 @@ from time import thread_time
 
 import torch
 
-from rendezvous.codecs import NAMES, codec
+from rendezvous.codecs import NAMES, get_codec
 from rendezvous.codecs.kernels import load_kernels
 
 WANTED = {"bf16": 0.9, "int8": 0.36, "int4": 0.18}  # with a residual 0.7 of that
@@ -46,9 +46,9 @@ def kernels(name: str, n: int, device: str) -> tuple[Timed, float, torch.Tensor]
     x, theta = torch.randn(n, generator=g, device=device), torch.randn(n, generator=g, device=device)
     if name == "bf16-gate":
         x *= 5e-5  # about 1 % of the bf16 model changes
-    c, residual, total, back = codec(name), torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+    c, residual, total, back = get_codec(name), torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     at = "cpu" if name == "bf16-gate" else device
-    out = torch.zeros(c.bound(n), dtype=torch.uint8, device=at)
+    out = torch.zeros(c.max_body_size(n), dtype=torch.uint8, device=at)
     used = c.encode(x, out, None, theta)
     body = out[:used].clone()
     timed: Timed = {
@@ -96,7 +96,7 @@ def table(name: str, n: int, rounds: int, cuda: bool) -> None:
 
 def across(name: str, n: int, rounds: int, body: torch.Tensor) -> None:
     """CUDA against a CPU, and the way to the host."""
-    c, near, far = codec(name), torch.empty(n, device="cuda"), torch.empty(n)
+    c, near, far = get_codec(name), torch.empty(n, device="cuda"), torch.empty(n)
     c.decode(body, near)
     c.decode(body.cpu(), far)
     same = torch.equal(near.cpu().view(torch.int32), far.view(torch.int32))

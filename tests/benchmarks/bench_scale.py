@@ -66,7 +66,7 @@ class Counting(World):
         seen = self.observer
         found = list[float]()
         for commit in seen.commits[2:]:
-            fresh = {o.nonce for o in commit.fresh}
+            fresh = {o.nonce for o in commit.fresh_offers}
             last = max(d.at for (s, _, _), d in seen.offers.items() if s == commit.t and d.offer.nonce in fresh)
             found.append(seen.times[commit.t] - last)
         return found

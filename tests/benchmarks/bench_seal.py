@@ -65,7 +65,7 @@ def seated(folder: Path, replicas: int, elements: int) -> list[Rendezvous]:
     for rv in seats:
         rv.claim()
         rv.join(VectorState(elements))
-        rv.under(rules, timing)
+        rv.set_rules(rules, timing)
         rv.resume_at(rv.state, rv.step)
     return seats
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     watch = Watch()
-    seal.sealed, seal.opened = watch.around(seal.sealed), watch.around(seal.opened)
+    seal.sign_record, seal.verify_record = watch.around(seal.sign_record), watch.around(seal.verify_record)
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
         seats = seated(Path(folder), args.replicas, args.elements)

@@ -94,7 +94,7 @@ def main(millions: float = 20, fragments: int = 1, round_s: float = 0.0) -> None
             drain(rv) if commit.t % EVERY in (0, 2) else None
             cpu.append(time.process_time() - began)
         _, peak = resident()
-        taken = [t for t in range(1, STEPS) if rv.store.get(layout.snapshot(t)) is not None]
+        taken = [t for t in range(1, STEPS) if rv.store.get(layout.snapshot_key(t)) is not None]
     finally:
         shutil.rmtree(root, ignore_errors=True)
     groups = [sum(cpu[t - 1 : t + 1]) for t in range(EVERY, STEPS, EVERY)]  # round t−1 ends where a snapshot may begin

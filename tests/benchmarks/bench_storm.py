@@ -156,7 +156,7 @@ class Seen:
     @classmethod
     def of(cls, run: Run, storm: Storm) -> "Seen":
         commits = list[Commit]()
-        while (body := run.store.get(layout.commit(len(commits)))) is not None:
+        while (body := run.store.get(layout.commit_key(len(commits)))) is not None:
             commits.append(Commit.decode(body))
         ticks = [TICK.unpack(p[i : i + 16]) for f in Path(run.url).glob("ticks.*") for p in [f.read_bytes()]
                  for i in range(0, len(p), 16)]  # fmt: skip

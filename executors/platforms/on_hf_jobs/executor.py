@@ -238,9 +238,9 @@ class HFJobsExecutor(Executor):
         """With what the replicas are given, since it starts them."""
         from executors.platforms.multi import places_of  # which imports us
         from rendezvous.membership import read_control
-        from rendezvous.seal import open_sealed
+        from rendezvous.seal import open_signed
 
-        here = [p for p in places_of(read_control(open_sealed(run)).places) if p.executor == self.name]
+        here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == self.name]
         env = {name: value for place in here for name, value in place.env.items()}
         secrets = tuple(dict.fromkeys(name for place in here for name in place.secrets))
         entry = ReplicaSpec(
@@ -264,12 +264,12 @@ def main(argv: list[str]) -> int:
 
 def _cut_off(run: str, code: int) -> bool:
     """Did a supervisor end without a goodbye, and is nobody else there?"""
-    from rendezvous.seal import open_sealed
+    from rendezvous.seal import open_signed
 
     if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
         return False
     try:
-        return supervisor_of(open_sealed(run)) is not None
+        return supervisor_of(open_signed(run)) is not None
     except RendezvousError:
         return True
 

@@ -51,8 +51,8 @@ from executors.platforms.on_host.forkserver import ForkServer
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.membership import newest_claim
 from rendezvous.records import Claim
-from rendezvous.salvage import readable
-from rendezvous.seal import open_sealed
+from rendezvous.salvage import read_standing_wishes
+from rendezvous.seal import open_signed
 
 THREADS = (
     "OMP_NUM_THREADS",
@@ -337,8 +337,8 @@ def process_folder(run: str) -> Path:
 
 def newest_claims(run: str) -> list[Claim]:
     """The present holder of each slot."""
-    store = open_sealed(run)
-    newest = [newest_claim(store, slot) for slot in readable(store)[0].slots]
+    store = open_signed(run)
+    newest = [newest_claim(store, slot) for slot in read_standing_wishes(store)[0].slot_names]
     return [taken for taken in newest if taken is not None]
 
 

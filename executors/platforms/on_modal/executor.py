@@ -210,9 +210,9 @@ class ModalExecutor:
         """The specs that a supervisor may launch here, one of each kind: a replica and the publisher per place."""
         from executors.platforms.multi import places_of  # which imports us
         from rendezvous.membership import read_control
-        from rendezvous.seal import open_sealed
+        from rendezvous.seal import open_signed
 
-        here = [p for p in places_of(read_control(open_sealed(run)).places) if p.executor == self.name]
+        here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == self.name]
         return [
             ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
             for p in here

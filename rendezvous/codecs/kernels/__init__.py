@@ -47,9 +47,9 @@ def load_kernels(name: str, device_type: str) -> Kernels | None:
 
 
 def load_mean_kernel(name: str) -> Callable[..., bool] | None:
-    """`cpu.mean` of that codec's bodies; None where it was not compiled, or there is none."""
+    """`cpu.weighted_mean` of that codec's bodies; None where it was not compiled, or there is none."""
     try:
         from rendezvous.codecs.kernels import cpu
     except ImportError:
         return None
-    return partial(cpu.mean, name) if name in cpu.MEANS else None
+    return partial(cpu.weighted_mean, name) if name in cpu.MEANS else None

@@ -24,11 +24,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rendezvous.codecs.blocks import largest
+from rendezvous.codecs.blocks import largest_scale
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_MOST = {"int8": largest(127), "int4": largest(7), "bf16": 0.0}
+_LARGEST_SCALE = {"int8": largest_scale(127), "int4": largest_scale(7), "bf16": 0.0}
 _ALIGN = {"int8": 1024, "int4": 512, "bf16": 1}
 
 
@@ -45,7 +45,7 @@ def encode_each(
     It goes by addresses: between two shards nothing is left in the caches, and a slice of a tensor costs what 30,000
     elements do.
     """
-    run, most, square = _ENCODE[name], _MOST[name], ctypes.c_double()
+    run, most, square = _ENCODE[name], _LARGEST_SCALE[name], ctypes.c_double()
     align, width, told = _ALIGN[name], rows.shape[1], ctypes.byref(square)
     from_, left, to = x.data_ptr(), 0 if e is None else e.data_ptr(), rows.data_ptr()
     for a, b in ranges:
@@ -56,10 +56,10 @@ def encode_each(
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
     """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
-    return not _ADD[name](rows.data_ptr(), w, target.data_ptr(), first, target.numel(), _MOST[name])
+    return not _ADD[name](rows.data_ptr(), w, target.data_ptr(), first, target.numel(), _LARGEST_SCALE[name])
 
 
-def mean(
+def weighted_mean(
     name: str,
     bodies: Sequence[np.ndarray],
     weights: Sequence[float],
@@ -74,11 +74,11 @@ def mean(
     """
     addresses, count = (_POINTER * len(bodies))(*(body.ctypes.data for body in bodies)), len(bodies)
     packed = None if rows is None else rows.ctypes.data
-    rest = (_REAL * count)(*weights), count, weight, out.ctypes.data, out.size, _MOST.get(name, 0.0), packed
+    rest = (_REAL * count)(*weights), count, weight, out.ctypes.data, out.size, _LARGEST_SCALE.get(name, 0.0), packed
     return not _MEAN[name](addresses, *rest)
 
 
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     """The compiled kernels, from this user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "serverless-diloco"
     digest = xxhash.xxh3_128_hexdigest(_SOURCE.read_bytes() + repr((_FLAGS, platform.uname()[0::4])).encode())
@@ -86,13 +86,13 @@ def _library() -> ctypes.CDLL:
     try:
         if not path.exists():
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile(path)
+            _compile_kernels(path)
         return ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ImportError(f"the C kernels were not compiled: {error}") from error
 
 
-def _compile(path: Path) -> None:
+def _compile_kernels(path: Path) -> None:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise ImportError("there is no C compiler")
@@ -102,12 +102,12 @@ def _compile(path: Path) -> None:
         made.replace(path)
 
 
-_library_ = _library()
-MEANS = ("fp32", *_MOST)
+_LIBRARY = _load_library()
+MEANS = ("fp32", *_LARGEST_SCALE)
 _POINTER, _COUNT, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
-_ENCODE = {name: getattr(_library_, f"encode_{name}") for name in _MOST}
-_ADD = {name: getattr(_library_, f"add_{name}") for name in _MOST}
-_MEAN = {name: getattr(_library_, f"mean_{name}") for name in MEANS}
+_ENCODE = {name: getattr(_LIBRARY, f"encode_{name}") for name in _LARGEST_SCALE}
+_ADD = {name: getattr(_LIBRARY, f"add_{name}") for name in _LARGEST_SCALE}
+_MEAN = {name: getattr(_LIBRARY, f"mean_{name}") for name in MEANS}
 for _f in _MEAN.values():
     _f.argtypes = (_POINTER, _POINTER, _COUNT, _REAL, _POINTER, _COUNT, _REAL, _POINTER)
 for _f in _ENCODE.values():
@@ -116,31 +116,31 @@ for _f in _ADD.values():
     _f.argtypes = (_POINTER, _REAL, _POINTER, _FLAG, _COUNT, _REAL)
 
 
-def _trial(name: str, size: float) -> bool:
+def _rows_match_torch(name: str, size: float) -> bool:
     """The same bits as torch's operations: rows, residual, sum."""
     from rendezvous.codecs.blocks import Int4, Int8
     from rendezvous.codecs.dense import Bf16
 
     c = {"int8": Int8, "int4": Int4, "bf16": Bf16}[name]()
     x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
-    rows, e, total = (torch.zeros(c.bound(4096), dtype=torch.uint8).view(-1, c.row_bytes), x / 3, x / 7)
+    rows, e, total = (torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes), x / 3, x / 7)
     rows_, e_, total_, t = rows.clone(), e.clone(), total.clone(), torch.empty(4096)
     square, exactly = encode(name, x, e, rows), float((x.double() ** 2).sum())
     fine = square is not None and (size != 1 or abs(square - exactly) <= 1e-5 * exactly)
     fine = fine and add(name, rows, 0.3, total, False)
-    c.split(e_.add_(x).view(-1, c.align), rows_, t.view(-1, c.align))
-    c.unpack(rows_, t.view(-1, c.align))
+    c.pack_and_subtract(e_.add_(x).view(-1, c.align), rows_, t.view(-1, c.align))
+    c.unpack_rows(rows_, t.view(-1, c.align))
     total_.add_(t.mul_(0.3))
     pairs = ((rows, rows_), (e, e_), (total, total_))
     return fine and all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-def _trial_mean(name: str, weight: float) -> bool:
+def _mean_matches_torch(name: str, weight: float) -> bool:
     """The same bits as adding one body after the other, and dividing."""
-    from rendezvous.codecs import codec
+    from rendezvous.codecs import get_codec
 
-    x, c = np.linspace(-3, 5, 3000, dtype=np.float32), codec(name)
-    bodies = [np.zeros(c.bound(x.size), np.uint8) for _ in range(3)]
+    x, c = np.linspace(-3, 5, 3000, dtype=np.float32), get_codec(name)
+    bodies = [np.zeros(c.max_body_size(x.size), np.uint8) for _ in range(3)]
     for body, v in zip(bodies, (x, x[::-1].copy(), x * x), strict=True):
         c.encode(v, body)
     weights, total, out, t = (0.3, 1.0, 0.7), np.empty_like(x), np.empty_like(x), np.empty_like(x)
@@ -149,20 +149,20 @@ def _trial_mean(name: str, weight: float) -> bool:
         t *= np.float32(w)
         total = t.copy() if body is bodies[0] else total + t
     total /= np.float32(weight)
-    fine = mean(name, bodies, weights, weight, out) and out.tobytes() == total.tobytes()
+    fine = weighted_mean(name, bodies, weights, weight, out) and out.tobytes() == total.tobytes()
     if name == "fp32":
         return fine
     rows, packed = (np.zeros_like(bodies[0]) for _ in range(2))
     c.encode(total, packed)
     c.decode(packed, t)
-    fine = fine and mean(name, bodies, weights, weight, out, rows)
+    fine = fine and weighted_mean(name, bodies, weights, weight, out, rows)
     return fine and (out.tobytes(), rows.tobytes()) == (t.tobytes(), packed.tobytes())
 
 
-def _trials() -> bool:
-    rows = all(_trial(name, size) for name in _MOST for size in (1.0, 1e-41, 1e38))
-    return rows and all(_trial_mean(name, weight) for name in _MEAN for weight in (2.0, 2.0000002))
+def _all_trials_pass() -> bool:
+    rows = all(_rows_match_torch(name, size) for name in _LARGEST_SCALE for size in (1.0, 1e-41, 1e38))
+    return rows and all(_mean_matches_torch(name, weight) for name in _MEAN for weight in (2.0, 2.0000002))
 
 
-if not _trials():
+if not _all_trials_pass():
     raise ImportError("the compiled kernels do not compute what torch computes")

@@ -27,7 +27,7 @@ def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None
     squares = torch.empty(len(rows), device=x.device)
     _encode[(len(rows),)](
         x, x if e is None else e, rows.view(torch.int8), rows.view(torch.float32), bad, squares, x.numel(),
-        _LEVELS[name], _most(name), e is not None, name == "int4", _PER_ROW[name],
+        _LEVELS[name], _largest_scale(name), e is not None, name == "int4", _PER_ROW[name],
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return None if bad.item() else float(squares.double().sum())
@@ -38,37 +38,37 @@ def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
     bad = torch.zeros(1, dtype=torch.int32, device=target.device)
     _add[(len(rows),)](
         rows.view(torch.int8), rows.view(torch.float32), target, bad, w, target.numel(),
-        _most(name), first, name == "int4", _PER_ROW[name],
+        _largest_scale(name), first, name == "int4", _PER_ROW[name],
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return not bad.item()
 
 
-def _most(name: str) -> float:
-    from rendezvous.codecs.blocks import largest
+def _largest_scale(name: str) -> float:
+    from rendezvous.codecs.blocks import largest_scale
 
-    return largest(_LEVELS[name])
+    return largest_scale(_LEVELS[name])
 
 
 @triton.jit
-def _finite(v):
+def _is_finite(v):
     return (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
-def _peak(v):
+def _peak_bits(v):
     """max|v| as bits, in whose order NaN is above infinity"""
     return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
 
 
 @triton.jit
-def _rounded(v):
+def _round_to_even(v):
     """To nearest even, for |v| < 2²²"""
     return (v + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _sum(x, e, at, n, feedback: tl.constexpr):
+def _load_sum(x, e, at, n, feedback: tl.constexpr):
     """-> x + e, and the sum of x's squares"""
     v = tl.load(x + at, mask=at < n, other=0.0)
     s = v
@@ -86,11 +86,11 @@ def _encode(
     row = tl.program_id(0).to(tl.int64)
     place = row * (4 + width) + 4 + tl.arange(0, width)
     at = row * per_row + tl.arange(0, width)
-    s, square = _sum(x, e, at, n, feedback)
-    bits = _peak(s)
+    s, square = _load_sum(x, e, at, n, feedback)
+    bits = _peak_bits(s)
     if halves:
-        high, rest = _sum(x, e, at + width, n, feedback)
-        bits = tl.maximum(bits, _peak(high))
+        high, rest = _load_sum(x, e, at + width, n, feedback)
+        bits = tl.maximum(bits, _peak_bits(high))
         square += rest
     tl.store(squares + row, square)
     whole = bits < 0x7F800000
@@ -99,11 +99,11 @@ def _encode(
     scale = tl.minimum(tl.maximum(scale, 1.1754943508222875e-38), most)
     tl.store(scales + row * ((4 + width) // 4), scale)
     inverse = tl.div_rn(1.0, scale)
-    code = _rounded(s * inverse)
+    code = _round_to_even(s * inverse)
     if feedback:
         tl.store(e + at, tl.where(whole, s - code * scale, s), mask=at < n)
     if halves:
-        above = _rounded(high * inverse)
+        above = _round_to_even(high * inverse)
         if feedback:
             tl.store(e + at + width, tl.where(whole, high - above * scale, high), mask=at + width < n)
         code += above * 16
@@ -113,7 +113,7 @@ def _encode(
 @triton.jit
 def _put(target, at, v, w, n, first: tl.constexpr):
     """-> how many values are not finite, or not zero after the end"""
-    wrong = tl.sum(tl.where((at < n) & _finite(v) | (v == 0), 0, 1), axis=0)
+    wrong = tl.sum(tl.where((at < n) & _is_finite(v) | (v == 0), 0, 1), axis=0)
     v = v * w
     if not first:
         v = tl.load(target + at, mask=at < n, other=0.0) + v
