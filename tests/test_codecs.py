@@ -369,7 +369,7 @@ def test_encoding_needs_memory_for_pieces_only() -> None:
     program = (
         "import sys, resource, numpy as np; from rendezvous.codecs import get_codec\n"
         "c, n = get_codec(sys.argv[1]), 1 << 24\n"
-        "x, e, out = np.full(n, 1, 'f'), np.full(n, 0.001, 'f'), np.full(c.bound(n), 1, 'B')\n"
+        "x, e, out = np.full(n, 1, 'f'), np.full(n, 0.001, 'f'), np.full(c.max_body_size(n), 1, 'B')\n"
         "c.encode(x[:1 << 19], out, e[:1 << 19], x[:1 << 19])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "c.encode(x, out, e, x)\n"
@@ -393,7 +393,7 @@ r = np.random.default_rng(0)
 x = (r.standard_normal(600_000) * 10.0 ** r.integers(-42, 30, 600_000)).astype('f')
 for name in NAMES:
     c, theta, e, total, kept = get_codec(name), np.zeros_like(x), np.zeros_like(x), x[::-1].copy(), sys.argv[1] + name
-    out, bodies = np.zeros(c.bound(x.size), np.uint8), hashlib.sha256()
+    out, bodies = np.zeros(c.max_body_size(x.size), np.uint8), hashlib.sha256()
     for step in range(3):
         body = out[: c.encode(x[::-1].copy() if step % 2 else x, out, e, theta)]
         bodies.update(body.tobytes())

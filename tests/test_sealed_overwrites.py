@@ -187,7 +187,7 @@ class Game:
 def played(kind: str, by: Any, secret: bytes | None = SECRET) -> tuple[Game, str]:
     """-> the game under attack, and what ended it."""
     bucket = Overwritten()
-    game = Game(bucket, "int8" if kind in ("leave", "residual") else "fp32", secret)
+    game = Game(bucket, "int8" if kind in ("leave_key", "residual_blob") else "fp32", secret)
     bucket.keys, bucket.by = re.compile(OBJECTS[kind][0]), by
     try:
         game.play()
@@ -199,7 +199,7 @@ def played(kind: str, by: Any, secret: bytes | None = SECRET) -> tuple[Game, str
 @pytest.mark.parametrize("by", ATTACKS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_overwriting_what_lies_there_never_changes_theta_unnoticed(kind: str, by: Any) -> None:
-    clean = Game(Overwritten(), "int8" if kind in ("leave", "residual") else "fp32").play()
+    clean = Game(Overwritten(), "int8" if kind in ("leave_key", "residual_blob") else "fp32").play()
     assert set(clean.thetas) == {0, 1, 2, 3, 4} and all(len(t) == 1 for t in clean.thetas.values())
     game, end = played(kind, by)
     assert game.bucket.hits > 0, "the attack happened"
@@ -218,7 +218,7 @@ def test_overwriting_what_lies_there_never_changes_theta_unnoticed(kind: str, by
 
 def test_without_a_key_a_made_collision_counts() -> None:
     """So the attack is real: the outsider's values are averaged, and no digest says a word."""
-    game, _ = played("delta", with_the_same_xxh3, secret=None)
+    game, _ = played("delta_blob", with_the_same_xxh3, secret=None)
     clean = Game(Overwritten(), "fp32", secret=None).play()
     assert game.thetas[1] != clean.thetas[1] and "bad_blob" not in game.told
 
