@@ -113,7 +113,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
 
     def needs_look(self, handle: Handle) -> bool:
         """Does a poll ask the platform about it?"""
-        return self.is_started(handle) and not self.has_ended(handle)
+        return self.why_not_started(handle) is None and not self.has_ended(handle)
 
     def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
         """The status that follows from the newest answer, and from what was known before."""

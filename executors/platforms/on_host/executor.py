@@ -31,24 +31,14 @@ from typing import Any
 
 from executors.platforms import entrypoint as child
 from executors.platforms import oom, processes
-from executors.platforms.base import (
-    RANK_ENV,
-    REPLICA,
-    Handle,
-    LaunchPlan,
-    ReplicaSpec,
-    Result,
-    State,
-    Status,
-    ranked_specs,
-    unanswered,
-    wait_for_all,
-)
-from executors.platforms.full_disk import launches_wait, room_for
+from executors.platforms.base import Handle, ReplicaSpec, State, Status, unanswered
+from executors.platforms.executor import Executor
+from executors.platforms.full_disk import room_for
 from executors.platforms.logfile import LogFile
 from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
-from rendezvous.clock import Clock, SystemClock
+from executors.platforms.platform import NotStarted
+from rendezvous.clock import Clock
 from rendezvous.membership import newest_claim
 from rendezvous.records import Claim
 from rendezvous.salvage import read_standing_wishes
@@ -66,12 +56,10 @@ FORK_ENV = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
 }  # else torch.cuda.is_available() in the server spoils CUDA after a fork
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
-TAIL = 12
-FOLLOW_S = 0.1
 REAP_S = 2.0  # from a death until its exit code is written down, if anybody does
 
 
-class LocalProcessExecutor:
+class LocalProcessExecutor(Executor):
     """preload: modules that the fork server imports, once, before the first launch.
 
     folder: where logs go, when not below the run's own folder.   method: "fork" or "spawn" (default: what works).
@@ -80,6 +68,8 @@ class LocalProcessExecutor:
     """
 
     name = "local"
+    first_state = State.RUNNING
+    pause_s = 0.05
 
     def __init__(
         self,
@@ -92,50 +82,35 @@ class LocalProcessExecutor:
         gpus: Sequence[str] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        super().__init__(clock)
         self._preload = tuple(preload)
         self._folder = folder
-        self._clock = clock or SystemClock()
         self._method = method or ("fork" if FORK else "spawn")
         self._env = {**ONE_THREAD, **(env or {})}
         self._affinity = Affinity(cores, gpus)
         self._server: ForkServer | None = None
         self._forked: set[int] = set()  # children of the present server, still running as far as we know
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
-        self._handles: dict[tuple[str, str, int], Handle] = {}
-        self._failed: dict[Handle, str] = {}
-        self._deadlines: dict[Handle, float] = {}
         self._kills = oom.Kills()
         self._starved = dict[Handle, bool]()
         self._dead: dict[Handle, float] = {}  # since when; its exit code is not written yet
 
     # ------------------------------------------------------------------ starting
 
-    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        lines = [
-            f"{s.slot}: a process on this machine{self._affinity.text(s)}, log {self._file_stem(s)}.log" for s in specs
-        ]
-        return LaunchPlan((*lines, "no cost beyond this machine"))
+    def plan_line(self, spec: ReplicaSpec) -> str:
+        return f"a process on this machine{self._affinity.text(spec)}, log {self._file_stem(spec)}.log"
 
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
-        rank_env: str = RANK_ENV,
-    ) -> list[Handle]:
-        if specs is None:
-            with launches_wait("the processes' files"):
-                run = Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
-            specs = ranked_specs(run, n_replicas, entrypoint, entrypoint_args, rank_env)
-        keys = [(s.run, s.slot, s.attempt) for s in specs]
-        new = {key: spec for key, spec in zip(keys, specs, strict=True) if key not in self._handles}
-        self._handles |= dict(zip(new, self._launch_new(list(new.values())), strict=True))
-        return [self._handles[key] for key in keys]
+    def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
+        return ["no cost beyond this machine"]
 
-    def _launch_new(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """All of them start at once; one that was launched before, by somebody who is gone, does not."""
+    def nameless_run(self) -> str:
+        return Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
+
+    def new_handle(self, spec: ReplicaSpec) -> Handle:
+        return replace(super().new_handle(spec), host=socket.gethostname(), files=str(self._file_stem(spec)))
+
+    def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
+        """One that was launched before, by somebody who is gone, does not start again."""
         found: dict[int, Handle | OSError] = {}
         requests: dict[int, dict[str, Any]] = {}
         for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU is told before any starts
@@ -149,35 +124,22 @@ class LocalProcessExecutor:
                 found[i] = known
             else:
                 requests[i] = request
-        found |= self._start_processes(requests)
-        return [self._handle_or_failure(spec, found[i]) for i, spec in enumerate(specs)]
-
-    def _make_request(self, spec: ReplicaSpec) -> dict[str, Any]:
-        stem = str(self._file_stem(spec))
-        gpu = self._affinity.gpu(spec)
-        cores = self._affinity.cores(spec)
-        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, socket.gethostname(), files=stem)
-        env = {**spec.env, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
-        threads = dict.fromkeys(THREADS, str(len(cores))) if len(cores) > 1 else {}
-        more = {"files": stem, "cores": cores, "path": sys.path, "env": {**threads, **env}}
-        return {**spec.to_dict(), **more, "handle": replace(handle, launched_at=self._clock.wall()).to_dict()}
-
-    def _start_processes(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Handle | OSError]:
         fresh = {i for i, r in requests.items() if r["fresh"] or self._method != "fork" or len(r["cores"]) > 1}
         forks = [i for i in requests if i not in fresh]
         pids = dict(zip(forks, self._fork([requests[i] for i in forks]), strict=True))
         pids |= {i: self._spawn(requests[i]) for i in fresh}
-        return {i: _registered_handle(requests[i], pid) for i, pid in pids.items()}
+        found |= {i: _registered_handle(requests[i], pid) for i, pid in pids.items()}
+        answers = [found[i] for i in range(len(specs))]
+        return [x if isinstance(x, Handle) else NotStarted(str(x)) for x in answers]
 
-    def _handle_or_failure(self, spec: ReplicaSpec, found: Handle | OSError) -> Handle:
-        if isinstance(found, Handle):
-            return found
-        host = socket.gethostname()
-        stem = str(self._file_stem(spec))
-        now = self._clock.wall()
-        handle = Handle(spec.run, spec.slot, spec.attempt, self.name, host, files=stem, launched_at=now)
-        self._failed[handle] = str(found)
-        return handle
+    def _make_request(self, spec: ReplicaSpec) -> dict[str, Any]:
+        gpu = self._affinity.gpu(spec)
+        cores = self._affinity.cores(spec)
+        handle = replace(self.new_handle(spec), launched_at=self._clock.wall())
+        env = {**spec.env, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        threads = dict.fromkeys(THREADS, str(len(cores))) if len(cores) > 1 else {}
+        more = {"files": handle.files, "cores": cores, "path": sys.path, "env": {**threads, **env}}
+        return {**spec.to_dict(), **more, "handle": handle.to_dict()}
 
     def _start_server(self) -> ForkServer:
         return ForkServer(self._preload, {**self._env, **FORK_ENV})
@@ -213,12 +175,19 @@ class LocalProcessExecutor:
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         if self._server is not None:
             self._server.listen()
-        self._enforce_deadlines()
-        return [self._status_of(h) for h in handles]
+        return super().poll(handles)
 
-    def _status_of(self, handle: Handle) -> Status:
-        if handle in self._failed:
-            return Status(handle, State.FAILED, self._failed[handle])
+    def is_started(self, handle: Handle) -> bool:
+        return True
+
+    def needs_look(self, handle: Handle) -> bool:
+        """Also after its end: its exit code may be written a little later."""
+        return self.why_not_started(handle) is None
+
+    def observe(self, handles: Sequence[Handle]) -> list[Status]:
+        return [self._look_at(handle) for handle in handles]
+
+    def _look_at(self, handle: Handle) -> Status:
         if handle.executor != self.name or handle.host != socket.gethostname():
             elsewhere = f"it is not on this machine ({handle.host})"
             return unanswered(Status(handle, State.RUNNING, elsewhere), elsewhere)
@@ -228,7 +197,7 @@ class LocalProcessExecutor:
         reason = processes.describe_exit(code)
         if code == 0:
             return Status(handle, State.SUCCEEDED, reason, code)
-        if handle in self._deadlines:
+        if handle in self._cancelled:
             return Status(handle, State.CANCELLED, reason, code)
         if self._starved_by(handle, code):
             return Status(handle, State.FAILED, oom.TEXT, code)
@@ -259,71 +228,38 @@ class LocalProcessExecutor:
             return None, self._clock.now() - since > REAP_S
         return code, True
 
-    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
-        return _log_file(handle).lines(tail) if handle.files else []  # without: found by its claim alone
+    def log_file(self, handle: Handle) -> LogFile | None:
+        return LogFile(Path(handle.files + ".log")) if handle.files else None  # without: found by its claim alone
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        if not handle.files:
-            return iter(())
-        return _log_file(handle).follow(tail, lambda: self.poll([handle])[0].state.ended, self._clock, FOLLOW_S)
+        return super().follow(handle, tail) if handle.files else iter(())
 
-    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        statuses = wait_for_all(lambda: self.poll(handles), self._clock, timeout, 0.02)
-        return [self._make_result(s, timeout) for s in statuses]
-
-    def _make_result(self, status: Status, timeout: float | None) -> Result:
-        handle = status.handle
-        reason = status.reason
-        if not status.state.ended:
-            reason = f"still running after {timeout:g} s"
-        value = _read_json(handle.files + ".result") if status.state is State.SUCCEEDED else None
-        tail = () if status.state is State.SUCCEEDED else tuple(self.logs(handle, TAIL))
-        return Result(handle, status.state, reason, status.exit_code, value, tail)
+    def read_value(self, handle: Handle) -> Any:
+        return _read_json(handle.files + ".result")
 
     # ------------------------------------------------------------------ ending
 
-    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        until = self._clock.now() + grace_s
+    def may_run(self, handle: Handle) -> bool:
+        return processes.is_alive(handle.pid, handle.started)
+
+    def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         for handle in handles:
-            asked = handle in self._deadlines
-            if processes.is_alive(handle.pid, handle.started):
-                self._deadlines[handle] = min(until, self._deadlines.get(handle, until))
-                if grace_s > 0 and not asked:
-                    processes.send_signal(handle.pid, handle.started, signal.SIGTERM)
-        self._enforce_deadlines()
+            number = signal.SIGKILL if kill else signal.SIGTERM
+            processes.send_signal(handle.pid, handle.started, number, group=kill)
 
-    def _enforce_deadlines(self) -> None:
-        for handle, until in self._deadlines.items():
-            if self._clock.now() >= until:
-                processes.send_signal(handle.pid, handle.started, signal.SIGKILL, group=True)
-
-    def find(self, run: str) -> list[Handle]:
+    def discover(self, run: str) -> list[Handle]:
         """Per slot the process that runs, else the one that was launched last."""
-        found: dict[str, Handle] = {}
-        for handle in [*self._handles_on_file(run), *self._handles_by_claim(run)]:
-            best = found.get(handle.slot)
-            rank = (processes.is_alive(handle.pid, handle.started), handle.attempt)
-            if best is None or rank > (processes.is_alive(best.pid, best.started), best.attempt):
-                found[handle.slot] = handle
-        return [found[slot] for slot in sorted(found)]
-
-    def _handles_on_file(self, run: str) -> list[Handle]:
-        folder = self._folder or process_folder(run)
-        cards = (_read_process_file(p.with_suffix("")) for p in folder.glob("*.json"))
-        return [c for c in cards if c is not None and c.host == socket.gethostname()]
-
-    def _handles_by_claim(self, run: str) -> list[Handle]:
-        return [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
+        cards = (_read_process_file(p.with_suffix("")) for p in (self._folder or process_folder(run)).glob("*.json"))
+        on_file = [c for c in cards if c is not None and c.host == socket.gethostname()]
+        claimed = [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
+        alive = {h: processes.is_alive(h.pid, h.started) for h in (*claimed, *on_file)}
+        return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of the same process the one with files comes last
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
         for process in self._spawned.values():
             process.returncode = process.poll() or 0  # it may live on: no warning about that
-
-
-def _log_file(handle: Handle) -> LogFile:
-    return LogFile(Path(handle.files + ".log"))
 
 
 def process_folder(run: str) -> Path:
