@@ -19,7 +19,6 @@ LARGE = {
     "StoreManager": "torchft.Manager's surface, and the outer loop's",
     "LighthouseManager": "the same, over a torchft.Manager",
     "Supervisor": "the verbs of a plan, each with its action",
-    "ModalExecutor": "the executor protocol on one platform; the skeleton that five of them share is to leave it",
 }
 CALLS_BY_POSITION = {"zip", "_encode", "_add"}  # zip takes what there is; the last two are Triton kernels
 

@@ -1,0 +1,174 @@
+"""The apps of runs on Modal: one per run, deployed when something is missing in it, and not while it has all of it.
+
+    specs ──▶ kinds of containers ─┬─ the register says that they were deployed from this very code ─▶ functions
+                                   └─ else ─▶ image, secrets, volumes ─▶ deploy, with the kinds that were there before
+
+A deploy under calls that run is a risk, so none is made without need.  Inside a container nothing is deployed.
+
+Not promised: that a secret which is changed after a deploy is seen by containers that run.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
+from typing import Any
+
+from executors.platforms.base import ExecutorError, ReplicaSpec
+from executors.platforms.on_modal import app as modal_app
+from executors.platforms.on_modal.app import SUPERVISE, Note, Register, app_name
+from executors.platforms.on_modal.client import (
+    ask_patiently,
+    check_secret,
+    inside_container,
+    sdk,
+    translated_errors,
+    volume_id,
+)
+from executors.platforms.on_modal.image import fingerprint, image_of, with_source
+from executors.platforms.on_modal.kinds import Kind
+from rendezvous.clock import Clock
+
+
+class Deployments:
+    """default: the kind of container for specs that do not say.   image, pip: of all of them (image.py)."""
+
+    def __init__(self, image: Any, pip: Sequence[str], default: Kind, clock: Clock) -> None:
+        self.pip = tuple(pip)
+        self._image = image
+        self._default = default
+        self._clock = clock
+        self._registers: dict[tuple[str, bool], Register] = {}
+        self._deployed: dict[str, set[str]] = {}  # run -> functions, and packages of entry points
+        self._expected: dict[str, set[Kind]] = {}  # run -> what will be launched later
+        self._functions: dict[tuple[str, str], Any] = {}
+
+    def kind_of(self, spec: ReplicaSpec) -> Kind:
+        default = self._default
+        return replace(
+            default,
+            gpu=tuple(spec.gpu) or default.gpu,
+            timeout_s=float(spec.timeout_s) or default.timeout_s,
+            secrets=tuple(spec.secrets) or default.secrets,
+        )
+
+    def expect(self, specs: Sequence[ReplicaSpec]) -> None:
+        """Launches that follow: one deploy has what they need, too."""
+        for spec in specs:
+            self._expected.setdefault(spec.run, set()).add(self.kind_of(spec))
+
+    def prepare(
+        self, run: str, specs: Sequence[ReplicaSpec], like: Sequence[ReplicaSpec] = (), function: str = ""
+    ) -> dict[tuple[str, int], dict[str, Any]]:
+        """Deploy what is missing to launch these; -> what has been launched before.
+
+        function: in this one, which will launch what is `like` those.  Inside a container nothing is deployed.
+        """
+        with translated_errors():
+            return ask_patiently(lambda: self._missing_deployed(run, specs, like, function), self._clock)
+
+    def _missing_deployed(
+        self, run: str, specs: Sequence[ReplicaSpec], like: Sequence[ReplicaSpec], function: str
+    ) -> dict[tuple[str, int], dict[str, Any]]:
+        launched, newest = self.register_of(run, create=True).look()
+        new = [s for s in specs if (s.slot, s.attempt) not in launched]
+        if new:
+            self._ensure_functions(run, like if function else new, function)
+            higher = {s.slot: s.attempt for s in new if s.attempt > newest.get(s.slot, 0)}
+            self.register_of(run).announce(higher)
+        return launched
+
+    def _ensure_functions(self, run: str, specs: Sequence[ReplicaSpec], function: str) -> None:
+        """Have the functions of these specs in the app, and look them up."""
+        functions = {self.kind_of(s).function for s in specs} | ({function} if function else set())
+        needed = functions | {s.entrypoint.partition(".")[0] for s in specs}
+        if needed <= self._deployed.get(run, set()):
+            return
+        if not inside_container() and not self._is_deployed(run, specs, functions):
+            self._deploy_app(run, specs)
+        for name in functions:
+            self._functions[run, name] = sdk().Function.from_name(app_name(run), name).hydrate()
+        self._deployed.setdefault(run, set()).update(needed)
+
+    def _is_deployed(self, run: str, specs: Sequence[ReplicaSpec], functions: set[str]) -> bool:
+        """Is all of it there, from this very code?  A deploy under calls that run is a risk, so none is made then."""
+        register = self.register_of(run)
+        mine = self._fingerprint_of(specs)
+        kinds = self._expected_kinds(run, specs)
+        if not mine or register.fingerprint() != mine or not kinds <= set(register.kinds()):
+            return False
+        if not self._object_ids(run, kinds).items() <= register.objects().items():
+            return False
+        with suppress(sdk().exception.NotFoundError):  # somebody stopped the app
+            for name in functions:
+                sdk().Function.from_name(app_name(run), name).hydrate()
+            return True
+        return False
+
+    def _expected_kinds(self, run: str, specs: Sequence[ReplicaSpec]) -> set[Kind]:
+        """The kinds of these launches, and of the expected ones."""
+        return {self.kind_of(s) for s in specs} | self._expected.get(run, set())
+
+    def _fingerprint_of(self, specs: Sequence[ReplicaSpec]) -> str:
+        return fingerprint(self._image, self.pip, [s.entrypoint for s in specs])
+
+    def _deploy_app(self, run: str, specs: Sequence[ReplicaSpec]) -> None:
+        modal = sdk()
+        name = app_name(run)
+        wanted = self._expected_kinds(run, specs)
+        self._object_ids(run, wanted)  # a missing secret is said before anything is made
+        kinds = sorted(wanted | self._still_there(run), key=lambda k: k.function)
+        secrets = tuple(sorted({secret for kind in (*kinds, self._default) for secret in kind.secrets}))
+        image = with_source(image_of(self._image, self.pip), [s.entrypoint for s in specs])
+        app = modal.App(name, tags={"diloco": name})
+        for kind in kinds:
+            app.function(name=kind.function, image=image, **kind.options())(modal_app.replica)
+        small = replace(self._default, secrets=secrets).small
+        app.function(name=SUPERVISE, image=image, **small.options())(modal_app.supervise)
+        with redirect_stdout(sys.stderr), modal.enable_output():  # a build takes minutes: it is shown
+            app.deploy()
+        self.register_of(run).deployed(kinds, self._fingerprint_of(specs), self._object_ids(run, kinds))
+
+    def _object_ids(self, run: str, kinds: Iterable[Kind]) -> dict[str, str]:
+        """ "secret/NAME", "volume/NAME" -> id, of all that these and the supervisor need; volumes are made.
+
+        Raises ExecutorError if a secret is not there.
+        """
+        kinds = (*kinds, self._default)
+        secrets = {name for kind in kinds for name in kind.secrets}
+        found = {f"secret/{name}": check_secret(name, run) for name in sorted(secrets)}
+        return found | {f"volume/{name}": volume_id(name) for kind in kinds if (name := kind.hub_cache)}
+
+    def _still_there(self, run: str) -> set[Kind]:
+        """Kinds that were deployed before: their calls may still run, so they stay in the app."""
+        return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
+
+    def register_of(self, run: str, create: bool = False) -> Register:
+        """create: if there is none; only a launch does."""
+        return self._registers.setdefault((run, create), Register.open(app_name(run), create))
+
+    def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
+        """-> its entry in the register.  If somebody was faster, ours would go by itself; ending it saves its start."""
+        run = self._functions[spec.run, function]
+        call = ask_patiently(lambda: run.spawn(spec.to_dict(), note.to_dict()), self._clock)
+        entry = ask_patiently(lambda: self.register_of(spec.run).claim(spec, call.object_id, note), self._clock)
+        if entry["call"] != call.object_id:
+            call.cancel(terminate_containers=True)
+        return entry
+
+    def doubt(self, run: str) -> None:
+        """Look again before the next launch whether the app is there."""
+        self._deployed.pop(run, None)
+
+    def forget(self, run: str) -> None:
+        """The run's app and register are gone."""
+        self.doubt(run)
+        self._registers = {key: register for key, register in self._registers.items() if key[0] != run}
+
+
+def _has_secret(name: str) -> bool:
+    try:
+        check_secret(name, "")
+    except ExecutorError:
+        return False
+    return True
