@@ -16,6 +16,8 @@ name is loaded when it is first asked for, its SDK when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from executors.platforms import EXECUTORS
+
 if TYPE_CHECKING:
     from executors.platforms.base import (
         ExecutorError,
@@ -49,13 +51,7 @@ __all__ = [
     "Status",
 ]
 
-_HOME = {
-    "HFJobsExecutor": "executors.platforms.on_hf_jobs.executor",
-    "LocalProcessExecutor": "executors.platforms.on_host.executor",
-    "ModalExecutor": "executors.platforms.on_modal.executor",
-    "SkyExecutor": "executors.platforms.on_sky",
-    "SlurmExecutor": "executors.platforms.on_slurm.executor",
-}
+_HOME = {name: module for module, _, name in (path.partition(":") for path in EXECUTORS.values())}
 
 
 def __getattr__(name: str) -> Any:

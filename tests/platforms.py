@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self
 
+from examples.toy_platform.toy import ToyExecutor
 from executors.platforms import processes
 from executors.platforms.base import Handle, ReplicaSpec, ServerlessExecutor
 from executors.platforms.on_host.executor import LocalProcessExecutor
@@ -155,3 +156,24 @@ class SlurmPlatform(OwnMachine):
     def live(self) -> int:
         cards = [card for folder in self.folder.glob("jobs/*/*") if (card := read_card(folder)) is not None]
         return sum(processes.is_alive(h.pid, h.started) for h in cards)
+
+
+class ToyPlatform(OwnMachine):
+    """examples/toy_platform: what a new platform needs at the least."""
+
+    name = "toy"
+
+    @property
+    def recipe(self) -> str:
+        folder = str(self.folder / "toys")
+        return f"from examples.toy_platform.toy import ToyExecutor\nexecutor = ToyExecutor(folder={folder!r})"
+
+    def executor(self) -> ToyExecutor:
+        return ToyExecutor(folder=self.folder / "toys")
+
+    def spoil(self, spec: ReplicaSpec) -> ReplicaSpec:
+        return replace(spec, secrets=("NO_SUCH_SECRET",))
+
+    def kill(self, handle: Handle) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(handle.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 local    processes of this machine
 slurm    submitit's local mode
+toy      the worked example of a platform, examples/toy_platform
 modal    the real client and the real container runtime, against tests/modal_server.py
 hf-jobs  the real client, against tests/hf_server.py
 """
@@ -28,6 +29,7 @@ ENTRY = "tests.entrypoints"
 PLATFORMS = {
     "local": "tests.platforms:LocalPlatform",
     "slurm": "tests.platforms:SlurmPlatform",
+    "toy": "tests.platforms:ToyPlatform",
     "modal": "tests.modal_server:ModalPlatform",
     "hf-jobs": "tests.hf_server:HFPlatform",
 }

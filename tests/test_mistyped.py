@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from executors.cli import main as cli
-from executors.cli.parser import PLACES
-from executors.platforms.multi import EXECUTORS
+from executors.platforms import EXECUTORS
 from executors.preflight import mistyped
 from tests.test_cli import config, run, say  # noqa: F401  (fixtures)
 from tests.test_cli_fleet import completed
@@ -78,13 +77,9 @@ def test_nothing_near():
 # -------------------------------------------------------------------- TAB
 
 
-def test_the_parser_knows_every_executor():
-    assert tuple(EXECUTORS) == PLACES
-
-
 def test_bash_completes_executors_and_places(capsys):
     script = say(capsys, "completion", "bash")[1]
-    assert completed(script, "diloco", "train", "c", "--executor", "") == list(PLACES)
+    assert completed(script, "diloco", "train", "c", "--executor", "") == list(EXECUTORS)
     assert completed(script, "diloco", "train", "c", "--executor", "s") == ["slurm", "sky"]
     assert completed(script, "diloco", "plan", "c", "--place", "mo") == ["modal"]
     assert "--version" in completed(script, "diloco", "--")

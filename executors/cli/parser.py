@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from executors.cli.completion import SLOTS
+from executors.platforms import EXECUTORS
 from executors.preflight.mistyped import Parser
 
 EXIT_CODES = """\
@@ -35,7 +36,6 @@ A run is a folder (runs/demo, file:///an/absolute/path), lies in a bucket (s3://
 hf://buckets/namespace/bucket/prefix), or on Modal itself (modal://name/prefix).  docs/operations.md says how to look
 after one."""
 SHELLS = ("bash", "zsh", "fish")
-PLACES = ("local", "modal", "hf-jobs", "slurm", "sky")  # executors.platforms.multi has what is behind them
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -92,15 +92,13 @@ def _add_fleet_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_place_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where replicas run (default: this machine, or as the run had it)")
-    executor = where.add_argument(
-        "--executor", metavar="NAME", help="local, modal, hf-jobs, slurm or sky: all replicas there"
-    )
+    executor = where.add_argument("--executor", metavar="NAME", help=f"{', '.join(EXECUTORS)}: all replicas there")
     places = where.add_argument(
         "--place", action="append", type=place, metavar="NAME[:N[:GPU]]", dest="places",
         help="N replicas there, e.g. --place modal:2:H100,A100 --place local; the last one takes the rest",
     )  # fmt: skip
     for action in (executor, places):
-        _set_completion(action, *PLACES)
+        _set_completion(action, *EXECUTORS)
     where.add_argument("--gpu", action="append", metavar="KIND", help="again for a second choice; in NAME's words")
     where.add_argument("--secret", action="append", metavar="NAME", dest="secrets", help="a secret that replicas get")
     where.add_argument("--timeout", type=duration, metavar="TIME", help="of one replica's life: 6h, 90m (it restarts)")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
+from executors.platforms import EXECUTORS
 from executors.platforms.base import (
     RANK_ENV,
     REPLICA,
@@ -45,14 +46,6 @@ from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.fields import Within, from_json
 
-EXECUTORS = {
-    "local": "executors.platforms.on_host.executor:LocalProcessExecutor",
-    "modal": "executors.platforms.on_modal.executor:ModalExecutor",
-    "hf-jobs": "executors.platforms.on_hf_jobs.executor:HFJobsExecutor",
-    "slurm": "executors.platforms.on_slurm.executor:SlurmExecutor",
-    "sky": "executors.platforms.on_sky:SkyExecutor",
-}
-FAR = ("modal", "hf-jobs", "sky")  # machines that see nothing of this one
 T = TypeVar("T")
 
 # What a replica imports, by name: the fork server has them ready.  A name that is missing is the replica's to report.

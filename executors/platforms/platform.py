@@ -106,7 +106,7 @@ class Platform(ABC):
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
 
     def is_started(self, handle: Handle) -> bool:
-        """Does the handle name a process?"""
+        """Does the handle name a process?  Where that is not `native`, the platform's id of it, override this."""
         return bool(handle.native)
 
     def memory_key(self, handle: Handle) -> Hashable:

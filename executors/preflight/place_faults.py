@@ -21,14 +21,13 @@ from importlib import metadata
 from pathlib import Path
 
 from diloco.config import RunConfig
+from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.preflight.platform_options import options_fault
-from executors.preflight.quote import FAR
 from inner.base import InnerError
 from inner.gguf_header import is_gguf_file
 from rendezvous.seal import KEY
 
-SAME_MACHINES = ("local", "slurm")  # replicas import what is installed here
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> what its store reads from the environment
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -97,7 +96,7 @@ def one_device(executor: str, gpu: str) -> str:
 def vllm_missing(config: RunConfig, place: Place) -> str:
     if not config.inner.vllm or any(key in place.options for key in PACKAGES):
         return ""
-    if place.executor in SAME_MACHINES:
+    if place.executor not in FAR:
         if importlib.util.find_spec("vllm") is not None:
             return ""
         where = "is not installed here, where replicas run"
@@ -117,10 +116,10 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 
     Images are built from what is installed here, so only what an option adds can be there and not here.
     """
-    without = next((p for p in places if p.executor in SAME_MACHINES or not _may_bring(p, package)), None)
+    without = next((p for p in places if p.executor not in FAR or not _may_bring(p, package)), None)
     if without is None:
         return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
-    where = "here" if without.executor in SAME_MACHINES else f"here, and so not in the image on {without.executor}"
+    where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
     raise InnerError(
         f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "
         f"{package}` (a file of your own, like {package}.py, does not travel: put it into one file with the code)."

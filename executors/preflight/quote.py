@@ -17,8 +17,9 @@ from typing import Any, TextIO, TypeGuard
 from diloco.config import ConfigError, RunConfig, check_fleet
 from diloco.launch import Run
 from diloco.sizing import parameters_of
+from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
-from executors.platforms.multi import EXECUTORS, FAR, Place, are_places, build_executor, place_of, places_of
+from executors.platforms.multi import Place, are_places, build_executor, place_of, places_of
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.preflight.run_url import UsageError, is_folder
 from executors.supervision.costs import Budget, Costs, launch_refusal

@@ -29,6 +29,7 @@ from diloco.journal import Journal
 from diloco.launch import Run, read_run, solo_warning
 from diloco.runlog.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
+from executors.platforms import FAR
 from executors.platforms.base import (
     REPLICA,
     ExecutorError,
@@ -40,8 +41,8 @@ from executors.platforms.base import (
     expect,
 )
 from executors.platforms.gpu import asked_for
-from executors.platforms.multi import FAR, build_executor, former_places, place_of, places_of
 from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
+from executors.platforms.multi import build_executor, former_places, place_of, places_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, TELL_S, outage_in_words
