@@ -33,7 +33,7 @@ from executors.platforms import entrypoint as child
 from executors.platforms import oom, processes
 from executors.platforms.base import Handle, ReplicaSpec, State, Status, unanswered
 from executors.platforms.executor import Executor
-from executors.platforms.full_disk import room_for
+from executors.platforms.full_disk import launches_wait, room_for
 from executors.platforms.logfile import LogFile
 from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
@@ -104,7 +104,8 @@ class LocalProcessExecutor(Executor):
         return ["no cost beyond this machine"]
 
     def nameless_run(self) -> str:
-        return Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
+        with launches_wait("the processes' files"):
+            return Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
 
     def new_handle(self, spec: ReplicaSpec) -> Handle:
         return replace(super().new_handle(spec), host=socket.gethostname(), files=str(self._file_stem(spec)))
