@@ -371,6 +371,8 @@ def _refuse_unknown(
 def _as_type(value: Any, hint: Any, name: str, error: type[ConfigError]) -> Any:
     """The value as its type: any int or real number (numpy's, too) does for a float, a bool for neither."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, Mapping) and (tables := [o for o in options if isinstance(o, type) and is_dataclass(o)]):
+        return _build_section(tables[0], value, name)
     if type(value) in options or (value is None and type(None) in options):
         return value
     if int in options and isinstance(value, numbers.Integral) and not isinstance(value, bool):

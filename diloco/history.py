@@ -5,9 +5,10 @@
 Replaying is what a joining replica does; here nobody joins.  Not promised: speed for a step far from a snapshot.
 """
 
+import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from diloco.config import ConfigError, OuterConfig, keep_bytes
 from diloco.flat import cut_fragments, trainable_parameters
 from diloco.launch import ModelRecord, Run, fetch_model, read_run, save_below
 from diloco.optimizer import Nesterov, OuterState
-from diloco.start_model import first_arrays, next_steps_text, refuse_other_bits
+from diloco.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
 from inner.build import load_start
 from inner.hub_model import HubError
+from inner.lora import ADAPTER, save_adapter
 from rendezvous import layout, snapshots
 from rendezvous.background import no_emit, together_on
 from rendezvous.chain import Chain, first_open_step
@@ -31,19 +33,41 @@ from rendezvous.reach import read_reach
 from rendezvous.reduce import Reducer
 from rendezvous.store import PatientStore, Store
 
+BASE = "base.json"  # beside an exported adapter: the model that it belongs to
+MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has its own
 
-def export(url: str, step: int | None, to: Path) -> int:
-    """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written."""
+
+def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
+    """Write θ_step (default: the head) as a normal from_pretrained folder; -> the step written.
+
+    With [inner.lora] it is the folder of the adapter, as PEFT loads it.   merge: the whole model, adapter included.
+    """
     run = read_run(url)
     record = _model_record(run)
+    inner = run.config.inner
+    if merge and inner.lora is None:
+        raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
     at, state = state_at(run, record, step)
     with tempfile.TemporaryDirectory() as scratch:
         start = start_folder(run, record, Path(scratch) / "model")
-        model, _ = load_start(start, run.config.inner.dtype)
+        model, _ = load_start(start, inner.dtype, inner.lora)
+        refuse_other_base(record.base, model)
         put_into(model, state)
-        _copy_others(start, to)
-        model.save_pretrained(to)
+        if inner.lora is not None and not merge:
+            _copy_others(start, to, left_out=MODEL_CONFIGS)
+            save_adapter(model, to)
+            save_below(to, BASE, _describe_base(record, inner.model, at))
+        else:
+            _copy_others(start, to)
+            (model.merge_and_unload() if merge else model).save_pretrained(to)
     return at
+
+
+def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:
+    """The base model that an exported adapter belongs to, as a file beside it."""
+    files = {name: stored["digest"] for name, stored in record.files.items() if not name.startswith(f"{ADAPTER}/")}
+    base = {"model": model, **record.hub, "files": files, "weights": record.base, "outer_step": step}
+    return json.dumps(base, indent=2).encode()
 
 
 def state_at(
@@ -119,9 +143,9 @@ def _start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
     config = run.config
     with tempfile.TemporaryDirectory() as scratch:
         folder = start_folder(run, record, Path(scratch))
-        model, _ = load_start(folder, config.inner.dtype)
+        model, _ = load_start(folder, config.inner.dtype, config.inner.lora)
         refuse_other_bits(record.theta, model)
-        return first_arrays(folder, config.inner.dtype, config.outer)
+        return first_arrays(folder, config.inner.dtype, config.outer, config.inner.lora)
 
 
 def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
@@ -141,8 +165,10 @@ def _model_record(run: Run) -> ModelRecord:
     return ModelRecord.decode(body)
 
 
-def _copy_others(start: Path, to: Path) -> None:
-    """Tokenizer, chat template, generation config: everything but the weights."""
+def _copy_others(start: Path, to: Path, left_out: Container[str] = ()) -> None:
+    """Tokenizer, chat template, generation config: everything but the weights and the adapter."""
     to.mkdir(parents=True, exist_ok=True)
     for path in sorted(p for p in start.rglob("*") if p.is_file() and p.suffix != ".safetensors"):
-        save_below(to, path.relative_to(start).as_posix(), path.read_bytes())
+        name = path.relative_to(start).as_posix()
+        if name not in left_out and not name.startswith(f"{ADAPTER}/"):
+            save_below(to, name, path.read_bytes())

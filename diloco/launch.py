@@ -3,6 +3,7 @@
     open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      light: no torch
     publish    model/{nonce}/… and then model/manifest.json: θ₀'s folder and the parameter layout   heavy, in a child
                of a model on the Hub the manifest alone: its commit and digests (diloco/start_model.py)
+               with [inner.lora] the adapter, model/{nonce}/adapter/…, and its layout
     fetch_…    the same, in the other direction, for a replica
 
 The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
@@ -98,7 +99,9 @@ class ModelRecord(Record):
     """model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order.
 
     hub: {"model", "commit"} of a start model that is taken from the Hub; then a file's key is "".   {}: it is here.
+    An adapter's files (adapter/…) are always here.
     theta: digest of θ₀ as flat fp32 (diloco/start_model.py); "" in a run of an older release.
+    base: digest of what an adapter leaves as it is (diloco/model_checks.py); "" if the whole model is trained.
     """
 
     kind: ClassVar[str] = "model"
@@ -109,11 +112,13 @@ class ModelRecord(Record):
     at: UnixTime
     hub: HubCommit = field(default_factory=dict[str, str])
     theta: Word = ""
+    base: Word = ""
 
     def check_consistency(self) -> None:
         for name, stored in self.files.items():
             _check_digest(name, stored)
-            there = stored["key"] == "" if self.hub else layout.is_model_file(stored["key"])
+            on_hub = self.hub and not name.startswith("adapter/")
+            there = stored["key"] == "" if on_hub else layout.is_model_file(stored["key"])
             if not (layout.is_plain(name) and there):
                 raise ValueError(f"it calls a file {name!r} and has it under {stored['key']!r}")
 
@@ -122,7 +127,7 @@ class ModelRecord(Record):
         """The model on the Hub that θ₀ is; None: its files are in the bucket."""
         from inner.hub_model import HubModel
 
-        digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items()}
+        digits = {name: hex_of(stored["digest"]) for name, stored in self.files.items() if not stored["key"]}
         return HubModel(self.hub["model"], self.hub["commit"], digits) if self.hub else None
 
 
@@ -457,6 +462,7 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     """Named, if every replica gets the same bits from the Hub; else carried."""
     from inner.build import load_start
     from inner.hub_model import link_hub_files, pin_hub_model
+    from inner.lora import ADAPTER, new_adapter, save_adapter
 
     config = run.config.inner
     if (found := pin_hub_model(config)) is None:
@@ -466,6 +472,10 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     if drawn:  # weights that no file has: every replica would draw others
         return _carry_model(run, replace(config, model=str(folder), revision=None), scratch / "model", clock)
     files = {name: {"key": "", "digest": f"{SHA256}:{digits}"} for name, digits in found.files.items()}
+    if config.lora is not None:
+        model = new_adapter(model, config.lora, found.name, found.commit)
+        save_adapter(model, scratch / "made" / ADAPTER)
+        files |= _upload_folder(run.store, scratch / "made")
     return _describe_model(run, model, files, clock, {"model": found.name, "commit": found.commit})
 
 
@@ -474,7 +484,7 @@ def _carry_model(run: Run, config: "InnerConfig", folder: Path, clock: Clock) ->
     from inner.build import load_start
 
     inner.publish_model(config, folder)
-    model, _ = load_start(folder, config.dtype)
+    model, _ = load_start(folder, config.dtype, config.lora)
     return _describe_model(run, model, _upload_folder(run.store, folder), clock)
 
 
@@ -482,10 +492,12 @@ def _describe_model(
     run: Run, model: Any, files: dict[str, dict[str, str]], clock: Clock, hub: Mapping[str, str] | None = None
 ) -> ModelRecord:
     from diloco.flat import layout_of
+    from diloco.model_checks import frozen_digest
     from diloco.start_model import theta_digest
 
     theta = theta_digest(model, required_digest_kind(run.store))
-    return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), dict(hub or {}), theta)
+    base = frozen_digest(model) if run.config.inner.lora is not None else ""
+    return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), hub=dict(hub or {}), theta=theta, base=base)
 
 
 def _upload_folder(store: Store, folder: Path) -> dict[str, dict[str, str]]:
@@ -504,9 +516,10 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
     if (model := record.hub_model) is not None:
         from inner.hub_model import link_hub_files
 
-        return link_hub_files(model, folder)
+        link_hub_files(model, folder)
     for name, stored in record.files.items():
-        save_below(folder, name, _read_verified(store, stored))
+        if stored["key"]:
+            save_below(folder, name, _read_verified(store, stored))
     return folder
 
 

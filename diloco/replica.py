@@ -185,7 +185,7 @@ def _train_model(config: RunConfig, session: Session, record: ModelRecord, input
     from diloco.make import make_diloco
     from diloco.manager import StoreManager
     from diloco.session_host import SessionHost
-    from diloco.start_model import first_arrays, refuse_other_bits
+    from diloco.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
     from inner import build_inner
     from inner.precision import PrecisionWarning, lost_updates
 
@@ -201,7 +201,8 @@ def _train_model(config: RunConfig, session: Session, record: ModelRecord, input
         session.emit("warning", kind="bf16", text=text)
     refuse_layout(record.layout, layout_of(loop.model))
     refuse_other_bits(record.theta, loop.model)
-    again = lambda: first_arrays(inputs.model_dir, config.inner.dtype, config.outer)  # noqa: E731
+    refuse_other_base(record.base, loop.model)
+    again = lambda: first_arrays(inputs.model_dir, config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
     bucket = config.rendezvous == BUCKET
     manager = (
         StoreManager(session, theta_0=again if record.hub else None)
@@ -213,6 +214,7 @@ def _train_model(config: RunConfig, session: Session, record: ModelRecord, input
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as run:
         loop.follow(run.committed, run.theta)
         _run_inner(loop, manager)
+    refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
 

@@ -1,8 +1,10 @@
 """θ₀ of a run: where its weights come from, and that every replica has the same bits.
 
-    built in code, or a folder   ─▶ model/{nonce}/… in the bucket, in the run's dtype          files by SHA-256
-    a model of the Hub           ─▶ nothing but its name and commit in model/manifest.json     files by SHA-256
-                                    every replica takes them itself, from its own HF cache or from the Hub
+    built in code, a folder or a .gguf ─▶ model/{nonce}/… in the bucket, in the run's dtype          files by SHA-256
+    a model of the Hub                 ─▶ nothing but its name and commit in model/manifest.json     files by SHA-256
+                                          every replica takes them itself, from its own HF cache or from the Hub
+    [inner.lora]                       ─▶ model/{nonce}/adapter/… besides; θ₀ is the adapter alone, and the digest of
+                                          the base is compared where a session begins and where it ends
 
     model ─▶ trainable parameters in flat order, as fp32 ─▶ digest      in the manifest; compared before training
                                                          ─▶ snapshot 0  the same, and zeros for all else
@@ -22,12 +24,14 @@ from torch import Tensor, nn
 
 from diloco.config import OuterConfig
 from diloco.flat import FlatFragment, cut_fragments, trainable_parameters
+from diloco.model_checks import frozen_digest
 from diloco.optimizer import Nesterov, OuterState
 from diloco.session import Session
 from inner.build import load_start
 from inner.hub_model import HubError, HubModel
+from inner.lora_settings import LoraSettings
 from rendezvous.digests import digest_of, is_digest
-from rendezvous.errors import GaveUp, RendezvousError, WrongRun
+from rendezvous.errors import Diverged, GaveUp, RendezvousError, WrongRun
 from rendezvous.wire import as_bytes
 
 T = TypeVar("T")
@@ -59,9 +63,31 @@ def refuse_other_bits(announced: str, model: nn.Module) -> None:
         )
 
 
-def first_arrays(folder: Path, dtype: str, outer: OuterConfig) -> dict[str, np.ndarray]:
+def refuse_other_base(announced: str, model: nn.Module) -> None:
+    """WrongRun if the base of the adapter here is not that of the run.   announced: "" where the whole model learns."""
+    if announced and (found := frozen_digest(model)) != announced:
+        raise WrongRun(
+            f"the base model of this replica's adapter has other bits than the run's: digest {found}, the run has "
+            f"{announced}. An adapter means nothing on another base. Its files were the same, so they are read or "
+            "rounded in another way here. Use the releases of torch and transformers that the run was started with"
+        )
+
+
+def refuse_changed_base(announced: str, model: nn.Module) -> None:
+    """Diverged if the base was changed since the session began."""
+    if announced and (found := frozen_digest(model)) != announced:
+        raise Diverged(
+            f"the base model, which only the adapter should change the answers of, was changed in this session: digest "
+            f"{found}, {announced} when it began. Something writes to frozen weights: a merge of the adapter, or the "
+            "user's own code"
+        )
+
+
+def first_arrays(
+    folder: Path, dtype: str, outer: OuterConfig, lora: LoraSettings | None = None
+) -> dict[str, np.ndarray]:
     """The outer state as it is before the first outer step, from the start model's folder."""
-    model, _ = load_start(folder, dtype)
+    model, _ = load_start(folder, dtype, lora)
     params = [p for _, p in trainable_parameters(model)]
     flats = [FlatFragment(params[s]).flat for s in cut_fragments([p.numel() for p in params], outer.fragments)]
     optimizers = [Nesterov(flat, lr=outer.lr, momentum=outer.momentum) for flat in flats]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from inner.errors import FLOAT16, InnerError
+from inner.lora_settings import LoraSettings
 from inner.objectives import find_objective, po_settings
 from inner.settings import ChannelSettings, refuse_unread
 
@@ -84,6 +85,7 @@ class InnerConfig(ChannelSettings):
     model: str = "toolworld"  # or "tiny" (supervised), a local folder, a Hub id
     revision: str | None = None
     dtype: str = "float32"
+    lora: LoraSettings | None = None  # train an adapter, and leave the model as it is
 
     lr: float | None = None
     lr_warmup_steps: int = 0  # from inner step 0 of the data order
@@ -124,11 +126,17 @@ class InnerConfig(ChannelSettings):
     warm_start_steps: int = 450
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora, Mapping):  # as JSON has it
+            object.__setattr__(self, "lora", LoraSettings(**self.lora))
         self.validate()
 
     @property
     def learning_rate(self) -> float:
-        return self.lr if self.lr is not None else (1e-3 if self.model in BUILT_IN_MODELS else 1e-6)
+        if self.lr is not None:
+            return self.lr
+        if self.model in BUILT_IN_MODELS:
+            return 1e-3
+        return 1e-6 if self.lora is None else 1e-4
 
     @property
     def completion_length(self) -> int:
@@ -191,6 +199,12 @@ class InnerConfig(ChannelSettings):
         world = ("world_kinds", "world_names", "warm_start_steps")
         unread(world, is_read=self.model == "toolworld", condition='model = "toolworld"')
         unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="model is on the Hub")
+        if self.vllm and self.lora is not None:
+            raise InnerError(
+                "vllm = True with [inner.lora]: TRL merges the adapter into the base and takes it out again at each "
+                "generation, which does not give all bits of the base back. Leave inner.vllm out, or train the whole "
+                "model."
+            )
         unread(POLICY_ONLY, is_read=self.policy_weight > 0, condition="policy_weight is above 0")
 
     def _check_names(self) -> None:

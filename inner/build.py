@@ -1,7 +1,8 @@
 """From a config to a model folder, and from a folder to a running loop.
 
-    publish_model(config, folder)                        once: the starting model, as any from_pretrained folder
-    load_start(folder, dtype)                            those weights again, rounded to the run's dtype
+    publish_model(config, folder)                        once: the starting model, as any from_pretrained folder;
+                                                         with [inner.lora] its adapter in the folder `adapter` there
+    load_start(folder, dtype, lora)                      those weights again, rounded to the run's dtype
     build_inner(config, folder, files, seeds) -> loop    in every session of a replica
 
     toolworld    built and warm-started in code          tiny    built in code
@@ -27,6 +28,8 @@ from transformers.utils import logging as transformers_logging
 from inner.base import Files, InnerConfig, InnerError, InnerLoop, Seeds
 from inner.gguf_header import is_gguf_file
 from inner.gguf_model import load_gguf
+from inner.lora import ADAPTER, load_adapter, new_adapter, save_adapter
+from inner.lora_settings import LoraSettings
 from inner.supervised import SupervisedLoop, load_tokens
 from inner.task import load_task
 from inner.userfiles import local_file
@@ -45,7 +48,10 @@ def build_inner(
     """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`.
 
     scratch: a folder for what its libraries write (default: a temporary one)."""
+    model: Any
     model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
+    if config.lora is not None:
+        model = load_adapter(model, model_dir / ADAPTER, config.lora)
     if config.loop == "supervised":
         path = local_file("text", str(config.text), files)
         tokens = load_tokens(path, str(config.text), tokenizer, model.config.vocab_size)
@@ -76,10 +82,14 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
     _silence_transformers()
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
+    if config.lora is not None:
+        save_adapter(new_adapter(model, config.lora), out_dir / ADAPTER)
 
 
-def load_start(model_dir: Path, dtype: str) -> tuple[PreTrainedModel, list[str]]:
-    """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random."""
+def load_start(model_dir: Path, dtype: str, lora: LoraSettings | None = None) -> tuple[Any, list[str]]:
+    """The start model as `build_inner` loads it; -> it, and weights that no file has, which are drawn at random.
+
+    lora: with the adapter that lies there."""
     _silence_transformers()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -90,6 +100,8 @@ def load_start(model_dir: Path, dtype: str) -> tuple[PreTrainedModel, list[str]]
             f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
         ) from error
     model, found = loaded
+    if lora is not None:
+        model = load_adapter(model, model_dir / ADAPTER, lora)
     return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
 
 

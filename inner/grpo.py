@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from inner.base import InnerConfig, Seeds, Theta
 from inner.host import Host
+from inner.lora import drop_reference_copy
 from inner.metric_means import MetricMeans
 from inner.objectives import make_po_config
 from inner.optim import make_optimizer, warm_up
@@ -118,7 +119,7 @@ class GrpoLoop:
         warmup_steps: int,
     ) -> ComposerReplicationTrainer:
         config = self.config
-        return ComposerReplicationTrainer(
+        trainer = ComposerReplicationTrainer(
             model=model,
             reward_funcs=task.reward,
             args=trainer_arguments(config, seeds, self._folder),
@@ -134,6 +135,8 @@ class GrpoLoop:
             start=seeds.start,
             reward_calls=self._reward_calls,
         )
+        drop_reference_copy(model)
+        return trainer
 
     def report_to(self, host: Host) -> None:
         self._reward_calls.host = host

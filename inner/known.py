@@ -59,7 +59,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
 def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
     kinds = ", ".join(header.quantised)
     rounding = f"from {kinds}; training begins at these rounded weights" if kinds else "without loss"
-    return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}), and carried through the bucket so"
+    return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}); the run carries it so"
 
 
 def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:

@@ -3,8 +3,8 @@
     pairs ──pair_ids.py──▶ ids
 
     reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass without gradient over all pairs, when the trainer
-                is built, in every session; the model is the run's θ₀ then, on every replica. With a fresh adapter
-                (LoRA) that is the base model.
+                is built, in every session; the model is the run's θ₀ then, on every replica. With an adapter (LoRA)
+                it is the base model.
     order       pairs P·m … P·m + P - 1 of an endless permutation, for micro-batch number m: a function of the data
                 seed (one per run and slot) and m
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from inner.channels import backbone_states, eval_mode, pad_rows, response_logprobs
 from inner.errors import InnerError
+from inner.lora import adapter_off
 from inner.order import prompt_order
 from inner.pair_ids import PairIds, encode_fitting_pairs
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
@@ -46,9 +47,9 @@ class ReplayPairs:
         return prompt_order(len(self.pairs), PAIRS + seed)
 
     def measure_reference(self, model: nn.Module, at_once: int, device: torch.device) -> None:
-        """The reference: this model, as it is now."""
+        """The reference: this model, as it is now, without its adapter."""
         parts = []
-        with torch.no_grad(), eval_mode(model):
+        with torch.no_grad(), eval_mode(model), adapter_off(model):
             for first in range(0, len(self.pairs), at_once):
                 sums_2P, _ = pair_logprobs(model, self.pairs[first : first + at_once], device)
                 parts.append(torch.stack(sums_2P.chunk(2), dim=1).cpu())

@@ -382,8 +382,10 @@ def _export(args: Namespace) -> int:
     run = read_run(run_url.checked_url(args.run))  # before the heavy import: a wrong path is told at once
     from diloco.history import export
 
-    step = export(run.url, args.step, Path(args.to))
-    told = f"wrote the model after {step} outer steps to {args.to}; transformers' from_pretrained reads it"
+    step = export(run.url, args.step, Path(args.to), args.merge)
+    is_adapter = run.config.inner.lora is not None and not args.merge
+    what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
+    told = f"wrote the {what} after {step} outer steps to {args.to}; {reader} from_pretrained reads it"
     _print_answer(args, {"run": run.url, "outer_step": step, "to": args.to}, told)
     return 0
 

@@ -147,6 +147,7 @@ def _add_writing_verbs(verbs: Any) -> None:
     export = _add_verb(verbs, "export", "write a step's model as a from_pretrained folder", run)
     export.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
     export.add_argument("--to", required=True, metavar="DIR")
+    export.add_argument("--merge", action="store_true", help="of a LoRA run: the whole model, not the adapter alone")
     report = _add_verb(verbs, "report", "draw report.html and report.png", run)
     report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
     traces = _add_verb(
