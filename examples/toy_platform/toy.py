@@ -31,6 +31,8 @@ from executors.platforms.logfile import LogFile
 from executors.platforms.platform import NotStarted, missing_secret
 from rendezvous.clock import Clock
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # replicas that share cores wait for each other's threads
+
 
 class ToyExecutor(Executor):
     """folder: where cards and logs are."""
@@ -70,7 +72,7 @@ class ToyExecutor(Executor):
 
     def _run(self, spec: ReplicaSpec, handle: Handle) -> Handle:
         command = [sys.executable, "-m", "executors.platforms.container", json.dumps(spec.to_dict()), self.name]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        env = {**ONE_THREAD, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with self._file(handle, ".log").open("wb") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         process.returncode = 0  # it may live longer than this process: no warning about that
