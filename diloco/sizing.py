@@ -5,11 +5,13 @@
                                                               H · max(0.1 s, 6 · parameters · tokens / 50 TFLOP/s)
 
 Parameters are counted without loading a model: from the headers of its files, here or on the Hub.  No torch here.
+With [inner.lora] what travels is the adapter: r · (in + out) for each layer that it is put on.
 
 Not promised: that replicas elsewhere see the bandwidth that the founder saw.  A user who knows better names a codec.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -29,7 +31,8 @@ BLOB = 8 << 20  # bytes that are timed, at most
 def codec_of(config: RunConfig, store: Store, clock: Clock, replicas: int) -> tuple[str, str]:
     """-> (codec, why), for a run that is founded from a config."""
     parameters = parameters_of(config)
-    return choose_codec(store, clock, parameters, replicas, compute_seconds_of(config, parameters))
+    trained = trained_parameters_of(config) or parameters
+    return choose_codec(store, clock, trained, replicas, compute_seconds_of(config, parameters))
 
 
 def choose_codec(store: Store, clock: Clock, parameters: int, replicas: int, compute_s: float) -> tuple[str, str]:
@@ -69,6 +72,37 @@ def parameters_of(config: RunConfig) -> int:
     return _parameters_on_the_hub(model, config.inner.revision)
 
 
+def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
+    """Of the adapter, by the shapes in the model's files; None where there is none, or its layers cannot be told.
+
+    folder: where the model's files are.   Of a .gguf file, whose layers have other names, every layer counts."""
+    lora, model = config.inner.lora, config.inner.model
+    if lora is None:
+        return None
+    if is_gguf_file(model):
+        shapes, names = {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}, []
+    else:
+        where = folder or Path(model)
+        shapes = {k: s for path in sorted(where.glob("*.safetensors")) for k, s in _shapes_in(path).items()}
+        names = lora.names
+    return adapter_parameters(shapes, lora.r, names, lora.freeze_a) or None
+
+
+def adapter_parameters(shapes: Mapping[str, Sequence[int]], r: int, names: Sequence[str], freeze_a: bool) -> int:
+    """shapes: of the weights, by name.   names: of layers; [] for all linear layers but embeddings and head."""
+    found = 0
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if len(shape) != 2 or layer == name or layer.endswith(_NOT_ADAPTED):
+            continue
+        if not names or any(layer == n or layer.endswith(f".{n}") for n in names):
+            found += r * (shape[0] if freeze_a else sum(shape))
+    return found
+
+
+_NOT_ADAPTED = ("embed_tokens", "token_embd", "lm_head", "wte", "wpe")
+
+
 def _parameters_of_gguf(model: str) -> int:
     try:
         return sum(prod(shape) for shape in read_gguf_header(Path(model)).shapes.values())
@@ -89,10 +123,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _parameters_in(path: Path) -> int:
+    return sum(prod(shape) for shape in _shapes_in(path).values())
+
+
+def _shapes_in(path: Path) -> dict[str, list[int]]:
     """From the header: 8 bytes of length, then JSON."""
     with open(path, "rb") as f:
         header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _parameters_on_the_hub(model: str, revision: str | None) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.config import load_config
+
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -81,3 +83,20 @@ def test_the_replay_loop_as_commands(tmp_path: Path) -> None:
     assert all(event["sdpo_coverage"] > 0 for event in steps)
     thetas = {(event["step"], event["theta"]) for event in steps if "theta" in event}
     assert len(thetas) == len({step for step, _ in thetas}) >= 3
+
+
+def test_the_real_models_prompts_are_held_out_and_its_reward_wants_the_number_alone() -> None:
+    import importlib.util
+
+    folder = ROOT / "examples" / "real"
+    held_out, prompts = ((folder / name).read_text().splitlines() for name in ("held_out.jsonl", "prompts.jsonl"))
+    assert len(set(held_out)) >= 200 and len(set(prompts)) >= 400 and not set(held_out) & set(prompts)
+    assert load_config(folder / "run.toml").inner.lora is not None
+    spec = importlib.util.spec_from_file_location("real_rewards", folder / "rewards.py")
+    assert spec is not None and spec.loader is not None
+    rewards = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rewards)
+    texts = ["7", "7.", "3 + 4 = 7", "17", "", " 7\n"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    found = rewards.answer(completions, ["7"] * len(texts))
+    assert found == pytest.approx([1.0, 0.65, 0.3 + 0.7 / 9, 0.0, 0.0, 1.0])

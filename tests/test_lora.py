@@ -15,9 +15,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from diloco import StoreManager, make_diloco
 from diloco.config import ConfigError, RunConfig
+from diloco.footprint import footprint, step_bytes
 from diloco.history import export, put_into, state_at
 from diloco.launch import open_run, publish_model, read_run
 from diloco.model_checks import frozen_digest
+from diloco.sizing import parameters_of, trained_parameters_of
 from diloco.start_model import refuse_changed_base, refuse_other_base
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
@@ -33,6 +35,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import Diverged, WrongRun
 from tests.audit import check_run
 from tests.fleet import TEXT, Fleet, config
+from tests.gguf_files import write_gguf
 from tests.test_inner_toolworld import SMALL, WORLD
 
 torch.set_num_threads(1)
@@ -280,3 +283,41 @@ def test_merge_is_for_adapters(tmp_path: Path) -> None:
     publish_model(run, SystemClock())
     with pytest.raises(ConfigError, match=r"no \[inner\.lora\].* Leave --merge out"):
         export(str(tmp_path / "run"), None, tmp_path / "out", merge=True)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("lora", [LORA, {"r": 2}, {"r": 4, "targets": ["up_proj"], "freeze_a": True}])
+def test_what_travels_is_reckoned_before_the_run_from_the_shapes_in_the_files(tmp_path: Path, lora: Any) -> None:
+    publish_start(supervised(lora=None), tmp_path / "model")
+    fleet = config(tmp_path, inner={"model": str(tmp_path / "model"), "lora": lora})
+    record = publish_model(open_run(fleet, str(tmp_path / "run"), SystemClock()), SystemClock())
+    trained = sum(math.prod(shape) for _, shape, _ in record.layout)
+    assert trained_parameters_of(fleet) == trained
+    whole = parameters_of(fleet)
+    found = footprint(fleet, whole, 3, 6, trained)
+    assert found.parameters == whole and found.each_step == step_bytes(trained, 3, "fp32")
+    assert found.device == 4 * whole + 16 * trained and found.each_snapshot == 8 * trained
+
+
+def test_of_a_gguf_file_every_layer_counts(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    fleet = config(tmp_path, inner={"model": str(tmp_path / "m.gguf"), "lora": {"r": 2, "freeze_a": True}})
+    record = publish_model(open_run(fleet, str(tmp_path / "run"), SystemClock()), SystemClock())
+    assert trained_parameters_of(fleet) == sum(math.prod(shape) for _, shape, _ in record.layout)
+
+
+SMOLLM2 = Path(__file__).parent.parent / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not SMOLLM2.is_file(), reason="`make smollm2` fetches it")
+def test_a_sync_of_the_real_model_moves_a_fiftieth(tmp_path: Path) -> None:
+    changes = {"inner": {"model": str(SMOLLM2), "lora": {"r": 8}, "batch_size": 1}, "outer": {"sync_every": 1}}
+    fleet = Fleet(tmp_path, fleet={"replicas": 1, "steps": 1, "min_replicas": 1}, **changes)
+    fleet.start("r00")
+    assert fleet.wait(600.0) == {"r00": [0]}, fleet.logs()
+    (delta,) = [p for p in (tmp_path / "run" / "steps").rglob("delta/*") if p.is_file()]
+    assert delta.stat().st_size <= 0.02 * 4 * parameters_of(fleet.config)

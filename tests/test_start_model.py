@@ -251,6 +251,23 @@ def test_export_of_a_run_whose_model_the_hub_does_not_give_says_what_to_do(tmp_p
         export(str(tmp_path / "run"), 0, tmp_path / "out")
 
 
+def test_an_adapter_of_a_hub_model_is_carried_and_its_base_is_not(tmp_path: Path, hub: HubModels) -> None:
+    fleet = hub_fleet(tmp_path, hub, inner={"lora": {"r": 2}}, fleet={"replicas": 1, "steps": 2, "min_replicas": 1})
+    fleet.start("r00", HF_HOME=str(tmp_path / "cache"))
+    assert fleet.wait() == {"r00": [0]}, fleet.logs()
+    carried = {name for name, stored in fleet.model.files.items() if stored["key"]}
+    assert carried == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    there = {p.name for p in (tmp_path / "run" / "model").rglob("*") if p.is_file()}
+    assert there == {"manifest.json", "adapter_config.json", "adapter_model.safetensors"}
+    found = fleet.model.hub_model
+    assert found is not None and set(found.files) == set(fleet.model.files) - carried
+    assert export(str(tmp_path / "run"), None, tmp_path / "out") == 2
+    told = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (told["base_model_name_or_path"], told["revision"]) == (NAME, hub.commit(NAME))
+    base = json.loads((tmp_path / "out" / "base.json").read_text())
+    assert (base["model"], base["commit"]) == (NAME, hub.commit(NAME)) and "model.safetensors" in base["files"]
+
+
 # ---------------------------------------------------------------------- snapshot 0
 
 

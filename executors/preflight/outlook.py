@@ -63,7 +63,9 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
         return [
             f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
         ]
-    found = footprint(config, parameters, replicas, steps)
+    from diloco.sizing import trained_parameters_of
+
+    found = footprint(config, parameters, replicas, steps, trained_parameters_of(config, model))
     return lines(found, steps, keep_bytes(config.fleet.keep))
 
 

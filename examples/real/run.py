@@ -1,0 +1,110 @@
+"""`make real`: a pretrained model, LoRA, three replicas on this machine; one is killed, one leaves with notice.
+
+    diloco train run.toml ── outer step 2: SIGKILL r01 ── outer step 4: SIGTERM r02 ── 8 of 8 outer steps
+    diloco export, report ── evaluate.py before and after ── the table, and what must hold
+
+The same command goes on where it was.  Everything is done by the commands that a reader would type; this script types
+them, and sends the two signals.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from diloco.runlog.report import checks, read_report
+from rendezvous.stores.open import open_store
+
+HERE = Path(__file__).parent
+SIGNALS = (("r01", 2, signal.SIGKILL), ("r02", 4, signal.SIGTERM))  # slot, in an outer step from this one on
+
+
+def diloco(*words: str) -> list[str]:
+    return [sys.executable, "-m", "executors.cli.main", *words]
+
+
+def train(config: Path, run: str) -> int:
+    process = subprocess.Popen(diloco("train", str(config), "--run", run))
+    due = list(SIGNALS)
+    while process.poll() is None:
+        time.sleep(0.5)
+        if due and send(*due[0], run=run):
+            due.pop(0)
+    return process.returncode
+
+
+def send(slot: str, step: int, number: signal.Signals, run: str) -> bool:
+    """Send the signal if that replica is inside the inner steps of such an outer step."""
+    if not (Path(run) / "run.json").is_file():
+        return False
+    beat = read_report(open_store(run)).beats.get(slot)
+    if beat is None or beat.phase != "train" or beat.step < step or beat.inner < 1:
+        return False
+    print(f"{number.name} to {slot} (process {beat.pid}) in outer step {beat.step}", flush=True)
+    try:
+        os.kill(beat.pid, number)
+    except ProcessLookupError:  # gone since
+        return False
+    return True
+
+
+def evaluate(run: Path) -> dict[str, Any]:
+    """The held-out rewards, before and after, of exports beside the run."""
+    found, beside = dict[str, Any](), run.with_name(f"{run.name}-exports")
+    exports = {"base": ["--step", "0", "--merge"], "adapter": [], "merged": ["--merge"]}
+    for name, options in exports.items():
+        subprocess.run(diloco("export", str(run), "--to", str(beside / name), *options), check=True)
+    for name, folders in (("before", ["base"]), ("after", ["base", "adapter"])):
+        words = [sys.executable, str(HERE / "evaluate.py"), *(str(beside / folder) for folder in folders)]
+        found[name] = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    rows = ["held out            reward            right   number alone   prompts"]
+    for kind in ("sampled", "greedy"):
+        for name, values in found.items():
+            v = values[kind]
+            reward = f"{v['reward']:.3f} ± {v['se']:.3f}"
+            rows.append(f"{kind:8s} {name:7s}    {reward}   {v['right']:6.2f}   {v['alone']:12.2f}   {v['prompts']:7d}")
+    return "\n".join(rows)
+
+
+def gains(found: dict[str, Any]) -> dict[str, float]:
+    """after − before, in standard errors of the difference."""
+    return {
+        kind: (found["after"][kind]["reward"] - found["before"][kind]["reward"])
+        / (found["after"][kind]["se"] ** 2 + found["before"][kind]["se"] ** 2) ** 0.5
+        for kind in ("sampled", "greedy")
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--config", type=Path, default=HERE / "run.toml")
+    parser.add_argument("--run", default="runs/real")
+    args = parser.parse_args()
+    began = time.monotonic()
+    if code := train(args.config, args.run):
+        return code
+    trained = time.monotonic()
+    found = evaluate(Path(args.run))
+    subprocess.run(diloco("report", args.run), check=True)
+    report = read_report(open_store(args.run))
+    print("\n" + table(found))
+    print("gain in standard errors:", {kind: round(gain, 1) for kind, gain in gains(found).items()})
+    print(f"replicas ended: {', '.join(sorted({life.how for life in report.lives}))}")
+    print(f"trained for {trained - began:.0f} s, in all {time.monotonic() - began:.0f} s")
+    for check in checks(report):
+        print(f"  {'ok ' if check.ok else 'NO '} {check.text}")
+    (Path(args.run) / "held_out.json").write_text(json.dumps(found, indent=1))
+    return 0 if all(check.ok for check in checks(report)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
