@@ -129,7 +129,7 @@ def _nearest_snapshot(
 ) -> int:
     for snapshot in snapshots.newest_first(store, at_most=step):
         if snapshot.blob:
-            arrays = snapshots.load(store, snapshot, tell, state.all_arrays())
+            arrays = snapshots.load(store, snapshot, tell, state.all_arrays(), in_place=True)
         else:
             arrays = _start_arrays(run, record)
         if arrays is not None:

@@ -25,13 +25,21 @@ from typing import TYPE_CHECKING, Any
 from diloco import exitcodes
 from diloco.config import BUCKET, ConfigError, RunConfig, keep_bytes
 from diloco.disk_space import retry_when_full
-from diloco.launch import ModelRecord, Run, fetch_files, fetch_model, read_run, refuse_layout
+from diloco.launch import (
+    ModelRecord,
+    Run,
+    fetch_files,
+    fetch_model,
+    fetch_model_without_weights,
+    read_run,
+    refuse_layout,
+)
 from diloco.output import survive_full_disk
 from diloco.runlog.learning import step_line
 from diloco.session import Session, process_alive
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
-from rendezvous import layout
+from rendezvous import layout, snapshots
 from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import (
@@ -56,6 +64,7 @@ if TYPE_CHECKING:
     from diloco.manager import StoreManager
     from inner import InnerLoop
 
+ZEROS = "zeros"  # the folder of a start model without its weights
 OPEN_S = 60.0  # for the first answer of the store
 LOOP_FOLDER = "inner"  # of a replica's scratch folder: what the inner loop's libraries write
 REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an empty Adam in the middle of a run
@@ -151,17 +160,22 @@ def _train_session(run: Run, session: Session) -> int:
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
         session.rv.members.status.note = ""
         stay()
-        return _train_model(run.config, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
+        return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER))
 
 
 def _fetch_inputs(
     run: Run, record: ModelRecord, scratch: Path, session: Session, stay: Callable[[], None]
 ) -> tuple[Path, dict[str, Path]]:
-    """θ₀'s folder, and the user's own files.  Makes the loop's folder, too: space for it is waited for."""
+    """θ₀'s folder, without its weights where a snapshot takes their place; and the user's own files.
+
+    Makes the loop's folder, too: space for it is waited for.
+    """
     (scratch / LOOP_FOLDER).mkdir(exist_ok=True)
     files = fetch_files(run, scratch / "code")
     take = lambda: fetch_model(run.store, record, scratch / "model")  # noqa: E731
     if (model := record.hub_model) is None:
+        if _heals_without_start(run, record):
+            return fetch_model_without_weights(run.store, record, scratch / ZEROS), files
         return take(), files
     from diloco.start_model import from_hub
 
@@ -177,7 +191,20 @@ class Inputs:
     scratch: Path
 
 
-def _train_model(config: RunConfig, session: Session, record: ModelRecord, inputs: Inputs) -> int:
+def _heals_without_start(run: Run, record: ModelRecord) -> bool:
+    """Is θ₀ of no use to a replica that starts now?  Then the newest snapshot is all that it loads.
+
+    Snapshot 0, which is in the bucket too, is what it falls back on.   An adapter stands on weights of its own.
+    """
+    if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
+        return False
+    if any(name.startswith("adapter_") for name in record.files):
+        return False
+    first, newest = snapshots.read(run.store, 0), next(snapshots.newest_first(run.store), None)
+    return first is not None and bool(first.blob) and newest is not None and newest.t > 0
+
+
+def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
     import torch  # heavy imports only now: the slot is claimed and beating
 
     from diloco import lighthouse
@@ -186,24 +213,18 @@ def _train_model(config: RunConfig, session: Session, record: ModelRecord, input
     from diloco.manager import StoreManager
     from diloco.session_host import SessionHost
     from diloco.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
-    from inner import build_inner
-    from inner.precision import PrecisionWarning, lost_updates
+    from inner.precision import lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
-    at = first_open_step(session.rv.store) if config.rendezvous == BUCKET else lighthouse.latest_step(session)
-    warmup = REJOIN_WARMUP if at else 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
-        seeds = seeds_of(config, session, at)
-        loop = build_inner(config.inner, inputs.model_dir, inputs.files, seeds, warmup, scratch=inputs.scratch)
-    if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
-        session.emit("warning", kind="bf16", text=text)
+    config, bucket = run.config, run.config.rendezvous == BUCKET
+    at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
+    loop, model_dir = _build_loop(run, session, record, inputs, at=at)
     refuse_layout(record.layout, layout_of(loop.model))
-    refuse_other_bits(record.theta, loop.model)
+    if model_dir.name != ZEROS:
+        refuse_other_bits(record.theta, loop.model)
     refuse_other_base(record.base, loop.model)
-    again = lambda: first_arrays(inputs.model_dir, config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
-    bucket = config.rendezvous == BUCKET
+    again = lambda: first_arrays(model_dir, config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
     manager = (
         StoreManager(session, theta_0=again if record.hub else None)
         if bucket
@@ -211,11 +232,36 @@ def _train_model(config: RunConfig, session: Session, record: ModelRecord, input
     )
     manager.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session))
-    with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as run:
-        loop.follow(run.committed, run.theta)
+    with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
+        if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
+            session.emit("warning", kind="bf16", text=text)
+        loop.follow(outer.committed, outer.theta)
         _run_inner(loop, manager)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
+
+
+def _build_loop(
+    run: Run, session: Session, record: ModelRecord, inputs: Inputs, *, at: int
+) -> "tuple[InnerLoop, Path]":
+    """The inner loop, and the folder of its model: one with weights, if some of them are in no snapshot."""
+    from diloco.start_model import has_more_than_trained
+    from inner import build_inner
+    from inner.precision import PrecisionWarning
+
+    def build(folder: Path) -> "InnerLoop":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
+            warmup = REJOIN_WARMUP if at else 0
+            seeds = seeds_of(run.config, session, at)
+            return build_inner(run.config.inner, folder, inputs.files, seeds, warmup, scratch=inputs.scratch)
+
+    model_dir = inputs.model_dir
+    loop = build(model_dir)
+    if model_dir.name == ZEROS and has_more_than_trained(loop.model):
+        model_dir = fetch_model(run.store, record, model_dir.with_name("model"))
+        loop = build(model_dir)
+    return loop, model_dir
 
 
 def _run_inner(loop: "InnerLoop", manager: "StoreManager | LighthouseManager") -> None:

@@ -49,6 +49,12 @@ def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:
         yield values.numpy()
 
 
+def has_more_than_trained(model: nn.Module) -> bool:
+    """Has it weights that no outer state holds?   Frozen ones, or buffers that its files carry."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return not all(p.requires_grad for p in parameters.values()) or bool(model.state_dict().keys() - parameters.keys())
+
+
 def refuse_other_bits(announced: str, model: nn.Module) -> None:
     """WrongRun if θ₀ here is not θ₀ of the run.   announced: "" in a run of an older release."""
     if not announced:

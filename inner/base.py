@@ -162,6 +162,14 @@ class InnerConfig(ChannelSettings):
         return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
 
     @property
+    def compares_with_start(self) -> bool:
+        """Does the loss need θ₀ all along?   The reference of DPO, a KL term, a frozen teacher."""
+        if self.loop != "supervised" and po_settings(self.objective, self.objective_overrides).get("beta"):
+            return True
+        reference = self.uses_replay and self.dpo_variant == "dpo"
+        return reference or (self.uses_sdpo and self.sdpo_teacher == "frozen")
+
+    @property
     def boundary(self) -> int:
         """Inner steps from one fresh generation to the next."""
         if self.loop == "supervised":

@@ -179,10 +179,14 @@ class Rendezvous:
 
         One that was lost when steps had been taken is not replaced: nobody knows any more that ours is the same.
         """
-        if all(self.store.get(key) is None for key in (layout.snapshot_key(0), layout.commit_key(0))):
+        first = (layout.snapshot_key(0), layout.commit_key(0))
+        if all(self.store.get(key) is None for key in first) and not self._later_snapshots():
             base = base_of(self.state, self.rules.fragments)
             elsewhere = self._theta_0 is not None
             snapshots.write_first(self.store, self.clock, self._all_arrays(0), base=base, elsewhere=elsewhere)
+
+    def _later_snapshots(self) -> bool:
+        return any(snapshots.steps_of(self.store.list(layout.SNAPSHOTS)))
 
     def _heal_from_bucket(self, upto: int | None = None) -> None:
         garbage.look_again(lambda: self._heal_once(upto), self.emit)
@@ -221,7 +225,7 @@ class Rendezvous:
 
     def _arrays_of(self, snapshot: snapshots.Snapshot) -> snapshots.Arrays | None:
         if snapshot.blob:
-            return snapshots.load(self.store, snapshot, self.emit, self._all_arrays(0))
+            return snapshots.load(self.store, snapshot, self.emit, self._all_arrays(0), in_place=True)
         if self._theta_0 is None:
             self.emit("bad_snapshot", step=0, blob="", found="no start model", announced=snapshot.base)
             return None

@@ -105,17 +105,19 @@ def _decode_manifest(body: bytes, t: int) -> Snapshot | None:
     return found if found.t == t else None
 
 
-def load(store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays) -> dict[str, np.ndarray] | None:
+def load(
+    store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays, *, in_place: bool = False
+) -> dict[str, np.ndarray] | None:
     """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
 
     like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
     Those that snapshot 0 does not have are zeros.
-    Each array is read into its own memory: nothing else of that size is made.
+    in_place: overwrite those of `like`, also where the bytes turn out to be bad; else each is read into its own memory.
     """
     found = ""
     for _ in range(3):
         try:
-            file = tensors.read_tensors(store, snapshot.blob, snapshot.size)
+            file = tensors.read_tensors(store, snapshot.blob, snapshot.size, like if in_place else None)
         except Corrupt as error:
             found = str(error)
             continue

@@ -56,15 +56,17 @@ def _header_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_tensors(store: Store, key: str, size: int) -> TensorFile | None:
+def read_tensors(store: Store, key: str, size: int, into: Mapping[str, np.ndarray] | None = None) -> TensorFile | None:
     """The file of `size` bytes under `key`, in memory of its arrays' own; None if it is missing or shorter.
 
+    into: arrays that are overwritten instead, where name, type and shape are the same.
     Raises Corrupt if its header is none.  Whether the bytes are right only a digest can say.
     """
     head = _read_header(store, key, size)
     if head is None:
         return None
     arrays, at = _allocate_arrays(key, head, size), len(head)
+    arrays = {name: _reused(array, (into or {}).get(name)) for name, array in arrays.items()}
     for array in arrays.values():
         if array.nbytes and not store.get_into(key, as_bytes(array), at):
             return None
@@ -72,6 +74,11 @@ def read_tensors(store: Store, key: str, size: int) -> TensorFile | None:
     found = TensorFile(arrays)
     found.header, found.size = head, size
     return found
+
+
+def _reused(empty: np.ndarray, there: np.ndarray | None) -> np.ndarray:
+    fits = there is not None and (there.dtype, there.shape) == (empty.dtype, empty.shape) and there.flags.c_contiguous
+    return there if there is not None and fits else empty
 
 
 def _read_header(store: Store, key: str, size: int) -> bytes | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rendezvous import layout, snapshots
-from rendezvous.errors import BadDelta, Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
+from rendezvous.errors import BadDelta, ChainBroken, Corrupt, Diverged, Fenced, GaveUp, Leaving, RendezvousError
 from rendezvous.garbage import Collected
 from rendezvous.membership import write_control
 from rendezvous.records import Claim, Commit, Leave, Mean, Offer, Snapshot
@@ -159,6 +159,19 @@ def test_a_run_is_shortened_and_one_replica_hears_of_it_when_the_others_have_end
     assert clock.now() - began <= 2 * TIMING.beat, "as soon as it hears of it"
     b.rv.finish("done")
     assert (snapshot := snapshots.read(store, 1)) is not None and snapshot.confirmed and snapshot.base == a.rv.base
+
+
+def test_a_first_snapshot_that_was_lost_with_the_first_commit_is_not_made_anew(clock: ManualClock) -> None:
+    """Whoever joins may hold anything: zeros, where a later snapshot takes the place of the start model."""
+    store, a, b = pair(clock)
+    for _ in range(4):
+        together(a, b)
+    store.delete([layout.snapshot_key(0), layout.commit_key(0)])
+    late = Seat(store, "r02", clock)
+    late.state = VectorState(value=0.0)
+    with pytest.raises(ChainBroken, match="commit 0 is missing"):
+        late.join()
+    assert store.get(layout.snapshot_key(0)) is None
 
 
 # ---------------------------------------------------------------------- claims

@@ -412,10 +412,10 @@ def test_a_joiner_whose_snapshot_is_collected_meanwhile_looks_again(seats: Any) 
     rounds(a, b, 5)
     load, stalls = snapshots.load, [lambda: rounds(a, b, 6)]
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **named: Any) -> Any:
         while stalls:
             stalls.pop()()
-        return load(*args)
+        return load(*args, **named)
 
     with patch.object(snapshots, "load", slow):
         late.join()

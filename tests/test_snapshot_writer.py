@@ -273,3 +273,17 @@ def test_kill_9_while_a_snapshot_streams_leaves_nothing_and_the_next_one_works(t
     rv._background.drain()
     assert store.get(layout.snapshot_key(2)) is not None
     assert not list((tmp_path / ".tmp").glob("put-*")), "the next writer on this machine takes the half file away"
+
+
+def test_a_snapshot_is_read_into_the_arrays_that_are_there() -> None:
+    """So healing holds the state once; an array of another shape is left alone."""
+    store = MemoryStore()
+    found = snapshots.write(store, ManualClock(), 3, {"theta.0": np.arange(4, dtype=np.float32)}, base="b", prev=None)
+    there, other = {"theta.0": np.zeros(4, np.float32)}, {"theta.0": np.zeros(5, np.float32)}
+    arrays = snapshots.load(store, found, lambda *a, **k: None, there, in_place=True)
+    assert arrays is not None and arrays["theta.0"] is there["theta.0"] and there["theta.0"].tolist() == [0, 1, 2, 3]
+    assert (
+        snapshots.load(store, found, lambda *a, **k: None, other, in_place=True) is None and not other["theta.0"].any()
+    )
+    apart = snapshots.load(store, found, lambda *a, **k: None, {"theta.0": np.zeros(4, np.float32)})
+    assert apart is not None and apart["theta.0"] is not there["theta.0"]
