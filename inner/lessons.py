@@ -9,7 +9,7 @@ neither teaches nothing. Tool results stay visible to the teacher and are no tok
 
 A rollout that ran into max_completion_length teaches like any other, also where mask_truncated_completions keeps it
 out of the policy loss: that mask is there because such a rollout's reward is noise, and a lesson does not read the
-reward of the rollout that it corrects (docs/decisions/013).
+reward of the rollout that it corrects (docs/internals/decisions/013).
 
 Not promised: the reprompt inside the user's own message: it is a message of its own behind it, so that the prompt's ids
 stay as they were sampled from.

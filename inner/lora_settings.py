@@ -2,7 +2,7 @@
 
     W x  +  alpha / r · B A x      A: r × in, drawn at random      B: out × r, zero at first
 
-Averaging A and B apart is not averaging B A (docs/decisions/036-lora.md): with `freeze_a` A stays as it was drawn, and
+Averaging A and B apart is not averaging B A (decision 036): with `freeze_a` A stays as it was drawn, and
 the mean of the products is the product of the means.
 
 Not promised: quantised bases, or other adapters than LoRA.  No torch here.

@@ -4,8 +4,9 @@
     every object that is overwritten anyway    beats, logs
     names that the run does not have           r07, "zz", .DS_Store, control/999999
 
-docs/protocol.md, "What is no record, and what is gone": all of it is passed over, and takes its number.  Garbage in
-the commit of a coming step is not: each replica that reads it ends with exit code 2, and nothing is decided anew.
+docs/internals/protocol.md, "What is no record, and what is gone": all of it is passed over, and takes its number.
+Garbage in the commit of a coming step is not: each replica that reads it ends with exit code 2, and nothing is
+decided anew.
 
 Not promised: that garbage is written at the same moments in every run; what is written, and where, follows the seed.
 """

@@ -7,8 +7,8 @@
     add(a, b)     3 + 4              reward 1 for the asked numbers, and the episode is done
     divide(a, b)                     fails for b = 0
 
-    metadata of a failed call        error_kind, hint_template_key, t       docs/rfc-openenv-error-sites.md
-    State.history                    [{t, action, observation}]             docs/rfc-openenv-state-replay.md
+    metadata of a failed call        error_kind, hint_template_key, t       docs/internals/rfc-openenv-error-sites.md
+    State.history                    [{t, action, observation}]             docs/internals/rfc-openenv-state-replay.md
 
 Not promised: a task worth learning.
 """

@@ -31,7 +31,7 @@ exit codes:
   130  interrupted, or the price was declined: nothing was started
 
 DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's
-records: what others write into its bucket does not count (docs/protocol.md).
+records: what others write into its bucket does not count (docs/internals/protocol.md).
 A run is a folder (runs/demo, file:///an/absolute/path), lies in a bucket (s3://bucket/prefix, gs://…, az://…,
 hf://buckets/namespace/bucket/prefix), or on Modal itself (modal://name/prefix).  docs/operations.md says how to look
 after one."""

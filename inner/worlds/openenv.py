@@ -13,7 +13,7 @@
     metadata (of the observation)   error_kind, hint_template_key ──▶ the hint, as they are (spans.py, hints.py)
     _sites                          every call that failed: t, tool, error, and these two
     _messages_before(t)             what had been seen before step t, for a teacher: from the server's `State.history`
-                                    where it keeps one (docs/rfc-openenv-state-replay.md), else from what was said here
+                                    where it keeps one (rfc-openenv-state-replay.md), else from what was said
 
 The reward is the sum of the steps' rewards; None where the session was lost. Needs no `openenv` here, only
 `websockets`: OpenEnv 0.10 wants older pandas and pillow than TRL's neighbours do.
