@@ -111,7 +111,8 @@ class FleetConfig:
     replicas: how many to keep running.   steps: outer steps in all.
     min_replicas: fresh pseudogradients without which no outer step is taken (default min(2, replicas)).
     keep: bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or
-    "window" for no more than what the last two snapshots need, which always stays (rendezvous/keeping.py).
+    "window" for no more than what the last two snapshots need, which always stays (rendezvous/keeping.py).  The
+    default is "all" with [inner.lora].
     give_up_s: seconds without progress after which a replica exits, resumable.
     hung_after_s: seconds without an inner step after which a replica may count as hung and is started again; ten times
     its median step and three times its longest, if that is more (diloco/watchdog.py); 0 for never.
@@ -171,7 +172,9 @@ class RunConfig:
             table = raw.get(name, {})
             if not isinstance(table, Mapping):
                 raise ConfigError(f"[{name}] must be a table, found {table!r}")
-            values[name] = _build_section(section, _with_keep(table) if section is FleetConfig else table, name)
+            if section is FleetConfig:
+                table = _with_keep(table, adapter=values["inner"].lora is not None)
+            values[name] = _build_section(section, table, name)
         config = cls(**values, folder=folder)
         config.check()
         return config
@@ -315,10 +318,14 @@ def keep_bytes(keep: int | str) -> int | None:
     return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
 
 
-def _with_keep(fleet: Mapping[str, Any]) -> dict[str, Any]:
-    """`fleet.retention`, in a run.toml or run.json of an earlier release, said the same of "all" and "window"."""
+def _with_keep(fleet: Mapping[str, Any], *, adapter: bool) -> dict[str, Any]:
+    """`fleet.retention`, in a run.toml or run.json of an earlier release, said the same of "all" and "window".
+
+    A run of an adapter is small: all of it stays if nothing else is said.
+    """
     rest = {k: v for k, v in fleet.items() if k != "retention"}
-    return {"keep": fleet["retention"], **rest} if "retention" in fleet else rest
+    default = {"keep": "all"} if adapter else {}
+    return {**default, **({"keep": fleet["retention"]} if "retention" in fleet else {}), **rest}
 
 
 def check_fleet(fleet: FleetConfig) -> None:

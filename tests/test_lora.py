@@ -321,3 +321,11 @@ def test_a_sync_of_the_real_model_moves_a_fiftieth(tmp_path: Path) -> None:
     assert fleet.wait(600.0) == {"r00": [0]}, fleet.logs()
     (delta,) = [p for p in (tmp_path / "run" / "steps").rglob("delta/*") if p.is_file()]
     assert delta.stat().st_size <= 0.02 * 4 * parameters_of(fleet.config)
+
+
+def test_a_run_of_an_adapter_keeps_everything_unless_it_says_otherwise(tmp_path: Path) -> None:
+    assert config(tmp_path, inner={"lora": LORA}).fleet.keep == "all"
+    assert config(tmp_path, inner={"lora": LORA}, fleet={"keep": "1 GB"}).fleet.keep == "1 GB"
+    assert config(tmp_path).fleet.keep == "20 GB"
+    founded = config(tmp_path, inner={"lora": LORA}, fleet={"keep": "window"})
+    assert RunConfig.from_dict(founded.to_dict(), tmp_path).fleet.keep == "window"
