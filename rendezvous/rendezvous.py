@@ -715,18 +715,22 @@ class Rendezvous:
         return residuals.put_residuals(self.store, self.slot, self.generation, unsent)
 
     def _final_snapshot(self) -> None:
-        """θ_T has no commit to confirm it: two leave records with one digest do, or m = 1 without (marked so)."""
-        if self.store.get(layout.snapshot_key(self.step)) is not None:
-            return
-        agree = self._others_who_left_with(self.base)
-        if agree or self.wanted.min_replicas == 1:
+        """θ_T has no commit to confirm it: two leave records with one digest do, or m = 1 without (marked so).
+
+        Nobody closes a step after it, so all who end collect once more: its writer may have been killed before it did.
+        """
+        if self.store.get(layout.snapshot_key(self.step)) is None:
+            agree = self._others_who_left_with(self.base)
+            if not agree and self.wanted.min_replicas > 1:
+                return
             self._writer.write(
                 self.state, self.rules.fragments, self.step, base=self.base,
                 prev=self.chain.commit_digest(self.step - 1), confirmed=agree,
             )  # fmt: skip
-            if self._keep is not None:  # nobody closes a step after it: what a finished run leaves stays for ever
-                self._run_in_background(self._sweep_garbage)
-                self._background.drain()
+        if self._keep is not None:
+            self._snapshot = max(self._snapshot, self.step)
+            self._run_in_background(self._sweep_garbage)
+            self._background.drain()
 
     def _others_who_left_with(self, base: str) -> bool:
         left = [r for slot in self.wanted.slot_names if slot != self.slot for r in self._leave_records(slot)]

@@ -391,6 +391,28 @@ def test_what_a_finished_run_leaves_is_reckoned_from_its_last_snapshot(last: str
     assert late.rv.step == 9 and np.array_equal(late.state.theta, a.state.theta)
 
 
+def test_whoever_ends_last_collects_for_a_writer_that_was_killed_before_it_did() -> None:
+    from tests.test_rendezvous_engine import Seat, bucket
+
+    clock = ManualClock()
+    store = bucket(clock, replicas=3, m=2, steps=9)
+    with window():
+        a, b, third = (Seat(store, f"r{i:02d}", clock) for i in range(3))
+        a.join()
+        b.join()
+        rounds(a, b, 8)
+        third.join()
+        rounds(a, b, 1)
+        third.rv.catch_up()
+        a.rv.finish("done")
+        with patch.object(Rendezvous, "_sweep_garbage", lambda self: None):
+            b.rv.finish("done")
+        assert blobs(store.inner, "delta/") == [8] and blobs(store.inner, "snapshots/")[-2:] == [8, 9]
+        third.rv.finish("done")
+    assert blobs(store.inner, "delta/") == [] and blobs(store.inner, "mean/") == [8]
+    assert blobs(store.inner, "snapshots/") == [8, 9]
+
+
 def test_a_replica_that_stalled_below_the_floor_must_join_again(seats: Any) -> None:
     store, clock, (a, b, stalled) = seats
     for seat in (a, b, stalled):
