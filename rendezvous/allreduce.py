@@ -31,7 +31,8 @@ from rendezvous.stores.open import open_store
 
 Floats = NDArray[np.floating[Any]]
 STRICT = Rules(sync_every=1, max_carry=0, snapshot_every=1 << 60, weighting="uniform", announce=False)
-NEAR_POLL_S, FAR_POLL_S = 0.005, 0.02
+NEAR_POLL_S = 0.005
+FAR_POLL_S = 0.02
 
 
 class NoState:
@@ -65,7 +66,9 @@ class ObjectStoreAllReduce:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of the {world_size} ranks 0 … {world_size - 1}")
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
         self._url, self._store, self._clock = url, store, clock or SystemClock()
         self._rv: Rendezvous | None = None
         self._caught_up = False

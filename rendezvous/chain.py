@@ -16,7 +16,8 @@ class Chain:
     """The newest `window` commits that this replica has read, verified as they came."""
 
     def __init__(self, store: Store, window: int) -> None:
-        self._store, self._window = store, window
+        self._store = store
+        self._window = window
         self._commits: dict[int, Commit] = {}
         self._digests: dict[int, str] = {}
 
@@ -59,7 +60,8 @@ class Chain:
         for slot, generation in known.fence.items() if known else ():
             if commit.fence.get(slot, 0) < generation:
                 raise ChainBroken(f"commit {t} lowers the fence of {slot} below generation {generation}")
-        self._commits[t], self._digests[t] = commit, digest(body, SHA256)
+        self._commits[t] = commit
+        self._digests[t] = digest(body, SHA256)
         for old in [u for u in self._commits if u < t - self._window]:
             del self._commits[old], self._digests[old]
         return commit

@@ -43,12 +43,18 @@ class StepWait:
     """
 
     def __init__(self, clock: Clock, timing: Timing, due: float = 0.0) -> None:
-        self._clock, self._timing, self._due = clock, timing, due
-        self._looked_at, self._elapsed = clock.now(), 0.0
+        self._clock = clock
+        self._timing = timing
+        self._due = due
+        self._looked_at = clock.now()
+        self._elapsed = 0.0
         self._since: float | None = None  # `idle` when m fresh offers were last seen
         self._ripe_since: float | None = None  # `idle` since when nothing speaks against closing
         self._overdue_at = 0.0  # `idle` when `is_overdue` was last true
-        self.idle, self.waited, self.next_attempt, self.why = 0.0, 0.0, 0.0, "waits"
+        self.idle = 0.0
+        self.waited = 0.0
+        self.next_attempt = 0.0
+        self.why = "waits"
 
     @property
     def pause_s(self) -> float:
@@ -56,7 +62,8 @@ class StepWait:
 
         Where it is known when the decision is due: half of what is left until then, and then twice as often.
         """
-        poll, often = self._timing.poll, self.idle / 16 if self._due > 0 else self.idle / 8
+        poll = self._timing.poll
+        often = self.idle / 16 if self._due > 0 else self.idle / 8
         pause = min(4 * poll, max(poll / 8, often, (self._due - self.idle) / 2))
         return min(pause, max(poll / 8, self.next_attempt - self.idle)) if self.next_attempt > self.idle else pause
 
@@ -82,7 +89,8 @@ class StepWait:
 
     def count_time(self) -> None:
         now = self._clock.now()
-        self._elapsed, self._looked_at = min(now - self._looked_at, 4 * max(self.pause_s, self._timing.poll)), now
+        self._elapsed = min(now - self._looked_at, 4 * max(self.pause_s, self._timing.poll))
+        self._looked_at = now
         self.idle += self._elapsed
 
     def count_quorum(self, reached: bool) -> None:
@@ -122,20 +130,23 @@ class Committer:
         together: Together = in_turn,
     ) -> None:
         self._together = together
-        self._store, self._clock, self._chain, self._members = store, clock, chain, members
-        self._rules, self._timing, self._on_foreign_base, self._on_rejected = (
-            rules_,
-            timing,
-            on_foreign_base,
-            on_rejected,
-        )
+        self._store = store
+        self._clock = clock
+        self._chain = chain
+        self._members = members
+        self._rules = rules_
+        self._timing = timing
+        self._on_foreign_base = on_foreign_base
+        self._on_rejected = on_rejected
         self._rejected_keys, self._known_claims = set[str](), set[tuple[str, int]]()
-        self.step, self.base = 0, ""
+        self.step = 0
+        self.base = ""
         self._offers: dict[tuple[int, str], Offer] = {}  # eligible ones: they can never become anything else
 
     def open_step(self, step: int, base: str) -> None:
         """From now on `step` is the open one; it starts from the state with digest `base`."""
-        self.step, self.base = step, base
+        self.step = step
+        self.base = base
         self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self._rules.window}
 
     def try_to_commit(self, vigil: StepWait, snapshot: int) -> str:
@@ -172,7 +183,8 @@ class Committer:
 
     def _nearly_complete(self, wishes: Wanted) -> bool:
         """Are at most a few missing of those that are expected?  One request; nobody's beat is asked for."""
-        recent, dead_after = self._chain.recent_commits(self.step, 2), self._timing.dead_after
+        recent = self._chain.recent_commits(self.step, 2)
+        dead_after = self._timing.dead_after
         wanted = wishes.slot_names[: wishes.replicas]
         expected = rules.slots_to_expect(self.step, recent, self._members.peers, dead_after, wanted)
         return len(expected - self._listed_slots()) <= FEW
@@ -215,7 +227,8 @@ class Committer:
 
     def refuse_lower_quorum(self) -> None:
         """Raises RecordsLost if wishes that earlier closers went by are gone."""
-        members, commits = self._members, self._chain.recent_commits(self.step, self._rules.window)
+        members = self._members
+        commits = self._chain.recent_commits(self.step, self._rules.window)
         if any(commit.m > members.wanted.min_replicas for commit in commits):
             members.hear_wishes(self._store)
             refuse_lower_quorum(self._store, members.wanted, commits)
@@ -327,8 +340,10 @@ class Committer:
 
     def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
         """Slots that have not offered and are expected to; their beats are looked at."""
-        members, wanted = self._members, wishes.slot_names[: wishes.replicas]
-        recent, dead_after = self._chain.recent_commits(self.step, 2), self._timing.dead_after
+        members = self._members
+        wanted = wishes.slot_names[: wishes.replicas]
+        recent = self._chain.recent_commits(self.step, 2)
+        dead_after = self._timing.dead_after
         needed = set(wanted) if len(fresh) < wishes.min_replicas else set[str]()
         expected = rules.slots_to_expect(self.step, recent, members.peers, dead_after, wanted)
         members.read_beats((expected | needed) - set(fresh))
@@ -337,7 +352,8 @@ class Committer:
 
     def _why_not(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, waited: float) -> str:
         """Say why the step should not be closed now; "" if it may be."""
-        members, m = self._members, wishes.min_replicas
+        members = self._members
+        m = wishes.min_replicas
         if members.slot not in fresh:
             return "has no offer of its own that counts"  # only who has one knows the θ that the step is about
         if len(fresh) < m:
@@ -356,7 +372,9 @@ class Committer:
 
     def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, vigil: StepWait) -> float:
         """Seconds until looking again is of use, if all goes on as it does; 0 for at once, or not known."""
-        mine, status, missing = fresh.get(self._members.slot), self._members.status, wishes.min_replicas - len(fresh)
+        mine = fresh.get(self._members.slot)
+        status = self._members.status
+        missing = wishes.min_replicas - len(fresh)
         if self.step == 0 or mine is None or len(awaited) < missing:
             return 0.0
         upload = min(mine.took / 2, max(0.0, mine.took - status.inner * status.rate))
@@ -368,7 +386,8 @@ class Committer:
     def _describe_missing(self, fresh: dict[str, Offer], wishes: Wanted) -> str:
         """Name the slots that are missing, each with the last sign of it."""
         missing = [s for s in wishes.slot_names[: wishes.replicas] if s not in fresh]
-        peers, limit = self._members.peers, self._timing.dead_after
+        peers = self._members.peers
+        limit = self._timing.dead_after
         words = [f"{s} {peers[s].in_words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
         return ", ".join(words) or "no other replica is wanted"
 
@@ -380,8 +399,10 @@ class Committer:
     # ------------------------------------------------------------------ the decision
 
     def _propose_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> Commit:
-        t, tooks = self.step, [o.took for o in fresh.values()]
-        sizes, r = [o.size for o in fresh.values()], self._rules
+        t = self.step
+        tooks = [o.took for o in fresh.values()]
+        sizes = [o.size for o in fresh.values()]
+        r = self._rules
         sharded = rules.reduces_sharded(sizes, r.codec, r.shard_from) and all(o.shards for o in fresh.values())
         owners = tuple(s for s, o in sorted(fresh.items()) if not o.leaving) if sharded else ()
         offers = [o for _, o in sorted(fresh.items())]

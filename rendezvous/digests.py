@@ -21,7 +21,8 @@ import xxhash
 
 from rendezvous.store import Buffer, Store
 
-XXH3, SHA256 = "xxh3-128", "sha256"
+XXH3 = "xxh3-128"
+SHA256 = "sha256"
 _HEX: dict[str, Callable[[Buffer], str]] = {
     XXH3: xxhash.xxh3_128_hexdigest,
     SHA256: lambda body: hashlib.sha256(body).hexdigest(),

@@ -81,7 +81,8 @@ def from_json(kind: type[T], raw: Any) -> T:
 @cache
 def check_of(hint: Any) -> Check:
     """What turns a JSON value into one of this annotation."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         return _annotated_check(args[0], args[1:])
     if origin in (Union, UnionType):
@@ -110,7 +111,8 @@ def _annotated_check(hint: Any, marks: Iterable[Any]) -> Check:
 
 
 def _int_check(within: Within) -> Check:
-    low, high = within.low, within.high
+    low = within.low
+    high = within.high
 
     def check_int(value: Any) -> int:
         if type(value) is not int:
@@ -123,7 +125,8 @@ def _int_check(within: Within) -> Check:
 
 
 def _float_check(within: Within) -> Check:
-    low, high = within.low, within.high
+    low = within.low
+    high = within.high
 
     def check_float(value: Any) -> float:
         if type(value) is not float and type(value) is not int:

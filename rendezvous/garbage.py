@@ -150,8 +150,11 @@ class Collector:
         budget: int = 0,
         elements: Callable[[int], int] = lambda fragment: 0,
     ) -> None:
-        self._store, self._rules, self._emit = store, rules, emit
-        self._budget, self._elements = budget, elements
+        self._store = store
+        self._rules = rules
+        self._emit = emit
+        self._budget = budget
+        self._elements = elements
         self.floor = 0
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
@@ -191,7 +194,8 @@ class Collector:
         self.floor, newest = two_newest(self._store, snapshot, self.floor)
         if newest is not None and newest.t > self._window.newest:
             self._snapshots = self._store.list(layout.SNAPSHOTS)
-            carry, every = self._rules.fragments * self._rules.max_carry, self._rules.snapshot_every
+            carry = self._rules.fragments * self._rules.max_carry
+            every = self._rules.snapshot_every
             self._window = Window(self.floor, newest.t, carry, newest.size, every)
             self._unannounced.clear()
             self._replaced = {t for t in self._replaced if t >= self._window.first_listable}
@@ -206,7 +210,8 @@ class Collector:
             return None
         older = [t for t in snapshots.steps_of(self._snapshots) if t < self.floor]
         ask = lambda: choose_kept(self._budget, self._head, self._known, self._window, older)  # noqa: E731
-        answer, first = ask(), min(self._known, default=self._head)
+        answer = ask()
+        first = min(self._known, default=self._head)
         for start in range(first, max(0, first - at_most), -_BACK):
             if answer is not None:
                 break
@@ -231,7 +236,8 @@ class Collector:
             t, sizes = self._news.popleft()
             if t > self._head:
                 self._known.clear()  # a life that healed anew has skipped some
-            self._known[t], self._head = sizes, max(self._head, t + 1)
+            self._known[t] = sizes
+            self._head = max(self._head, t + 1)
 
     def _read_back(self, steps: range) -> None:
         """Learn of earlier commits than those that this life has read."""
@@ -286,7 +292,8 @@ class Collector:
     def _delete_steps(self, kind: str, end: int, at_most: int) -> int:
         if kind not in self._next and end:
             self._next[kind] = self._first_dirty(kind, end)
-        at, gone = self._next.get(kind, 0), 0
+        at = self._next.get(kind, 0)
+        gone = 0
         for t in range(at, min(end, at + at_most)):
             gone += self._delete_keys(blobs_before(self._store.list(_blob_folder(t, kind)), kind, end))
             self._next[kind] = t + 1
@@ -294,7 +301,8 @@ class Collector:
 
     def _first_dirty(self, kind: str, end: int) -> int:
         """The first step below `end` that has such blobs.  They go in ascending order."""
-        low, high = 0, end
+        low = 0
+        high = end
         while low < high:
             middle = (low + high) // 2
             if blobs_before(self._store.list(_blob_folder(middle, kind)), kind, end):

@@ -58,7 +58,8 @@ def parts_of(commit: Commit) -> list[int]:
     """The parts in which its mean is written down, if it is; one with no shard in it is never (reduce.py: parts)."""
     if commit.mode != "sharded":
         return [0]
-    shards, owners = max(len(o.shards) for o in commit.offers), len(commit.owners)
+    shards = max(len(o.shards) for o in commit.offers)
+    owners = len(commit.owners)
     cuts = [round(j * shards / owners) for j in range(owners + 1)]
     return [j for j in range(owners) if cuts[j] < cuts[j + 1]]
 
@@ -170,7 +171,8 @@ def choose_kept(
 def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, float]:
     """-> the first step from which on all below `end` have room, and what is left of it."""
     while end and (size := sizes.get(end - 1, room + 1)) <= room:
-        end, room = end - 1, room - size
+        end = end - 1
+        room = room - size
     return end, room
 
 

@@ -301,8 +301,13 @@ class Membership:
         pid: int = 0,
         emit: Emit = no_emit,
     ) -> None:
-        self._store, self._clock, self.slot, self.generation = store, clock, slot, generation
-        self._timing, self._host, self._pid = timing, host, pid
+        self._store = store
+        self._clock = clock
+        self.slot = slot
+        self.generation = generation
+        self._timing = timing
+        self._host = host
+        self._pid = pid
         self._beats = 0
         self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
@@ -348,7 +353,9 @@ class Membership:
         pace: seconds that an outer step should take, 0 if that is not known.
         owed: slots that may still miss this replica's body of the step before.
         """
-        self._opened, self._pace, self.owed = self.awake_s, pace, owed
+        self._opened = self.awake_s
+        self._pace = pace
+        self.owed = owed
         self._done_at.pop(self._read_commit.__name__, None)
 
     @property
@@ -366,7 +373,8 @@ class Membership:
 
     def _do_every(self, period: float, act: Callable[[], object]) -> None:
         """Do this if it was last done a period ago.  A failure does not count; after a pause everything is due."""
-        now, name = self._clock.now(), act.__name__
+        now = self._clock.now()
+        name = act.__name__
         if now - self._done_at.get(name, -math.inf) >= JITTER * period:
             act()
             self._done_at[name] = now
@@ -433,7 +441,8 @@ class Membership:
 
         In a crowd a dozen per beat: those that were not read for longest.  Advisory: what fails is read the next time.
         """
-        a_beat, now = JITTER * self._timing.beat, self.awake_s
+        a_beat = JITTER * self._timing.beat
+        now = self.awake_s
         asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
@@ -443,7 +452,8 @@ class Membership:
                 self._observe_beat(slot, read_beat(self._store, slot), when)
 
     def _is_due(self, slot: str, ago: float, apart: float) -> bool:
-        peer, limit = self.peers.get(slot), self._timing.dead_after
+        peer = self.peers.get(slot)
+        limit = self._timing.dead_after
         dies = peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
         return dies or ago >= apart
 
@@ -487,7 +497,8 @@ def updated_peer(
     """
     if old is None:
         return Peer(beat, read=read)
-    elapsed, wall = read[0] - old.read[0], read[1] - old.read[1]
+    elapsed = read[0] - old.read[0]
+    wall = read[1] - old.read[1]
     if (beat.generation, beat.n) < (old.beat.generation, old.beat.n):
         return replace(old.aged_by(elapsed), untrusted_generation=untrusted_generation, read=read)
     changed = (beat.generation, beat.n) != (old.beat.generation, old.beat.n)

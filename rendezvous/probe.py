@@ -39,7 +39,8 @@ from rendezvous.store import Store
 
 T = TypeVar("T")
 
-RACERS, ROUNDS = 16, 5
+RACERS = 16
+ROUNDS = 5
 LIST_PATIENCE_S = 10.0
 _OVERWRITES = "silently overwrites: a second create of the same key went through"
 _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
@@ -141,7 +142,8 @@ def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = 
 
 def why_unfit(store: Store, clock: Clock) -> str | None:
     """The short form, for who is about to found a run: why no register can be kept there, or None."""
-    at, rounds = f"probe/{os.urandom(6).hex()}/", 3
+    at = f"probe/{os.urandom(6).hex()}/"
+    rounds = 3
     try:
         raced = race_writers(store, clock, f"{at}race/", rounds, racers=4)
         return raced.why_unfit() or (None if _keeps_first(store, f"{at}twice", clock) else _OVERWRITES)
@@ -215,7 +217,9 @@ def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS,
 
 def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
     """The bodies whose writers heard "done"."""
-    gate, won, refused = threading.Barrier(racers), list[bytes](), list[StoreRefused]()
+    gate = threading.Barrier(racers)
+    won = list[bytes]()
+    refused = list[StoreRefused]()
 
     def run(n: int) -> None:
         body = b"%03d %s" % (n, os.urandom(8).hex().encode())
@@ -261,7 +265,8 @@ def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
 
 def _check_ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
     """(the bytes are right, the end is noticed)"""
-    body, out = os.urandom(10_000), bytearray(1000)
+    body = os.urandom(10_000)
+    out = bytearray(1000)
     _retry_unclear(clock, lambda: store.put(key, body))
     right = _retry_unclear(clock, lambda: store.get_into(key, memoryview(out), 1234)) and bytes(out) == body[1234:2234]
     beyond = [
@@ -292,7 +297,8 @@ def _check_deletes(store: Store, clock: Clock, at: str) -> bool:
 
 def _measure_latencies(store: Store, clock: Clock, at: str, times: int = 9) -> tuple[list[float], list[float]]:
     """Seconds of small (gets, creates)."""
-    gets, creates = list[float](), list[float]()
+    gets = list[float]()
+    creates = list[float]()
     for n in range(times):
         creates.append(_seconds_of(clock, lambda n=n: _ignore_conflict(lambda: store.create(f"{at}{n}", b"x" * 200))))
         gets.append(_seconds_of(clock, lambda n=n: _ignore_conflict(lambda: store.get(f"{at}{n}"))))
@@ -353,7 +359,8 @@ POLLS = 10  # GETs of one replica while it waits for the others
 
 def sync_estimate(probe: Probe, parameters: int, replicas: int, codec: str = "fp32") -> Estimate:
     """One outer sync on the path that the replicas would take; upload, coding and download one after the other."""
-    blob, n = ceil(4 * parameters / nominal_ratio(codec)), replicas
+    blob = ceil(4 * parameters / nominal_ratio(codec))
+    n = replicas
     sharded = reduces_sharded([blob] * n, codec, Rules().shard_from)
     part = ceil(blob / n)
     up, down = (blob + part, 2 * (n - 1) * part) if sharded else (blob, (n - 1) * blob)
@@ -400,7 +407,8 @@ def doctor_table(
     probe: Probe, parameters: int | None = None, replicas: int = 4, codec: str = "fp32", why: str = ""
 ) -> str:
     """why: what a codec that is chosen for the reader would be, and for what reason."""
-    raced, lag = probe.race, probe.list_lag_s
+    raced = probe.race
+    lag = probe.list_lag_s
     rates = (
         f"{_format_rate(probe.put_bytes_s)}, {_format_rate(probe.get_bytes_s)} (one blob of {probe.size / 1e6:.0f} MB)"
     )

@@ -59,7 +59,8 @@ def _is_there(store: Store, snapshot: Snapshot) -> bool:
 
 def _first_told(store: Store, end: int) -> int:
     """The first step before `end` from which on all means can be told."""
-    low, high = 0, end
+    low = 0
+    high = end
     while low < high:
         middle = (low + high) // 2
         if mean_stands(store, middle):

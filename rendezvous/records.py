@@ -76,7 +76,8 @@ class Record:
         """Raises WireError, whatever the bytes are."""
         try:
             raw = parse_json(body, cls.most)
-            kind, wire = raw["kind"], raw["wire"]
+            kind = raw["kind"]
+            wire = raw["wire"]
             if kind == cls.kind and type(wire) is int and wire == WIRE:
                 record = from_json(cls, raw)
                 record.check_consistency()

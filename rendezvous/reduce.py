@@ -135,7 +135,8 @@ class Reducer:
         self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None, rows: np.ndarray | None
     ) -> str | None:
         """The rule of every day.   Raises Corrupt where the mean is not finite, or a body is none."""
-        total, bodies = out[_elements_slice(group)], list[np.ndarray]()
+        total = out[_elements_slice(group)]
+        bodies = list[np.ndarray]()
         for listed, body in zip(offers, self._read_bodies(offers, group, mine), strict=True):
             if isinstance(body, str):
                 return body
@@ -170,7 +171,8 @@ class Reducer:
     ) -> str | None:
         """The same without what is not sound; shard by shard, because readers may group shards differently."""
         for unit in [[shard] for shard in group] if _in_shards(commit) else [group]:
-            total, good = out[_elements_slice(unit)], list[Listed]()
+            total = out[_elements_slice(unit)]
+            good = list[Listed]()
             for listed in offers:
                 body = self._read_body(listed, unit, mine, self._read_buffer(self._bytes_of(listed, unit)))
                 if isinstance(body, str):
@@ -250,7 +252,8 @@ class Reducer:
 
     def _record_flaw(self, listed: Listed, elements: int) -> str:
         """Why a listed body cannot be one of this many elements; "" if it can."""
-        size, shards = body_size(self._codec, elements), len(self._grid_shards(elements))
+        size = body_size(self._codec, elements)
+        shards = len(self._grid_shards(elements))
         if listed.size != size if has_exact_size(self._codec) else listed.size > size:
             return f"{listed.blob} should have {size} bytes, its record says {listed.size}"
         if len(listed.shards) not in (0, shards):
@@ -286,7 +289,8 @@ class Reducer:
     @contextmanager
     def _kept_buffer(self, size: int) -> Generator[np.ndarray]:
         """The same, for bytes that must stay while others are read."""
-        room, self._kept = self._read_buffer(size), size
+        room = self._read_buffer(size)
+        self._kept = size
         try:
             yield room
         finally:
@@ -296,7 +300,8 @@ class Reducer:
 
     def split_into_parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
         """part j -> the (index, range) of its shards: as many runs of the grid as the commit names owners."""
-        shards, count = self._grid_shards(elements), len(commit.owners)
+        shards = self._grid_shards(elements)
+        count = len(commit.owners)
         cuts = [round(j * len(shards) / count) for j in range(count + 1)]
         return [shards[a:b] for a, b in pairwise(cuts)]
 
@@ -314,7 +319,8 @@ class Reducer:
         """The mean of these shards, into `out`; -> it as it travels, good until the next read.  Raises Corrupt."""
         piece = out[_elements_slice(part)]
         if self._codec == "fp32":
-            trouble, body = self._mean_of_shards(commit, part, out, mine), np.frombuffer(as_bytes(piece), np.uint8)
+            trouble = self._mean_of_shards(commit, part, out, mine)
+            body = np.frombuffer(as_bytes(piece), np.uint8)
         else:
             with self._kept_buffer(body_size(self._codec, piece.size)) as body:
                 trouble = self._mean_of_shards(commit, part, out, mine, body)
@@ -330,7 +336,8 @@ class Reducer:
         register = self._store.get(layout.mean_key(commit.t, j))
         if register is None:
             return False
-        record, piece = self._decode_announcement(register, commit.t), out[_elements_slice(part)]
+        record = self._decode_announcement(register, commit.t)
+        piece = out[_elements_slice(part)]
         if record is None:  # nobody can announce it any more, and everybody computes the same bits
             self.make_part(commit, part, out)
             return True
@@ -369,7 +376,8 @@ class Reducer:
             self._write_mean(commit, 0, mean)
 
     def _write_mean(self, commit: Commit, j: int, body: np.ndarray) -> None:
-        n, found = new_nonce(), digest(as_bytes(body), required_digest_kind(self._store))
+        n = new_nonce()
+        found = digest(as_bytes(body), required_digest_kind(self._store))
         record = Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, found, n)
         self._store.put(record.blob, as_bytes(body))
         put_once(self._store, self._clock, layout.mean_key(commit.t, j), record.encode())
@@ -393,7 +401,8 @@ class Reducer:
             record = Mean.decode(register)
             why = "" if record.t == t else f"it speaks of step {record.t}"
         except WireError as error:
-            record, why = None, str(error)
+            record = None
+            why = str(error)
         if why:
             self._emit("bad_blob", step=t, trouble=f"an announced mean is passed over: {why}")
         return None if why else record
@@ -436,9 +445,11 @@ def _elements_slice(part: list[Shard]) -> slice:
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
     """total += fl(weight·x), in cache-sized pieces.  The first term is stored, not added to 0 (0 + −0 would lose a
     sign); fl(1·x) is x."""
-    w, scratch = np.float32(weight), np.empty(min(total.size, _CHUNK), np.float32)
+    w = np.float32(weight)
+    scratch = np.empty(min(total.size, _CHUNK), np.float32)
     for at in range(0, total.size, _CHUNK):
-        piece, target = x[at : at + _CHUNK], total[at : at + _CHUNK]
+        piece = x[at : at + _CHUNK]
+        target = total[at : at + _CHUNK]
         if first:
             np.multiply(piece, w, out=target)
         elif w == 1:

@@ -64,13 +64,18 @@ class Rendezvous:
         uploads: Background | None = None,
         together: Together = in_turn,
     ) -> None:
-        self.slot, self.timing, self.clock, self.emit = slot, timing, clock, emit
+        self.slot = slot
+        self.timing = timing
+        self.clock = clock
+        self.emit = emit
         self.store = PatientStore(
             store, clock, timing.store_patience, self._check_before_pause, self._store_trouble, full_s=timing.give_up,
             on_recovered=lambda: self._set_note(""),
         )  # fmt: skip
-        self._bucket, self._keep = store, keep
-        self._background, self._together = background or Inline(), together
+        self._bucket = store
+        self._keep = keep
+        self._background = background or Inline()
+        self._together = together
         self._uploads = uploads or self._background
         self._writer = SnapshotWriter(
             self.store,
@@ -81,7 +86,9 @@ class Rendezvous:
             on_written=self._snapshot_stands,
         )
         self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, emit=emit)
-        self.step, self.generation, self.base = 0, 0, ""
+        self.step = 0
+        self.generation = 0
+        self.base = ""
         self.set_rules(rules_)
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.last_offer: Offer | None = None
@@ -106,7 +113,9 @@ class Rendezvous:
         self._garbage = garbage.Collector(
             self._bucket, rules_, self.emit, self._keep or 0, lambda f: self.state.size(f)
         )
-        self.rules, self.h_cap, self.timing = rules_, rules_.sync_every, timing or self.timing
+        self.rules = rules_
+        self.h_cap = rules_.sync_every
+        self.timing = timing or self.timing
         self._pace = SnapshotPace(rules_.snapshot_every, self._keep or 0)
         self.chain = Chain(self.store, rules_.window)
         self._reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
@@ -140,7 +149,8 @@ class Rendezvous:
         theta_0: the state's arrays as the run began, where they lie elsewhere; then snapshot 0 has no blob.
         If a predecessor of this slot has already offered the open step, wait for that step without training.
         """
-        self.state, self._theta_0 = state, theta_0
+        self.state = state
+        self._theta_0 = theta_0
         self._set_phase("heal")
         self._write_first_snapshot()
         self._heal_from_bucket()
@@ -301,10 +311,12 @@ class Rendezvous:
     def _upload_delta(
         self, delta: np.ndarray, theta: np.ndarray | None, h: int, samples: float, stats: dict[str, float]
     ) -> Offer:
-        n, codec = new_nonce(), self.rules.codec
+        n = new_nonce()
+        codec = self.rules.codec
         ranges = shard_grid(delta.size, codec_alignment(codec), self.rules.shard_elements)
         written = self._encoder.encode_in_shards(self.fragment, delta, ranges, theta)
-        key, began = layout.delta_blob(self.step, self.slot, self.generation, n), self.clock.now()
+        key = layout.delta_blob(self.step, self.slot, self.generation, n)
+        began = self.clock.now()
         self.store.put(key, as_bytes(written.body))
         self._rate = written.body.nbytes / max(self.clock.now() - began, 1e-6)
         self._own_bodies.append(OwnBody(self.step, key, written.body, digested_pieces(written, codec, ranges)))
@@ -331,7 +343,8 @@ class Rendezvous:
         )
 
     def _announce_offer(self, record: Offer) -> None:
-        body, attempt = record.encode(), 0
+        body = record.encode()
+        attempt = 0
         while True:
             key = layout.offer_key(record.step, self.slot, attempt)
             won, value = put_once(self.store, self.clock, key, body)
@@ -480,7 +493,8 @@ class Rendezvous:
 
     def _is_replayed(self, step: int) -> bool:
         """Does somebody heal who has not made this step yet?  He reads every body that it lists."""
-        peers, limit = [*self.members.peers.values()], self.timing.dead_after
+        peers = [*self.members.peers.values()]
+        limit = self.timing.dead_after
         return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
 
     def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
@@ -576,7 +590,8 @@ class Rendezvous:
         self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
 
     def _open_step(self, step: int) -> None:
-        self.step, self.base = step, self._digests.base
+        self.step = step
+        self.base = self._digests.base
         self._point_committer()
 
     def _point_committer(self) -> None:
@@ -604,7 +619,8 @@ class Rendezvous:
         if self._replayed_at == self.step:
             return
         self._replayed_at = step = self.step
-        mine, began = self.base, self._began
+        mine = self.base
+        began = self._began
         self._heal_from_bucket(upto=step)
         self.chain.read(step)  # where it is decided already: the replay went up to it, not through it
         self._began = began
@@ -634,7 +650,8 @@ class Rendezvous:
 
     def _keep_pace(self, commit: Commit) -> None:
         """Reckon when the next snapshot is due; without the budget for a state that cannot be seen into."""
-        size, left = 0, Sizes(0, 0)
+        size = 0
+        left = Sizes(0, 0)
         if self._keep and (arrays := self._all_arrays(0)):
             size = TensorFile(arrays).size
             left = sizes_of(commit, self.state.size(commit.t % self.rules.fragments), self.rules)
@@ -753,7 +770,9 @@ class Rendezvous:
 
     def _set_phase(self, phase: str) -> None:
         status = self.members.status
-        status.phase, status.step, status.note = phase, self.step, ""
+        status.phase = phase
+        status.step = self.step
+        status.note = ""
         if phase == "train":
             status.inner = 0
 

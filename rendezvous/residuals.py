@@ -26,7 +26,8 @@ from rendezvous.tensors import TensorFile
 
 def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
     """-> key and digest."""
-    key, body = layout.residual_blob(slot, generation, new_nonce()), TensorFile(unsent)
+    key = layout.residual_blob(slot, generation, new_nonce())
+    body = TensorFile(unsent)
     store.put(key, body)
     return key, digest_of(body, required_digest_kind(store))
 

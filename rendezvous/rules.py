@@ -189,7 +189,8 @@ def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
     told = [o for o in offers if o.norm > 0]
     if limit <= 0 or len(told) < 3:
         return [1.0] * len(offers)
-    length, per_step = median(o.norm for o in told), median(o.norm / o.h for o in told)
+    length = median(o.norm for o in told)
+    per_step = median(o.norm / o.h for o in told)
     floor = UNSUSPICIOUS * median(o.scale for o in told)
     typical = [max(length, per_step * o.h) for o in offers]
     return [
@@ -277,7 +278,8 @@ def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | 
 
     limit: seconds without a finished inner step that mean nothing.
     """
-    beat, round_steps = peer.beat, max(1, rules.sync_every // rules.fragments)
+    beat = peer.beat
+    round_steps = max(1, rules.sync_every // rules.fragments)
     if rules.sync_seconds > 0 and beat.rate > 0:
         round_steps = math.ceil(min(round_steps, rules.sync_seconds / beat.rate))
     if beat.phase not in ("train", "wait") or beat.rate <= 0 or peer.still > max(limit, 1.5 * beat.rate):

@@ -34,7 +34,8 @@ from rendezvous.stores.open import open_store
 
 KEY = "DILOCO_RUN_KEY"
 LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
-_FIELD, _LINE = 64 + len(',"seal":""}'), 64 + len('{"seal":""}\n')
+_FIELD = 64 + len(',"seal":""}')
+_LINE = 64 + len('{"seal":""}\n')
 _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log"}
 
 
@@ -62,8 +63,11 @@ class VerifiedStore:
     digests = SHA256  # of blobs: who can overwrite them must not be able to make another one with the same digest
 
     def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
-        self.url, self.emit = store.url, emit
-        self._store, self._key, self._run = store, key, run
+        self.url = store.url
+        self.emit = emit
+        self._store = store
+        self._key = key
+        self._run = run
         self._reported: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:

@@ -45,8 +45,12 @@ class ShardedMean:
         pause: Callable[[StepWait, float], None],
         on_bad_body: Callable[[Commit, Corrupt], bool],
     ) -> None:
-        self._clock, self._reducer, self._members, self._timing = clock, reducer, members, timing
-        self._pause, self._on_bad_body = pause, on_bad_body
+        self._clock = clock
+        self._reducer = reducer
+        self._members = members
+        self._timing = timing
+        self._pause = pause
+        self._on_bad_body = on_bad_body
         self._took = math.inf  # seconds for the last part that this replica made
         self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is no measure
 
@@ -57,7 +61,8 @@ class ShardedMean:
         over.  When nobody has them any more, and no part was announced, it ends this life after `dead_after`.
         """
         parts = self._reducer.split_into_parts(commit, out.size)
-        missing, vigil = set(range(len(parts))), StepWait(self._clock, self._timing)
+        missing = set(range(len(parts)))
+        vigil = StepWait(self._clock, self._timing)
         ours = {j for j in missing if commit.owners[j] == self._members.slot}
 
         def made_here(j: int) -> bool:
@@ -104,7 +109,8 @@ class ShardedMean:
 
     def _is_our_turn(self, commit: Commit, j: int, waited: float) -> bool:
         """Is it on us to compute a part that somebody else owns and has not announced?"""
-        owner, us = layout.slot_index(commit.owners[j]), layout.slot_index(self._members.slot)
+        owner = layout.slot_index(commit.owners[j])
+        us = layout.slot_index(self._members.slot)
         patience = self._owner_patience(commit)
         gone = self._will_not_announce(owner, commit.t)
         if not gone and waited <= patience:

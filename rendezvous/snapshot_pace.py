@@ -29,7 +29,8 @@ class SnapshotPace:
     """
 
     def __init__(self, every: int, budget: int) -> None:
-        self._every, self._budget = every, budget
+        self._every = every
+        self._budget = budget
         self.planned = 0
         self.period = every
         self._largest = Sizes(0, 0)  # of a step since the planned one

@@ -47,18 +47,22 @@ class LiveFile(TensorFile):
 
     def __init__(self, fragments: list[tuple[int, dict[str, np.ndarray]]], kind: str) -> None:
         super().__init__({name: array for _, arrays in fragments for name, array in arrays.items()})
-        self._fragments, self._kind = dict(fragments), kind
-        self._lock, self._stopped = threading.Lock(), False
+        self._fragments = dict(fragments)
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._stopped = False
         self._from = dict.fromkeys(self.arrays, 0)  # the first byte of an array that can still be read
         self._rest = {name: as_bytes(array) for name, array in self.arrays.items()}  # the bytes from there on
         self._at = dict(self._from)  # the next byte to be read
         self._copied = set[str]()
-        self.digest, self.base = "", ""
+        self.digest = ""
+        self.base = ""
 
     def __iter__(self) -> Iterator[Buffer]:
         """Raises Abandoned if it was stopped, or if the beginning cannot be read again."""
         self._start_again()
-        whole, each = Hasher(self._kind), dict[str, str]()
+        whole = Hasher(self._kind)
+        each = dict[str, str]()
         whole.update(self.header)
         yield self.header
         for name in self.arrays:
@@ -76,7 +80,8 @@ class LiveFile(TensorFile):
             names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
             for name in names:
                 rest = self._rest[name][self._at[name] - self._from[name] :]
-                self._rest[name], self._from[name] = _copy_of(rest), self._at[name]
+                self._rest[name] = _copy_of(rest)
+                self._from[name] = self._at[name]
             self._copied.update(names)
             return sum(len(self._rest[name]) for name in names)
 
@@ -138,8 +143,12 @@ class SnapshotWriter:
         emit: Callable[..., None],
         on_written: Callable[[int], None],
     ) -> None:
-        self._store, self._clock, self._uploads = store, clock, uploads
-        self._run_in_background, self._emit, self._on_written = run_in_background, emit, on_written
+        self._store = store
+        self._clock = clock
+        self._uploads = uploads
+        self._run_in_background = run_in_background
+        self._emit = emit
+        self._on_written = on_written
         self._lock = threading.Lock()
         self._now: _Writing | None = None
         self.owes = False  # the last one was given up
@@ -150,7 +159,8 @@ class SnapshotWriter:
 
     def start(self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None) -> None:
         """Write θ_t in the background.  Visible it becomes when commit t confirms it."""
-        self._now, self.owes = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True), False
+        self._now = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True)
+        self.owes = False
         writing = self._now
         self._uploads.submit(lambda: self._upload_blob(writing))
 
@@ -171,7 +181,8 @@ class SnapshotWriter:
             self.abandon()
             return
         with self._lock:
-            writing.confirmed, due = True, writing.written
+            writing.confirmed = True
+            due = writing.written
         if due:
             self._run_in_background(lambda: self._publish_manifest(writing))
 
@@ -183,7 +194,8 @@ class SnapshotWriter:
 
     def abandon(self) -> None:
         """Whatever is on its way is not wanted any more."""
-        writing, self._now = self._now, None
+        writing = self._now
+        self._now = None
         if writing is not None:
             writing.file.stop()
 
@@ -192,7 +204,8 @@ class SnapshotWriter:
     def _begin_writing(
         self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
     ) -> _Writing:
-        turns, n = [(t + i) % fragments for i in range(fragments)], new_nonce()
+        turns = [(t + i) % fragments for i in range(fragments)]
+        n = new_nonce()
         file = LiveFile([(f, dict(state.arrays(f))) for f in turns], required_digest_kind(self._store))
         return _Writing(
             Snapshot(
@@ -220,7 +233,8 @@ class SnapshotWriter:
             self._now = None  # whoever runs this tells of it; the next snapshot is not held up
             raise
         with self._lock:
-            writing.written, due = True, writing.confirmed
+            writing.written = True
+            due = writing.confirmed
         if due:
             self._publish_manifest(writing)
 
@@ -245,5 +259,6 @@ class SnapshotWriter:
 
     def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
         if self._now is writing:  # else somebody has abandoned it
-            self._now, self.owes = None, True
+            self._now = None
+            self.owes = True
         self._emit("not_written", trouble=str(error))

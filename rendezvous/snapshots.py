@@ -31,7 +31,8 @@ def write(
     store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
 ) -> Snapshot:
     """Publish these arrays, from their own memory; -> the snapshot that stands for step t (or somebody faster's)."""
-    n, body = new_nonce(), TensorFile(arrays)
+    n = new_nonce()
+    body = TensorFile(arrays)
     digest = digest_of(body, required_digest_kind(store))
     store.put(layout.snapshot_blob(t, n), body)
     return publish_manifest(

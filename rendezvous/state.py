@@ -71,7 +71,8 @@ class Digests:
     """
 
     def __init__(self, state: ReplicatedState, fragments: int, name: str = "") -> None:
-        self._state, self._name = state, name
+        self._state = state
+        self._name = name
         self._right = [self._digest_now(f) for f in range(fragments)]
 
     @property
@@ -85,7 +86,8 @@ class Digests:
     def check_unchanged(self, *fragments: int) -> None:
         """Raises Diverged if the bytes of one of these fragments (default: of any) are not what they should be."""
         for fragment in fragments or range(len(self._right)):
-            now, right = self._digest_now(fragment), self._right[fragment]
+            now = self._digest_now(fragment)
+            right = self._right[fragment]
             if now != right:
                 raise Diverged(
                     f"θ of {self._name} changed between outer steps (fragment {fragment} has digest {now}, was "

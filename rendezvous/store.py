@@ -144,10 +144,15 @@ class PatientStore:
         full_s: float = 0.0,
         on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
-        self.url, self._store, self._clock = store.url, store, clock
-        self._full_s, self._on_recovered = max(patience_s, full_s), on_recovered
+        self.url = store.url
+        self._store = store
+        self._clock = clock
+        self._full_s = max(patience_s, full_s)
+        self._on_recovered = on_recovered
         self.digests: str | None = getattr(store, "digests", None)  # the kind that blobs need, if it says
-        self._patience_s, self.before_pause, self._on_trouble = patience_s, before_pause, on_trouble
+        self._patience_s = patience_s
+        self.before_pause = before_pause
+        self._on_trouble = on_trouble
         self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
 
     def put(self, key: str, body: Body) -> None:

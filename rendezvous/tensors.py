@@ -46,7 +46,8 @@ class TensorFile:
 
 
 def _header_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    entries, at = dict[str, Any](), 0
+    entries = dict[str, Any]()
+    at = 0
     for name, array in arrays.items():
         end = at + array.nbytes
         entries[name] = {"dtype": _NAMES[array.dtype.str], "shape": list(array.shape), "data_offsets": [at, end]}
@@ -65,14 +66,16 @@ def read_tensors(store: Store, key: str, size: int, into: Mapping[str, np.ndarra
     head = _read_header(store, key, size)
     if head is None:
         return None
-    arrays, at = _allocate_arrays(key, head, size), len(head)
+    arrays = _allocate_arrays(key, head, size)
+    at = len(head)
     arrays = {name: _reused(array, (into or {}).get(name)) for name, array in arrays.items()}
     for array in arrays.values():
         if array.nbytes and not store.get_into(key, as_bytes(array), at):
             return None
         at += array.nbytes
     found = TensorFile(arrays)
-    found.header, found.size = head, size
+    found.header = head
+    found.size = size
     return found
 
 
@@ -98,10 +101,12 @@ def _allocate_arrays(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
     """Memory for what the header names, in its order; raises Corrupt unless the arrays are all of the file."""
     try:
         entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
-        ordered, at = sorted(entries.items(), key=lambda named: named[1]["data_offsets"]), len(head)
+        ordered = sorted(entries.items(), key=lambda named: named[1]["data_offsets"])
+        at = len(head)
         for _, entry in ordered:
             begin, end = entry["data_offsets"]
-            kind, shape = _TYPES[entry["dtype"]], entry["shape"]
+            kind = _TYPES[entry["dtype"]]
+            shape = entry["shape"]
             counts = isinstance(entry["shape"], list) and all(type(n) is int and n >= 0 for n in shape)
             if not counts or prod(shape) * kind.itemsize != end - begin:
                 raise ValueError(f"{shape} of {kind} in {end - begin} bytes")

@@ -101,7 +101,9 @@ class Encoder:
     """
 
     def __init__(self, name: str, *, feedback: bool = True, digests: str = XXH3) -> None:
-        self.name, self._feedback, self._digests = name, feedback, digests
+        self.name = name
+        self._feedback = feedback
+        self._digests = digests
         self._body, self._free = page_aligned(0), page_aligned(0)  # memory of the last body; memory that waits for one
         self._residuals: dict[int, np.ndarray] = {}
         self._ages: dict[int, np.ndarray] = {}  # of fragments whose codec asks how long elements have waited
@@ -122,7 +124,8 @@ class Encoder:
         try:
             if len(ranges) > 1 and has_exact_size(self.name):
                 return self._encode_shards(fragment, delta, ranges, scale)
-            norm, body = checked_norm(delta, scale), self.encode(fragment, delta, theta)
+            norm = checked_norm(delta, scale)
+            body = self.encode(fragment, delta, theta)
             return Written(body, digest(as_bytes(body), self._digests), (), norm, scale)
         except BadDelta:
             self._residuals.pop(fragment, None)
@@ -131,7 +134,9 @@ class Encoder:
 
     def _encode_shards(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
         """Shard by shard: each is still in the cache when it is digested."""
-        body, shards, square = self._next_buffer(body_size(self.name, delta.size)), list[str](), 0.0
+        body = self._next_buffer(body_size(self.name, delta.size))
+        shards = list[str]()
+        square = 0.0
         view = as_bytes(body)
         for shard, more in zip(ranges, self._encode_each(fragment, delta, ranges, body), strict=True):
             square += more
@@ -271,7 +276,8 @@ def fetch_checked(
     size = sum(n for n, _ in pieces)
     if out.nbytes != size:
         return f"{key} should have {out.nbytes} bytes here, its record says {size}"
-    view, trouble = as_bytes(out), ""
+    view = as_bytes(out)
+    trouble = ""
     for attempt in range(tries):
         if attempt:
             clock.sleep(0.02 * 2**attempt)

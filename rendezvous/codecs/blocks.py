@@ -40,7 +40,8 @@ class Blocks(Rows):
     def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
         self.read_codes(rows, out)
         scale = self._read_scales(rows)
-        least, most = float(scale.min()), float(scale.max())
+        least = float(scale.min())
+        most = float(scale.max())
         if not (least >= _TINY and most <= largest_scale(self.levels)):
             raise Corrupt(f"this {self.name} body has scales from {least} to {most}")
         out.mul_(scale)
@@ -69,7 +70,9 @@ class Blocks(Rows):
 
 
 class Int8(Blocks):
-    name, align, row_bytes = "int8", 1024, 4 + 1024
+    name = "int8"
+    align = 1024
+    row_bytes = 4 + 1024
     levels = 127
 
     def write_codes(self, codes: Tensor, rows: Tensor) -> None:
@@ -80,7 +83,9 @@ class Int8(Blocks):
 
 
 class Int4(Blocks):
-    name, align, row_bytes = "int4", 512, 4 + 256
+    name = "int4"
+    align = 512
+    row_bytes = 4 + 256
     levels = 7
 
     def write_codes(self, codes: Tensor, rows: Tensor) -> None:

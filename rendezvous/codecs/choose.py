@@ -56,7 +56,8 @@ def nominal_ratio(name: str) -> float:
 
 def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: float) -> float:
     """What one sync takes, on the better path; transfers and coding one after the other."""
-    codec, n = _TRAITS[name], replicas
+    codec = _TRAITS[name]
+    n = replicas
     size = 4 * parameters / codec.ratio
     coding = parameters * 1e-9 * (codec.encode_ns + (n - 1) * codec.decode_ns)
     direct = size / up + (n - 1) * size / down

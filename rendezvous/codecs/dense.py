@@ -16,7 +16,9 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class Fp32(Rows):
-    name, align, row_bytes = "fp32", 1, 4
+    name = "fp32"
+    align = 1
+    row_bytes = 4
 
     def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         if not all_finite(v):
@@ -28,7 +30,9 @@ class Fp32(Rows):
 
 
 class Bf16(Rows):
-    name, align, row_bytes = "bf16", 1, 2
+    name = "bf16"
+    align = 1
+    row_bytes = 2
 
     def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         half = rows.view(torch.bfloat16).copy_(v)

@@ -32,11 +32,15 @@ from rendezvous.codecs.pieces import (
 )
 from rendezvous.errors import Corrupt
 
-_BLOCK, _MORE = 1 << 18, 255
+_BLOCK = 1 << 18
+_MORE = 255
 
 
 class Gate(Pieces):
-    name, align, exact, ages = "bf16-gate", _BLOCK, False, False
+    name = "bf16-gate"
+    align = _BLOCK
+    exact = False
+    ages = False
 
     def max_body_size(self, n: int) -> int:
         return sum(
@@ -52,7 +56,8 @@ class Gate(Pieces):
         v = flat_tensor(x, "the pseudogradient")
         model = flat_tensor(theta, "theta", like=v)
         e = None if residual is None else flat_tensor(residual, "the residual", like=v)
-        buffer, used = first_bytes(out, self.max_body_size(v.numel())).numpy(), 0
+        buffer = first_bytes(out, self.max_body_size(v.numel())).numpy()
+        used = 0
         for a in range(0, v.numel(), _BLOCK):
             s = v[a : a + _BLOCK] if e is None else add_residual(v[a : a + _BLOCK], e[a : a + _BLOCK], 1.0)
             if not all_finite(s):

@@ -47,7 +47,8 @@ class Pieces(ABC):
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
         """The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
-        target, w = flat_tensor(total, "the sum")[start:stop], float(np.float32(weight))
+        target = flat_tensor(total, "the sum")[start:stop]
+        w = float(np.float32(weight))
         for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
             if w != 1:
                 piece.mul_(w)
@@ -145,8 +146,11 @@ class Rows(ABC):
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
-        target, w = flat_tensor(total, "the sum")[start:stop], float(np.float32(weight))
-        n, device, all_rows = target.numel(), target.device, bytes_of(body)
+        target = flat_tensor(total, "the sum")[start:stop]
+        w = float(np.float32(weight))
+        n = target.numel()
+        device = target.device
+        all_rows = bytes_of(body)
         if all_rows.numel() != self.max_body_size(n):
             raise Corrupt(
                 f"{self.name} of {n} elements has {self.max_body_size(n)} bytes, this body has {all_rows.numel()}"
@@ -217,7 +221,8 @@ class Outbox:
 
     def __init__(self, out: Tensor, most: int, device: torch.device) -> None:
         """most: rows of the largest piece."""
-        self._out, self._span = out, (0, 0)
+        self._out = out
+        self._span = (0, 0)
         self._near = torch.empty(most, out.shape[1], dtype=torch.uint8, device=device) if out.device != device else None
         self._pinned = device.type == "cuda" and out.is_pinned()
         self._on_way: deque[tuple[torch.Event | None, Tensor, Tensor]] = deque()
@@ -232,7 +237,8 @@ class Outbox:
         if self._near is None:
             return
         a, b = self._span
-        near, out = self._near[: b - a], self._out[a:b]
+        near = self._near[: b - a]
+        out = self._out[a:b]
         while len(self._on_way) > 1:
             self._finish_oldest()
         cuda = near.device.type == "cuda"

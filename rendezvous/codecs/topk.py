@@ -30,13 +30,17 @@ from torch import Tensor
 from rendezvous.codecs.pieces import Rows, all_finite, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import Corrupt
 
-_CHUNK, _CHUNKS, _KEPT = 64, 128, 3
+_CHUNK = 64
+_CHUNKS = 128
+_KEPT = 3
 _FORGETS, _LONGEST = 0.5, 8  # of a residual with ages: in a round; rounds after which the gain grows no more
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class TopK(Rows):
-    name, align, row_bytes = "topk", _CHUNK * _CHUNKS, 4 + _KEPT * _CHUNKS
+    name = "topk"
+    align = _CHUNK * _CHUNKS
+    row_bytes = 4 + _KEPT * _CHUNKS
     decay = 0.95
     ages = True
 
@@ -89,7 +93,8 @@ def _largest_places(v: Tensor) -> Tensor:
 
     A magnitude's bits order like the number, NaN above infinity; the place takes its 6 lowest, so no two are equal.
     """
-    key, found = scratch_tensor(v.numel(), v.device).view(torch.int32).view(v.shape), list[Tensor]()
+    key = scratch_tensor(v.numel(), v.device).view(torch.int32).view(v.shape)
+    found = list[Tensor]()
     torch.bitwise_and(v.view(torch.int32), torch.tensor(0x7FFFFFFF ^ (_CHUNK - 1), dtype=torch.int32), out=key)
     key.bitwise_or_(torch.arange(_CHUNK, dtype=torch.int32, device=v.device).view(1, _CHUNK, 1))
     for _ in range(_KEPT):

@@ -51,9 +51,12 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig, S3Credential
 
-SINGLE, PART, PARTS_AT_ONCE = 64 << 20, 32 << 20, 8
+SINGLE = 64 << 20
+PART = 32 << 20
+PARTS_AT_ONCE = 8
 STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream; so many bytes are in memory at a time
-RANGE, RANGES_AT_ONCE = 16 << 20, 16
+RANGE = 16 << 20
+RANGES_AT_ONCE = 16
 BULK = 256  # keys in one delete request: Azure takes no more, and one that is missing ends the request it is in
 SCHEMES = ("s3", "gs", "az", "hf")
 HF_GATEWAY = "https://s3.hf.co"
@@ -109,7 +112,8 @@ class Clients:
 class CloudStore:
     def __init__(self, url: str, silence_s: float = 30.0) -> None:
         self.address = parse_address(url)
-        self.url, self._silence_s = self.address.url, silence_s
+        self.url = self.address.url
+        self._silence_s = silence_s
         self._bulk_deletes = self.address.scheme != "gs"  # no such request there; a missing key would stop the others
         self._current_clients()  # raises for a wrong endpoint or option
 
@@ -233,7 +237,9 @@ def parse_address(url: str) -> Address:
     """Raises ValueError, without repeating what might be a secret."""
     try:
         parts = urlsplit(url)
-        plain, secret, query = parts.netloc.rpartition("@")[2], "@" in parts.netloc, dict(parse_qsl(parts.query))
+        plain = parts.netloc.rpartition("@")[2]
+        secret = "@" in parts.netloc
+        query = dict(parse_qsl(parts.query))
     except ValueError:
         raise ValueError("this URL cannot be read; write s3://bucket/prefix") from None
     where = f"{parts.scheme}://{plain}{parts.path.rstrip('/')}"
@@ -242,7 +248,9 @@ def parse_address(url: str) -> Address:
             f"{where}: the URL of a run is written into logs and records, so it may not carry credentials or options "
             f"other than {' and '.join(OPTIONS)}. {_keys_of(parts.scheme)}"
         )
-    bucket, prefix, endpoint = plain, parts.path.strip("/"), query.get("endpoint", "")
+    bucket = plain
+    prefix = parts.path.strip("/")
+    endpoint = query.get("endpoint", "")
     if parts.scheme == "hf":
         bucket, prefix, endpoint = _parse_hf(where, f"{plain}{parts.path}", endpoint)
     if not bucket:

@@ -30,7 +30,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LINK = {errno.ELOOP, errno.ENOTDIR}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CHUNK = 8 << 20
-_CACHED, _PAGE = 1 << 18, 4096
+_CACHED = 1 << 18
+_PAGE = 4096
 
 
 class FileStore:
@@ -111,7 +112,8 @@ class FileStore:
         at = os.open(self._folder, _FOLDER)
         try:
             for part in folders:
-                above, at = at, _open_subfolder(at, part, make)
+                above = at
+                at = _open_subfolder(at, part, make)
                 os.close(above)
             yield at, name
         finally:

@@ -29,10 +29,12 @@ from typing import Protocol
 from rendezvous.errors import StoreError, StoreRefused
 
 KEPT = ".kept"  # the mark's key
-MIRROR, OBJ = "mirror/", "obj/"
+MIRROR = "mirror/"
+OBJ = "obj/"
 DAY = 86_400.0
 EXPIRES_S, LOOK_S = 6 * DAY, 3600.0  # one day less than Modal's seven; how often the mark is looked at
-AT_ONCE, BATCH = 16, 256
+AT_ONCE = 16
+BATCH = 256
 
 
 def pointer_to(path: str, size: int) -> bytes:
@@ -56,7 +58,9 @@ class Mirror:
     """One process's part in it.   wall: seconds since 1970; a suspended machine must see it jump.   Thread-safe."""
 
     def __init__(self, wire: Entries, prefix: str, wall: Callable[[], float] = time.time) -> None:
-        self._wire, self._prefix, self._wall = wire, prefix, wall
+        self._wire = wire
+        self._prefix = prefix
+        self._wall = wall
         self._noted, self._safe = dict[str, bytes](), set[str]()
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self._looked = float("-inf")  # when this process last saw a young mark
@@ -105,7 +109,8 @@ class Mirror:
 
     def sweep(self) -> None:
         """Restore, and touch every entry of the run."""
-        began, here = self._wall(), len(self._prefix)
+        began = self._wall()
+        here = len(self._prefix)
         there = [key for key in self._wire.all_keys() if key.startswith(self._prefix)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(self._restore_entry, self._lost_entries(set(there))))

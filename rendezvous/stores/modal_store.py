@@ -34,7 +34,9 @@ from rendezvous.stores.modal_wire import Wire
 
 INLINE = 1 << 20  # Modal recommends entries below 5 MiB
 LISTED_S = 5.0  # for so long a scan of all keys answers the next question as well
-REGISTER, PLAIN, FILE = b"!", b"=", b"@"
+REGISTER = b"!"
+PLAIN = b"="
+FILE = b"@"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from rendezvous.errors import StoreError, StoreRefused, StoreUnclear
 from rendezvous.stores.modal_blocks import BLOCK, Block, block_slices, blocks_of, cut_blocks, get_block, put_block
 
 BLOCKS_AT_ONCE = 8
-ANSWER_S, STREAM_S = 20.0, 120.0
+ANSWER_S = 20.0
+STREAM_S = 120.0
 CREATE, V2 = 1, 2  # OBJECT_CREATION_TYPE_CREATE_IF_MISSING, VOLUME_FS_VERSION_V2
 
 
@@ -33,7 +34,8 @@ class Wire:
     """One Dict and one Volume (version 2) of the same name, made when they are not there.   Thread-safe."""
 
     def __init__(self, name: str, environment: str = "") -> None:
-        self._pid, self.name = os.getpid(), name
+        self._pid = os.getpid()
+        self.name = name
         self._pb, self._ask, self._stream = _connect_client()
         named: dict[str, Any] = {"deployment_name": name, "environment_name": environment}
         made = self._ask_once("DictGetOrCreate", "DictGetOrCreateRequest", object_creation_type=CREATE, **named)
@@ -152,7 +154,8 @@ class Wire:
         self, blocks: list[Block], urls: dict[bytes, str], pieces: Iterable[memoryview]
     ) -> dict[bytes, bytes]:
         """PUT the blocks that are wanted, each once and a few at a time; -> the server's token for each."""
-        tokens, running = dict[bytes, bytes](), list[tuple[bytes, Future[bytes]]]()
+        tokens = dict[bytes, bytes]()
+        running = list[tuple[bytes, Future[bytes]]]()
         with ThreadPoolExecutor(BLOCKS_AT_ONCE) as pool:
             for block, data in zip(blocks, cut_blocks(pieces), strict=True):
                 if (url := urls.pop(block.sha256, None)) is not None:
@@ -227,7 +230,8 @@ def explain_error(what: str, error: Exception) -> StoreError:
     """The client's error as one of ours."""
     if isinstance(error, StoreError):
         return error
-    name, said = type(error).__name__, str(error).splitlines()[0][:200] if str(error) else ""
+    name = type(error).__name__
+    said = str(error).splitlines()[0][:200] if str(error) else ""
     if name == "AuthError":
         return StoreRefused(
             f"Modal does not know who you are ({said}). Run `modal token new`, or set MODAL_TOKEN_ID and "

@@ -19,7 +19,8 @@ def open_store(url: str) -> Store:
     """
     scheme, colon, rest = url.partition("://")
     if not colon:
-        scheme, rest = "file", url
+        scheme = "file"
+        rest = url
     if scheme == "file":
         from rendezvous.stores.files import FileStore
 

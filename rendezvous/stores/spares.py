@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LEAST = 1 << 20  # bytes; below that a fresh file is as good
-NAMES, FREE = 64, 2
+NAMES = 64
+FREE = 2
 
 
 class Spares:

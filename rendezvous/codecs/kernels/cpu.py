@@ -45,9 +45,15 @@ def encode_each(
     It goes by addresses: between two shards nothing is left in the caches, and a slice of a tensor costs what 30,000
     elements do.
     """
-    run, most, square = _ENCODE[name], _LARGEST_SCALE[name], ctypes.c_double()
-    align, width, told = _ALIGN[name], rows.shape[1], ctypes.byref(square)
-    from_, left, to = x.data_ptr(), 0 if e is None else e.data_ptr(), rows.data_ptr()
+    run = _ENCODE[name]
+    most = _LARGEST_SCALE[name]
+    square = ctypes.c_double()
+    align = _ALIGN[name]
+    width = rows.shape[1]
+    told = ctypes.byref(square)
+    from_ = x.data_ptr()
+    left = 0 if e is None else e.data_ptr()
+    to = rows.data_ptr()
     for a, b in ranges:
         square.value = 0.0
         bad = run(from_ + 4 * a, left and left + 4 * a, to + a // align * width, b - a, most, told)
@@ -72,7 +78,8 @@ def weighted_mean(
     bodies: of `out.size` elements each, as bytes.   rows: where the mean is packed too; `out` is what they say then.
     False: not finite, or written by no encoder; `out` is waste.
     """
-    addresses, count = (_POINTER * len(bodies))(*(body.ctypes.data for body in bodies)), len(bodies)
+    addresses = (_POINTER * len(bodies))(*(body.ctypes.data for body in bodies))
+    count = len(bodies)
     packed = None if rows is None else rows.ctypes.data
     rest = (_REAL * count)(*weights), count, weight, out.ctypes.data, out.size, _LARGEST_SCALE.get(name, 0.0), packed
     return not _MEAN[name](addresses, *rest)
@@ -104,7 +111,10 @@ def _compile_kernels(path: Path) -> None:
 
 _LIBRARY = _load_library()
 MEANS = ("fp32", *_LARGEST_SCALE)
-_POINTER, _COUNT, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_POINTER = ctypes.c_void_p
+_COUNT = ctypes.c_long
+_REAL = ctypes.c_float
+_FLAG = ctypes.c_int
 _ENCODE = {name: getattr(_LIBRARY, f"encode_{name}") for name in _LARGEST_SCALE}
 _ADD = {name: getattr(_LIBRARY, f"add_{name}") for name in _LARGEST_SCALE}
 _MEAN = {name: getattr(_LIBRARY, f"mean_{name}") for name in MEANS}
@@ -123,9 +133,15 @@ def _rows_match_torch(name: str, size: float) -> bool:
 
     c = {"int8": Int8, "int4": Int4, "bf16": Bf16}[name]()
     x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
-    rows, e, total = (torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes), x / 3, x / 7)
-    rows_, e_, total_, t = rows.clone(), e.clone(), total.clone(), torch.empty(4096)
-    square, exactly = encode(name, x, e, rows), float((x.double() ** 2).sum())
+    rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes)
+    e = x / 3
+    total = x / 7
+    rows_ = rows.clone()
+    e_ = e.clone()
+    total_ = total.clone()
+    t = torch.empty(4096)
+    square = encode(name, x, e, rows)
+    exactly = float((x.double() ** 2).sum())
     fine = square is not None and (size != 1 or abs(square - exactly) <= 1e-5 * exactly)
     fine = fine and add(name, rows, 0.3, total, False)
     c.pack_and_subtract(e_.add_(x).view(-1, c.align), rows_, t.view(-1, c.align))
@@ -139,11 +155,15 @@ def _mean_matches_torch(name: str, weight: float) -> bool:
     """The same bits as adding one body after the other, and dividing."""
     from rendezvous.codecs import get_codec
 
-    x, c = np.linspace(-3, 5, 3000, dtype=np.float32), get_codec(name)
+    x = np.linspace(-3, 5, 3000, dtype=np.float32)
+    c = get_codec(name)
     bodies = [np.zeros(c.max_body_size(x.size), np.uint8) for _ in range(3)]
     for body, v in zip(bodies, (x, x[::-1].copy(), x * x), strict=True):
         c.encode(v, body)
-    weights, total, out, t = (0.3, 1.0, 0.7), np.empty_like(x), np.empty_like(x), np.empty_like(x)
+    weights = (0.3, 1.0, 0.7)
+    total = np.empty_like(x)
+    out = np.empty_like(x)
+    t = np.empty_like(x)
     for body, w in zip(bodies, weights, strict=True):
         c.decode(body, t)
         t *= np.float32(w)
