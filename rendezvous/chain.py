@@ -94,8 +94,8 @@ class Chain:
 def refuse_gap(store: Store, t: int) -> None:
     """Commit t was not there; raises ChainBroken if the one after it is, and t still is not.
 
-    Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  What is no
-    commit shows nothing: anybody may have put it there, and step t + 1 will end at it.
+    Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  An
+    object that is no commit shows nothing: anybody may have put it there, and step t + 1 will end at it.
     """
     if _is_commit(store.get(layout.commit_key(t + 1)), t + 1) and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(

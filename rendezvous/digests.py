@@ -1,4 +1,4 @@
-"""What bytes must be, as a record names it.
+"""Digests by which a record names the bytes that it means.
 
     "xxh3-128:99aa06d3…"     finds accidents; 26 GiB/s a core
     "sha256:e3b0c442…"       finds forgers too; 1.7 GiB/s a core that has SHA instructions

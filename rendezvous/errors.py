@@ -1,4 +1,4 @@
-"""What can go wrong between a replica and its bucket.
+"""The errors between a replica and its bucket.
 
     RendezvousError
     ├── StoreError                a request to the store did not end well

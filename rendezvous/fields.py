@@ -1,4 +1,4 @@
-"""What a record's fields may hold, read from their annotations.
+"""The values that a record's fields may hold, read from their annotations.
 
     slot: Slot   step: Step   took: Seconds   offers: tuple[Listed, ...]   fence: dict[Slot, Generation]   stop: bool
       └─────────── from_json(Offer, json object) ──▶ an Offer, or a ValueError that names the field ───────────┘
@@ -80,7 +80,7 @@ def from_json(kind: type[T], raw: Any) -> T:
 
 @cache
 def check_of(hint: Any) -> Check:
-    """What turns a JSON value into one of this annotation."""
+    """-> a function that turns a JSON value into one of this annotation."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin is Annotated:

@@ -45,7 +45,7 @@ _BACK = 16  # earlier commits that are read at a time, each a request
 
 
 class Collected(Terminal):
-    """What this replica needs is below the floor: it has to start again from snapshot `newer`."""
+    """An object that this replica needs is below the floor: it has to start again from snapshot `newer`."""
 
     def __init__(self, message: str, newer: int) -> None:
         super().__init__(message)
@@ -204,7 +204,7 @@ class Collector:
     # ------------------------------------------------------------------ how much stays
 
     def _choose_kept(self, at_most: int) -> Kept | None:
-        """What stays; None as long as everything does, or not enough commits are known."""
+        """The blobs that stay; None as long as everything does, or not enough commits are known."""
         self._learn_sizes()
         if not self._window.newest:
             return None
@@ -349,7 +349,7 @@ def _excess_text(over: int, budget: int, floor: int) -> str:
 def refuse_collected(store: Store, t: int) -> None:
     """Something of step t is missing or damaged: raises Collected if there is a complete snapshot after it.
 
-    What is collected while we look has a newer one in its place, so it looks until it finds none.
+    A snapshot that is collected meanwhile has a newer one in its place, so this looks until it finds none.
     """
     seen = t
     while (newest := _newest_unless_refused(store, t)) > seen:

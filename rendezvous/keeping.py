@@ -11,7 +11,7 @@
     so the deltas go first (oldest first), then the means, then the snapshots thin out
 
 A pure function of records that are never deleted (commits, manifests), so all collectors come to the same answer, on
-any replica, at any moment.  What an earlier answer gave up, a later one never asks for: ages only grow.
+any replica, at any moment.  A later answer never asks for what an earlier one gave up: ages only grow.
 
 The window itself follows the budget: `snapshot_period` says after how many steps the next snapshot is due, so that the
 window, at its largest, fits.  `largest_window` with one step between snapshots is the floor below which no budget is
@@ -46,7 +46,7 @@ class Sizes:
 
 
 def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
-    """What a committed step leaves.   elements: of its fragment; 0 if that is not known (then bodies are fp32)."""
+    """Bytes that a committed step leaves.   elements: of its fragment; 0 if unknown (then bodies are fp32)."""
     bodies = [o.size for o in commit.offers]
     if commit.mode == "sharded":
         return Sizes(sum(bodies), max(bodies, default=0))
@@ -71,7 +71,7 @@ def is_mean_announced(bodies: int, mean: int, rules: Rules) -> bool:
 
 @dataclass(frozen=True)
 class Window:
-    """What a reader may need whatever the budget is: that of the two newest complete snapshots.
+    """The steps that a reader may need whatever the budget is: those of the two newest complete snapshots.
 
     floor, newest: their steps.   carry: steps for which a delta may still be listed.
     snapshot: bytes of one.   every: steps from one to the next.
@@ -138,7 +138,7 @@ class Kept:
 def choose_kept(
     budget: int, head: int, known: Mapping[int, Sizes], window: Window, older: Collection[int]
 ) -> Kept | None:
-    """What of the steps below `head` stays; None if more commits must be read first.
+    """The part of the steps below `head` that stays; None if more commits must be read first.
 
     known: sizes of the newest steps, without a gap; maybe not of all.   older: snapshots below the floor.
     Left free are a snapshot that is on its way, the LATE steps, and a twentieth for bodies that no commit lists.

@@ -119,7 +119,7 @@ def offer_key(t: int, slot: str, attempt: int) -> str:
 
 
 def offers_prefix(t: int) -> str:
-    """What the keys of step t's offers begin with."""
+    """The prefix of the keys of step t's offers."""
     return f"steps/{t:010d}/offer/"
 
 
@@ -221,7 +221,7 @@ def _is_number(text: str) -> bool:
 
 
 def record_kind(key: str) -> str | None:
-    """What lies under a key that can be sealed: claim, offer, commit, …, beat, log; None for blobs."""
+    """The kind of record under a key that can be sealed: claim, offer, commit, …, beat, log; None for blobs."""
     if key in _SINGLE:
         return _SINGLE[key]
     parts = key.split("/")

@@ -1,4 +1,4 @@
-"""Who holds a slot, who seems alive, and what the operator wants.
+"""The holders of slots, the replicas that seem alive, and the operator's wishes.
 
     claim     replicas/{slot}/{g}, g = 1, 2, …  by put_once: the holder of the highest g may act
     beat      alive/{slot}.json, overwritten; believed only while its counter changes
@@ -38,7 +38,7 @@ CONTROL_BEATS = 2  # a stop, a drain, a budget's new lease are heard within so m
 SUCCESSOR_BEATS = 4  # no supervisor launches one before this slot has been silent for that long
 JITTER = 0.8  # of a period: a look is due although a sleep was a little short
 
-# What a control record overrides by naming it.
+# The settings that a control record overrides by naming them.
 FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until")
 
 
@@ -100,7 +100,7 @@ class Wanted:
 
 
 def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
-    """All control records from `wanted.records` on, folded.  What is none takes its number, and is worth nothing.
+    """All control records from `wanted.records` on, folded.  Another object takes its number, and counts for nothing.
 
     The first one is not passed over: raises RecordsLost if something else stands there.
     """
@@ -209,7 +209,7 @@ def _check_wishes(record: Control) -> None:
 def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
     """Claims of those who took the slot after generation `above`, in order.
 
-    What stands there and is no claim of this slot and generation takes its number, and is worth nothing.
+    An object that is no claim of this slot and generation takes its number, and counts for nothing.
     """
     generation = above + 1
     while (body := store.get(layout.claim_key(slot, generation))) is not None:
@@ -219,12 +219,12 @@ def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
 
 
 def newest_claim(store: Readable, slot: str) -> Claim | None:
-    """Who took the slot last; None if nobody has."""
+    """The claim that took the slot last; None if nobody has."""
     return max(claims_above(store, slot), key=lambda c: c.generation, default=None)
 
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
-    """Who took this generation of the slot; None if nobody did."""
+    """The claim of this generation of the slot; None if nobody did."""
     body = store.get(layout.claim_key(slot, generation))
     return None if body is None else _claim_in(body, slot, generation)
 
@@ -277,7 +277,7 @@ def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
 
 @dataclass
 class BeatStatus:
-    """What this replica says of itself in its next beat; its owner overwrites the fields."""
+    """This replica's words about itself in its next beat; its owner overwrites the fields."""
 
     phase: str = "boot"
     step: int = 0
@@ -469,7 +469,7 @@ class Membership:
             self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
 
     def by_now(self, slot: str) -> Peer | None:
-        """What was last seen of a slot's beat, as it is if nothing has moved since."""
+        """The last that was seen of a slot's beat, as it is if nothing has moved since."""
         peer = self.peers.get(slot)
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
@@ -481,7 +481,7 @@ class Membership:
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
-    """What stands in a slot's heartbeat; None if there is none.  Anybody may have written there."""
+    """A slot's heartbeat as it stands; None if there is none.  Anybody may have written there."""
     body = store.get(layout.beat_key(slot))
     beat = None if body is None else decode_or_none(Beat, body)
     return beat if beat is not None and beat.slot == slot else None

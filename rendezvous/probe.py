@@ -67,7 +67,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured at `url`.
+    """The measurements at `url`.
 
     troubles: measurement -> the store's error, for those that could not be made; their fields say "not shown to work".
     """

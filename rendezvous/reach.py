@@ -7,7 +7,7 @@
 
 Found by GETs, a LIST and a bisection: what goes goes in ascending order.
 
-Not promised: that a blob which is there is whole.  Who reads it compares its digest.
+Not promised: that a blob which is there is whole.  A reader compares its digest.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Reach:
 
 
 def read_reach(store: Store) -> Reach:
-    """What can be told of the run as it stands."""
+    """The steps whose θ the bucket still gives, as the run stands."""
     found = _readable_snapshots(store)
     if not found:
         return Reach(0)

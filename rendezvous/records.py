@@ -293,7 +293,7 @@ class Leave(Record):
 
 @dataclass(frozen=True)
 class Control(Record):
-    """What the operator wants; absent fields leave things as they are.
+    """The operator's wishes; absent fields leave things as they are.
 
     places: where replicas run, in the words of who launches them (executors/platforms/multi.py); opaque here.
     max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record

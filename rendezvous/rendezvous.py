@@ -165,7 +165,7 @@ class Rendezvous:
         self._set_phase("train")
 
     def _take_residual(self) -> None:
-        """What the codec of the life directly before this one had not sent, if that one left word of it.
+        """Take over what the codec of the life directly before this one had not sent, if that one left word of it.
 
         Nobody else ever reads it: should this life die without a goodbye, it is gone.
         """
@@ -361,7 +361,7 @@ class Rendezvous:
             attempt += 1
 
     def settle(self) -> Commit:
-        """The decision for the open step; helps to make it.  Ours must be durable before this is called."""
+        """The decision for the open step; helps to make it.  Our offer must be durable before this is called."""
         self._set_phase("wait")
         self._point_committer()
         vigil = StepWait(self.clock, self.timing, self._seconds_until_due())
@@ -404,7 +404,7 @@ class Rendezvous:
             )
 
     def _check_commit(self, commit: Commit) -> Commit:
-        """Ours to apply: not fenced out, and decided about the θ that we have."""
+        """The commit, once it is ours to apply: not fenced out, and decided about the θ that we have."""
         self._check_state(self.fragment)
         if commit.base != self.base:
             self._replay_own_state(f"commit {commit.t} by {commit.by}", commit.base)

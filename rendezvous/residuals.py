@@ -1,4 +1,4 @@
-"""What a codec has not sent yet, from one life of a slot to the next.
+"""The residual that a codec has not sent yet, from one life of a slot to the next.
 
     r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
     r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer
@@ -33,7 +33,7 @@ def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Ar
 
 
 def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
-    """What `left` names, and remove it; None if it is missing, damaged, or nothing that an encoder holds.
+    """Read the residual that `left` names, and remove it; None if it is missing, damaged, or no encoder holds such.
 
     sizes: elements of each fragment.
     """

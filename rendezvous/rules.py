@@ -31,7 +31,7 @@ UNSUSPICIOUS = 0.01  # of ‖θ‖: what `norm_factors` takes for typical at lea
 
 @dataclass(frozen=True)
 class Rules:
-    """What all replicas of a run must share; part of its mathematics (run.json).
+    """The rules that all replicas of a run share; part of its mathematics (run.json).
 
     fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
     same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
@@ -77,7 +77,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Peer:
-    """What one observer has seen of a slot's heartbeat.
+    """One observer's view of a slot's heartbeat.
 
     silent: seconds since the counter last changed, not counting the observer's own pauses.
     still: the same for (step, inner).   liar: a generation that offered while its beat stood still; its beat is
@@ -104,7 +104,7 @@ class Peer:
         return replace(self, silent=self.silent + seconds, still=self.still + seconds)
 
     def in_words(self, dead_after: float) -> str:
-        """What to say of a slot that is missing."""
+        """Words about a slot that is missing."""
         if self.beat.phase == "left":
             return "has left"
         if self.is_dead(dead_after):
@@ -254,8 +254,8 @@ def slots_to_expect(
 ) -> set[str]:
     """Slots that step t should wait for: listed in commits t−1 and t−2; before that, those that beat.
 
-    Who said that it leaves is not expected, nor whose next generation is still starting.  (A beat of the listed one
-    that says "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen.
+    A slot that said that it leaves is not expected, nor one whose next generation is still starting.  (A beat of the
+    listed one that says "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen.
     """
     seen = {slot: peers[slot] for slot in wanted if slot in peers}
     if t == 0:
@@ -353,7 +353,7 @@ def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timin
 
 
 def commit_rank(t: int, slot: int, slots: int) -> int:
-    """Who tries to close step t first (0), second (1), third (2); spread by a hash.
+    """The rank in which this slot tries to close step t: first (0), second (1), third (2); spread by a hash.
 
     These three lead, all others are 3: if everybody looked for everybody's offers, a step would ask N².
     """

@@ -10,7 +10,7 @@
     {…}\n{…}\n (log)  ─▶  {…}\n{…}\n{"seal":"<tag>"}\n
 
 `run` is the nonce in seal.json, the first thing a run under a key writes; `key` is where the record lies.  So a true
-record is worth nothing under another key, in another slot, step or run.  What the others see is the record without
+record is worth nothing under another key, in another slot, step or run.  The others see the record without
 its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
 
 Not promised: secrecy (records are plain text); a run that cannot be stopped: who may overwrite or delete objects can

@@ -57,8 +57,9 @@ class ShardedMean:
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """The commit's mean into `out`; on the way, what this replica owes to the others.
 
-        Who meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them back or takes
-        over.  When nobody has them any more, and no part was announced, it ends this life after `dead_after`.
+        A replica that meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them
+        back or takes over.  When nobody has them any more, and no part was announced, it ends this
+        life after `dead_after`.
         """
         parts = self._reducer.split_into_parts(commit, out.size)
         missing = set(range(len(parts)))
@@ -127,7 +128,7 @@ class ShardedMean:
     def _will_not_announce(self, index: int, t: int) -> bool:
         """Will that slot announce no part of step t any more?
 
-        Who is dead will not; nor who is at a later step: it announced its parts before, or replayed t from its bodies.
+        A dead one will not; nor one at a later step: it announced its parts before, or replayed t from its bodies.
         """
         peer = self._members.peers.get(layout.slot_name(index))
         return peer is not None and (peer.is_dead(self._timing.dead_after) or peer.beat.step > t)
@@ -139,5 +140,5 @@ class ShardedMean:
 
 
 def rank_in_line(slot: int, owner: int, universe: int, waits: Callable[[int], bool]) -> int:
-    """Whose turn it is when an owner is late: 1 for the first slot after it that waits, then 2, and around."""
+    """The turn in which `slot` takes over from a late owner: 1 for the first slot after it that waits, then 2, …"""
     return 1 + sum(waits((owner + k) % universe) for k in range(1, (slot - owner) % universe))

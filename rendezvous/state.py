@@ -1,4 +1,4 @@
-"""What the replicas agree on, fragment by fragment, and the digests by which they know that they agree.
+"""The state on which replicas agree, fragment by fragment, and the digests by which they know that they agree.
 
     array     xxh3-128 of its bytes                              theta.0, momentum.0, …
     fragment  xxh3-128 of its arrays' digests, one after another

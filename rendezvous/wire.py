@@ -94,7 +94,7 @@ class Written:
 
 
 class Encoder:
-    """One replica's pseudogradients as bodies.   What a body loses stays in the fragment's residual and is sent later.
+    """One replica's pseudogradients as bodies.   The loss of a body stays in the fragment's residual and is sent later.
 
     A residual lives as long as its replica, and goes to the next life of the slot by a graceful goodbye alone: after
     `kill -9` it starts from zero.
@@ -159,7 +159,7 @@ class Encoder:
         return (_copy_and_square(delta[a:b], room[4 * a : 4 * b]) for a, b in ranges)
 
     def _feedback_arrays(self, fragment: int, delta: np.ndarray) -> dict[str, np.ndarray]:
-        """What was not sent, and for how long."""
+        """The values that were not sent, and for how long."""
         if not self._feedback:
             return {}
         if fragment not in self._residuals:
@@ -289,7 +289,7 @@ def fetch_checked(
 
 
 def why_differs(key: str, view: memoryview, pieces: Sequence[Piece], kind: str) -> str | None:
-    """What is wrong with these bytes, or None.   kind: of digest that is needed at least."""
+    """The fault of these bytes, or None.   kind: of digest that is needed at least."""
     at = 0
     for size, want in pieces:
         if not has_digest(view[at : at + size], want, kind):

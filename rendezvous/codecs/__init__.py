@@ -13,8 +13,8 @@
     topk        3 per 64 + 4 per 8192  all but the 3 largest of 64; those keep 2 bits  topk.py   SparseLoCo, 2508.15706
     bf16-gate   4 + ~1 per change     what the bf16 model would not show              gate.py   PULSE, 2602.03839
 
-What is lost stays in the residual e and is sent later (error feedback), so over time the decoded values add up to
-the inputs.  Who has a body has read the record that names it: codec, length and digest are there and not in here.
+The loss stays in the residual e and is sent later (error feedback), so over time the decoded values add up to the
+inputs.  A reader of a body has read the record that names it: codec, length and digest are there and not in here.
 This file and `choose` are free of torch; the kernels come with the first `get_codec(name)`.
 
 Not promised: equal bodies from different machines (only equal decoding); anything under

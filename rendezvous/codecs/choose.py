@@ -55,7 +55,7 @@ def nominal_ratio(name: str) -> float:
 
 
 def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: float) -> float:
-    """What one sync takes, on the better path; transfers and coding one after the other."""
+    """Seconds that one sync takes, on the better path; transfers and coding one after the other."""
     codec = _TRAITS[name]
     n = replicas
     size = 4 * parameters / codec.ratio

@@ -294,7 +294,7 @@ def all_finite(t: Tensor) -> bool:
 
 
 def not_finite_error(v: Tensor) -> BadDelta:
-    """What to raise when v is not finite."""
+    """The error for a v that is not finite."""
     return BadDelta(
         f"{int((~v.isfinite()).sum())} of {v.numel()} elements around here are not finite, in the pseudogradient or "
         "after its residual was added, so it was not encoded. Lower the inner learning rate or clip gradients; "

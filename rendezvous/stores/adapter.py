@@ -186,7 +186,7 @@ def _mentions(error: Exception, words: Iterable[str]) -> bool:
 
 
 def _safe_words(error: Exception) -> str:
-    """What the system said, without URLs and without anything that looks like a key."""
+    """The system's words, without URLs and without anything that looks like a key."""
     said = (isinstance(error, OSError) and error.strerror) or str(error)
     return re.sub(r"\S*://\S+|[\w+/=-]{16,}", "…", said.split("\n")[0][:200])
 

@@ -320,7 +320,7 @@ def stay_home() -> None:
 
 
 def _environment_digest() -> str:
-    """What a client depends on beyond its address, as a digest: secrets are kept nowhere."""
+    """A digest of everything but the address that a client depends on: secrets are kept nowhere."""
     names = sorted(n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3")))
     text = "\0".join(f"{n}={os.environ[n]}" for n in names)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -3,7 +3,7 @@
     bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
     PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
 
-Not promised: a second try.  What did not arrive whole is StoreUnclear, without the address: it holds a signature.
+Not promised: a second try.  A body that arrives in part is StoreUnclear, without the address: it holds a signature.
 """
 
 import hashlib

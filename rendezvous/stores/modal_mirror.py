@@ -1,7 +1,7 @@
 """Why no register of a modal:// run can be won twice, and no blob is lost, though a Dict forgets what nobody touches.
 
-An entry that was neither read nor written for seven days is gone.  What a run needs lies in the volume as well, where
-nothing expires: a large body as its file, and every other entry as a copy.
+An entry that was neither read nor written for seven days is gone.  The volume, where nothing expires, has
+all that a run needs as well: a large body as its file, and every other entry as a copy.
 
     create, put, get ── an entry that has no file ──▶ noted ── before this process writes anything else ──▶ mirror/{key}
     first request, and after an hour of silence:
@@ -43,7 +43,7 @@ def pointer_to(path: str, size: int) -> bytes:
 
 
 class Entries(Protocol):
-    """What of modal_wire.Wire this needs; times and faults are a test's."""
+    """The part of modal_wire.Wire that this needs; times and faults are a test's."""
 
     def get_entry(self, key: str) -> bytes | None: ...
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool: ...
@@ -121,7 +121,7 @@ class Mirror:
         self._wire.put_entry(self._prefix + KEPT, b"=" + str(began).encode())
 
     def _lost_entries(self, there: set[str]) -> list[tuple[str, bytes]]:
-        """What the volume has and the dict has not: (key, entry); registers last, since they point to blobs."""
+        """The entries that the volume has and the dict has not: (key, entry); registers, which point to blobs, last."""
         blobs = {
             path[len(OBJ) :].rpartition("~")[0]: pointer_to(path, size)
             for path, size in self._wire.list_files(OBJ + self._prefix).items()

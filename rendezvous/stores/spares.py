@@ -46,7 +46,7 @@ class Spares:
         return False
 
     def keep_name(self, name: str) -> None:
-        """What has this name has got its own by now."""
+        """Keep this name for a file that has a key by now."""
         with self._lock:
             self._begin_in_process()
             self._count += 1
