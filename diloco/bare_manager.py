@@ -104,13 +104,17 @@ class BareRounds:
         """
         self.join()
         if self.error is not None:
-            self._tensors, self._commit, self.error = [], None, None
+            self._tensors = []
+            self._commit = None
+            self.error = None
             return False
         self.reduce_round()
         if self._commit is None:
             self._average_round(np.zeros(0, np.float32))
         assert self._commit is not None
-        self._tensors, commit, self._commit = [], self._commit, None
+        self._tensors = []
+        commit = self._commit
+        self._commit = None
         self._session.rv.advance(commit)
         return True
 

@@ -213,7 +213,9 @@ def load_config(path: str | Path) -> RunConfig:
 
 
 def _check_schedule(outer: OuterConfig) -> None:
-    h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
+    h = outer.sync_every
+    f = outer.fragments
+    delay = outer.fragment_sync_delay
     if h < 1 or f < 1:
         raise OuterConfigError(f"outer.sync_every = {h} and outer.fragments = {f} must be at least 1")
     if h % f:

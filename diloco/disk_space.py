@@ -44,7 +44,7 @@ def is_full(error: OSError) -> bool:
 
 
 def full_disk_words(error: OSError, what: str) -> str:
-    """What there is no space for, and where."""
+    """The thing that there is no space for, and where."""
     where = os.path.dirname(error.filename) if isinstance(error.filename, str) else _temporary_folder(error)
     return f"no space left on this machine's disk for {what} ({where})"
 

@@ -50,7 +50,8 @@ class FlatFragment(nn.Module):
         base = theta if self.merged is None else self.merged
         at = 0
         for p in self.live:
-            span, live = slice(at, at := at + p.numel()), p.detach().reshape(-1).float().cpu()
+            span = slice(at, at := at + p.numel())
+            live = p.detach().reshape(-1).float().cpu()
             if p.dtype == torch.float32:
                 yield span, live
             else:
@@ -84,11 +85,15 @@ def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
     at = 0
     left = sum(sizes)
     for remaining in range(fragments, 0, -1):
-        goal, to, size = left / remaining, at + 1, sizes[at]
+        goal = left / remaining
+        to = at + 1
+        size = sizes[at]
         while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
-            size, to = size + sizes[to], to + 1
+            size = size + sizes[to]
+            to = to + 1
         parts.append(slice(at, to))
-        at, left = to, left - size
+        at = to
+        left = left - size
     return parts
 
 

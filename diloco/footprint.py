@@ -69,15 +69,18 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
-    codec, fragments = config.outer.codec, config.outer.fragments
+    codec = config.outer.codec
+    fragments = config.outer.fragments
     if codec == AUTO:
         codec, _ = codecs.choose_codec(parameters, replicas, LINK, LINK, compute_s)
-    width, each_step = DTYPE[config.inner.dtype], step_bytes(parameters, replicas, codec, fragments)
+    width = DTYPE[config.inner.dtype]
+    each_step = step_bytes(parameters, replicas, codec, fragments)
     states = width if trained is None else ADAPTER_WIDTH
     each_snapshot = snapshot_bytes(parameters)
     once = 0 if is_on_hub(config.inner) else width * base + (states + 4) * parameters
     left = step_sizes(parameters, replicas, codec, fragments)
-    every, keep = config.outer.snapshot_every, keep_bytes(config.fleet.keep) or 0
+    every = config.outer.snapshot_every
+    keep = keep_bytes(config.fleet.keep) or 0
     period = snapshot_period(keep, every, each_snapshot, left)
     return Footprint(
         parameters=base or parameters,
@@ -129,7 +132,8 @@ def snapshot_bytes(parameters: int) -> int:
 
 def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
     """The same for people.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
-    f, link = found, f"{LINK * 8 / 1e9:g} Gbit/s"
+    f = found
+    link = f"{LINK * 8 / 1e9:g} Gbit/s"
     kept = f"{in_bytes(f.in_all)} after {steps} steps"
     if keep is not None and keep < f.in_all:
         kept = kept_text(f, steps, keep)

@@ -36,7 +36,10 @@ class Journal:
     """Collects events; `flush` makes them an object.  Loud ones also go to stderr, at once."""
 
     def __init__(self, store: Store, clock: Clock, slot: str, generation: int) -> None:
-        self._store, self._clock, self._slot, self._generation = store, clock, slot, generation
+        self._store = store
+        self._clock = clock
+        self._slot = slot
+        self._generation = generation
         self._lines: list[str] = []
         self._written = 0
         self._pending_samples: list[dict[str, Any]] = []
@@ -60,7 +63,8 @@ class Journal:
         with self._writing:  # one at a time, and nobody who emits an event waits for it
             self._flush_samples()
             with self._lock:
-                lines, self._lines = self._lines, []
+                lines = self._lines
+                self._lines = []
             if not lines:
                 return
             try:
@@ -74,7 +78,8 @@ class Journal:
 
     def _flush_samples(self) -> None:
         with self._lock:
-            samples, self._pending_samples = self._pending_samples, []
+            samples = self._pending_samples
+            self._pending_samples = []
         for sample in samples:
             try:
                 head = {k: v for k, v in sample.items() if k != "rollouts"}

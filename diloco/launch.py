@@ -400,7 +400,8 @@ def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
 def _differing_keys(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
     found: list[str] = []
     for key in set(there) | set(here):
-        a, b = there.get(key), here.get(key)
+        a = there.get(key)
+        b = here.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differing_keys(a, b, f"{prefix}{key}.")
         elif a != b:

@@ -55,7 +55,8 @@ class LighthouseManager:
     done_with_delta = False  # an aborted collective may still be at it
 
     def __init__(self, manager: "Manager", session: Session | None = None) -> None:
-        self._manager, self.session = manager, session
+        self._manager = manager
+        self.session = session
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
         self.left = self.behind = False  # behind: the last sync failed, the next one is due
         self._loop: OuterLoop | None = None
@@ -184,7 +185,8 @@ class LighthouseManager:
         if self.session is None:
             return
         status = self.session.rv.members.status
-        status.inner, status.rate = inner, rate
+        status.inner = inner
+        status.rate = rate
         self.session.check_alive()
         if self.fenced:
             raise Fenced(

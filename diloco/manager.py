@@ -55,7 +55,9 @@ class InFlightRound:
     """A round under way in a thread of its own, while inner steps go on."""
 
     def __init__(self, fly: Callable[[], Commit]) -> None:
-        self._fly, self._commit, self._error = fly, None, None
+        self._fly = fly
+        self._commit = None
+        self._error = None
         self._thread = threading.Thread(target=self._run_round, name="round", daemon=True)
         self._thread.start()
 
@@ -292,7 +294,8 @@ class StoreManager:
         """Samples behind the Δ that is offered: those of every round since its fragment's last."""
         self._samples = [n + stats.get("samples", 0.0) for n in self._samples]
         fragment = self.session.rv.fragment
-        inside, self._samples[fragment] = self._samples[fragment], 0.0
+        inside = self._samples[fragment]
+        self._samples[fragment] = 0.0
         return inside
 
     def _settle_mean(self, out: np.ndarray) -> Commit:
@@ -305,13 +308,15 @@ class StoreManager:
         return commit
 
     def _keep_commit(self, commit: Commit | None) -> None:
-        self._commit, self._in_flight = commit, None
+        self._commit = commit
+        self._in_flight = None
 
     def finish_round(self) -> int | None:
         """After torchft's hook: the fragment whose outer step was just taken, or None."""
         if self._commit is None:
             return None
-        commit, self._commit = self._commit, None
+        commit = self._commit
+        self._commit = None
         fragment = self.session.rv.fragment
         self.session.rv.advance(commit)
         self._report_step(commit)
@@ -326,7 +331,8 @@ class StoreManager:
     def progress(self, inner: int, rate: float) -> None:
         """Goes into the next beat: `inner` steps done of this round, `rate` seconds each."""
         status = self.session.rv.members.status
-        status.inner, status.rate = inner, rate
+        status.inner = inner
+        status.rate = rate
         self.session.check_alive()
         if self._in_flight is not None and self._in_flight.failed:
             self._in_flight.land()

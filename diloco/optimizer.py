@@ -89,7 +89,8 @@ class OuterState:
 
     def arrays(self, fragment: int) -> dict[str, np.ndarray]:
         optimizer = self.optimizers[fragment]
-        theta, momentum = self.thetas[fragment].numpy(), optimizer.momentum.numpy()
+        theta = self.thetas[fragment].numpy()
+        momentum = optimizer.momentum.numpy()
         learned = {} if optimizer.auto is None else optimizer.auto.arrays()
         named = {"theta": theta, "momentum": momentum, **learned}
         return {f"{name}.{fragment}": array for name, array in named.items()}

@@ -102,7 +102,10 @@ class OuterLoop:
         _refuse_distributed()
         check_model(model, optimizer)
         check_boundary(outer, boundary)
-        self.manager, self.optimizer, self.outer, self.boundary = manager, optimizer, outer, boundary
+        self.manager = manager
+        self.optimizer = optimizer
+        self.outer = outer
+        self.boundary = boundary
         self.rules = rules = outer.rules  # the manager may name another codec, where that is "auto"
         self.model = model
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
@@ -180,7 +183,8 @@ class OuterLoop:
         manager.stats = lambda: {**others(), **self._take_numbers()}
 
     def _take_numbers(self) -> dict[str, float]:
-        taken, self._numbers = self._numbers, {}
+        taken = self._numbers
+        self._numbers = {}
         sums = {name: (sum(map(float, values)), len(values)) for name, values in taken.items()}
         means = {name: total if name == "samples" else total / n for name, (total, n) in sums.items()}
         return {name: value for name, value in means.items() if math.isfinite(value)}

@@ -200,7 +200,8 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
         return False
     if any(name.startswith("adapter_") for name in record.files):
         return False
-    first, newest = snapshots.read(run.store, 0), next(snapshots.newest_first(run.store), None)
+    first = snapshots.read(run.store, 0)
+    newest = next(snapshots.newest_first(run.store), None)
     return first is not None and bool(first.blob) and newest is not None and newest.t > 0
 
 
@@ -217,7 +218,8 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
-    config, bucket = run.config, run.config.rendezvous == BUCKET
+    config = run.config
+    bucket = run.config.rendezvous == BUCKET
     at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
     loop, model_dir = _build_loop(run, session, record, inputs, at=at)
     refuse_layout(record.layout, layout_of(loop.model))

@@ -45,7 +45,8 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
 
     Element i is added to lane i mod 2^14, in ascending order; the lanes are then summed exactly and rounded once.
     """
-    lanes, products = np.zeros(_LANES), np.empty(_LANES)
+    lanes = np.zeros(_LANES)
+    products = np.empty(_LANES)
     with np.errstate(invalid="ignore", over="ignore"):
         for at in range(0, a.size, _LANES):
             piece = a[at : at + _LANES]
@@ -106,7 +107,8 @@ class Memory:
     def rho(self, mean: np.ndarray) -> float | None:
         """ρ of `mean` with the one before, which it then replaces; None if one of them is zero or not finite."""
         some = np.ascontiguousarray(evenly_sampled(mean))
-        now, before = dot(some, some), dot(self.mean, self.mean)
+        now = dot(some, some)
+        before = dot(self.mean, self.mean)
         if not math.isfinite(now) or now == 0.0:
             return None
         rho = cosine(dot(some, self.mean), math.sqrt(now), math.sqrt(before))
@@ -124,7 +126,8 @@ class AutoLR:
     def __init__(self, size: int, *, mu: float, target: float = TARGET) -> None:
         if not (math.isfinite(target) and target > 0 and 0 <= mu < 1):
             raise ValueError(f"outer lr = auto needs a target above 0 and a momentum in [0, 1), got {target}, {mu}")
-        self.target, self.mu = target, mu
+        self.target = target
+        self.mu = mu
         self.memory = Memory(size)
         self.learned = np.array([1.0, 1.0])  # ρ̂, and how many values it is the average of
 
@@ -271,7 +274,8 @@ class Tracker:
         self._empty = is_zero(mean)
         numbers: dict[str, float | None] = {"rho": rho, "mean_norm": norm(mean)}
         if self._rules.codec != "topk":  # what top-k sends is much shorter than the Δ whose norm was announced
-            weights, norms = [o.weight for o in commit.offers], [o.norm for o in commit.offers]
+            weights = [o.weight for o in commit.offers]
+            norms = [o.norm for o in commit.offers]
             numbers["cos_pair"] = pairwise_cosine(weights, norms, numbers["mean_norm"] or 0.0)
         self.numbers = {k: v for k, v in numbers.items() if v is not None and math.isfinite(v)}
 

@@ -58,7 +58,8 @@ class Session:
     ) -> None:
         self.clock = clock or SystemClock()
         self.timing = timing
-        self._store, self._slot = store, slot
+        self._store = store
+        self._slot = slot
         self._journal: Journal | None = None
         self._parent_alive = parent_alive
         self._alone_since = 0.0
@@ -145,7 +146,8 @@ class Session:
             self.flush()
 
     def _look_at_inner_steps(self) -> None:
-        now, before = self.clock.now(), self._looked_at
+        now = self.clock.now()
+        before = self._looked_at
         self._looked_at = now
         if (stood := self.watchdog.look(min(now - before, 4 * self.timing.beat))) is not None:
             self._end_hung(stood)

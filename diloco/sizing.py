@@ -24,7 +24,9 @@ from rendezvous.probe import measure_throughput
 from rendezvous.store import Store
 
 BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # as they come
-TOKENS, FLOP_S, LEAST_INNER_S = 4096, 50e12, 0.1
+TOKENS = 4096
+FLOP_S = 50e12
+LEAST_INNER_S = 0.1
 BLOB = 8 << 20  # bytes that are timed, at most
 
 
@@ -54,7 +56,8 @@ def compute_seconds(parameters: int, sync_every: int, tokens: int = TOKENS) -> f
 
 
 def compute_seconds_of(config: RunConfig, parameters: int) -> float:
-    inner, outer = config.inner, config.outer
+    inner = config.inner
+    outer = config.outer
     length = inner.context_length if inner.loop == "supervised" else inner.completion_length
     tokens = inner.batch_size * inner.gradient_accumulation_steps * length
     return min(compute_seconds(parameters, outer.sync_every, tokens), outer.sync_seconds or float("inf"))
@@ -76,11 +79,13 @@ def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int 
     """Of the adapter, by the shapes in the model's files; None where there is none, or its layers cannot be told.
 
     folder: where the model's files are.   Of a .gguf file, whose layers have other names, every layer counts."""
-    lora, model = config.inner.lora, config.inner.model
+    lora = config.inner.lora
+    model = config.inner.model
     if lora is None:
         return None
     if is_gguf_file(model):
-        shapes, names = {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}, []
+        shapes = {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}
+        names = []
     else:
         where = folder or Path(model)
         shapes = {k: s for path in sorted(where.glob("*.safetensors")) for k, s in _shapes_in(path).items()}

@@ -116,7 +116,8 @@ def distillation_loss(student_N_V: Tensor, teacher_N_V: Tensor, settings: Channe
         )
     n = student_N_V.size(0)
     everywhere = torch.ones(n, device=student_N_V.device)
-    student, teacher = student_N_V / settings.sdpo_temperature, teacher_N_V / settings.sdpo_temperature
+    student = student_N_V / settings.sdpo_temperature
+    teacher = teacher_N_V / settings.sdpo_temperature
     if settings.sdpo_wrapper == "taid":
         return n * taid_loss(student, teacher, everywhere, taid_t)
     if settings.sdpo_wrapper == "eopd" and settings.eopd_threshold is not None:

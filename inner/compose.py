@@ -90,7 +90,8 @@ def compose_loss(
     )
     logits = _model_logits(model, batch, "")
     lm_ce = _response_ce(logits, batch)
-    sdpo, replay = logits.new_zeros(()), logits.new_zeros(())
+    sdpo = logits.new_zeros(())
+    replay = logits.new_zeros(())
     if alpha_sdpo > 0 and _has_tensor(batch, "ctx_teacher_input_ids"):
         sdpo = _sdpo_term(teacher or model, logits, batch, settings, taid_t or 0.0)
     if beta_replay > 0 and all(_has_tensor(batch, f"dpo_{side}_input_ids") for side in _SIDES):
@@ -170,7 +171,8 @@ def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[T
 
 def _check_same_tokens(student_mask: Tensor, teacher_mask: Tensor, inputs: Batch) -> None:
     """The marked tokens are the same in both rows, or one distribution is compared with that of another token."""
-    own, hinted = inputs["input_ids"][:, 1:], inputs["ctx_teacher_input_ids"][:, 1:]
+    own = inputs["input_ids"][:, 1:]
+    hinted = inputs["ctx_teacher_input_ids"][:, 1:]
     if torch.equal(own[student_mask[:, 1:]], hinted[teacher_mask[:, 1:]]):
         return
     differ = [
@@ -212,7 +214,8 @@ def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: s
 
     With a `hint` the SDPO keys are there too. The reference log-probs are 0: a starting point, not a reference
     model."""
-    question, answer = "What is 2 + 2?", "2 + 2 = 4."
+    question = "What is 2 + 2?"
+    answer = "2 + 2 = 4."
     ids, mask = _encode(tokenizer, question, answer, device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
     for side, text in (("chosen", "4"), ("rejected", "I do not know.")):

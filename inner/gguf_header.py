@@ -23,7 +23,8 @@ from inner.errors import InnerError
 MAGIC = b"GGUF"
 MOST = 1 << 24  # tensors, keys, entries or bytes that a sound file has at most of one thing in its header
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16"}  # fmt: skip
 EXACT = ("F32", "F16", "BF16")
@@ -95,7 +96,8 @@ def _parse_header(file: BinaryIO) -> GgufHeader:
     for _ in range(keys):
         key = _string(file)
         values[key] = _value(file, _number(file, "I"))
-    shapes, kinds = dict[str, tuple[int, ...]](), Counter[str]()
+    shapes = dict[str, tuple[int, ...]]()
+    kinds = Counter[str]()
     for _ in range(tensors):
         name = _string(file)
         shapes[name] = tuple(_number(file, "Q") for _ in range(_number(file, "I")))
@@ -128,7 +130,8 @@ def _value(file: BinaryIO, kind: int) -> Any:
         return _string(file)
     if kind != _ARRAY:
         raise ValueError(f"a value of type {kind}")
-    of, length = _number(file, "I"), _number(file, "Q")
+    of = _number(file, "I")
+    length = _number(file, "Q")
     if length > MOST:
         raise ValueError(f"an array of {length} entries")
     if of in _NUMBERS:

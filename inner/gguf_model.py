@@ -22,7 +22,8 @@ def load_gguf(model: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     """Raises InnerError if transformers cannot read the file."""
     path = Path(model)
     check_gguf_file(path)
-    folder, name = str(path.parent), path.name
+    folder = str(path.parent)
+    name = path.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
         read = AutoModelForCausalLM.from_pretrained(

@@ -127,7 +127,8 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
             _cached_file(name, revision or "main", "config.json")  # with it the cache learns what the revision means
         return info.sha or "", names
     except Exception as error:  # offline, as whatever exception the client raises for it
-        refused, folder = _hub_error(name, revision, error), cached_snapshot(name, revision)
+        refused = _hub_error(name, revision, error)
+        folder = cached_snapshot(name, revision)
         if refused.final or folder is None:
             raise refused from error
         return folder.name, [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]

@@ -199,7 +199,8 @@ def read_hint(answer: str) -> tuple[str | None, str | None] | None:
         return None
     if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it would end its own message
         return None
-    tool, arguments = written.get("tool"), written.get("arguments")
+    tool = written.get("tool")
+    arguments = written.get("arguments")
     if not (isinstance(tool, str) and isinstance(arguments, dict)):
         return written.get("hint"), None
     return written.get("hint"), action_text({"tool_calls": [{"function": {"name": tool, "arguments": arguments}}]})

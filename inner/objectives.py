@@ -231,7 +231,8 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     changed = [knob for knob, value in preset.fixed.items() if settings.get(knob) != value]
     if changed:
         _refuse_other_objective(name, preset, settings, changed)
-    low, high = settings.get("epsilon"), settings.get("epsilon_high")
+    low = settings.get("epsilon")
+    high = settings.get("epsilon_high")
     if name == "dapo" and not (low is not None and high is not None and high > low):
         raise ObjectiveError(
             f"objective = 'dapo' clips higher than it clips low, and epsilon_high = {high} is not above epsilon = "

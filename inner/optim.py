@@ -25,5 +25,6 @@ def make_optimizer(config: InnerConfig, model: nn.Module) -> AdamW:
 
 
 def warm_up(optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> LambdaLR:
-    session, run = max(1, warmup_steps), max(1, config.lr_warmup_steps)
+    session = max(1, warmup_steps)
+    run = max(1, config.lr_warmup_steps)
     return LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / session, (start + s + 1) / run))

@@ -40,6 +40,8 @@ def window_starts(n_tokens: int, width: int, batch: int, seed: int, index: int) 
 def step_in_generation(micro: int, accumulated: int, per_generation: int, served: int) -> list[int]:
     """The micro-batches of the inner step that `micro` belongs to, as far as they are of its generation: indices
     0 … per_generation - 1, one per forward pass (a second iteration passes the same ones again)."""
-    step, generation = micro // accumulated * accumulated, micro // served * served
-    first, end = max(step, generation), min(step + accumulated, generation + served)
+    step = micro // accumulated * accumulated
+    generation = micro // served * served
+    first = max(step, generation)
+    end = min(step + accumulated, generation + served)
     return [m % per_generation for m in range(first, end)]

@@ -94,7 +94,8 @@ class _Batch:
     environments: Sequence[str | None] | None
 
     def rollout_at(self, i: int) -> SampledRollout:
-        prompt, completion = _as_messages(self.prompts[i], "user"), _as_messages(self.completions[i], "assistant")
+        prompt = _as_messages(self.prompts[i], "user")
+        completion = _as_messages(self.completions[i], "assistant")
         group = [c for p, c in zip(self.prompts, self.completions, strict=True) if p == self.prompts[i]]
         siblings = [_as_messages(c, "assistant") for c in group]
         return {

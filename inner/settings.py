@@ -217,7 +217,8 @@ def refuse_unread(
 ) -> None:
     """Raises for the first of `names` that is not at its default, unless they are read here."""
     for name in () if is_read else names:
-        value, default = getattr(settings, name), type(settings).__dataclass_fields__[name].default
+        value = getattr(settings, name)
+        default = type(settings).__dataclass_fields__[name].default
         if value != default:
             raise error(
                 f"{name} = {value!r} does nothing here: it is read only where {condition}. Leave {name} out, or make "

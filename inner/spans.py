@@ -181,7 +181,8 @@ class HintSplicer:
 
     def _read_template(self) -> tuple[list[int], str]:
         """The ids that open an assistant turn, and the role in which the template takes a hint mid-dialogue."""
-        bare, opened = self._render(_ASK, False), self._render(_ASK, True)
+        bare = self._render(_ASK, False)
+        opened = self._render(_ASK, True)
         if opened[: len(bare)] != bare or len(opened) == len(bare):
             raise InnerError(
                 "the chat template does not open an assistant turn by appending tokens (add_generation_prompt), so a "

@@ -84,7 +84,8 @@ def vocabulary_size(model: Any) -> int:
 
 
 def _refuse_vocabulary(student: nn.Module, teacher: nn.Module) -> None:
-    mine, theirs = vocabulary_size(student), vocabulary_size(teacher)
+    mine = vocabulary_size(student)
+    theirs = vocabulary_size(teacher)
     if mine != theirs:
         raise InnerError(
             f"the student has {mine} tokens and the teacher {theirs}: their distributions cannot be compared. Use a "

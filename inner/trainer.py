@@ -104,7 +104,9 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self.reads_turns = self.channels.uses_sdpo
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
         check_precision(self.accelerator.unwrap_model(self.model))
-        self.alpha_sdpo, self.beta_replay, self.hint = alpha_sdpo, beta_replay, hint or templates
+        self.alpha_sdpo = alpha_sdpo
+        self.beta_replay = beta_replay
+        self.hint = hint or templates
         self._forgiving: Hint | None = None
         self._step_of_run: Callable[[], int] | None = None
         self._theta: Theta | None = None
@@ -288,7 +290,8 @@ class ComposerReplicationTrainer(GenerationTrainer):
         return tap_gradient_norm(states, lambda norm: self._record_metric(f"{channel}/grad_norm", norm * divisor))
 
     def _sdpo_loss(self, caught: list[Tensor], inputs: Any) -> Tensor:
-        prompt_width, width = inputs["prompt_ids"].size(1), inputs["completion_ids"].size(1)
+        prompt_width = inputs["prompt_ids"].size(1)
+        width = inputs["completion_ids"].size(1)
         rollouts = len(inputs[LESSONS])
         if len(caught) != 1 or caught[0].shape[:2] != (rollouts, prompt_width + width):
             raise RuntimeError(

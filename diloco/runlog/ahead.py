@@ -29,7 +29,9 @@ class Ahead:
     def __init__(
         self, store: Readable, cache: Cache | None = None, *, answers: Mapping[str, Answer] | None = None
     ) -> None:
-        self.url, self._store, self.cache = store.url, store, cache
+        self.url = store.url
+        self._store = store
+        self.cache = cache
         self._answers = dict(answers or {})
         self._given: dict[str, bytes] = {}
         self._threads: ThreadPoolExecutor | None = None

@@ -94,7 +94,9 @@ class Cache:
 
     def clear(self) -> None:
         """Everything kept is of another run."""
-        self._records, self._news, self._of_another = {}, {}, True
+        self._records = {}
+        self._news = {}
+        self._of_another = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:

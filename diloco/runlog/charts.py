@@ -55,7 +55,8 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
             "Next: pip install 'serverless-diloco[report]', then `diloco report` again"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    png, page = folder / "report.png", folder / "report.html"
+    png = folder / "report.png"
+    page = folder / "report.html"
     fonts: dict[Any, Any] = {
         "svg.fonttype": "none",
         "font.family": "sans-serif",
@@ -161,7 +162,8 @@ def _draw_lives(ax: "Axes", report: Report) -> None:
 
 def _draw_life(ax: "Axes", lane: int, life: Life, report: Report) -> None:
     began = report.began  # looks at every event of the run
-    start, end = life.claimed - began, (life.ended or report.ended) - began
+    start = life.claimed - began
+    end = (life.ended or report.ended) - began
     joined = end if life.joined is None else life.joined - began
     colour = COLOURS[report.slots.index(life.slot) % 6]
     ax.barh(lane, joined - start, left=start, height=0.5, color=BOOT, alpha=0.45, lw=0)

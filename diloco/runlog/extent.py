@@ -81,8 +81,11 @@ class Rounds:
     def run(self) -> None:
         while self._series or self._keys or self._after:
             asked = self.next_keys
-            series, after = self._series, self._after
-            self._series, self._keys, self._after = [], [], []
+            series = self._series
+            after = self._after
+            self._series = []
+            self._keys = []
+            self._after = []
             self.ahead.ask(asked)
             for s in series:
                 s.learn_from_probes(self.ahead)

@@ -67,7 +67,9 @@ def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar) -> Found:
 
 class _Look:
     def __init__(self, ahead: Ahead, scope: Scope, known: ReadSoFar) -> None:
-        self._ahead, self._scope, self._known = ahead, scope, known
+        self._ahead = ahead
+        self._scope = scope
+        self._known = known
         self._rounds = Rounds(ahead)
         self.found = Found(known.wanted)
         self._slots: set[str] = set()
@@ -218,7 +220,8 @@ def known_from_cache(cache: Cache) -> ReadSoFar:
     commits = max((layout.commit_step(key) for key in cache.keys("commit")), default=-1) + 1
     if commits == 0:
         return ReadSoFar()
-    claims, logs = dict[str, int](), dict[Owner, int]()
+    claims = dict[str, int]()
+    logs = dict[Owner, int]()
     for key in cache.keys("claim"):
         slot, generation = layout.claim_owner(key)
         claims[slot] = max(generation, claims.get(slot, 0))

@@ -212,7 +212,8 @@ class Reader:
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self._store = Ahead(store, cache, answers=answers)
-        self._scope, self._cache = scope, cache
+        self._scope = scope
+        self._cache = cache
         self._first = True
         self._shown_from = 0
         self._run: dict[str, Any] = {}
@@ -397,7 +398,8 @@ class Reader:
             return
         life = Life(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
         if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
-            life.ended, life.how = taken.at, "fence"
+            life.ended = taken.at
+            life.how = "fence"
         self._lives[taken.slot, taken.generation] = life
 
     def _read_logs(self, found: Found) -> None:
@@ -430,7 +432,8 @@ class Reader:
                 slot = e["slot"]
                 step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
                 step.empty = step.empty or e.get("empty") is True
-                step.up[slot], step.down[slot] = e.get("bytes_up", 0), e.get("bytes_down", 0)
+                step.up[slot] = e.get("bytes_up", 0)
+                step.down[slot] = e.get("bytes_down", 0)
                 step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
                 if "theta" in e:
                     step.thetas[e["who"]] = e["theta"]
@@ -451,18 +454,22 @@ class Reader:
         leave = read_leave(self._store, life.slot, life.generation) if life.how == "running" else None
         if leave is not None:
             self._store.keep(layout.leave_key(life.slot, life.generation))
-            life.ended, life.how = leave.at, "done" if leave.reason == "done" else "left"
+            life.ended = leave.at
+            life.how = "done" if leave.reason == "done" else "left"
         successor = self._lives.get((life.slot, life.generation + 1))
         if life.how == "running" and successor is not None:
-            life.ended, life.how = successor.claimed, "replaced"
+            life.ended = successor.claimed
+            life.how = "replaced"
 
     def _apply_event(self, e: dict[str, Any]) -> None:
         if e["event"] in ENDS:
             life = self._find_ended(e)
             if life is not None and (e["event"] == "killed" or life.how == "running"):
-                life.ended, life.how = e["at"], e["event"]
+                life.ended = e["at"]
+                life.how = e["event"]
             elif life is not None and e["event"] == "lost" and life.how == "replaced":
-                life.ended, life.how = e["at"], "lost"
+                life.ended = e["at"]
+                life.how = "lost"
             if life is not None:
                 life.seen = observed_words(e) or life.seen
             return
@@ -587,7 +594,8 @@ def brief_name(report: Report) -> str:
 
 def nice_time(seconds: float) -> str:
     """45.0 s, 12 min 30 s, 3 h 05 min."""
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    minutes = int(seconds) // 60
+    hours = int(seconds) // 3600
     if minutes < 10:
         return f"{seconds:.1f} s"
     return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {int(seconds) % 60:02d} s"
@@ -676,7 +684,8 @@ def _life_words(life: Life, began: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (v - low) / (high - low)) if high > low else 0] for v in values)
 
 

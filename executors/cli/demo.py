@@ -24,7 +24,8 @@ from rendezvous.records import Beat
 from rendezvous.stores.open import open_store
 
 DEFAULT_FOLDER = Path("runs/demo")
-VICTIM, FROM_STEP = "r01", 4
+VICTIM = "r01"
+FROM_STEP = 4
 GOAL = 0.9  # mean reward of the last outer step; the warm start begins below 0.2
 
 

@@ -452,7 +452,8 @@ def _objectives(args: Namespace) -> int:
     from diloco.config import load_config
     from inner.objectives import PO_OBJECTIVES, format_menu
 
-    settings, about = {}, []
+    settings = {}
+    about = []
     if args.config:
         inner = load_config(args.config).inner
         chosen = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")

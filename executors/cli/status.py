@@ -39,7 +39,7 @@ from executors.supervision.reward_waits import reward_waits
 from rendezvous.membership import Wanted
 from rendezvous.records import Beat
 
-# What people want to hear of; everything else stays in the log.
+# Events that people want to hear of; everything else stays in the log.
 EVENTS = {
     "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
     "gave_up_on", "diverged", "crashed", "hung", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
@@ -155,7 +155,8 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
         _title_line(report, now, width),
         f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat",
     ]
-    shown, failed = _lives_to_show(report), _failed_starts(report)
+    shown = _lives_to_show(report)
+    failed = _failed_starts(report)
     for slot in report.wanted.slot_names:
         lives = [
             line for x in shown if x.slot == slot for line in [_life_line(x, report, now), *_reason_lines(x.why, width)]
@@ -214,7 +215,8 @@ def _title_line(report: Report, now: float, width: int) -> str:
     head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
     time = f"  {_clock_in_words(_elapsed_seconds(report, now))}"
     if known:
-        first, last = f"  {line.name} {known[0]:.2f} ", f" {known[-1]:.2f}"
+        first = f"  {line.name} {known[0]:.2f} "
+        last = f" {known[-1]:.2f}"
         room = min(24, width - 1 - len(head + first + last + time))
         curve = f"{first}{sparkline(known[-room:])}{last}" if room > 0 else f"  {line.name}{last}"
     return f"{head}{curve}{time}"
@@ -342,7 +344,8 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
     rows = []
     for slot, executor in sorted({(b.slot, b.executor) for b in spent.bills}):
         bills = [b for b in spent.bills if (b.slot, b.executor) == (slot, executor)]
-        hours, usd = sum(b.seconds for b in bills) / 3600, sum(b.usd for b in bills)
+        hours = sum(b.seconds for b in bills) / 3600
+        usd = sum(b.usd for b in bills)
         price = "unknown" if any(b.usd_per_hour is None for b in bills) else f"{usd:.2f}"
         now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
         rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())

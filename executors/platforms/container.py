@@ -89,7 +89,8 @@ def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[d
             child.start()
             code = child.wait(_time_left(spec, began), grace_s)
         except BaseException as error:
-            code, interruption = child.leave(grace_s), error
+            code = child.leave(grace_s)
+            interruption = error
         tail = child.tail  # also waits for the last line to be passed on
         starved = oom.TEXT if interruption is None and kills.explain(code) else ""
         return _make_end(

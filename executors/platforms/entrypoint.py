@@ -125,7 +125,8 @@ def _call_entrypoint(request: Mapping[str, Any]) -> int:
 
 def _without_gpu(asked: Sequence[str]) -> int:
     """The exit code for a replica whose GPU is not there; 0 if it is, and then its journal will name it."""
-    build, driver = gpu.torch_build(), gpu.driver_here()
+    build = gpu.torch_build()
+    driver = gpu.driver_here()
     os.environ[DEVICE_ENV] = gpu.device_name(build, driver)
     if (why := gpu.missing_gpu(asked, build, driver)) is None:
         return 0

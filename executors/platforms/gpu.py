@@ -116,14 +116,16 @@ def driver_here() -> Driver:
         return Driver(error="there is no NVIDIA driver (libcuda.so.1)")
     if code := cuda.cuInit(0):
         return Driver(error=f"NVIDIA's driver cannot be started (cuInit: error {code})")
-    version, count = ctypes.c_int(), ctypes.c_int()
+    version = ctypes.c_int()
+    count = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     cuda.cuDeviceGetCount(ctypes.byref(count))
     return Driver(version.value, tuple(_nth_device_name(cuda, i) for i in range(count.value)))
 
 
 def _nth_device_name(cuda: Any, index: int) -> str:
-    device, name = ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
+    device = ctypes.c_int()
+    name = ctypes.create_string_buffer(NAME_BYTES)
     with suppress(OSError):
         cuda.cuDeviceGet(ctypes.byref(device), index)
         cuda.cuDeviceGetName(name, NAME_BYTES, device)

@@ -48,7 +48,7 @@ from rendezvous.fields import Within, from_json
 
 T = TypeVar("T")
 
-# What a replica imports, by name: the fork server has them ready.  A name that is missing is the replica's to report.
+# Modules that a replica imports: the fork server has them ready.  A missing name is the replica's to report.
 PRELOAD = ("diloco.replica", "diloco.manager", "diloco.outer", "inner.build", "inner.trainer", "inner.worlds.toolworld")
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*eviction|cannot allocate memory", re.I)
 COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
 TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; ask for more, or for less per step)"
-CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 
 
 def says_out_of_memory(*texts: str) -> bool:

@@ -110,7 +110,7 @@ class Platform(ABC):
         return bool(handle.native)
 
     def memory_key(self, handle: Handle) -> Hashable:
-        """What its last status is remembered by: the process, or the launch where a handle means its launch."""
+        """The key of its last status in memory: the process, or the launch where a handle means its launch."""
         return handle
 
     def read_value(self, handle: Handle) -> Any:

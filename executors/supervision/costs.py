@@ -25,7 +25,8 @@ from executors.supervision.slot_state import native_of
 from rendezvous.membership import Wanted
 from rendezvous.records import Beat
 
-BEGINS, ENDS = ("launched", "found"), ("lost", "ended")
+BEGINS = ("launched", "found")
+ENDS = ("lost", "ended")
 END_S = 60.0  # from "leave now" until nobody runs: a last offer, the goodbye, a kill if need be
 LEASE_S = 1800.0  # a fleet that nobody looks after bills no longer than this
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ

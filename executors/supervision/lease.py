@@ -115,7 +115,8 @@ def latest_beat(store: Readable) -> LatestBeat:
 
 def has_looked_since(store: Readable, before: LatestBeat) -> bool:
     """Has a supervisor looked at the run since its latest beat was `before`?"""
-    holder, beat = _newest_holder(store), _read_latest_beat(store)
+    holder = _newest_holder(store)
+    beat = _read_latest_beat(store)
     if holder is None or beat is None or beat == before:
         return False
     return beat[0] == holder.generation and beat[2] == WATCHING

@@ -22,7 +22,9 @@ from rendezvous.clock import Clock
 
 TELL_S = 60.0  # a lost answer is told after so long, and everything again after so long
 FRESH_S = 1.5 * TELL_S  # what was told is the present state until then
-FIRST_PAUSE_S, LOST_PAUSE_S, REFUSED_PAUSE_S = 1.0, 4.0, 15.0
+FIRST_PAUSE_S = 1.0
+LOST_PAUSE_S = 4.0
+REFUSED_PAUSE_S = 15.0
 LAUNCH = "launch"
 
 

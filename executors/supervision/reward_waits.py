@@ -38,7 +38,7 @@ def _wait_in_words(slot: str, end: Mapping[str, Any], now: float) -> str:
 
 
 def _cost_in_words(waiting: Mapping[str, Mapping[str, Any]], report: Report, now: float) -> str:
-    """What the sessions cost that ended so; "" where nothing is billed."""
+    """The cost of the sessions that ended so; "" where nothing is billed."""
     ended = {(slot, e["attempt"]) for slot, e in waiting.items() for e in _streak(report.of_kind("lost"), slot, e)}
     usd = sum(bill.usd for bill in costs(report, now).bills if (bill.slot, bill.attempt) in ended)
     return f"; those sessions cost ${usd:.2f}" if usd else ""

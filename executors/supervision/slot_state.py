@@ -80,7 +80,8 @@ def past(events: Iterable[Mapping[str, Any]]) -> dict[str, History]:
     for e in events:
         if not e["who"].startswith(SUPERVISOR):
             continue
-        kind, slot = e["event"], e["slot"]
+        kind = e["event"]
+        slot = e["slot"]
         if kind == "gave_up_on" or (kind == "stopped" and e.get("code") != LOST_LEASE):
             found = {s: History(p.attempt, open=p.open, pending=p.pending) for s, p in found.items()}
         elif kind in ("pending", "running") and slot in found:
@@ -254,7 +255,8 @@ class SlotState:
 
     def seen(self, beat: Beat | None, now: float, fresh_s: float) -> Observation:
         """The observation of this slot, for the plan."""
-        s, since = self.status, lambda at: None if at is None else now - at
+        s = self.status
+        since = lambda at: None if at is None else now - at  # noqa: E731
         return Observation(
             slot=self.slot,
             state=s.state if s else None,

@@ -206,7 +206,7 @@ class Fleet:
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
     def _classify_end(self, track: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
-        """Whose fault was it?  A reward that has worked in this run is nobody's; nor is it that nothing moved while
+        """Was it its own fault?  A reward that has worked in this run is nobody's; nor is it that nothing moved while
         another slot waits for its own."""
         replaced = track.replacing_at is not None
         failed = status.state is State.FAILED and not replaced

@@ -59,7 +59,9 @@ T = TypeVar("T")
 
 PUBLISHER = "executors.supervision.supervisor:publish_model"
 FAILED = 1
-TICK_S, GRACE_S, PATIENCE_S = 0.2, 20.0, 120.0
+TICK_S = 0.2
+GRACE_S = 20.0
+PATIENCE_S = 120.0
 RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
 FINISH_S = 300.0  # a replica that beats may take so long for its last snapshot
 LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end

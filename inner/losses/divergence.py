@@ -90,7 +90,8 @@ def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def divergence_entries(s: Tensor, t: Tensor, beta: float) -> Tensor:
     """The summands, one per vocabulary entry. A token that both rule out (-inf) contributes 0, not NaN."""
     dead = s.isneginf() & t.isneginf()
-    s, t = s.masked_fill(dead, 0.0), t.masked_fill(dead, 0.0)
+    s = s.masked_fill(dead, 0.0)
+    t = t.masked_fill(dead, 0.0)
     if beta == 0:
         entries = _kl_entries(t, s)
     elif beta == 1:

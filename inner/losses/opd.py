@@ -39,9 +39,11 @@ def entropy_aware_opd_loss(
         raise ValueError(f"h_max = {h_max} must be greater than 0.")
 
     def gated(student: Tensor, teacher: Tensor) -> Tensor:
-        s, t = log_probs(student), log_probs(teacher)
+        s = log_probs(student)
+        t = log_probs(teacher)
         w = (teacher_entropy(t) / h_max).clamp(0, 1)
-        forward, reverse = divergence_entries(s, t, 0.0).sum(-1), divergence_entries(s, t, 1.0).sum(-1)
+        forward = divergence_entries(s, t, 0.0).sum(-1)
+        reverse = divergence_entries(s, t, 1.0).sum(-1)
         return w * forward + (1 - w) * reverse
 
     return _mean_over(gated, student_logits, teacher_logits, mask)
@@ -56,8 +58,10 @@ def eopd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, thre
         raise ValueError(f"threshold = {threshold} must be 0 or more (nats).")
 
     def gated(student: Tensor, teacher: Tensor) -> Tensor:
-        s, t = log_probs(student), log_probs(teacher)
-        forward, reverse = divergence_entries(s, t, 0.0).sum(-1), divergence_entries(s, t, 1.0).sum(-1)
+        s = log_probs(student)
+        t = log_probs(teacher)
+        forward = divergence_entries(s, t, 0.0).sum(-1)
+        reverse = divergence_entries(s, t, 1.0).sum(-1)
         return reverse + torch.where(teacher_entropy(t) > threshold, forward, 0.0)
 
     return _mean_over(gated, student_logits, teacher_logits, mask)

@@ -62,7 +62,8 @@ def sdpo_loss(
         return zero_on_graph(student_logits)
 
     def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-        s, t = log_probs(student, temperature), log_probs(teacher, temperature)
+        s = log_probs(student, temperature)
+        t = log_probs(teacher, temperature)
         if top_k is not None and top_k < s.size(-1):
             s, likeliest = s.topk(top_k, dim=-1)
             t = t.gather(-1, likeliest)

@@ -119,7 +119,8 @@ def _parse_call(body: str) -> Message | None:
 
 
 def _wire_call(call: Mapping[str, Any], spare_id: str) -> Message:
-    function, arguments = call["function"], call["function"].get("arguments")
+    function = call["function"]
+    arguments = call["function"].get("arguments")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     return {
         "id": call.get("id") or spare_id,

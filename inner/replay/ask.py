@@ -186,7 +186,8 @@ async def _ask_all(
 
         async def one(state: TraceState) -> list[TeacherAction]:
             rows = await _ask_state(dispatcher, state, tiers_of(teachers), done)
-            spent, ceiling = dispatcher.cost_ceiling.spent, dispatcher.cost_ceiling.ceiling
+            spent = dispatcher.cost_ceiling.spent
+            ceiling = dispatcher.cost_ceiling.ceiling
             bar.set_postfix_str(f"${to_usd(spent):.2f} of ${to_usd(ceiling):.2f}", refresh=False)
             bar.update()
             return rows

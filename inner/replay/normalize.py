@@ -127,7 +127,8 @@ class DJNormalizer:
 
     def _run_data_juicer(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
-            job, kept = Path(folder, "job.json"), Path(folder, "kept.json")
+            job = Path(folder, "job.json")
+            kept = Path(folder, "kept.json")
             job.write_text(json.dumps(parts), encoding="utf-8")
             script = Path(folder, "run_data_juicer.py")  # a copy: our folder must not be on that Python's path
             script.write_bytes((HERE / "run_data_juicer.py").read_bytes())

@@ -79,7 +79,8 @@ def read_lines(path: str | Path, read: Callable[[Any, int], list[Any]]) -> list[
 
     A bad record is warned about and left out; nothing but bad records is an error."""
     path = Path(path)
-    found, bad = [], []
+    found = []
+    bad = []
     for number, parse in _read_records(path):
         try:
             found += read(parse(), number)

@@ -226,7 +226,8 @@ def _read_choice(teacher: Teacher, doc: Message, cost: int | None, estimated: bo
     served = printable_start(doc["model"], 200) if isinstance(doc.get("model"), str) else None
     try:
         choice = doc["choices"][0]
-        finish, refused = choice.get("finish_reason"), choice.get("error")
+        finish = choice.get("finish_reason")
+        refused = choice.get("error")
         action = "" if finish == "error" or refused else _action_of(choice["message"])
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         return Reading(
@@ -241,7 +242,8 @@ def _read_choice(teacher: Teacher, doc: Message, cost: int | None, estimated: bo
 
 def _action_of(message: Any) -> str:
     """The action of an assistant's message, or ValueError: the form is not that of chat completions."""
-    content, calls = message.get("content"), message.get("tool_calls") or []
+    content = message.get("content")
+    calls = message.get("tool_calls") or []
     parts = content if isinstance(content, list) else []
     if not isinstance(content, str | list | None) or not all(_is_text_part(part) for part in parts):
         raise ValueError("the content is no text")

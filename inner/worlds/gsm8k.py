@@ -36,7 +36,8 @@ def gsm8k_rows(source: str | Path = HUB_ID, split: str = "train", limit: int | N
 
 def prompt_row(row: Any) -> dict[str, Any]:
     """One problem as a row of a prompts file; ValueError says what it lacks."""
-    question, answer = row["question"], row["answer"]
+    question = row["question"]
+    answer = row["answer"]
     final = final_number(answer, marked=True)
     if final is None:
         raise ValueError(f"the answer has no `#### <number>`: {answer[-60:]!r}")

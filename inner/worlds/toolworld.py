@@ -124,7 +124,9 @@ class ToolWorld:
 
     def dialogue(self, rng: random.Random) -> list[Message]:
         """Names uniform over the synonyms; a hint, when there is one, is followed; the tool's result is copied."""
-        kind, a, b = rng.randrange(self.kinds), rng.randrange(NUMBERS), rng.randrange(NUMBERS)
+        kind = rng.randrange(self.kinds)
+        a = rng.randrange(NUMBERS)
+        b = rng.randrange(NUMBERS)
         fails = rng.random() < 0.35
         name = self.name(kind, rng.randrange(self.names))
         messages: list[Message] = [{"role": "user", "content": f"op{kind} {a} {b}"}]

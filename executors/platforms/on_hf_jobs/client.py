@@ -212,7 +212,8 @@ class Hub:
         info = info or self._sdk.JobInfo(**row)
         labels = info.labels or {}
         ran = info.durations and info.durations.running_secs
-        number, limit = labels.get("attempt", ""), labels.get("limit", "")
+        number = labels.get("attempt", "")
+        limit = labels.get("limit", "")
         given = row.get("timeoutSeconds", row.get("timeout"))
         return HubJob(
             id=info.id,

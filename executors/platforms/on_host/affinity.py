@@ -46,7 +46,8 @@ class Affinity:
         return named[_place_in_line(spec.slot) % len(named)]
 
     def text(self, spec: ReplicaSpec) -> str:
-        gpu, cores = self.gpu(spec), self.cores(spec)
+        gpu = self.gpu(spec)
+        cores = self.cores(spec)
         return (f" on GPU {gpu}" if gpu else "") + (f" on cores {', '.join(map(str, cores))}" if cores else "")
 
 

@@ -39,7 +39,8 @@ from rendezvous.clock import SystemClock
 NAME = "modal"
 SUPERVISE = "supervise"
 CRASHES = 3  # containers of one launch that may die without a word
-TRIES, AGAIN_S = 6, 20.0
+TRIES = 6
+AGAIN_S = 20.0
 
 
 def app_name(run: str) -> str:
@@ -159,7 +160,8 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
 
     Only interruptions are raised: Modal starts a preempted input again, and ends a cancelled one.
     """
-    spec, note = ReplicaSpec.from_dict(raw), Note.from_dict(raw_note)
+    spec = ReplicaSpec.from_dict(raw)
+    note = Note.from_dict(raw_note)
     try:
         register = Register.open(note.register, create=False)
         clock = SystemClock()

@@ -23,7 +23,8 @@ from executors.platforms.on_modal.client import no_answer, sdk
 from rendezvous.clock import Clock
 
 OVERLAP = timedelta(seconds=30)  # a line may appear later than a younger one
-FOLLOW_S, MOST_S = 1.0, 15.0
+FOLLOW_S = 1.0
+MOST_S = 15.0
 TRIES = 3
 MOST_ENTRIES = 20_000
 
@@ -100,7 +101,8 @@ class Follower:
 
     def follow(self, over: Callable[[], bool], tail: int | None = None) -> Iterator[str]:
         """Until `over()`.   tail: of what is there already, only the last lines."""
-        pause, first = FOLLOW_S, True
+        pause = FOLLOW_S
+        first = True
         while True:
             last = over()  # before the look, so that nothing is missed
             try:
@@ -109,7 +111,8 @@ class Follower:
                 pause = min(MOST_S, 2 * pause)
             else:
                 yield from lines[max(0, len(lines) - tail) :] if first and tail is not None else lines
-                pause, first = FOLLOW_S, False
+                pause = FOLLOW_S
+                first = False
                 if last:
                     break
             self._clock.sleep(pause)

@@ -20,7 +20,8 @@ from rendezvous.clock import Clock
 
 TAIL = 12
 PATIENCE_S = 10.0  # with a service that does not answer; its client itself tries for about a second
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 4.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 4.0
 T = TypeVar("T")
 SECRET_KEYS = {
     "s3": "AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_REGION=…",

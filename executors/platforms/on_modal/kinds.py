@@ -37,7 +37,8 @@ USD_PER_HOUR = {  # of one GPU, beside CPU and memory
     "B200+": 6.25,  # or a B300
 }
 MOST = {"A10": 4}  # per container; 8 of the others
-CORE, GIB = 0.0472, 0.0080
+CORE = 0.0472
+GIB = 0.0080
 REGION = 1.75
 DAY_S = 24 * 3600
 STARTUP_S = 1800

@@ -22,7 +22,9 @@ from executors.platforms.base import Handle, State, Status
 from executors.platforms.entrypoint import write_json
 
 NAME = "slurm"
-CARD, END, CANCELLED = "card.json", "end.json", "cancelled"
+CARD = "card.json"
+END = "end.json"
+CANCELLED = "cancelled"
 
 
 class Asked(BaseException):
