@@ -202,7 +202,7 @@ def test_a_supervisor_that_was_killed_eleven_times_is_succeeded_from_another_mac
     bucket,
     tmp_path,
 ) -> None:
-    found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 400})
+    found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 100_000})
     far = {"DILOCO_PLACE": "another-machine", "HOME": str(tmp_path)}
     assert diloco("resume", run, "--detach", "--yes").returncode == 0
     (first,) = (h for h in executor.find(run) if h.slot == SUPERVISOR)
@@ -215,9 +215,9 @@ def test_a_supervisor_that_was_killed_eleven_times_is_succeeded_from_another_mac
     until(lambda: call.result is not None, "the call went on")
     status = executor.poll([first])[0]
     assert status.state.ended and f"died {SUPERVISOR_CRASHES} times" in status.reason
-    write_control(found.store, SystemClock(), steps=read_report(found.store).head + 2)
     resumed = diloco("resume", run, "--detach", "--yes", **far)
     assert resumed.returncode == 0 and "supervised by modal (fc-" in resumed.stdout, words(resumed)
+    write_control(found.store, SystemClock(), steps=read_report(found.store).head + 2)
     until(lambda: read_report(found.store).done, f"the run did not end:\n{log_of_all(platform)}", 240)
     assert [h.attempt for h in executor.find(run) if h.slot == SUPERVISOR] == [2]
 
