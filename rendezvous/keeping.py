@@ -140,7 +140,7 @@ def choose_kept(
 ) -> Kept | None:
     """The part of the steps below `head` that stays; None if more commits must be read first.
 
-    known: sizes of the newest steps, without a gap; maybe not of all.   older: snapshots below the floor.
+    known: sizes of the newest steps, without a gap; maybe not of all, or of none.   older: snapshots below the floor.
     Left free are a snapshot that is on its way, the LATE steps, and a twentieth for bodies that no commit lists.
     """
     newest = known.get(head - 1, Sizes(0, 0))
@@ -153,6 +153,8 @@ def choose_kept(
         room -= window.bytes_needed(t, known[t])
     if room < 0:
         return Kept(frozenset(), window.floor, window.newest, over=int(-room))
+    if not known:
+        return None
     most = max(one.deltas + one.mean for one in known.values())
     if FULL_ENOUGH * (head * most + len(older) * window.snapshot) <= room:
         return Kept(frozenset(older), 0, 0)

@@ -81,6 +81,7 @@ def test_no_answer_before_enough_is_known() -> None:
     some = {t: size for t, size in steps(100).items() if t >= 50}
     older = range(0, 90, 5)
     assert choose_kept(10_000, 100, some, window(90), older) is None
+    assert choose_kept(10_000, 0, {}, window(90), older) is None, "seed 167: a joiner at the end has heard of none"
     assert choose_kept(1500, 100, some, window(90), older) == choose_kept(1500, 100, steps(100), window(90), older)
     assert choose_kept(10**6, 100, some, window(90), older) == Kept(frozenset(older), 0, 0), "it would fit four times"
 

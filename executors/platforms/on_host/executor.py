@@ -56,7 +56,7 @@ FORK_ENV = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
 }  # else torch.cuda.is_available() in the server spoils CUDA after a fork
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
-REAP_S = 2.0  # from a death until its exit code is written down, if anybody does
+REAP_S = 5.0  # from a death until its exit code is written down, if anybody does
 
 
 class LocalProcessExecutor(Executor):
@@ -224,7 +224,7 @@ class LocalProcessExecutor(Executor):
         if processes.is_alive(handle.pid, handle.started):
             return None, False
         code = _written_code(handle)
-        if code is None and processes.start_ticks(handle.pid) == handle.started:  # dead, and about to be reaped
+        if code is None and handle.files:  # dead: whoever launched it reaps it, and writes the code after that
             since = self._dead.setdefault(handle, self._clock.now())
             return None, self._clock.now() - since > REAP_S
         return code, True
