@@ -56,7 +56,7 @@ class Collected(Terminal):
 
 
 def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
-    """Those of `keys` that are blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
+    """Select the blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
     return [key for key in keys if (blob := _parse_blob_key(key)) is not None and blob[0] == kind and blob[1] < below]
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.launch import RunRecord
-from diloco.runlog.charts import write_report
+from diloco.runlog import charts
+from diloco.runlog.charts import draw_figure, write_report
 from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
@@ -187,6 +188,16 @@ def test_a_run_that_has_just_begun_can_be_told_and_drawn(tmp_path):
     assert "0 of 6" in summary(report)
     page, png = write_report(report, tmp_path)
     assert page.stat().st_size > 1000 and png.stat().st_size > 1000
+
+
+def test_the_words_of_an_early_kill_do_not_run_into_the_title(monkeypatch):
+    marks = [(0.6, "r01 lost", "right"), (0.7, "r01 is back", "left")]
+    monkeypatch.setattr(charts, "_mark_interruptions", lambda report: marks)
+    figure = draw_figure(read_report(killed_and_replaced().store))
+    figure.canvas.draw()
+    curve = figure.axes[0]
+    words = [text.get_window_extent() for text in curve.texts]
+    assert len(words) == 2 and not any(curve._left_title.get_window_extent().overlaps(box) for box in words)
 
 
 def test_the_page_is_self_contained_and_follows_the_readers_theme(tmp_path):

@@ -101,13 +101,16 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
         _unit_scale(ax, line)
     else:
         ax.text(0.5, 0.5, "no reward and no loss was measured", transform=ax.transAxes, ha="center", color=INK)
-    for place, text, side in _mark_interruptions(report):
+    marks = _mark_interruptions(report)
+    for place, text, side in marks:
         ax.axvline(place, color=ALARM, lw=1, ls=(0, (4, 3)), zorder=0)
         ax.annotate(
             text, (place, 1), xycoords=("data", "axes fraction"), xytext=(2 if side == "left" else -2, 3),
             textcoords="offset points", color=ALARM, ha=side, va="bottom", fontsize=8,
         )  # fmt: skip
     _style_axes(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean of its samples")
+    if any(text for _, text, _ in marks):  # the words stand between the curve and its title
+        ax.set_title(ax.get_title(loc="left"), loc="left", fontsize=10, color=INK, pad=18)
     ax.set_xlim(-0.5, max(report.wanted.steps, report.head, 1) - 0.5)
     ax.locator_params(axis="x", integer=True)
     if ax.get_legend_handles_labels()[0]:
