@@ -22,11 +22,12 @@ from rendezvous import garbage, layout, residuals, rules, snapshots
 from rendezvous.background import Background, Inline, Together, in_turn, no_emit
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
-from rendezvous.closing import Committer, StepWait, refuse_misweighed
+from rendezvous.closing import Committer, refuse_misweighed
 from rendezvous.digests import required_digest_kind
 from rendezvous.errors import Corrupt, Diverged, Fenced, GaveUp, HeartbeatLost, Leaving, RendezvousError
 from rendezvous.keeping import Sizes, sizes_of
 from rendezvous.membership import Membership, Wanted, read_leave
+from rendezvous.offers import OfferBook
 from rendezvous.records import Commit, Leave, Offer, new_nonce
 from rendezvous.reduce import OwnBody, Reducer
 from rendezvous.rules import Rules, Timing
@@ -34,6 +35,7 @@ from rendezvous.sharded import ShardedMean
 from rendezvous.snapshot_pace import SnapshotPace
 from rendezvous.snapshot_writer import SnapshotWriter
 from rendezvous.state import Digests, ReplicatedState, all_arrays, base_of
+from rendezvous.step_wait import StepTimes, StepWait
 from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.tensors import TensorFile
 from rendezvous.wire import Encoder, as_bytes, check_shape, codec_alignment, digested_pieces, shard_grid
@@ -93,8 +95,7 @@ class Rendezvous:
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.last_offer: Offer | None = None
         self._leave_at: float | None = None  # when somebody asked this replica to go
-        self._began = clock.now()  # of this outer step's work
-        self._lasted: list[float] = []  # seconds from there to the decision, of the last two that we waited for
+        self._times = StepTimes(clock)
         self._announcement: Callable[[], None] | None = None
         self._own_bodies: list[OwnBody] = []  # what we offered last, and before if somebody may still miss it
         self._replayed_at = -1  # the step for which we last replayed our own θ
@@ -123,15 +124,23 @@ class Rendezvous:
         self._sharded_mean = ShardedMean(
             self.clock, self._reducer, self.members, self.timing, self._pause_for_parts, self._on_bad_body
         )
+        self.offers = OfferBook(
+            self.store,
+            self.clock,
+            self.chain,
+            rules_,
+            on_foreign_base=lambda offer: self._replay_own_state(f"{offer.slot}'s offer", offer.base),
+            on_rejected=lambda key, why: self.emit("bad_offer", key=key, text=f"passed over: {why}"),
+            together=self._together,
+        )
         self._committer = Committer(
             store=self.store,
             clock=self.clock,
             chain=self.chain,
             members=self.members,
+            offers=self.offers,
             rules_=rules_,
             timing=self.timing,
-            on_foreign_base=self._on_foreign_base,
-            on_rejected=self._report_rejected,
             together=self._together,
         )
         return self
@@ -253,7 +262,7 @@ class Rendezvous:
         if upto is None:
             self.chain.refuse_gap(self.step)
         self._mend_snapshot(damaged.get(self.step))
-        self._began = self.clock.now()
+        self._times.begin()
 
     def _mend_snapshot(self, damaged: snapshots.Snapshot | None) -> None:
         if damaged is not None and snapshots.mend_blob(self.store, damaged, self._all_arrays(damaged.t)):
@@ -281,7 +290,7 @@ class Rendezvous:
 
     def has_offered(self, slot: str) -> bool:
         """Has this slot an offer that counts for the open step, whichever of its lives made it?"""
-        return self._committer.standing_offer(self.step, slot) is not None
+        return self.offers.standing_offer(self.step, slot) is not None
 
     def offer(
         self,
@@ -330,7 +339,7 @@ class Rendezvous:
             blob=key,
             size=written.body.size,
             digest=written.digest,
-            took=self.clock.now() - self._began,
+            took=self._times.took,
             at=self.clock.wall(),
             samples=float(samples),
             norm=written.norm,
@@ -342,53 +351,40 @@ class Rendezvous:
             stats={k: float(v) for k, v in stats.items() if isfinite(v)},
         )
 
-    def _announce_offer(self, record: Offer) -> None:
-        body = record.encode()
-        attempt = 0
-        while True:
-            key = layout.offer_key(record.step, self.slot, attempt)
-            won, value = put_once(self.store, self.clock, key, body)
-            if won:
-                self.last_offer = record
-                self._committer.count_own_offer(record)
-                return
-            other = self._committer.read_offer(key, value, record.step, self.slot)
-            if other is not None and self._committer.is_eligible(other):  # a predecessor's, which counts; ours does not
-                self.emit("offer_lost", step=record.step, to=other.generation)
-                if self._own_bodies:
-                    self._encoder.take_back(self.fragment, self._own_bodies[-1].body)
-                return
-            attempt += 1
+    def _announce_offer(self, mine: Offer) -> None:
+        stands = self.offers.announce(mine)
+        if stands is mine:
+            self.last_offer = mine
+            return
+        self.emit("offer_lost", step=mine.step, to=stands.generation)
+        if self._own_bodies:
+            self._encoder.take_back(self.fragment, self._own_bodies[-1].body)
 
     def settle(self) -> Commit:
         """The decision for the open step; helps to make it.  Our offer must be durable before this is called."""
         self._set_phase("wait")
         self._point_committer()
-        vigil = StepWait(self.clock, self.timing, self._seconds_until_due())
+        wait = StepWait(self.clock, self.timing, self._times.due_in())
         while (commit := self.chain.read(self.step)) is None:
             self._check_before_pause()
-            vigil.count_time()
-            why_open = self._committer.try_to_commit(vigil, self._snapshot)
+            wait.count_time()
+            why_open = self._committer.try_to_commit(wait, self._snapshot)
             self.members.status.note = why_open
             if why_open:
                 self._leave_if_done()
-                self._give_up_after(vigil.idle, why_open)
-                if vigil.is_overdue():
+                self._give_up_after(wait.idle, why_open)
+                if wait.is_overdue():
                     self._mend_own_bodies()
-                vigil.sleep()
-        self._lasted = [*self._lasted[-1:], self.clock.now() - self._began]
+                wait.sleep()
+        self._times.note_decision()
         return self._check_commit(commit)
 
-    def _seconds_until_due(self) -> float:
-        """Seconds until the open step is decided, if it lasts as long as the shorter of the last two; 0: not known."""
-        return max(0.0, self._began + min(self._lasted, default=0.0) - self.clock.now())
-
-    def _pause_for_parts(self, vigil: StepWait, normal: float) -> None:
+    def _pause_for_parts(self, wait: StepWait, normal: float) -> None:
         """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
         self._check_before_pause()
-        if vigil.is_overdue(normal):
+        if wait.is_overdue(normal):
             self._mend_own_bodies()
-        vigil.sleep()
+        wait.sleep()
 
     def _leave_if_done(self) -> None:
         """The run was shortened while we trained: whoever had heard of it has ended, and nobody closes this step."""
@@ -546,7 +542,7 @@ class Rendezvous:
             self._announcement = None
         self._snapshot_if_due(commit)
         self._set_phase("train")
-        self._began = self.clock.now()
+        self._times.begin()
         small = bool(self._own_bodies) and self.wanted.universe <= rules.LARGE_FLEET
         self.members.begin_step(commit.pace, {o.slot for o in commit.fresh_offers} - {self.slot} if small else set())
         self._refuse_if_fenced()
@@ -595,7 +591,7 @@ class Rendezvous:
         self._point_committer()
 
     def _point_committer(self) -> None:
-        self._committer.open_step(self.step, self.base)
+        self.offers.open_step(self.step, self.base)
 
     # ------------------------------------------------------------------ keeping honest
 
@@ -608,22 +604,16 @@ class Rendezvous:
         """In the order in which they stand in snapshot t."""
         return all_arrays(self.state, self.rules.fragments, t)
 
-    def _report_rejected(self, key: str, why: str) -> None:
-        self.emit("bad_offer", key=key, text=f"passed over: {why}")
-
-    def _on_foreign_base(self, offer: Offer) -> None:
-        self._replay_own_state(f"{offer.slot}'s offer", offer.base)
-
     def _replay_own_state(self, whose: str, base: str) -> None:
         """Somebody started this step from another θ: replay ours from the bucket, once per step, and see."""
         if self._replayed_at == self.step:
             return
         self._replayed_at = step = self.step
         mine = self.base
-        began = self._began
+        began = self._times.began
         self._heal_from_bucket(upto=step)
         self.chain.read(step)  # where it is decided already: the replay went up to it, not through it
-        self._began = began
+        self._times.began = began
         self.emit("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
         if self.base != mine:
             raise Diverged(

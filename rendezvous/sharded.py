@@ -18,12 +18,12 @@ import numpy as np
 
 from rendezvous import layout
 from rendezvous.clock import Clock
-from rendezvous.closing import StepWait
 from rendezvous.errors import Corrupt
 from rendezvous.membership import Membership
 from rendezvous.records import Commit
 from rendezvous.reduce import OwnBody, Reducer, Shard
 from rendezvous.rules import Timing
+from rendezvous.step_wait import StepWait
 
 _PATIENCE = 0.4  # of the time between two syncs
 _LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's download
@@ -32,7 +32,7 @@ _LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's dow
 class ShardedMean:
     """One replica's share of a sharded reduction.
 
-    rest(vigil, normal): a pause, when `normal` seconds of waiting are no reason to worry; may raise.
+    rest(wait, normal): a pause, when `normal` seconds of waiting are no reason to worry; may raise.
     bad(commit, error): told that a listed body is; -> may it yet be put back?
     """
 
@@ -63,21 +63,21 @@ class ShardedMean:
         """
         parts = self._reducer.split_into_parts(commit, out.size)
         missing = set(range(len(parts)))
-        vigil = StepWait(self._clock, self._timing)
+        wait = StepWait(self._clock, self._timing)
         ours = {j for j in missing if commit.owners[j] == self._members.slot}
 
         def made_here(j: int) -> bool:
-            return self._make_part(commit, j, parts[j], out, mine, vigil.idle)
+            return self._make_part(commit, j, parts[j], out, mine, wait.idle)
 
         while True:
-            vigil.count_time()
+            wait.count_time()
             missing -= {j for j in sorted(ours & missing) if made_here(j)}
             missing -= {j for j in sorted(missing) if self._reducer.take_part(commit, j, parts[j], out)}
-            missing -= {j for j in sorted(missing - ours) if self._is_our_turn(commit, j, vigil.idle) and made_here(j)}
+            missing -= {j for j in sorted(missing - ours) if self._is_our_turn(commit, j, wait.idle) and made_here(j)}
             if not missing:
                 return
-            self._read_owner_beats(commit, missing, vigil.idle)
-            self._pause(vigil, _PATIENCE * commit.pace)
+            self._read_owner_beats(commit, missing, wait.idle)
+            self._pause(wait, _PATIENCE * commit.pace)
 
     def _make_part(
         self, commit: Commit, j: int, part: list[Shard], out: np.ndarray, mine: OwnBody | None, waited: float

@@ -22,6 +22,7 @@ from rendezvous import (
     keeping,
     layout,
     membership,
+    offers,
     records,
     reduce,
     rendezvous,
@@ -34,6 +35,7 @@ from rendezvous.closing import Committer
 from rendezvous.digests import digest
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
 from rendezvous.keeping import Window
+from rendezvous.offers import OfferBook
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules
@@ -177,19 +179,19 @@ def offer_first() -> Iterator[None]:
         yield
 
 
-def one_look(closer: Any, s: int, slot: str) -> Any:
-    if (s, slot) not in closer._offers:
-        body = closer._store.get(layout.offer_key(s, slot, 0))
+def one_look(book: Any, s: int, slot: str) -> Any:
+    if (s, slot) not in book._offers:
+        body = book._store.get(layout.offer_key(s, slot, 0))
         if body is not None:
-            closer._count_if_eligible(closing.Offer.decode(body))
-    return closer._offers.get((s, slot))
+            book._count_if_eligible(records.Offer.decode(body))
+    return book._offers.get((s, slot))
 
 
-def one_attempt(rv: Any, record: Any) -> None:
-    won, _ = rendezvous.put_once(rv.store, rv.clock, layout.offer_key(record.step, rv.slot, 0), record.encode())
-    if won:
-        rv.last_offer = record
-        rv._committer.count_own_offer(record)
+def one_attempt(book: Any, mine: Any) -> Any:
+    key = layout.offer_key(mine.step, mine.slot, 0)
+    if offers.put_once(book._store, book._clock, key, mine.encode())[0]:
+        book._offers[mine.step, mine.slot] = mine
+    return mine
 
 
 @contextmanager
@@ -471,8 +473,8 @@ BUGS: dict[str, Bug] = {
     "offer before blob": Bug(lambda: [offer_first()], unequal),
     "one offer attempt": Bug(
         lambda: [
-            patch.object(Rendezvous, "_announce_offer", one_attempt),
-            patch.object(Committer, "standing_offer", one_look),
+            patch.object(OfferBook, "announce", one_attempt),
+            patch.object(OfferBook, "standing_offer", one_look),
         ],
         pair,
     ),

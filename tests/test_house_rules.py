@@ -14,7 +14,6 @@ ROOMS = ("diloco", "executors", "inner", "rendezvous")
 MOST_METHODS, MOST_LINES, MOST_POSITIONAL = 25, 60, 6
 LARGE = {
     "Rendezvous": "one replica's side of the protocol; its parts are chain, closing, reduce, membership, snapshots",
-    "Committer": "whether to close, with whom and when: rules decides, each question to the store is a method",
     "Reducer": "fetches, checks and averages; every way in which a body can fail is a method of its own",
     "StoreManager": "torchft.Manager's surface, and the outer loop's",
     "LighthouseManager": "the same, over a torchft.Manager",

@@ -16,7 +16,6 @@ import pytest
 from rendezvous import layout, snapshots
 from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
-from rendezvous.closing import StepWait
 from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
 from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RendezvousError
@@ -24,6 +23,7 @@ from rendezvous.records import Commit, Mean, Offer, Snapshot, WireError
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous, no_emit
 from rendezvous.rules import offer_flaw
+from rendezvous.step_wait import StepWait
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.wire import as_bytes, body_digests, shard_grid
 from tests.fakes import Fault, FaultyStore, ManualClock, VectorState
@@ -129,7 +129,7 @@ def test_a_body_that_counts_under_the_next_number_is_not_sent_again(clock: Manua
     store = bucket(clock)
     old = Seat(store, "r01", clock, rules).join()
     young = Seat(store, "r01", clock, rules).join()
-    old.rv.base = old.rv._committer.base = "another θ"
+    old.rv.base = old.rv.offers.base = "another θ"
     old.rv._check_state = lambda *_: None  # type: ignore[method-assign]
     store.faults = [Fault("create", "offer/r01", error=None, before=lambda: old.rv.offer(np.ones(3, np.float32), 2))]
     young.rv.offer(delta, 2)
@@ -443,11 +443,11 @@ def test_alien_offers_make_a_replica_replay_once_in_a_step(clock: ManualClock) -
         alien.state.theta += 1
         alien.rv.resume_at(alien.state, 0)
         alien.offer()
-    began = a.rv._began
+    began = a.rv._times.began
     a.offer()
     with pytest.raises(GaveUp):
         a.rv.settle()
-    assert len(a.events("base_differs")) == 1 and a.rv._began == began
+    assert len(a.events("base_differs")) == 1 and a.rv._times.began == began
 
 
 # ---------------------------------------------------------------------- memory that others may still need
@@ -488,7 +488,7 @@ def test_old_offers_are_forgotten(clock: ManualClock) -> None:
     _, a, b = pair(clock, steps=40)
     for _ in range(20):
         together(a, b)
-    assert len(a.rv._committer._offers) <= 2 * (RULES.window + 1)
+    assert len(a.rv.offers._offers) <= 2 * (RULES.window + 1)
 
 
 # ---------------------------------------------------------------------- who counts
@@ -543,13 +543,13 @@ def test_an_offer_has_at_most_four_rounds_of_inner_steps() -> None:
 
 def test_a_wait_for_a_quorum_begins_again_when_it_is_lost() -> None:
     clock = ManualClock()
-    vigil = StepWait(clock, TIMING)
+    wait = StepWait(clock, TIMING)
     waits = list[float]()
     for reached in (True, True, False, True, True):
         clock.sleep(0.1)
-        vigil.count_time()
-        vigil.count_quorum(reached)
-        waits.append(round(vigil.waited, 1))
+        wait.count_time()
+        wait.count_quorum(reached)
+        waits.append(round(wait.waited, 1))
     assert waits == [0.1, 0.2, 0.0, 0.1, 0.2]
 
 
@@ -597,11 +597,11 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
     commit, out = a.rv.settle(), np.empty(3, np.float32)
     rest, rests = a.rv._pause_for_parts, list[float]()
 
-    def later(vigil: Any, normal: float) -> None:
+    def later(wait: Any, normal: float) -> None:
         rests.append(clock.now())
         if len(rests) == 2:
             c.rv._reducer.mend_own_body(mine)
-        rest(vigil, normal)
+        rest(wait, normal)
 
     a.rv._sharded_mean._pause = later
     a.rv.mean(commit, out)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rendezvous import layout, rules
-from rendezvous.closing import StepWait
 from rendezvous.membership import Membership, updated_peer, write_control
 from rendezvous.records import Beat
 from rendezvous.rules import Peer, Rules, Timing, beat_age
+from rendezvous.step_wait import StepWait
 from rendezvous.stores.memory import MemoryStore
 from tests.benchmarks.bench_scale import DATA, Counting, calm_fleet, deaths, play
 from tests.fakes import ManualClock
@@ -328,16 +328,16 @@ def test_the_next_look_comes_when_something_can_have_changed() -> None:
 def test_a_waiter_wakes_when_its_next_look_is_due() -> None:
     """It slept for up to four polls past it."""
     clock = ManualClock()
-    vigil = StepWait(clock, FAR, due=60.0)
+    wait = StepWait(clock, FAR, due=60.0)
     clock.sleep(8.0)
-    vigil.count_time()
-    assert vigil.pause_s == 4.0
-    vigil.attempt_in(1.5, at_most=10.0)
-    assert vigil.pause_s == 1.5
-    vigil.attempt_in(9.0, at_most=10.0)
-    assert vigil.pause_s == 4.0
-    vigil.attempt_in(0.0, at_most=10.0)
-    assert vigil.next_attempt == vigil.idle + 1.0, "nothing is known: an eighth of the wait, a poll at least"
+    wait.count_time()
+    assert wait.pause_s == 4.0
+    wait.attempt_in(1.5, at_most=10.0)
+    assert wait.pause_s == 1.5
+    wait.attempt_in(9.0, at_most=10.0)
+    assert wait.pause_s == 4.0
+    wait.attempt_in(0.0, at_most=10.0)
+    assert wait.next_attempt == wait.idle + 1.0, "nothing is known: an eighth of the wait, a poll at least"
 
 
 def test_three_lead_whatever_the_fleet() -> None:
