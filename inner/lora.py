@@ -10,7 +10,9 @@ The adapter lies in the folder `adapter` of a start model's folder.  It is fp32,
 Not promised: several adapters on one model.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
         target_modules=settings.targets,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _without_old_name_warning():
         torch.manual_seed(SEED)
         adapted: Any = get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = base_name
@@ -52,7 +54,8 @@ def save_adapter(model: Any, folder: Path) -> None:
 def load_adapter(model: Any, folder: Path, settings: LoraSettings) -> Any:
     from peft import PeftModel
 
-    return _freeze(PeftModel.from_pretrained(model, str(folder), is_trainable=True), settings)
+    with _without_old_name_warning():
+        return _freeze(PeftModel.from_pretrained(model, str(folder), is_trainable=True), settings)
 
 
 def adapter_off(model: Any) -> AbstractContextManager[Any]:
@@ -63,6 +66,14 @@ def drop_reference_copy(model: Any) -> None:
     """TRL copies the adapter of a model that comes with one, as the reference of its KL term: the base is ours."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
+
+
+@contextmanager
+def _without_old_name_warning() -> Iterator[None]:
+    """PEFT asks each model for is_gradient_checkpointing, which transformers 5.23 has under another name, too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def _freeze(model: Any, settings: LoraSettings) -> Any:

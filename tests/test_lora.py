@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,14 @@ def test_the_first_values_are_published_and_loaded_by_everybody(tmp_path: Path) 
             assert p.any() == (".lora_A." in name), "B is zero at first"
     held = {id(p) for group in first.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for n, p in first.model.named_parameters() if "lora" in n}, "made after the adapter"
+
+
+def test_an_adapter_is_made_and_loaded_without_a_warning(tmp_path: Path) -> None:
+    """`diloco export` printed one of transformers', for a name that PEFT asks for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        publish_start(supervised(), tmp_path)
+        load_start(tmp_path, "float32", LoraSettings(**LORA))
 
 
 def test_the_adapter_is_fp32_on_a_base_in_bfloat16(tmp_path: Path) -> None:
