@@ -77,26 +77,6 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def cut_fragments(sizes: Sequence[int], fragments: int) -> list[slice]:
-    """`fragments` runs of consecutive parameters with about equal numbers of elements."""
-    if fragments > len(sizes):
-        raise OuterError(f"{fragments} fragments cannot be cut from {len(sizes)} trainable parameters; use fewer")
-    parts: list[slice] = []
-    at = 0
-    left = sum(sizes)
-    for remaining in range(fragments, 0, -1):
-        goal = left / remaining
-        to = at + 1
-        size = sizes[at]
-        while to <= len(sizes) - remaining and (remaining == 1 or size + sizes[to] / 2 <= goal):
-            size = size + sizes[to]
-            to = to + 1
-        parts.append(slice(at, to))
-        at = to
-        left = left - size
-    return parts
-
-
 def layout_of(model: nn.Module) -> list[list[Any]]:
     """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
     return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable_parameters(model)]

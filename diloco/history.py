@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import ConfigError, OuterConfig, keep_bytes
-from diloco.flat import cut_fragments, trainable_parameters
-from diloco.launch import ModelRecord, Run, fetch_model, read_run, save_below
+from diloco.flat import trainable_parameters
+from diloco.fragments import cut_fragments
+from diloco.launch import ModelRecord, Run, fetch_model, is_weights_file, read_run, save_below
 from diloco.optimizer import Nesterov, OuterState
 from diloco.start_model import first_arrays, next_steps_text, refuse_other_base, refuse_other_bits
 from inner.build import load_start
@@ -168,7 +169,7 @@ def _model_record(run: Run) -> ModelRecord:
 def _copy_others(start: Path, to: Path, left_out: Container[str] = ()) -> None:
     """Tokenizer, chat template, generation config: everything but the weights and the adapter."""
     to.mkdir(parents=True, exist_ok=True)
-    for path in sorted(p for p in start.rglob("*") if p.is_file() and p.suffix != ".safetensors"):
+    for path in sorted(p for p in start.rglob("*") if p.is_file() and not is_weights_file(p.name)):
         name = path.relative_to(start).as_posix()
         if name not in left_out and not name.startswith(f"{ADAPTER}/"):
             save_below(to, name, path.read_bytes())

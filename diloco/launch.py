@@ -525,22 +525,22 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
 
 
 def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
-    """θ₀'s folder with zeros for weights, for a replica whose θ comes from a snapshot; -> `folder`.
+    """θ₀'s folder with zeros for weights, for a replica whose θ comes from a snapshot; -> `folder`.   Raises HubError.
 
     A from_pretrained folder all the same, so that whatever else a model has is made as ever.   The zeros are a hole in
     a file: neither the link nor the disk carries them.
     """
     from diloco.zeros import write_zeros
 
-    for name, stored in record.files.items():
-        if not is_weights_file(name):
-            save_below(folder, name, _read_verified(store, stored))
+    others = {name: stored for name, stored in record.files.items() if not is_weights_file(name)}
+    fetch_model(store, replace(record, files=others), folder)
     write_zeros(folder / "model.safetensors", record.layout)
     return folder
 
 
 def is_weights_file(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
+    """Of the names that a start model's folder has: safetensors, or PyTorch's own files where the Hub has no others."""
+    return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
 
 
 def fetch_files(run: Run, folder: Path) -> dict[str, Path]:

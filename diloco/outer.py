@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import OuterConfig, OuterError, check_boundary
-from diloco.flat import FlatFragment, cut_fragments, trainable_parameters
+from diloco.flat import FlatFragment, trainable_parameters
+from diloco.fragments import cut_fragments
 from diloco.model_checks import ModelGuard, check_model
 from diloco.optimizer import Nesterov, OuterState
 from diloco.runlog.learning import TAKEN

@@ -172,14 +172,26 @@ def _fetch_inputs(
     """
     (scratch / LOOP_FOLDER).mkdir(exist_ok=True)
     files = fetch_files(run, scratch / "code")
-    take = lambda: fetch_model(run.store, record, scratch / "model")  # noqa: E731
+    without = _heals_without_start(run, record)
+    fetch, folder = (fetch_model_without_weights, ZEROS) if without else (fetch_model, "model")
+    return _ask_patiently(record, session, lambda: fetch(run.store, record, scratch / folder), stay), files
+
+
+def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path], stay: Callable[[], None]) -> Path:
+    """`fetch()`, as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
     if (model := record.hub_model) is None:
-        if _heals_without_start(run, record):
-            return fetch_model_without_weights(run.store, record, scratch / ZEROS), files
-        return take(), files
+        return fetch()
     from diloco.start_model import from_hub
 
-    return from_hub(session, model, take, stay), files
+    return from_hub(session, model, fetch, stay)
+
+
+def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path) -> Path:
+    """The whole start model after all, beside `folder`, which has none of its weights; `folder` if it has them."""
+    if folder.name != ZEROS:
+        return folder
+    fetch = lambda: fetch_model(run.store, record, folder.with_name("model"))  # noqa: E731
+    return _ask_patiently(record, session, fetch, lambda: _leave_now(session))
 
 
 @dataclass(frozen=True)
@@ -194,7 +206,8 @@ class Inputs:
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
     """Is θ₀ of no use to a replica that starts now?  Then the newest snapshot is all that it loads.
 
-    Snapshot 0, which is in the bucket too, is what it falls back on.   An adapter stands on weights of its own.
+    What it falls back on is snapshot 0, which is in the bucket too; of a model on the Hub, its weights, which are asked
+    for then.   An adapter stands on weights of its own.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
         return False
@@ -202,7 +215,8 @@ def _heals_without_start(run: Run, record: ModelRecord) -> bool:
         return False
     first = snapshots.read(run.store, 0)
     newest = next(snapshots.newest_first(run.store), None)
-    return first is not None and bool(first.blob) and newest is not None and newest.t > 0
+    at_hand = first is not None and (bool(first.blob) or bool(record.hub))
+    return at_hand and newest is not None and newest.t > 0
 
 
 def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs) -> int:
@@ -226,7 +240,8 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     if model_dir.name != ZEROS:
         refuse_other_bits(record.theta, loop.model)
     refuse_other_base(record.base, loop.model)
-    again = lambda: first_arrays(model_dir, config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
+    whole = lambda: _fetch_weights(run, session, record, model_dir)  # noqa: E731
+    again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
     manager = (
         StoreManager(session, theta_0=again if record.hub else None)
         if bucket
@@ -261,7 +276,7 @@ def _build_loop(
     model_dir = inputs.model_dir
     loop = build(model_dir)
     if model_dir.name == ZEROS and has_more_than_trained(loop.model):
-        model_dir = fetch_model(run.store, record, model_dir.with_name("model"))
+        model_dir = _fetch_weights(run, session, record, model_dir)
         loop = build(model_dir)
     return loop, model_dir
 

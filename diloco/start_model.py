@@ -23,7 +23,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from diloco.config import OuterConfig
-from diloco.flat import FlatFragment, cut_fragments, trainable_parameters
+from diloco.flat import FlatFragment, trainable_parameters
+from diloco.fragments import cut_fragments
 from diloco.model_checks import frozen_digest
 from diloco.optimizer import Nesterov, OuterState
 from diloco.session import Session

@@ -102,6 +102,7 @@ def link_hub_files(model: HubModel, folder: Path) -> Path:
             _refuse_other_bits(model, name, _file_sha256(path))
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)  # of a try before
         link.symlink_to(path.resolve())
     return folder
 

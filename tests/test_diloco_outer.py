@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from diloco.config import ConfigError, OuterConfig, OuterError
-from diloco.flat import FlatFragment, cut_fragments, layout_of
+from diloco.flat import FlatFragment, layout_of
+from diloco.fragments import cut_fragments
 from diloco.launch import read_run
 from diloco.make import make_diloco
 from diloco.manager import MockManager, StoreManager, Work, likely_cause

@@ -18,7 +18,7 @@ from diloco import exitcodes
 from diloco.config import ConfigError
 from diloco.footprint import footprint
 from diloco.history import export, state_at
-from diloco.launch import ModelRecord, open_run, publish_model, read_run
+from diloco.launch import ModelRecord, fetch_model_without_weights, open_run, publish_model, read_run
 from diloco.start_model import first_arrays, refuse_other_bits, theta_digest
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
@@ -93,6 +93,38 @@ def test_three_replicas_take_the_start_model_from_the_hub_and_the_bucket_never_h
     assert (tmp_path / "at6" / "tokenizer.json").read_bytes() == (tmp_path / "there" / "tokenizer.json").read_bytes()
 
 
+def test_a_replica_that_joins_where_a_snapshot_stands_asks_the_hub_for_no_weights(
+    tmp_path: Path, hub: HubModels
+) -> None:
+    fleet = hub_fleet(tmp_path, hub, outer={"sync_every": 20}, fleet={"steps": 10, "min_replicas": 2, "keep": "all"})
+    for slot in ("r00", "r01"):
+        fleet.start(slot, HF_HOME=str(tmp_path / "cache"))
+    fleet.wait_for(lambda: fleet.commit(3) and fleet.store.get(layout.snapshot_key(2)))
+    hub.asked.clear()
+    fleet.start("r02", HF_HOME=str(tmp_path / "empty"))
+    assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
+    assert "config.json" in hub.downloaded() and not [n for n in hub.downloaded() if n.endswith(".safetensors")]
+    check_run(tmp_path / "run", 10, tmp_path / "there" / "model.safetensors")  # every digest that was logged
+    assert any(o.slot == "r02" for c in fleet.commits() for o in c.offers)
+
+
+def test_weights_that_were_not_asked_for_are_when_the_snapshot_turns_out_to_be_damaged(
+    tmp_path: Path, hub: HubModels
+) -> None:
+    fleet = hub_fleet(tmp_path, hub, outer={"snapshot_every": 4}, fleet={"replicas": 1, "min_replicas": 1})
+    fleet.start("r00", die="after:create:/offer/@6", HF_HOME=str(tmp_path / "cache"))
+    fleet.wait_for(lambda: fleet.lives["r00"][0].exitcode is not None)
+    newest = next(snapshots.newest_first(fleet.store))
+    assert newest.t == 4
+    fleet.store.put(newest.blob, b"damaged")
+    hub.asked.clear()
+    fleet.start("r00", HF_HOME=str(tmp_path / "empty"))
+    assert fleet.wait() == {"r00": [-9, 0]}, fleet.logs()
+    asked = hub.downloaded()
+    assert asked.count("model.safetensors") == 1 and asked.index("config.json") < asked.index("model.safetensors")
+    check_run(tmp_path / "run", 6, tmp_path / "there" / "model.safetensors")
+
+
 def test_the_same_run_of_a_folder_carries_it_and_the_bytes_are_those_of_the_formula(
     tmp_path: Path, hub: HubModels
 ) -> None:
@@ -157,6 +189,29 @@ def test_a_revision_becomes_a_commit_when_the_model_is_named(tmp_path: Path, hub
         shutil.rmtree(tmp_path / "cache")
         link_hub_files(found, _new(tmp_path / "gone"))
     assert refused.value.final, "the Hub says that it has no such commit"
+
+
+def test_a_folder_of_links_is_made_a_second_time(hub: HubModels, tmp_path: Path) -> None:
+    """A heal that begins again at θ₀ twice, or a try that the Hub left half done."""
+    found = pin_hub_model(from_hub())
+    assert found is not None
+    for _ in range(2):
+        link_hub_files(found, tmp_path / "model")
+    assert {p.name for p in (tmp_path / "model").iterdir()} == set(found.files)
+
+
+def test_pytorchs_own_files_are_weights_too(hub: HubModels, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    torch.save(load_file(there / "model.safetensors"), there / "pytorch_model.bin")
+    (there / "model.safetensors").unlink()
+    run = open_run(config(tmp_path, inner={"model": NAME}), str(tmp_path / "run"), SystemClock())
+    record = publish_model(run, SystemClock())
+    assert record.hub and "pytorch_model.bin" in record.files
+    hub.asked.clear()
+    shutil.rmtree(tmp_path / "cache")
+    folder = fetch_model_without_weights(run.store, record, tmp_path / "zeros")
+    assert "config.json" in hub.downloaded() and "pytorch_model.bin" not in hub.downloaded()
+    assert load_start(folder, "float32")[1] == []
 
 
 def _new(folder: Path) -> Path:
