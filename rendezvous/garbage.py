@@ -28,7 +28,7 @@ Not promised: that nothing old is left.  LIST is a hint, and a writer that slept
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from rendezvous.store import Store
 
 T = TypeVar("T")
 _TOLD = 64  # older snapshots that are named in a log
+_LAST_SWEEP = 1024  # steps that the last sweep of a run looks back at, or collects: each is a request or two
 _BACK = 16  # earlier commits that are read at a time, each a request
 
 
@@ -315,6 +316,23 @@ class Collector:
         if keys:
             self._store.delete(keys)
         return len(keys)
+
+
+def sweep_ended_run(
+    store: Store, rules: Rules, emit: Callable[..., None], *, steps: int, budget: int, elements: Sequence[int]
+) -> int:
+    """Collect once more where all `steps` are committed; -> how many blobs went, or had gone.
+
+    For whoever outlives the replicas: if the writer of the last snapshot ended last, and was killed before it
+    collected, nobody else would.   elements: of each fragment.   Nothing goes if the last commit cannot be read.
+    """
+    collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
+    try:
+        last = Commit.decode(store.get(layout.commit_key(steps - 1)) or b"")
+    except WireError:
+        return 0
+    collector.note_commit(last)
+    return collector.sweep(steps, at_most=_LAST_SWEEP)
 
 
 def _blob_folder(t: int, kind: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.journal import Journal
-from diloco.launch import Run, open_run, read_run
+from diloco.launch import ModelRecord, Run, open_run, read_run
 from diloco.runlog.report import SUPERVISOR, Report, checks, read_report
 from executors.platforms import processes
 from executors.platforms.base import State
@@ -33,6 +33,7 @@ from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
+from tests.test_rendezvous_keeping import blob_bytes, fill
 
 HERE, ROOT = __name__, Path(__file__).parent.parent
 QUICK = Limits(backoff_s=0.01)
@@ -206,6 +207,19 @@ def test_a_run_that_is_done_launches_nobody(tmp_path, executor):
     before = len(read_report(run.store).of_kind("launched"))
     assert supervisor_for(run, executor).supervise().code == 0
     assert len(read_report(run.store).of_kind("launched")) == before
+
+
+def test_what_replicas_did_not_collect_goes_when_the_run_has_ended(tmp_path, executor):
+    """The one that wrote the last snapshot was killed before it swept."""
+    run = found(tmp_path, steps=40, keep="5 kB")
+    run.store.put(layout.MODEL_MANIFEST, ModelRecord({}, [["w", [25], "float32"]], "n", 0.0).encode())
+    fill(run.store, 41)
+    run.store.delete([layout.commit_key(40)])
+    assert blob_bytes(run.store) > 10_000
+    outcome = supervisor_for(run, executor).supervise()
+    assert outcome.code == exitcodes.DONE and blob_bytes(run.store) <= 5_000
+    (swept,) = read_report(run.store).of_kind("collected")
+    assert swept["who"].startswith(SUPERVISOR) and swept["deltas_from"] > 35
 
 
 def test_a_user_error_ends_the_run_with_its_last_lines(tmp_path, executor):

@@ -23,6 +23,7 @@ from rendezvous.garbage import (
     blobs_before,
     look_again,
     refuse_collected,
+    sweep_ended_run,
     two_newest,
 )
 from rendezvous.keeping import Window
@@ -411,6 +412,29 @@ def test_whoever_ends_last_collects_for_a_writer_that_was_killed_before_it_did()
         third.rv.finish("done")
     assert blobs(store.inner, "delta/") == [] and blobs(store.inner, "mean/") == [8]
     assert blobs(store.inner, "snapshots/") == [8, 9]
+
+
+def test_where_the_writer_of_the_last_snapshot_ended_last_and_was_killed_somebody_else_collects() -> None:
+    from tests.test_rendezvous_engine import Seat, bucket
+
+    clock = ManualClock()
+    store = bucket(clock, replicas=2, m=2, steps=9)
+    with window():
+        a, b = (Seat(store, f"r{i:02d}", clock) for i in range(2))
+        a.join()
+        b.join()
+        rounds(a, b, 9)
+        with patch.object(Rendezvous, "_sweep_garbage", lambda self: None):
+            a.rv.finish("done")
+            b.rv.finish("done")
+        assert blobs(store.inner, "delta/") == [8] and blobs(store.inner, "snapshots/")[-2:] == [8, 9]
+        rules, elements = a.rv.rules, [a.state.size(0)]
+        ask = lambda: sweep_ended_run(store, rules, no_emit, steps=9, budget=0, elements=elements)  # noqa: E731
+        assert ask() > 0
+    assert blobs(store.inner, "delta/") == [] and blobs(store.inner, "mean/") == [8]
+    assert blobs(store.inner, "snapshots/") == [8, 9]
+    store.put(layout.commit_key(8), b"garbage")
+    assert ask() == 0
 
 
 def test_a_replica_that_stalled_below_the_floor_must_join_again(seats: Any) -> None:

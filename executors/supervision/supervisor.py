@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from diloco import exitcodes
 from diloco.journal import Journal
+from diloco.last_sweep import sweep_after_end
 from diloco.launch import Run, read_run, solo_warning
 from diloco.runlog.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
@@ -164,11 +165,20 @@ class Supervisor:
             self.show(self._while_beating(self._reader.refresh))  # both this and the first launch may take a while
             while (outcome := self._patient_tick()) is None:
                 self.clock.sleep(self._tick_s)
+            if outcome.code == exitcodes.DONE:
+                self._while_beating(self._sweep_once_more)
         except Exception as error:
             self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
             raise
         self._emit_end("stopped", outcome.code, outcome.text)
         return outcome
+
+    def _sweep_once_more(self) -> None:
+        """All replicas have ended, and the last of them may have been killed before it collected."""
+        try:
+            sweep_after_end(self.run, self.clock, self.emit)
+        except RendezvousError as error:
+            self.emit("garbage_stays", trouble=str(error))
 
     def _emit_end(self, event: str, code: int, text: str) -> None:
         """Last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
