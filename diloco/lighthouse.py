@@ -1,6 +1,6 @@
 """The same training where replicas can reach each other: torchft's own Manager, a Lighthouse and Gloo.
 
-    OuterLoop             LighthouseManager                              torchft.Manager
+    OuterLoop             LighthouseManager and LighthouseRounds         torchft.Manager
     join()          ──▶   newest snapshot in the bucket, if any
     start_quorum()  ──▶   who takes part; heal θ and momentum     ──▶    lighthouse, a peer's HTTP server
     allreduce(Δ)    ──▶   w·Δ and w; w = h/H, or 1 for uniform    ──▶    Gloo
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import check_lighthouse
-from diloco.manager import Work
+from diloco.rounds import Work
 from diloco.safety import empty_round
 from diloco.session import Session
 from diloco.watchdog import Watchdog
@@ -47,26 +47,14 @@ TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's client
 
 
 class LighthouseManager:
-    """The OuterManager over a synchronous torchft.Manager.
+    """torchft's eight names, over a synchronous torchft.Manager, and the rounds that go with them.
 
     session: the slot in the bucket that keeps logs and snapshots; None: no bucket, the caller owns `manager`.
     """
 
-    done_with_delta = False  # an aborted collective may still be at it
-
     def __init__(self, manager: "Manager", session: Session | None = None) -> None:
         self._manager = manager
-        self.session = session
-        self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
-        self.left = self.behind = False  # behind: the last sync failed, the next one is due
-        self._loop: OuterLoop | None = None
-        self._committed = False
-        self._clock: Clock = session.clock if session else SystemClock()
-        self.watchdog = session.watchdog if session else Watchdog(self._clock)
-        self._spent: dict[str, float] = {}
-        self._round_began = self._clock.now()
-
-    # ---------------------------------------------------------------- torchft's eight names
+        self.rounds = LighthouseRounds(manager, session)
 
     @property
     def _use_async_quorum(self) -> bool:
@@ -74,39 +62,31 @@ class LighthouseManager:
 
     def start_quorum(self) -> None:
         """Meet whoever else is at this step, for as long as torchft's quorum time-out; heal if we are behind."""
-        self._set_phase("wait")
-        began = self._clock.now()
-        self._spent = {"inner_s": began - self._round_began}
+        self.rounds.begin_wait()
         self._ask_torchft(self._manager.start_quorum)
-        self._spent["wait_s"] = self._clock.now() - began
+        self.rounds.end_wait()
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
         """Send w·Δ and w; the Work makes `tensor` the weighted mean."""
-        loop = self._joined_loop
-        began = self._clock.now()
-        h = loop.h[self.current_step() % loop.rules.fragments]
-        weight = torch.tensor([float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every])
+        began = self.rounds.clock.now()
+        weight = torch.tensor([self.rounds.weigh_round()])
         if float(weight) != 1.0:
             tensor.mul_(weight)
         works = [self._manager.allreduce(tensor, should_quantize=should_quantize), self._manager.allreduce(weight)]
-        self._spent["h"] = h
-        return Work(lambda: self._finish_mean(tensor, weight, works, began))
 
-    def _finish_mean(self, tensor: Tensor, weight: Tensor, works: list[Any], began: float) -> None:
-        for work in works:
-            work.wait()
-        if float(weight) not in (0.0, 1.0):
-            tensor.div_(weight)
-        self._spent["mean_s"] = self._clock.now() - began
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if float(weight) not in (0.0, 1.0):
+                tensor.div_(weight)
+            self.rounds.spent["mean_s"] = self.rounds.clock.now() - began
+
+        return Work(finish)
 
     def should_commit(self) -> bool:
-        self._committed = bool(self._ask_torchft(self._manager.should_commit))
-        self.behind = not self._committed
-        if self.behind:
-            self._emit(
-                "sync_failed", step=self.current_step(), trouble=str(self._manager.errored() or "too few replicas")
-            )
-        return self._committed
+        committed = bool(self._ask_torchft(self._manager.should_commit))
+        self.rounds.note_vote(committed)
+        return committed
 
     def current_step(self) -> int:
         return self._manager.current_step()
@@ -120,7 +100,40 @@ class LighthouseManager:
     def disallow_state_dict_read(self) -> None:
         self._manager.disallow_state_dict_read()
 
-    # ---------------------------------------------------------------- for the outer loop
+    @property
+    def done(self) -> bool:
+        return self.rounds.done
+
+    @property
+    def left(self) -> bool:
+        return self.rounds.left
+
+    def _ask_torchft(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except TROUBLE as error:
+            raise GaveUp(
+                f"step {self.current_step()}: torchft's control plane did not answer: {error}. Is the lighthouse up, "
+                "and do min_replicas replicas live? Run the same command again to go on"
+            ) from error
+
+
+class LighthouseRounds:
+    """The OuterRounds (diloco/outer.py) beside a torchft.Manager."""
+
+    done_with_delta = False  # an aborted collective may still be at it
+
+    def __init__(self, manager: "Manager", session: Session | None) -> None:
+        self._manager = manager
+        self.session = session
+        self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round
+        self.left = self.behind = False  # behind: the last sync failed, the next one is due
+        self.clock: Clock = session.clock if session else SystemClock()
+        self.watchdog = session.watchdog if session else Watchdog(self.clock)
+        self.spent: dict[str, float] = {}
+        self._loop: OuterLoop | None = None
+        self._committed = False
+        self._round_began = self.clock.now()
 
     def join(self, loop: "OuterLoop") -> None:
         """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
@@ -133,7 +146,7 @@ class LighthouseManager:
             self._resume_from_snapshot(self.session, loop)
         self._digests = Digests(loop.state, loop.rules.fragments)
         self._set_phase("train")
-        self._round_began = self._clock.now()
+        self._round_began = self.clock.now()
 
     def _resume_from_snapshot(self, session: Session, loop: "OuterLoop") -> None:
         for snapshot in snapshots.newest_first(session.rv.store):
@@ -142,7 +155,7 @@ class LighthouseManager:
                 loop.state.load(arrays)
                 self._manager.load_state_dict({"step": snapshot.t, "batches_committed": 0})
                 break
-        session.emit("joined", step=self.current_step())
+        session.emit("joined", step=self._manager.current_step())
         session.flush()
 
     def _unsent_arrays(self) -> dict[str, np.ndarray]:
@@ -158,7 +171,34 @@ class LighthouseManager:
         for fragment in range(len(self._joined_loop.fragments)):
             self._joined_loop.rewrite(fragment)
         self._digests = Digests(self._joined_loop.state, self._joined_loop.rules.fragments)
-        self._emit("healed", step=self.current_step())
+        self._emit("healed", step=self._manager.current_step())
+
+    # ---------------------------------------------------------------- what torchft does in a round
+
+    def begin_wait(self) -> None:
+        """The inner steps of this round are over; torchft looks for the others."""
+        self._set_phase("wait")
+        self._wait_began = self.clock.now()
+        self.spent = {"inner_s": self._wait_began - self._round_began}
+
+    def end_wait(self) -> None:
+        self.spent["wait_s"] = self.clock.now() - self._wait_began
+
+    def weigh_round(self) -> float:
+        """The weight of this replica's Δ: h/H, or 1 for uniform; 0 if it was healed in this round."""
+        loop = self._joined_loop
+        self.spent["h"] = h = loop.h[self._manager.current_step() % loop.rules.fragments]
+        return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
+
+    def note_vote(self, committed: bool) -> None:
+        """Is the outer step taken?  If not, the sync is tried again after the next inner step."""
+        self._committed = committed
+        self.behind = not committed
+        if self.behind:
+            trouble = str(self._manager.errored() or "too few replicas")
+            self._emit("sync_failed", step=self._manager.current_step(), trouble=trouble)
+
+    # ---------------------------------------------------------------- what the outer loop asks
 
     def offer(self, delta: np.ndarray, h: int) -> None:
         raise AssertionError("nobody is late here: who was not in the quorum is healed in the next")
@@ -168,13 +208,13 @@ class LighthouseManager:
         if not self._committed:
             return None
         self._committed = False
-        step = self.current_step()
+        step = self._manager.current_step()
         self._set_phase("train")
         if self.session is not None:
             self._report_step(self.session, step - 1)
             if step % self._joined_loop.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
                 self._write_snapshot(self.session)
-        self._round_began = self._clock.now()
+        self._round_began = self.clock.now()
         return (step - 1) % self._joined_loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:
@@ -201,17 +241,15 @@ class LighthouseManager:
         if self.session is not None:
             if self.done:
                 self._write_snapshot(self.session)
-            self.session.emit("left", step=self.current_step(), reason=reason)
+            self.session.emit("left", step=self._manager.current_step(), reason=reason)
             self.session.rv.members.say_goodbye()
             self.session.end()
             self._manager.shutdown(wait=False)
 
-    # ---------------------------------------------------------------- what others ask
-
     @property
     def done(self) -> bool:
         """Has the run all the outer steps that are desired?  Without a bucket nobody has asked for any."""
-        return self.session is not None and self.current_step() >= self.session.rv.wanted.steps > 0
+        return self.session is not None and self._manager.current_step() >= self.session.rv.wanted.steps > 0
 
     @property
     def leaving(self) -> bool:
@@ -236,20 +274,11 @@ class LighthouseManager:
         assert self._loop is not None, "join comes first"
         return self._loop
 
-    def _ask_torchft(self, request: Callable[[], Any]) -> Any:
-        try:
-            return request()
-        except TROUBLE as error:
-            raise GaveUp(
-                f"step {self.current_step()}: torchft's control plane did not answer: {error}. Is the lighthouse up, "
-                "and do min_replicas replicas live? Run the same command again to go on"
-            ) from error
-
     def _set_phase(self, phase: str) -> None:
         if self.session is not None:
             status = self.session.rv.members.status
-            status.phase, status.step, status.inner = phase, self.current_step(), 0
-            self.session.rv.step = self.current_step()
+            status.phase, status.step, status.inner = phase, self._manager.current_step(), 0
+            self.session.rv.step = self._manager.current_step()
 
     def _emit(self, event: str, **fields: Any) -> None:
         if self.session is not None:
@@ -261,9 +290,9 @@ class LighthouseManager:
         empty = self._joined_loop.state.optimizers[fragment].stood
         self._digests.renew_fragment(fragment)
         session.emit(
-            "step", step=step, listed=self._spent["h"] > 0, theta=self._digests.base, bytes_up=size,
+            "step", step=step, listed=self.spent["h"] > 0, theta=self._digests.base, bytes_up=size,
             participants=self._manager.num_participants(), **({"empty": True} if empty else {}),
-            **self._spent, **self.stats(),
+            **self.spent, **self.stats(),
         )  # fmt: skip
         if empty and self._manager.participating_rank() == 0:
             found = empty_round(step)
@@ -272,14 +301,14 @@ class LighthouseManager:
 
     def _write_snapshot(self, session: Session) -> None:
         state = self._joined_loop.state
-        step = self.current_step()
+        step = self._manager.current_step()
         snapshots.write(session.rv.store, session.clock, step, state.all_arrays(), base=state.digest(), prev=None)
         session.emit("snapshot", step=step)
 
 
 def as_outer_manager(manager: Any) -> Any:
     """A manager that OuterLoop can use: a torchft.Manager gets what it lacks, others are returned as they are."""
-    return manager if hasattr(manager, "finish_round") else LighthouseManager(manager)
+    return manager if hasattr(manager, "rounds") else LighthouseManager(manager)
 
 
 def connect_lighthouse(url: str, session: Session) -> LighthouseManager:

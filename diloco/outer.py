@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,12 +36,9 @@ from diloco.runlog.learning import TAKEN
 from diloco.watchdog import Watchdog
 from rendezvous.errors import Leaving
 
-if TYPE_CHECKING:
-    pass
 
-
-class OuterManager(Protocol):
-    """The methods that an OuterLoop needs of a Manager beside torchft's eight; two Managers have them.
+class OuterRounds(Protocol):
+    """What an OuterLoop needs of a Manager's side beside torchft's eight names; rounds.py and lighthouse.py have it.
 
     leaving, fenced: this session should end soon; why: in words.   behind: the next sync is due at once.
     h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
@@ -63,7 +60,6 @@ class OuterManager(Protocol):
     def behind(self) -> bool: ...
     @property
     def h_cap(self) -> int: ...
-    def current_step(self) -> int: ...
     def join(self, loop: "OuterLoop") -> None:
         """Heal: afterwards the loop's θ is the run's, as far as that can be known yet."""
         ...
@@ -89,6 +85,14 @@ class OuterManager(Protocol):
         ...
 
 
+class OuterManager(Protocol):
+    """A Manager with torchft's eight names, which has the rounds that go with them."""
+
+    @property
+    def rounds(self) -> OuterRounds: ...
+    def current_step(self) -> int: ...
+
+
 class OuterLoop:
     """`with make_diloco(...)`: hooks on the inner optimizer for as long as the block lasts."""
 
@@ -104,6 +108,7 @@ class OuterLoop:
         check_model(model, optimizer)
         check_boundary(outer, boundary)
         self.manager = manager
+        self.rounds = manager.rounds
         self.optimizer = optimizer
         self.outer = outer
         self.boundary = boundary
@@ -115,7 +120,7 @@ class OuterLoop:
         params = [p for _, p in trainable_parameters(model)]
         self.fragments = [FlatFragment(params[s]) for s in cut_fragments([p.numel() for p in params], rules.fragments)]
         outers = [Nesterov(f.flat, lr=outer.lr, momentum=outer.momentum) for f in self.fragments]
-        self.lean = manager.done_with_delta and self.alpha == 0
+        self.lean = self.rounds.done_with_delta and self.alpha == 0
         self.diloco = _torchft_diloco(self.lean)(
             cast("Any", manager), list(self.fragments), optimizer, list(outers), sync_every=rules.sync_every,
             fragment_sync_delay=outer.fragment_sync_delay, fragment_update_alpha=self.alpha,
@@ -140,7 +145,7 @@ class OuterLoop:
         return {**asdict(self.outer), **asdict(self.rules)}
 
     def __enter__(self) -> "OuterLoop":
-        self.manager.join(self)
+        self.rounds.join(self)
         for fragment in range(len(self.fragments)):
             self.rewrite(fragment)
         self._mark = time.monotonic()
@@ -148,19 +153,19 @@ class OuterLoop:
         self._hooks.append(self.optimizer.register_step_post_hook(self._before_torchft))
         self.diloco.__enter__()
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_torchft))
-        self.manager.watchdog.resume()
+        self.rounds.watchdog.resume()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.manager.watchdog.rest()
+        self.rounds.watchdog.rest()
         self.diloco.__exit__(kind, error, trace)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         if kind is None or kind is Leaving:
-            self.manager.close("done" if kind is None else self.manager.why)
+            self.rounds.close("done" if kind is None else self.rounds.why)
         return kind is Leaving
 
     def committed(self) -> int:
@@ -175,13 +180,13 @@ class OuterLoop:
             raise OuterError(f"log() got {', '.join(taken)}, which the outer loop itself logs; use another name")
         if not self._logs:
             self._logs = True
-            self._add_numbers_to(self.manager)
+            self._add_numbers_to(self.rounds)
         for name, number in numbers.items():
             self._numbers.setdefault(name, []).append(number.detach() if isinstance(number, Tensor) else number)
 
-    def _add_numbers_to(self, manager: OuterManager) -> None:
-        others = manager.stats
-        manager.stats = lambda: {**others(), **self._take_numbers()}
+    def _add_numbers_to(self, rounds: OuterRounds) -> None:
+        others = rounds.stats
+        rounds.stats = lambda: {**others(), **self._take_numbers()}
 
     def _take_numbers(self) -> dict[str, float]:
         taken = self._numbers
@@ -203,13 +208,13 @@ class OuterLoop:
 
     def _before_torchft(self, *_: object) -> None:
         """Count, shorten the round if there is a reason, and gather what torchft is about to read."""
-        self.manager.watchdog.rest()
+        self.rounds.watchdog.rest()
         self.h = [h + 1 for h in self.h]
         local = self.diloco._local_step + 1
-        self.manager.progress(local, (time.monotonic() - self._mark) / local)
+        self.rounds.progress(local, (time.monotonic() - self._mark) / local)
         if local < self.prepare_at and self._sync_now(local):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
-        elif self.prepare_at < local < self.interval and (self.manager.leaving or self.manager.fenced):
+        elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
             self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before it lands
         if local == self.prepare_at and self._guard is not None:
             self._guard.check()
@@ -218,10 +223,10 @@ class OuterLoop:
             self.fragments[due].gather(self.thetas[due])
 
     def _sync_now(self, local: int) -> bool:
-        if self.manager.leaving or self.manager.fenced:
+        if self.rounds.leaving or self.rounds.fenced:
             return True
-        enough = local * self.rules.fragments >= self.manager.h_cap
-        return local % self.boundary == 0 and (enough or self.manager.behind or self._time_is_up(local))
+        enough = local * self.rules.fragments >= self.rounds.h_cap
+        return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local))
 
     def _time_is_up(self, local: int) -> bool:
         """Is this the boundary that is nearest to `sync_seconds`?"""
@@ -232,13 +237,13 @@ class OuterLoop:
 
     def _after_torchft(self, *_: object) -> None:
         """When torchft has taken an outer step: model ← θ, then whatever was decided without us."""
-        fragment = self.manager.finish_round()
+        fragment = self.rounds.finish_round()
         if fragment is not None:
             self.scatter(fragment)
-            self.manager.catch_up(self._offer_late)
+            self.rounds.catch_up(self._offer_late)
             self._rewrite_stale()
             self._mark = time.monotonic()
-        self.manager.watchdog.resume()
+        self.rounds.watchdog.resume()
 
     def _offer_late(self, step: int) -> None:
         """Before a missed step is applied: offer the inner steps that its fragment has seen."""
@@ -247,7 +252,7 @@ class OuterLoop:
         if self.h[fragment]:
             theta = self.thetas[fragment]
             delta = self.fragments[fragment].delta(theta, torch.empty_like(theta))
-            self.manager.offer(delta.numpy(), self.h[fragment])
+            self.rounds.offer(delta.numpy(), self.h[fragment])
         self._stale = fragment
 
     # ---------------------------------------------------------------- the model

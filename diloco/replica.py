@@ -247,7 +247,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         if bucket
         else lighthouse.connect_lighthouse(config.rendezvous, session)
     )
-    manager.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
+    manager.rounds.stats = lambda: _round_stats(loop, session, config.fleet.log_rollouts)
     loop.report_to(SessionHost(session))
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
         if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):

@@ -14,9 +14,11 @@ from diloco.flat import FlatFragment, layout_of
 from diloco.fragments import cut_fragments
 from diloco.launch import read_run
 from diloco.make import make_diloco
-from diloco.manager import MockManager, StoreManager, Work, likely_cause
+from diloco.manager import MockManager, StoreManager
 from diloco.optimizer import Nesterov, OuterState, nesterov
 from diloco.outer import OuterLoop
+from diloco.rounds import Work
+from diloco.step_report import likely_cause
 from diloco.watchdog import Watchdog
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -181,6 +183,7 @@ class Scripted:
 
     _use_async_quorum = False
     done_with_delta, leaving, fenced, behind, h_cap, why = True, False, False, False, 1 << 30, ""
+    rounds = property(lambda self: self)
 
     def __init__(self) -> None:
         self.watchdog = Watchdog(SystemClock())
@@ -321,7 +324,7 @@ def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragm
     def trained(name: str, lean: bool) -> tuple[OuterLoop, list[torch.Tensor], list[str]]:
         torch.manual_seed(0)
         model, manager, bases = Net().to(dtype), MockManager(f"lean-{name}-{lean}", replicas=1), []
-        manager.done_with_delta = lean
+        manager.rounds.done_with_delta = lean
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         settings: dict[str, Any] = {"sync_every": 6, "fragments": fragments, "fragment_sync_delay": delay}
         with make_diloco(model, optimizer, manager, **settings, codec="int8") as loop:

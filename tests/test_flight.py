@@ -80,7 +80,7 @@ class Replica:
 
     def landed(self) -> None:
         """Wait until the round under way has ended, in whatever way."""
-        flight = self.manager._in_flight
+        flight = self.manager.rounds.in_flight
         assert flight is not None
         flight._thread.join(LIMIT)
         assert not flight._thread.is_alive()
