@@ -9,20 +9,19 @@
 A replica here claims, beats, and leaves when control or a cancel says so; it trains nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco import exitcodes
 from executors.platforms.base import (
-    RANK_ENV,
-    REPLICA,
     ExecutorError,
     Handle,
     LaunchPlan,
     Refused,
     ReplicaSpec,
     Result,
+    ServerlessExecutor,
     State,
     Status,
     Unavailable,
@@ -124,7 +123,7 @@ class Cloud:
         job.alive, job.state, job.code = False, state, code
 
 
-class CloudExecutor:
+class CloudExecutor(ServerlessExecutor):
     """The protocol, on a Cloud."""
 
     def __init__(self, cloud: Cloud) -> None:
@@ -144,17 +143,8 @@ class CloudExecutor:
         price = self.cloud.price
         return LaunchPlan(tuple(f"{s.slot}: rented" for s in specs), None if price is None else price * len(specs))
 
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
-        rank_env: str = RANK_ENV,
-    ) -> list[Handle]:
+    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         self._ask("launch")
-        assert specs is not None
         if refused := [s.gpu for s in specs if "TPU" in s.gpu]:
             raise ExecutorError(f"there is no GPU {refused[0]}")
         return [self._launch(s) for s in specs]

@@ -25,6 +25,7 @@ from executors.platforms.on_hf_jobs.executor import END_LINES, HFJobsExecutor
 from executors.platforms.on_hf_jobs.executor import ended as how_it_ended
 from executors.platforms.on_hf_jobs.job_spec import START_S
 from executors.platforms.wheel import pack_code
+from executors.supervision.hosted import start_hosted
 from rendezvous.clock import SystemClock
 from rendezvous.stores.memory import MemoryStore
 from tests.hf_http import NAMESPACE
@@ -489,15 +490,15 @@ def test_lines_come_once_however_the_stream_breaks(hub, executor, tmp_path) -> N
 
 def test_one_supervisor_job_per_run(hub, executor, memory) -> None:
     hub.held = True
-    first, again = executor.supervise(RUN), made().supervise(RUN)
+    first, again = start_hosted(executor, RUN), start_hosted(made(), RUN)
     assert first.native == again.native and len(hub.jobs) == 1
     job = hub.jobs[first.native]
     assert job.asked["flavor"] == "cpu-basic" and job.asked["labels"]["slot"] == "supervisor"
     *_, module, told, _, options = job.asked["command"]
-    assert module == "executors.platforms.on_hf_jobs.executor" and json.loads(told)["argv"] == [RUN]
+    assert module == "executors.supervision.hosted" and json.loads(told)["argv"] == [RUN]
     assert HFJobsExecutor(**json.loads(options)) and hub.token not in options
     executor.cancel([first])
-    assert executor.supervise(RUN).attempt == 2 and job.stage == "CANCELED"
+    assert start_hosted(executor, RUN).attempt == 2 and job.stage == "CANCELED"
 
 
 def test_labels_keep_to_the_hubs_characters_and_tell_runs_apart() -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from executors.platforms.on_modal.app import CRASHES, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
 from executors.platforms.on_modal.kinds import USD_PER_HOUR, Kind
+from executors.supervision.hosted import start_hosted, supervisor_spec
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control, write_control
@@ -537,11 +539,12 @@ def test_a_detached_supervisor_lives_on_modal_and_outlives_its_time_limit(
 ) -> None:
     """Nobody of this machine is needed: a small function launches, watches, and is followed by the next one."""
     found = founded(run, bucket, tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 3})
-    first = executor.start_supervisor(run, 1, timeout_s=20)
+    spec, replicas = supervisor_spec(executor.name, run, 1)
+    first = executor.start_supervisor(replace(spec, timeout_s=20.0), replicas)
     until(lambda: platform.server.calls[first.native].container is not None, "it did not start")
     platform.hold(True)  # whoever it launches waits for a machine for longer than it lives
     assert first.slot == SUPERVISOR and first.usd_per_hour < 0.05
-    assert executor.supervise(run) == first, "the one that runs already"
+    assert start_hosted(executor, run) == first, "the one that runs already"
     until(lambda: any(h.attempt == 2 for h in executor.find(run) if h.slot == SUPERVISOR), "no second one", 180)
     platform.hold(False)
     assert executor.collect([first], timeout=WAIT_S)[0].exit_code == exitcodes.RESUME

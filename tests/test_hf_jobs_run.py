@@ -23,6 +23,7 @@ from executors.cli import main as cli
 from executors.platforms.base import ReplicaSpec, State
 from executors.platforms.multi import Place, build_executor
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
+from executors.supervision.hosted import start_hosted
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
@@ -165,7 +166,7 @@ def test_a_supervisor_at_its_time_limit_starts_the_next_one(
     monkeypatch.setattr("executors.platforms.on_hf_jobs.executor.WATCH_S", 10.0)
     hub.plain = {"HF_ENDPOINT": hub.endpoint, "DILOCO_TEST": "yes"}
     executor = HFJobsExecutor(packages=("tests",))
-    first = executor.supervise(URL)
+    first = start_hosted(executor, URL)
     wait_for(lambda: hub.jobs[first.native].stage == "RUNNING", lambda: outputs(hub))
     hub.held = True  # whoever comes now stays in the queue
     (result,) = executor.collect([first], timeout=WAIT_S)

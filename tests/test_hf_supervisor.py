@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
-from diloco.runlog.report import read_report
+from diloco.runlog.report import SUPERVISOR, read_report
 from executors.cli import main as cli
 from executors.platforms.base import Handle, State
 from executors.platforms.container import end_lines, read_end
 from executors.platforms.on_hf_jobs.client import HubJob
-from executors.platforms.on_hf_jobs.executor import SUPERVISOR, WATCHES, HFJobsExecutor, _cut_off, ended
+from executors.platforms.on_hf_jobs.executor import WATCHES, HFJobsExecutor, ended
+from executors.supervision.hosted import is_cut_off, start_hosted
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import LOST_LEASE
 from rendezvous import layout
@@ -33,7 +34,7 @@ def test_a_supervisor_whose_host_dies_again_and_again_takes_over_and_launches_no
     run = founded(tmp_path, s3, n=2)
     run.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish
     hub.plain = {"HF_ENDPOINT": hub.endpoint}
-    handle = HFJobsExecutor(packages=("tests",)).supervise(URL)
+    handle = start_hosted(HFJobsExecutor(packages=("tests",)), URL)
     job = hub.jobs[handle.native]
     assert job.asked["attempts"] == WATCHES
     wait_for(lambda: job.stage == "RUNNING", lambda: outputs(hub))
@@ -85,11 +86,11 @@ def test_a_goodbye_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
     lease = Lease.seize(run.store, SystemClock())
     run.store.put(layout.MODEL_MANIFEST, b"{}")
     for code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
-        assert not _cut_off(URL, code)
-    assert _cut_off(URL, 1) and _cut_off(URL, 143), "no goodbye: the Hub is to start it again"
+        assert not is_cut_off(URL, code)
+    assert is_cut_off(URL, 1) and is_cut_off(URL, 143), "no goodbye: the Hub is to start it again"
     lease.beat("left")
     for code in (1, exitcodes.LEFT, exitcodes.GAVE_UP):
-        assert not _cut_off(URL, code), "the run was given up or left: that is final"
+        assert not is_cut_off(URL, code), "the run was given up or left: that is final"
 
 
 def test_a_supervisors_job_that_ended_well_tells_how_the_supervisor_ended() -> None:

@@ -79,8 +79,8 @@ class DyingExecutor(CloudExecutor):
         super().__init__(cloud)
         self._counted = counted
 
-    def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **_: Any) -> list[Handle]:
-        return [self._counted(lambda s=s: CloudExecutor.launch_replicas(self, [s]))[0] for s in specs or ()]
+    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
+        return [self._counted(lambda s=s: CloudExecutor.launch_specs(self, [s]))[0] for s in specs]
 
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         return self._counted(lambda: CloudExecutor.poll(self, handles))

@@ -26,6 +26,7 @@ from diloco.session import ORPHAN_GRACE_S
 from executors.platforms.multi import Place
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.supervision.costs import LEASE_S
+from executors.supervision.hosted import start_hosted
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control, write_control
@@ -162,7 +163,7 @@ def test_no_gpu_is_without_a_lease_while_a_detached_supervisor_dies_again_and_ag
     platform.server.watch = lambda name, request, who: (
         witness.before_launch(request.function_id) if name == "FunctionMap" else None
     )
-    supervisor = executor.supervise(run)
+    supervisor = start_hosted(executor, run)
     call = platform.server.calls[supervisor.native]
     for n in range(1, 8):
         until(lambda n=n: call.starts >= n and call.container is not None, f"no start {n}", 60)

@@ -1,6 +1,6 @@
 """A supervisor that outlives this process, and the proof that it works before the terminal is left.
 
-    all replicas on one platform that can   its own small CPU function or job      (executor.supervise)
+    all replicas on one platform that can   its own small CPU function or job      (supervision/hosted.py)
     else                                    a process of this machine, in a session of its own
 
     lives already? ──yes──▶ nothing is started            by a beat that moves, or a process of this machine
@@ -25,6 +25,7 @@ from executors.platforms.base import Handle, ServerlessExecutor
 from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import process_folder
 from executors.supervision import lease
+from executors.supervision.hosted import start_hosted
 from executors.supervision.lease import Lease, Supervised
 from executors.supervision.supervisor import Outcome
 from rendezvous.clock import Clock
@@ -90,11 +91,10 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
 
 def detach(run: Run, executor: ServerlessExecutor) -> Detached:
     """Start a supervisor that outlives this process and its terminal; or take the one that its platform still has."""
-    supervise = getattr(executor, "supervise", None)
-    if supervise is None:
+    if not executor.hosts_supervisor:
         return _start_process(run)
     there = {h.native for h in executor.find(run.url) if h.slot == SUPERVISOR}
-    handle = supervise(run.url)
+    handle = start_hosted(executor, run.url)
     return Detached(
         f"{handle.executor} ({handle.native or 'not started'})",
         native=handle.native,

@@ -17,7 +17,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from importlib import import_module
 from typing import Any, Protocol, Self
+from uuid import uuid4
 
 from rendezvous.clock import Clock
 from rendezvous.layout import slot_name
@@ -51,6 +53,12 @@ class State(StrEnum):
     @property
     def ended(self) -> bool:
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.LOST)
+
+
+def load_name(name: str) -> Any:
+    """ "package.module:function" -> the function; `main` where none is named."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function or "main")
 
 
 class Plain:
@@ -167,9 +175,19 @@ class LaunchPlan(Plain):
 
 
 class ServerlessExecutor(Protocol):
-    """Starts processes somewhere, and reports how they are and how they ended."""
+    """Starts processes somewhere, and reports how they are and how they ended.
+
+    labelled: it labels every process with its run, so that it finds also those that nobody here launched.
+    hosts_supervisor: a run's supervisor can live there (`start_supervisor`).
+
+    The answer to a launch may be lost, and a platform's list may lag behind, so two processes of one (slot, attempt)
+    may live.  There a handle means its launch: a poll reports the process that runs it, in Status.handle, and ends the
+    others.  What has a body here is right for a platform of which none of that is true.
+    """
 
     name: str
+    labelled: bool = False
+    hosts_supervisor: bool = False
 
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
         """Say what a launch of these specs would do; no side effects."""
@@ -184,12 +202,36 @@ class ServerlessExecutor(Protocol):
         entrypoint_args: Mapping[str, Any] | None = None,
         rank_env: str = RANK_ENV,
     ) -> list[Handle]:
+        """Launch these; or, in the short form, the same function n times, with its rank in an environment variable."""
+        if specs is None:
+            kwargs, run = dict(entrypoint_args or {}), self.nameless_run()
+            specs = [
+                ReplicaSpec(run, slot_name(rank), 1, entrypoint, kwargs=kwargs, env={rank_env: str(rank)})
+                for rank in range(n_replicas)
+            ]
+        return self.launch_specs(specs)
+
+    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         """Start them, all at once; the same (run, slot, attempt) again gives the same handle, from any process.
 
         A failed start is a FAILED handle, so that some may start.  Raises ExecutorError before anything was started
         if nothing could be: no credentials, an unknown GPU, a run that the platform cannot reach.
         """
         ...
+
+    def nameless_run(self) -> str:
+        """A new run, for processes that are launched in the short form."""
+        return f"{self.name}://{uuid4().hex}"
+
+    def expect(self, specs: Sequence[ReplicaSpec]) -> None:
+        """Hear of launches that follow later, so that what they need is prepared with the next one (Modal)."""
+
+    def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
+        """Start a run's supervisor on something small; its time limit is the platform's longest where spec has none.
+
+        replicas: one of each kind that it may launch.
+        """
+        raise ExecutorError(f"{self.name} has no place for a supervisor; `diloco train --detach` starts one here")
 
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         """All at once; never blocks, never raises for a dead one."""
@@ -215,64 +257,21 @@ class ServerlessExecutor(Protocol):
         """The newest process of each slot of a run, from what is durable alone."""
         ...
 
-    def close(self) -> None:
-        """Let go.  Never stops a replica."""
-        ...
-
-
-class Labelled(Protocol):
-    """More methods, of a platform that labels every process with its run and can start one launch twice.
-
-    Its answer to a launch may be lost, and its list may lag behind, so two processes of one (slot, attempt) may live.
-    There a handle means its launch: a poll reports the process that runs it, in Status.handle, and ends the others.
-    """
-
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
         """Live processes of the run that none of `known` names, as the last poll or find saw them."""
-        ...
+        return []
 
     def sweep(self, run: str) -> list[str]:
         """End all that lives of the run, whoever started it; -> what that was, in words.  Raises ExecutorError."""
+        return []
+
+    def purge(self, run: str) -> list[str]:
+        """Remove what the platform keeps of a run of which nobody lives; -> what that was, in words."""
+        return []
+
+    def close(self) -> None:
+        """Let go.  Never stops a replica."""
         ...
-
-
-def is_labelled(executor: object) -> bool:
-    """Some executors are several others (executors/platforms/multi.py)."""
-    return getattr(executor, "labelled", hasattr(executor, "sweep"))
-
-
-def orphans(executor: object, run: str, known: Collection[Handle]) -> list[Handle]:
-    """Processes that no handle names; an executor that is not Labelled has none."""
-    ask = getattr(executor, "orphans", None)
-    return [] if ask is None else ask(run, known)
-
-
-def sweep(executor: object, run: str) -> list[str]:
-    """End all that lives of the run; an executor that is not Labelled ends nothing."""
-    ask = getattr(executor, "sweep", None)
-    return [] if ask is None else ask(run)
-
-
-def purge(executor: object, run: str) -> list[str]:
-    """Remove what a platform keeps of a run of which nobody lives; -> what that was, in words."""
-    ask = getattr(executor, "purge", None)
-    return [] if ask is None else ask(run)
-
-
-def expect(executor: object, specs: Sequence[ReplicaSpec]) -> None:
-    """Tell an executor of launches that follow later, so that what they need is prepared with the next one (Modal)."""
-    if specs and (prepare := getattr(executor, "expect", None)) is not None:
-        prepare(specs)
-
-
-def ranked_specs(
-    run: str, n_replicas: int, entrypoint: str, kwargs: Mapping[str, Any] | None, rank_env: str
-) -> list[ReplicaSpec]:
-    """The short form: the same function n times, with its rank in an environment variable."""
-    return [
-        ReplicaSpec(run, slot_name(rank), 1, entrypoint, kwargs=dict(kwargs or {}), env={rank_env: str(rank)})
-        for rank in range(n_replicas)
-    ]
 
 
 def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:

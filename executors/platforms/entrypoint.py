@@ -12,7 +12,6 @@ that finds another one's file ends at once.
 Not promised: an end by itself at `timeout_s` for an entry point that ignores SIGTERM; it is ended then.
 """
 
-import importlib
 import io
 import json
 import os
@@ -28,7 +27,7 @@ from typing import Any
 from diloco import exitcodes
 from diloco.host import DEVICE_ENV
 from executors.platforms import gpu
-from executors.platforms.base import REPLICA
+from executors.platforms.base import REPLICA, load_name
 from executors.platforms.processes import start_ticks
 
 MARGIN = 0.9  # of its time: the rest is for a last offer
@@ -115,8 +114,7 @@ def run(request: Mapping[str, Any]) -> int:
 def _call_entrypoint(request: Mapping[str, Any]) -> int:
     if request["entrypoint"] == REPLICA and (code := _without_gpu(request["gpu"])):
         return code
-    module, _, function = request["entrypoint"].partition(":")
-    target = getattr(importlib.import_module(module), function or "main")
+    target = load_name(request["entrypoint"])
     if request["kwargs"] is None:
         return _exit_code(target(list(request["argv"])))
     write_json(request["files"] + ".result", target(**request["kwargs"]))

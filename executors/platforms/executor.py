@@ -1,6 +1,6 @@
 """One executor for every platform: the life of launched processes, written once over a platform's verbs.
 
-    launch_replicas ─▶ fault_of(spec) ─▶ submit(specs)     a handle each; one that could not start is FAILED, and why
+    launch_specs    ─▶ fault_of(spec) ─▶ submit(specs)     a handle each; one that could not start is FAILED, and why
     poll            ─▶ deadlines ─▶ observe(handles)       all in one batch; without an answer the last status, stale
     cancel          ─▶ stop(handles, kill=False)           after the grace a later poll calls stop(handles, kill=True)
     collect         ─▶ poll until all have ended           then read_value(handle), or the last lines of its log
@@ -16,14 +16,11 @@ Not promised: threads.  One thread at a time calls an executor.
 """
 
 from abc import ABC
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from executors.platforms.base import (
-    RANK_ENV,
-    REPLICA,
     ExecutorError,
     Handle,
     LaunchPlan,
@@ -33,7 +30,6 @@ from executors.platforms.base import (
     State,
     Status,
     Unavailable,
-    ranked_specs,
     unanswered,
     wait_for_all,
 )
@@ -64,18 +60,8 @@ class Executor(Platform, ServerlessExecutor, ABC):
         lines = [f"{s.slot}: {self.plan_line(s)}" for s in specs]
         return LaunchPlan((*lines, *self.plan_notes(specs), *refused), total_price(prices), refused)
 
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
-        rank_env: str = RANK_ENV,
-    ) -> list[Handle]:
+    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         """A launch that has a process is not repeated; one that failed may be tried again."""
-        if specs is None:
-            specs = ranked_specs(self.nameless_run(), n_replicas, entrypoint, entrypoint_args, rank_env)
         new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
         faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
         if new and len(faults) == len(new):

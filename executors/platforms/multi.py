@@ -11,9 +11,7 @@ Places are filled in their order; the last one takes every slot beyond.
 Not promised: that a slot moves when the places change; whoever runs it there runs on until it ends.
 """
 
-import importlib
 import inspect
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,8 +21,6 @@ from typing import Annotated, Any, TypeVar
 
 from executors.platforms import EXECUTORS
 from executors.platforms.base import (
-    RANK_ENV,
-    REPLICA,
     ExecutorError,
     Handle,
     LaunchPlan,
@@ -34,12 +30,7 @@ from executors.platforms.base import (
     ServerlessExecutor,
     State,
     Status,
-    expect,
-    is_labelled,
-    orphans,
-    purge,
-    ranked_specs,
-    sweep,
+    load_name,
     unanswered,
 )
 from rendezvous import layout
@@ -152,8 +143,7 @@ def make_executor(place: Place) -> ServerlessExecutor:
     """The executor of one place; its module is imported only now."""
     if place.executor not in EXECUTORS:
         raise ExecutorError(f"there is no executor {place.executor!r}; there are {', '.join(EXECUTORS)}")
-    module, _, name = EXECUTORS[place.executor].partition(":")
-    kind = getattr(importlib.import_module(module), name)
+    kind = load_name(EXECUTORS[place.executor])
     options = {"preload": PRELOAD, **place.options} if place.executor == "local" else dict(place.options)
     takes = inspect.signature(kind).parameters
     known = list(takes)
@@ -163,7 +153,7 @@ def make_executor(place: Place) -> ServerlessExecutor:
     return kind(**options)
 
 
-class Mixed:
+class Mixed(ServerlessExecutor):
     """Several executors as one.   executors: one per place, in the same order; the same one may come twice.
 
     others: more of them, in which nothing is launched.
@@ -183,6 +173,7 @@ class Mixed:
         self._clock = clock or SystemClock()
         self._all = list({id(e): e for e in (*executors, *others)}.values())
         self._failed: dict[Handle, str] = {}
+        self.labelled = any(e.labelled for e in self._all)
 
     def _for_slot(self, slot: str) -> ServerlessExecutor:
         return self._executors[self._places.index(place_of(self._places, slot))]
@@ -207,18 +198,8 @@ class Mixed:
         refused = tuple(why for p in plans for why in p.refused)
         return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
 
-    def launch_replicas(
-        self,
-        specs: Sequence[ReplicaSpec] | None = None,
-        *,
-        n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
-        rank_env: str = RANK_ENV,
-    ) -> list[Handle]:
+    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         """All places at once.  Raises only if no place could start anything."""
-        if specs is None:
-            specs = ranked_specs(f"mixed://{uuid.uuid4().hex}", n_replicas, entrypoint, entrypoint_args, rank_env)
         parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
         if not parts:
             return []
@@ -244,7 +225,7 @@ class Mixed:
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
         for executor, part in self._shared_out(specs, lambda s: self._for_slot(s.slot)):
-            expect(executor, part)
+            executor.expect(part)
 
     # ------------------------------------------------------------------ watching
 
@@ -303,18 +284,14 @@ class Mixed:
                 best[handle.slot] = handle
         return list(best.values())
 
-    @property
-    def labelled(self) -> bool:
-        return any(is_labelled(e) for e in self._all)
-
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        return [h for e in self._all for h in orphans(e, run, known)]
+        return [h for e in self._all for h in e.orphans(run, known)]
 
     def sweep(self, run: str) -> list[str]:
-        return [words for e in self._all for words in sweep(e, run)]
+        return [words for e in self._all for words in e.sweep(run)]
 
     def purge(self, run: str) -> list[str]:
-        return [words for e in self._all for words in purge(e, run)]
+        return [words for e in self._all for words in e.purge(run)]
 
     def close(self) -> None:
         for executor in self._all:

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.logfile import LogFile
@@ -36,14 +35,12 @@ class Platform(ABC):
     first_state: of a process of which the platform has told nothing yet.
     pause_s: between two polls of `collect` and two reads of `follow`, at most.
     own_grace: the platform waits between asking and killing by itself, and `stop` is called once for a cancellation.
-    labelled: it lists every process of a run, also those that nobody here launched (`alive`).
     """
 
     name: str
     first_state = State.STARTING
     pause_s = 2.0
     own_grace = False
-    labelled = False
 
     # ------------------------------------------------------------------ the six
 
@@ -96,10 +93,6 @@ class Platform(ABC):
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> Iterable[str]:
         """More lines of a plan, about all specs together."""
         return ()
-
-    def nameless_run(self) -> str:
-        """A new run, for processes that were launched without one."""
-        return f"{self.name}://{uuid4().hex}"
 
     def new_handle(self, spec: ReplicaSpec) -> Handle:
         """The handle of a spec that has no process."""

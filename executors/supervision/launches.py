@@ -20,9 +20,6 @@ from executors.platforms.base import (
     ServerlessExecutor,
     State,
     Status,
-    is_labelled,
-    orphans,
-    sweep,
     unanswered,
 )
 from executors.platforms.multi import build_executor
@@ -73,7 +70,7 @@ class Launches:
 
     def _note_strangers(self) -> None:
         own = [*self._opened, *(s.handle for s in self.statuses.values()), *self.strangers]
-        alive = [] if self._executor is None else orphans(self._executor, self._store.url, own)
+        alive = [] if self._executor is None else self._executor.orphans(self._store.url, own)
         self.strangers |= {h for h in alive if h.slot != SUPERVISOR}
 
     def read_log(self) -> Report:
@@ -107,7 +104,7 @@ class Launches:
     @property
     def labelled(self) -> bool:
         """Does a platform keep a list of its own?"""
-        return self._executor is not None and is_labelled(self._executor)
+        return self._executor is not None and self._executor.labelled
 
     @property
     def ended_places(self) -> set[str]:
@@ -123,7 +120,7 @@ class Launches:
         if self._executor is None:
             return []
         try:
-            found = sweep(self._executor, self._store.url)
+            found = self._executor.sweep(self._store.url)
         except ExecutorError as error:
             self.out_of_reach = str(error)
             return []

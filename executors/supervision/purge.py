@@ -8,7 +8,6 @@ which is its models, commits and logs, is never touched: it lies where --run say
 Not promised: images, secrets and weights that other runs may use; they stay.
 """
 
-from executors.platforms.base import purge
 from executors.platforms.multi import build_executor
 from rendezvous.salvage import read_standing_wishes
 from rendezvous.store import Store
@@ -19,7 +18,7 @@ def purge_run(store: Store) -> list[str]:
     wanted, _ = read_standing_wishes(store)
     executor = build_executor(wanted.places, wanted.former)
     try:
-        removed = purge(executor, store.url)
+        removed = executor.purge(store.url)
     finally:
         executor.close()
     return [*(removed or ["no platform keeps anything of this run"]), where_run_stays(store.url)]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco import exitcodes
 from diloco.launch import Run
 from diloco.runlog.report import SUPERVISOR, Report
-from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status, orphans
+from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status
 from executors.supervision.outage import Outages, launch_name
 from executors.supervision.plan import Limits, Observation
 from executors.supervision.slot_state import (
@@ -112,7 +112,7 @@ class Fleet:
         """Processes that nobody wrote down: they are billed from their launch, and end."""
         own = [*(t.handle for t in self.all() if t.handle is not None), *self.strays]
         newest = {t.slot: t.attempt for t in self.all()}
-        alive = [h for h in orphans(self.executor, self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
+        alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
             if handle not in self.twins:
                 self.book("found", handle, "nobody wrote it down: a second process of one launch, or one given up")

@@ -39,7 +39,6 @@ from executors.platforms.base import (
     ReplicaSpec,
     ServerlessExecutor,
     Unavailable,
-    expect,
 )
 from executors.platforms.gpu import asked_for
 from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
@@ -288,7 +287,8 @@ class Supervisor:
                 self._act_on(track, action, report)
         publishing = [(self.fleet.publisher, why) for why in self._publish_reasons()]
         early = [] if self._published else [track for track, _ in starts if self._bills_a_gpu(track)]
-        expect(self.executor, [self._spec_for(track) for track in early])
+        if early:
+            self.executor.expect([self._spec_for(track) for track in early])
         starts = [start for start in starts if start[0] not in early] + publishing
         if not starts:
             self.fleet.outages.answered(LAUNCH)  # nobody asks any more

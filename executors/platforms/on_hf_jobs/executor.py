@@ -15,14 +15,13 @@ Not promised: what the platform does before it kills a job; a replica survives a
 """
 
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco import exitcodes
-from executors.platforms import container, oom, processes
+from diloco.runlog.report import SUPERVISOR
+from executors.platforms import oom, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable
 from executors.platforms.container import ENDED, STARTED, TAIL, read_end, replica_lines
 from executors.platforms.executor import Executor, Launch, launch_of
@@ -37,12 +36,9 @@ from executors.platforms.on_hf_jobs.client import (
 from executors.platforms.on_hf_jobs.job_spec import CPU, IMAGE, TIMEOUT_S, Recipe
 from executors.platforms.on_hf_jobs.jobs import ANSWER_S, JobLists, best_last, job_that_counts
 from executors.platforms.platform import NotStarted
-from executors.supervision.lease import supervisor_of
-from executors.supervision.slot_state import LOST_LEASE
 from rendezvous.clock import Clock
-from rendezvous.errors import RendezvousError
 
-SUPERVISOR = "supervisor"
+HOSTED = "executors.supervision.hosted"  # what a supervisor's job runs
 WATCH_S = 12 * 3600.0
 WATCHES = 10  # times that the Hub may start one supervisor's job: it ends well, and not again, once it has said goodbye
 END_LINES = 64  # of a log: enough to see how it ended
@@ -63,6 +59,7 @@ class HFJobsExecutor(Executor):
     pause_s = 0.5
     own_grace = True
     labelled = True
+    hosts_supervisor = True
 
     def __init__(
         self,
@@ -121,9 +118,7 @@ class HFJobsExecutor(Executor):
         return {**there, **started, **self._jobs.settle_duplicates(run, started)}
 
     def _start_request(self, spec: ReplicaSpec) -> Callable[[], HubJob]:
-        module = (
-            ("executors.platforms.on_hf_jobs.executor", json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
-        )
+        module = (HOSTED, json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
         wanted = self._recipe.job(spec, self._recipe.flavor(spec), *module)
         limit = self._recipe.limit(spec)
         attempts = WATCHES if spec.slot == SUPERVISOR else 1
@@ -225,53 +220,9 @@ class HFJobsExecutor(Executor):
     def discover(self, run: str) -> list[Handle]:
         return [self._handle_for(run, job) for job in best_last(self._jobs.list_patiently(run))]
 
-    # ------------------------------------------------------------------ who watches
-
-    def supervise(self, run: str) -> Handle:
-        """A supervisor for the run as a job on the cheapest hardware; the one that runs already, if there is one."""
-        found = [h for h in self.find(run) if h.slot == SUPERVISOR]
-        if found and not self.poll(found)[0].state.ended:
-            return found[0]
-        return self.start_supervisor(run, 1 + max((h.attempt for h in found), default=0))
-
-    def start_supervisor(self, run: str, attempt: int) -> Handle:
-        """With what the replicas are given, since it starts them."""
-        from executors.platforms.multi import places_of  # which imports us
-        from rendezvous.membership import read_control
-        from rendezvous.seal import open_signed
-
-        here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == self.name]
-        env = {name: value for place in here for name, value in place.env.items()}
-        secrets = tuple(dict.fromkeys(name for place in here for name in place.secrets))
-        entry = ReplicaSpec(
-            run, SUPERVISOR, attempt, "executors.supervision.supervisor:main", (run,), env=env, gpu=(CPU,)
-        )
-        return self.launch_replicas([replace(entry, secrets=secrets, timeout_s=WATCH_S)])[0]
-
-
-def main(argv: list[str]) -> int:
-    """A supervisor's job: as any other, and at its time limit it starts the next one.
-
-    The Hub starts it again after any exit code but 0, so only an end without a word to the run has another.
-    """
-    code = container.main(argv[:2])
-    spec = ReplicaSpec.from_dict(json.loads(argv[0]))
-    if code == exitcodes.RESUME:
-        HFJobsExecutor(**json.loads(argv[2])).start_supervisor(spec.run, spec.attempt + 1)
-        return 0
-    return code if _cut_off(spec.run, code) else 0
-
-
-def _cut_off(run: str, code: int) -> bool:
-    """Did a supervisor end without a goodbye, and is nobody else there?"""
-    from rendezvous.seal import open_signed
-
-    if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
-        return False
-    try:
-        return supervisor_of(open_signed(run)) is not None
-    except RendezvousError:
-        return True
+    def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
+        """A job on the cheapest hardware."""
+        return self.launch_specs([replace(spec, gpu=(CPU,), timeout_s=spec.timeout_s or WATCH_S)])[0]
 
 
 def _last_lines(hub: Hub, job_id: str) -> list[str]:
@@ -342,7 +293,3 @@ def _result_or_raise(result: Result | Exception) -> Result:
     if isinstance(result, Exception):
         raise result
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

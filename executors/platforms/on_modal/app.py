@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from diloco import exitcodes
-from executors.platforms.base import ExecutorError, Plain, ReplicaSpec
+from executors.platforms.base import Plain, ReplicaSpec, load_name
 from executors.platforms.container import run_replica
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk
 from executors.platforms.on_modal.kinds import Kind
@@ -38,9 +38,8 @@ from rendezvous.clock import SystemClock
 
 NAME = "modal"
 SUPERVISE = "supervise"
+NEXT_SUPERVISOR = "executors.supervision.hosted:start_next"
 CRASHES = 3  # containers of one launch that may die without a word
-TRIES = 6
-AGAIN_S = 20.0
 
 
 def app_name(run: str) -> str:
@@ -190,22 +189,8 @@ def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, 
     """The same for a run's supervisor; at its time limit it starts the next one."""
     end = replica(raw, raw_note)
     if end["exit_code"] == exitcodes.RESUME:
-        _start_next_supervisor(ReplicaSpec.from_dict(raw))
+        load_name(NEXT_SUPERVISOR)(NAME, {}, raw)  # there are about three minutes left for that
     return end
-
-
-def _start_next_supervisor(spec: ReplicaSpec) -> None:
-    """Start the next supervisor; there are about three minutes left for that."""
-    from executors.platforms.on_modal.executor import ModalExecutor
-
-    executor, (run, *argv) = ModalExecutor(), spec.argv
-    for _ in range(TRIES):
-        try:
-            if executor.start_supervisor(run, spec.attempt + 1, argv, spec.timeout_s).native:
-                return
-        except ExecutorError as error:
-            print(f"the next supervisor could not be started: {error}; trying again", flush=True)
-        time.sleep(AGAIN_S)
 
 
 def _why_unwanted(register: Register, spec: ReplicaSpec, note: Note, call: str) -> dict[str, Any] | None:

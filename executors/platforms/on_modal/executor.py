@@ -60,6 +60,7 @@ class ModalExecutor(Executor):
     name = modal_app.NAME
     first_state = State.PENDING
     labelled = True
+    hosts_supervisor = True
 
     def __init__(
         self,
@@ -136,30 +137,13 @@ class ModalExecutor(Executor):
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
         self._apps.expect(specs)
 
-    def supervise(self, run: str, argv: Sequence[str] = ()) -> Handle:
-        """A supervisor for the run as a small function; the one that runs already, if there is one."""
-        found = [h for h in self.find(run) if h.slot == SUPERVISOR]
-        if found and not self.poll(found)[0].state.ended:
-            return found[0]
-        return self.start_supervisor(run, 1 + max((h.attempt for h in found), default=0), argv)
-
-    def start_supervisor(self, run: str, attempt: int, argv: Sequence[str] = (), timeout_s: float = DAY_S) -> Handle:
-        """One more of them; it leaves before `timeout_s`, and starts the next one."""
-        replicas = [] if inside_container() else _supervised_specs(run)
-        env = {k: v for s in replicas for k, v in s.env.items()}
-        spec = ReplicaSpec(
-            run,
-            SUPERVISOR,
-            attempt,
-            "executors.supervision.supervisor:main",
-            (run, *argv),
-            env=env,
-            timeout_s=timeout_s,
-        )
+    def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
+        """A small function; inside a container what it launches is deployed already."""
+        spec = replace(spec, secrets=(), timeout_s=spec.timeout_s or DAY_S)
         if why := self.fault_of(spec):
             raise ExecutorError(why)
-        launched = self._apps.prepare(run, [spec], replicas, SUPERVISE)
-        return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, attempt))))
+        launched = self._apps.prepare(spec.run, [spec], [] if inside_container() else replicas, SUPERVISE)
+        return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
 
     def _launch_one(self, spec: ReplicaSpec, known: Mapping[str, Any] | None) -> Handle | NotStarted:
         """One process; a launch that is known already is not repeated."""
@@ -292,20 +276,6 @@ def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: I
     futures: list[Future[T]] = [threads.submit(act, h) for h in handles]
     wait(futures, timeout=ANSWER_S)
     return [f.result() if f.done() else (f.cancel(), None)[1] for f in futures]
-
-
-def _supervised_specs(run: str) -> list[ReplicaSpec]:
-    """The specs that a supervisor may launch here, one of each kind: a replica and the publisher per place."""
-    from executors.platforms.multi import places_of  # which imports us
-    from rendezvous.membership import read_control
-    from rendezvous.seal import open_signed
-
-    here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == modal_app.NAME]
-    return [
-        ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
-        for p in here
-        for gpu in (p.gpu, ())
-    ]
 
 
 def _handle_from_entry(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Handle:

@@ -1,0 +1,95 @@
+"""A run's supervisor as a process of a platform: a small function on Modal, a job on Hugging Face.
+
+    start_hosted(executor, run) ─┬─ one runs there already ─▶ its handle
+                                 └─ else ─▶ a spec with what its replicas are given ─▶ executor.start_supervisor
+    its time limit is near      ─▶ it leaves with RESUME, and its container starts the next one (start_next)
+
+    python -m executors.supervision.hosted SPEC PLATFORM OPTIONS       a job that is started again unless it ends with 0
+
+A platform knows this module by its name alone, as it knows entry points.
+
+Not promised: that one supervises at every moment; between two of them replicas run on, until the lease ends.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from diloco import exitcodes
+from diloco.runlog.report import SUPERVISOR
+from executors.platforms import container
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, ServerlessExecutor
+from executors.platforms.multi import Place, make_executor, places_of
+from executors.supervision.lease import supervisor_of
+from executors.supervision.slot_state import LOST_LEASE
+from rendezvous.errors import RendezvousError
+from rendezvous.membership import read_control
+from rendezvous.seal import open_signed
+
+ENTRYPOINT = "executors.supervision.supervisor:main"
+TRIES = 6
+AGAIN_S = 20.0  # all tries together fit into the time that a container has left
+
+
+def start_hosted(executor: ServerlessExecutor, run: str) -> Handle:
+    """Start a supervisor for the run on a platform that hosts them; -> the one that runs already, if there is one."""
+    found = [h for h in executor.find(run) if h.slot == SUPERVISOR]
+    if found and not executor.poll(found)[0].state.ended:
+        return found[0]
+    attempt = 1 + max((h.attempt for h in found), default=0)
+    return executor.start_supervisor(*supervisor_spec(executor.name, run, attempt))
+
+
+def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec, list[ReplicaSpec]]:
+    """Make its spec, with what the run's replicas there are given; -> it, and one of each kind that it may launch."""
+    here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == platform]
+    replicas = [
+        ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
+        for p in here
+        for gpu in (p.gpu, ())
+    ]
+    env = {name: value for place in here for name, value in place.env.items()}
+    secrets = tuple(dict.fromkeys(name for place in here for name in place.secrets))
+    return ReplicaSpec(run, SUPERVISOR, attempt, ENTRYPOINT, (run,), env=env, secrets=secrets), replicas
+
+
+def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+    """In a supervisor's container that has left at its time limit: start the next one; -> does it exist?"""
+    spec = ReplicaSpec.from_dict(raw)
+    executor = make_executor(Place(platform, options=options))
+    for _ in range(TRIES):
+        try:
+            if executor.start_supervisor(*supervisor_spec(platform, spec.run, spec.attempt + 1)).native:
+                return True
+        except (ExecutorError, RendezvousError) as error:
+            print(f"the next supervisor could not be started: {error}; trying again", flush=True)
+        time.sleep(AGAIN_S)
+    return False
+
+
+def main(argv: list[str]) -> int:
+    """A supervisor's job: as any other, and at its time limit it starts the next one.
+
+    The platform starts it again after any exit code but 0, so only an end without a word to the run has another.
+    """
+    spec, platform, options = argv
+    code = container.main([spec, platform])
+    if code == exitcodes.RESUME:
+        return 0 if start_next(platform, json.loads(options), json.loads(spec)) else code
+    return code if is_cut_off(json.loads(spec)["run"], code) else 0
+
+
+def is_cut_off(run: str, code: int) -> bool:
+    """Did a supervisor end without a goodbye, and is nobody else there?"""
+    if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
+        return False
+    try:
+        return supervisor_of(open_signed(run)) is not None
+    except RendezvousError:
+        return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
