@@ -2,6 +2,7 @@
 
 a public class name means one class · four things by position at most six · functions of at most 60 lines
 a class of at most 25 methods, but for those in LARGE, each with its reason · executors has floors, not a flat folder
+no circle of files, also not through imports inside functions
 """
 
 import ast
@@ -17,6 +18,7 @@ LARGE = {
     "Reducer": "fetches, checks and averages; every way in which a body can fail is a method of its own",
     "Supervisor": "the verbs of a plan, each with its action",
 }
+CIRCLES_LEFT = {"inner.objectives", "rendezvous.codecs"}  # by the first file of each
 CALLS_BY_POSITION = {"zip", "_encode", "_add"}  # zip takes what there is; the last two are Triton kernels
 
 
@@ -76,3 +78,54 @@ def _called(call: ast.Call) -> str:
 
 def test_executors_is_floors_and_no_flat_folder() -> None:
     assert [p.name for p in (ROOT / "executors").glob("*.py")] == ["__init__.py"]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Every import counts, also one inside a function; but for those under TYPE_CHECKING, which never happen."""
+    homes = {_module_name(path): (path, tree) for path, tree in _trees()}
+    arrows = {name: _imported_files(name, path, tree, set(homes)) for name, (path, tree) in homes.items()}
+    circles = [sorted(circle) for circle in _circles(arrows)]
+    assert [c for c in circles if c[0] not in CIRCLES_LEFT] == []
+    assert {c[0] for c in circles} == CIRCLES_LEFT, "take out of CIRCLES_LEFT what is none any more"
+
+
+def _module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported_files(name: str, path: Path, tree: ast.Module, files: set[str]) -> set[str]:
+    """The files of the four rooms that a file imports, wherever in it."""
+    never = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set[str]()
+    for node in ast.walk(tree):
+        if id(node) in never:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports name their room here"
+            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {whole if whole in files else str(node.module) for whole in full.values()}
+    return (found & files) - {name}
+
+
+def _circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of files that reach each other."""
+    reach = {name: set[str]() for name in arrows}
+    for name in arrows:
+        todo = list(arrows[name])
+        while todo:
+            if (one := todo.pop()) not in reach[name]:
+                reach[name].add(one)
+                todo += arrows[one]
+    circles = list[set[str]]()
+    for name in sorted(arrows):
+        if name in reach[name] and not any(name in circle for circle in circles):
+            circles.append({other for other in reach[name] if name in reach[other]})
+    return circles
