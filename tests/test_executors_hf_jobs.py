@@ -56,7 +56,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HFServer]:
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     """In place of the run's bucket, which this process reads."""
     store = MemoryStore()
-    monkeypatch.setattr("rendezvous.seal.open_signed", lambda url: store)
+    monkeypatch.setattr("executors.supervision.hosted.open_signed", lambda url: store)
     return store
 
 

@@ -8,7 +8,10 @@ Not promised: exclusion by time.  A supervisor that slept and wakes reads the cl
 
 import os
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 from diloco.host import host_name
 from diloco.runlog.report import SUPERVISOR
@@ -21,8 +24,10 @@ from rendezvous.records import Beat, Claim
 from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
+BEAT_S = 2.0  # between beats while a platform takes its time
 WATCHING = "watching"  # its beat's phase once its first look, and what followed from it, are over
 
+T = TypeVar("T")
 LatestBeat = tuple[int, int, str] | None  # generation, number, phase
 
 
@@ -77,6 +82,14 @@ class Lease:
             self.store.put(layout.beat_key(SUPERVISOR), body.encode())
         except StoreError:
             return  # advisory
+
+    def keep_while(self, act: Callable[[], T], phase: str) -> T:
+        """Do what may take a platform minutes, and beat meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(act)
+            while not wait([future], timeout=BEAT_S).done:
+                self.beat(phase)
+            return future.result()
 
     @property
     def lost(self) -> bool:

@@ -19,10 +19,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from diloco import exitcodes
 from diloco.journal import Journal
@@ -30,34 +28,28 @@ from diloco.last_sweep import sweep_after_end
 from diloco.launch import Run, read_run, solo_warning
 from diloco.runlog.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
-from executors.platforms import FAR
 from executors.platforms.base import (
     REPLICA,
     ExecutorError,
     Handle,
-    Refused,
-    ReplicaSpec,
     ServerlessExecutor,
     Unavailable,
 )
-from executors.platforms.gpu import asked_for
 from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
-from executors.platforms.multi import build_executor, former_places, place_of, places_of
+from executors.platforms.multi import build_executor, former_places, places_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, TELL_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
 from executors.supervision.slot_state import LOST_LEASE, SlotState
-from executors.supervision.slots import PUBLISH, Fleet, wanted_slots
+from executors.supervision.slots import Fleet, wanted_slots
+from executors.supervision.starts import Start, Starts
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
 from rendezvous.membership import claim, newest_claim, read_control
 from rendezvous.records import Beat
 
-T = TypeVar("T")
-
-PUBLISHER = "executors.supervision.supervisor:publish_model"
 FAILED = 1
 TICK_S = 0.2
 GRACE_S = 20.0
@@ -65,7 +57,6 @@ PATIENCE_S = 120.0
 RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
 FINISH_S = 300.0  # a replica that beats may take so long for its last snapshot
 LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end
-BEAT_S = 2.0  # between beats while a platform takes its time
 PROOF_S = 600.0  # for seeing everybody's end
 
 
@@ -134,7 +125,9 @@ class Supervisor:
         self._said_at = float("-inf")  # when we last told of it
         former = former_places(wanted.former)
         self._spend_limit = SpendLimit(self.run.store, self.clock, self.executor, self.places, former)
-        self._short_of = ""  # why the budget refused a launch
+        self._starts = Starts(
+            self.fleet, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
+        )
 
     # ------------------------------------------------------------------ from outside
 
@@ -161,7 +154,7 @@ class Supervisor:
     def supervise(self) -> Outcome:
         """Until the run is done, or cannot go on, or somebody asks us to end."""
         try:
-            self.show(self._while_beating(self._reader.refresh))  # both this and the first launch may take a while
+            self.show(self.lease.keep_while(self._reader.refresh, "launching"))
             while (outcome := self._patient_tick()) is None:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
@@ -278,7 +271,7 @@ class Supervisor:
     # ------------------------------------------------------------------ acting
 
     def _carry_out(self, actions: Sequence[Action], report: Report) -> None:
-        starts: list[tuple[SlotState, str]] = []
+        starts: list[Start] = []
         for action in actions:
             track = self.fleet.tracks[action.slot]
             if isinstance(action, Launch | Replace) and not track.running:
@@ -286,19 +279,17 @@ class Supervisor:
             else:
                 self._act_on(track, action, report)
         publishing = [(self.fleet.publisher, why) for why in self._publish_reasons()]
-        early = [] if self._published else [track for track, _ in starts if self._bills_a_gpu(track)]
-        if early:
-            self.executor.expect([self._spec_for(track) for track in early])
-        starts = [start for start in starts if start[0] not in early] + publishing
+        starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
             self.fleet.outages.answered(LAUNCH)  # nobody asks any more
         elif self._verdict is None and not self.fleet.outages.waits(LAUNCH) and not self.lease.lost:
-            self._try_to_start(starts, report)
+            self._start(starts, report)
 
-    def _bills_a_gpu(self, track: SlotState) -> bool:
-        """Would it wait for the model on somebody else's GPU?  Such replicas are launched once the model is there."""
-        place = place_of(self.places, track.slot)
-        return place.executor in FAR and asked_for(place.gpu) > 0
+    def _start(self, starts: Sequence[Start], report: Report) -> None:
+        """The run ends if the budget allows no start and nobody runs."""
+        if why := self._starts.try_to_start(starts, report):
+            new = not report.of_kind("launched")
+            self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
 
     def _act_on(self, track: SlotState, action: Action, report: Report) -> None:
         if isinstance(action, Replace):
@@ -334,59 +325,6 @@ class Supervisor:
             track.attempt = number - 1
             track.handle = None
             track.status = None
-
-    def _try_to_start(self, starts: Sequence[tuple[SlotState, str]], report: Report) -> None:
-        """A platform that refuses is asked again later, if the run has ever begun and this is no mistake in it."""
-        try:
-            self._launch_all(starts, report)
-            self.fleet.outages.answered(LAUNCH)
-        except ExecutorError as error:
-            begun = isinstance(error, Refused | Unavailable) and bool(report.of_kind("launched"))
-            if not begun and not self.fleet.anybody:
-                raise
-            self.fleet.outages.failed(LAUNCH, [track.slot for track, _ in starts], error)
-
-    def _launch_all(self, starts: Sequence[tuple[SlotState, str]], report: Report) -> None:
-        """All at once; nothing if the budget does not allow all of them."""
-        specs = [self._spec_for(track) for track, _ in starts]
-        refused = self._while_beating(lambda: self._spend_limit.refuses(report, specs))
-        if refused:
-            return self._do_without(refused, report)
-        self.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
-        handles = self._while_beating(lambda: self.executor.launch_replicas(specs))
-        for (track, why), handle in zip(starts, handles, strict=True):
-            track.launched(handle, self.clock.now())
-            self.fleet.book("launched", handle, why)
-
-    def _spec_for(self, track: SlotState) -> ReplicaSpec:
-        slot = track.slot
-        place = place_of(self.places, track.slot)
-        url = self.run.url
-        attempt = 1 + max(track.attempt, track.beat[0] if track.beat else 0)
-        settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
-        if slot == PUBLISH:
-            return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
-        parent = ("--parent", self.parent) if self.parent and place.executor == "local" else ()
-        return ReplicaSpec(
-            url, slot, attempt, self.entrypoint, (url, "--slot", slot, *parent), gpu=place.gpu, **settings
-        )
-
-    def _do_without(self, why: str, report: Report) -> None:
-        """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
-        if self._short_of != why[:60]:
-            self._short_of = why[:60]
-            self.emit("refused", text=why)
-        if not self.fleet.anybody:
-            new = not report.of_kind("launched")
-            self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
-
-    def _while_beating(self, act: Callable[[], T]) -> T:
-        """Do what may take a platform minutes, and keep the lease meanwhile."""
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(act)
-            while not wait([future], timeout=BEAT_S).done:
-                self.lease.beat("launching")
-            return future.result()
 
     def _give_up(self, track: SlotState, why: str) -> None:
         tail = self.fleet.tail(track.handle, 12) if track.handle else []

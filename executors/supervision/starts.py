@@ -1,0 +1,108 @@
+"""Starts what a plan asks for: from slots to specs, with the budget's leave, all in one request.
+
+    slots that are due ─▶ specs ─▶ may this be spent? ─▶ log: launching ─▶ launch_replicas ─▶ log: launched
+                            │        └─ no ─▶ log: refused, and those that run go on
+                            └─ while θ₀ is not there yet, a rented GPU would only wait for it: put off
+
+Not promised: that a launch which a platform refuses is given up; it is asked again later, once the run has ever begun.
+"""
+
+from collections.abc import Sequence
+
+from diloco.runlog.report import Report
+from executors.platforms import FAR
+from executors.platforms.base import ExecutorError, Refused, ReplicaSpec, Unavailable
+from executors.platforms.gpu import asked_for
+from executors.platforms.multi import Place, place_of
+from executors.supervision.budget import SpendLimit
+from executors.supervision.lease import Lease
+from executors.supervision.outage import LAUNCH
+from executors.supervision.slot_state import SlotState
+from executors.supervision.slots import PUBLISH, Fleet
+
+PUBLISHER = "executors.supervision.supervisor:publish_model"
+Start = tuple[SlotState, str]  # who, and why
+
+
+class Starts:
+    """The launches of one supervisor.
+
+    parent: "PID:START" that replicas of this machine should not outlive.   entrypoint: what each of them runs.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        places: Sequence[Place],
+        spend_limit: SpendLimit,
+        lease: Lease,
+        *,
+        parent: str,
+        entrypoint: str,
+    ) -> None:
+        self._fleet = fleet
+        self._places = places
+        self._spend_limit = spend_limit
+        self._lease = lease
+        self._parent = parent
+        self._entrypoint = entrypoint
+        self._short_of = ""  # why the budget refused a launch
+
+    def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
+        """Those that need not wait for the model on somebody else's GPU; the platform hears of the others already."""
+        early = [track for track, _ in starts if self._bills_a_gpu(track)]
+        if early:
+            self._fleet.executor.expect([self._spec_for(track) for track in early])
+        return [start for start in starts if start[0] not in early]
+
+    def _bills_a_gpu(self, track: SlotState) -> bool:
+        place = place_of(self._places, track.slot)
+        return place.executor in FAR and asked_for(place.gpu) > 0
+
+    def try_to_start(self, starts: Sequence[Start], report: Report) -> str:
+        """Start them; -> why the run must end instead, or "".
+
+        A platform that refuses is asked again later, if the run has ever begun and this is no mistake in it.
+        """
+        try:
+            why = self._launch_all(starts, report)
+            self._fleet.outages.answered(LAUNCH)
+            return why
+        except ExecutorError as error:
+            begun = isinstance(error, Refused | Unavailable) and bool(report.of_kind("launched"))
+            if not begun and not self._fleet.anybody:
+                raise
+            self._fleet.outages.failed(LAUNCH, [track.slot for track, _ in starts], error)
+            return ""
+
+    def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
+        """All at once; nothing if the budget does not allow all of them."""
+        fleet = self._fleet
+        specs = [self._spec_for(track) for track, _ in starts]
+        if refused := self._lease.keep_while(lambda: self._spend_limit.refuses(report, specs), "launching"):
+            return self._do_without(refused)
+        fleet.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
+        handles = self._lease.keep_while(lambda: fleet.executor.launch_replicas(specs), "launching")
+        for (track, why), handle in zip(starts, handles, strict=True):
+            track.launched(handle, fleet.clock.now())
+            fleet.book("launched", handle, why)
+        return ""
+
+    def _do_without(self, why: str) -> str:
+        """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
+        if self._short_of != why[:60]:
+            self._short_of = why[:60]
+            self._fleet.emit("refused", text=why)
+        return "" if self._fleet.anybody else why
+
+    def _spec_for(self, track: SlotState) -> ReplicaSpec:
+        slot = track.slot
+        place = place_of(self._places, slot)
+        url = self._fleet.run.url
+        attempt = 1 + max(track.attempt, track.beat[0] if track.beat else 0)
+        settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
+        if slot == PUBLISH:
+            return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
+        parent = ("--parent", self._parent) if self._parent and place.executor == "local" else ()
+        argv = (url, "--slot", slot, *parent)
+        return ReplicaSpec(url, slot, attempt, self._entrypoint, argv, gpu=place.gpu, **settings)
