@@ -67,7 +67,7 @@ class Fleet:
         self.run: Run = open_run(self.config, self.url, SystemClock())
         self.store = PatientStore(self.run.store, SystemClock(), 10.0)
         self.model = publish_model(replace(self.run, store=self.store), SystemClock())
-        self.lives: dict[str, list[Any]] = {}
+        self.sessions: dict[str, list[Any]] = {}
         self._seen: list[Commit] = []
 
     def start(self, slot: str, die: str = "", **environ: str) -> Any:
@@ -75,7 +75,7 @@ class Fleet:
             target=victim.replica, args=(self.url, slot, str(self.log(slot)), die, {**self.environ, **environ})
         )
         child.start()
-        self.lives.setdefault(slot, []).append(child)
+        self.sessions.setdefault(slot, []).append(child)
         return child
 
     def start_all(self) -> None:
@@ -83,23 +83,23 @@ class Fleet:
             self.start(layout.slot_name(i))
 
     def wait(self, timeout: float = WAIT_S) -> dict[str, list[int | None]]:
-        """Exit codes of every life of every slot, once all have ended."""
+        """Exit codes of every session of every slot, once all have ended."""
         end = time.monotonic() + timeout
-        for child in [c for lives in self.lives.values() for c in lives]:
+        for child in [c for sessions in self.sessions.values() for c in sessions]:
             child.join(max(0.0, end - time.monotonic()))
-        codes = {slot: [c.exitcode for c in lives] for slot, lives in self.lives.items()}
-        if any(code is None for lives in codes.values() for code in lives):
+        codes = {slot: [c.exitcode for c in sessions] for slot, sessions in self.sessions.items()}
+        if any(code is None for sessions in codes.values() for code in sessions):
             self.kill_all()
             raise AssertionError(f"replicas still ran after {timeout} s: {codes}\n{self.logs()}")
         return codes
 
     def kill_all(self) -> None:
-        for child in [c for lives in self.lives.values() for c in lives]:
+        for child in [c for sessions in self.sessions.values() for c in sessions]:
             child.kill()
             child.join()
 
     def signal(self, slot: str, number: signal.Signals) -> None:
-        os.kill(self.lives[slot][-1].pid, number)
+        os.kill(self.sessions[slot][-1].pid, number)
 
     def wait_for(self, what: Any, timeout: float = WAIT_S) -> Any:
         """The first truthy value of `what()`."""

@@ -49,7 +49,7 @@ def write_pairs(path: Path) -> int:
 
 
 def steps_told(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """life -> what its log says of each outer step."""
+    """session -> what its log says of each outer step."""
     told: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(root.glob("log/r*/*.jsonl")):
         events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_all_channels_on_every_replica_with_one_killed(tmp_path: Path) -> None:
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer@3")
     fleet.start("r02")
-    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None)
+    fleet.wait_for(lambda: fleet.sessions["r01"][0].exitcode is not None)
     fleet.start("r01")
     codes = fleet.wait()
     assert codes["r00"] == codes["r02"] == [0] and codes["r01"] == [-9, 0], fleet.logs()
@@ -77,9 +77,9 @@ def test_all_channels_on_every_replica_with_one_killed(tmp_path: Path) -> None:
     root = Path(fleet.url)
     check_run(root, 4)  # θ bit-identical on every replica after every commit
     told = steps_told(root)
-    assert {life.rpartition("-")[0] for life in told} == {"r00", "r01", "r02"}
+    assert {session.rpartition("-")[0] for session in told} == {"r00", "r01", "r02"}
     for slot in ("r00", "r01", "r02"):
-        mine = [e for life, events in told.items() if life.startswith(slot) for e in events]
+        mine = [e for session, events in told.items() if session.startswith(slot) for e in events]
         for channel in ("grpo", "sdpo", "replay"):
             assert max(e.get(f"{channel}_coverage", 0.0) for e in mine) > 0, (slot, channel)
             assert max(e.get(f"{channel}_grad_norm", 0.0) for e in mine) > 0, (slot, channel)

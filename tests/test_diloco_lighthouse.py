@@ -216,7 +216,7 @@ def test_processes_lose_one_and_get_it_back(tmp_path: Path, lighthouse: str) -> 
     )  # fmt: skip
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r01", 3))
-    fleet.lives["r01"][0].kill()
+    fleet.sessions["r01"][0].kill()
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
     events = list(read_journal(fleet.run.store))

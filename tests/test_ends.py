@@ -1,4 +1,4 @@
-"""Why a life ended: told in status, report and logs, also of one that is dead, and of a launch that never lived."""
+"""Why a session ended: told in status, report and logs, also of one that is dead, and of a launch that never lived."""
 
 import io
 import json
@@ -52,9 +52,9 @@ def out_of_memory() -> Bucket:
 
 
 @pytest.mark.parametrize("scope", [STATUS, COSTS])
-def test_a_life_knows_why_it_ended(scope) -> None:
-    lives = {x.name: x for x in read_report(out_of_memory().store, scope).lives}
-    assert lives["r00-1"].why == f"exit code 1; {OOM}" and lives["r00-2"].why == ""
+def test_a_session_knows_why_it_ended(scope) -> None:
+    sessions = {x.name: x for x in read_report(out_of_memory().store, scope).sessions}
+    assert sessions["r00-1"].why == f"exit code 1; {OOM}" and sessions["r00-2"].why == ""
 
 
 def test_status_shows_the_last_end_of_each_slot_with_its_reason() -> None:
@@ -67,25 +67,25 @@ def test_status_shows_the_last_end_of_each_slot_with_its_reason() -> None:
     assert max(map(len, lines)) < 80
 
 
-def test_a_launch_that_followed_and_lives_takes_the_failed_one_off_the_table() -> None:
+def test_a_launch_that_followed_and_sessions_takes_the_failed_one_off_the_table() -> None:
     b = out_of_memory()
     lived(b, "r01", 1, 2, 35.0)
     assert "before it joined" not in "\n".join(status_table(read_report(b.store), now=T0 + 40))
 
 
-def test_an_end_is_given_to_the_life_of_its_launch_where_no_generation_is_told() -> None:
+def test_an_end_is_given_to_the_session_of_its_launch_where_no_generation_is_told() -> None:
     b = Bucket(replicas=1)
     lived(b, "r00", 1, 4, 1.0)
     lost(b, "r00", 4, 20.0, reason="preempted by Modal")
-    (life,) = read_report(b.store).lives
-    assert (life.how, life.why) == ("lost", "preempted by Modal")
+    (session,) = read_report(b.store).sessions
+    assert (session.how, session.why) == ("lost", "preempted by Modal")
 
 
 def test_a_lifes_own_last_words_are_better_than_a_line_of_its_log() -> None:
     b = out_of_memory()
     b.tell("r00", 1, 19.0, "crashed", error="RuntimeError: the reward gave NaN")
-    life = read_report(b.store).lives[0]
-    assert life.why == "exit code 1; RuntimeError: the reward gave NaN" and life.how == "crashed"
+    session = read_report(b.store).sessions[0]
+    assert session.why == "exit code 1; RuntimeError: the reward gave NaN" and session.how == "crashed"
 
 
 def test_words_are_short_telling_and_said_once() -> None:
@@ -100,7 +100,7 @@ def test_words_are_short_telling_and_said_once() -> None:
 def test_a_goodbye_that_was_asked_for_needs_no_reason() -> None:
     b = killed_and_replaced()
     b.tell("r01", 2, 20.0, "left", step=6, reason="asked to leave")
-    assert [x.why for x in read_report(b.store).lives] == ["", "exit code -9", ""]
+    assert [x.why for x in read_report(b.store).sessions] == ["", "exit code -9", ""]
 
 
 def test_the_report_shows_the_reasons_and_the_page_too(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_programs_are_told_the_reason_too() -> None:
     assert "CUDA out of memory" in told["lives"][0]["why"] and told["lives"][1]["why"] == ""
 
 
-# -------------------------------------------------------------------- logs of a dead life
+# -------------------------------------------------------------------- logs of a dead session
 
 
-def test_the_log_of_a_dead_life_on_this_machine(capsys, run, tmp_path):  # noqa: F811
+def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # noqa: F811
     """Before: "there is no slot 'r01-1' in this run"."""
     import socket
 
@@ -140,7 +140,7 @@ def test_the_log_of_a_dead_life_on_this_machine(capsys, run, tmp_path):  # noqa:
     assert say(capsys, "logs", run.url, "r01-1", "-f")[1] == "one\ntwo\nCUDA out of memory\n"
 
 
-def test_a_dead_life_whose_log_is_nowhere_is_told_from_the_bucket(capsys, run):  # noqa: F811
+def test_a_dead_session_whose_log_is_nowhere_is_told_from_the_bucket(capsys, run):  # noqa: F811
     out = say(capsys, "logs", run.url, "r01-1")[1].splitlines()
     assert out[0].startswith("(r01-1: killed, exit code -9; this is what the bucket has of it)")
     assert [json.loads(line)["event"] for line in out[1:]] == ["joined", "step", "step"]
@@ -149,7 +149,7 @@ def test_a_dead_life_whose_log_is_nowhere_is_told_from_the_bucket(capsys, run): 
     )
 
 
-def test_tab_offers_lives_for_logs_and_slots_for_drain(capsys, run):  # noqa: F811
+def test_tab_offers_sessions_for_logs_and_slots_for_drain(capsys, run):  # noqa: F811
     assert slots_of(run.url) == ["r00", "r01"]
     offered = say(capsys, "completion", "bash", "--slots", run.url, "--verb", "logs")[1].split()
     assert offered == ["r00", "r01", "r00-1", "r01-1", "r01-2", "supervisor"]

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import pytest
 
-from diloco.runlog.report import Life, Report
+from diloco.runlog.report import Report, SessionSummary
 from diloco.session import Session as ReplicaLife
 from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
 from rendezvous.clock import SystemClock
@@ -35,12 +35,14 @@ def launched(at: float = 0.0, slot: str = "r00", attempt: int = 1, executor: str
     return event("launched", at, slot, attempt, executor=executor, usd_per_hour=usd, launched_at=T + at, pid=0)
 
 
-def report(*events: dict, lives=(), beats=None) -> Report:
-    return Report("test", "memory://", {}, Wanted(), [], list(lives), list(events), beats or {}, 0)
+def report(*events: dict, sessions=(), beats=None) -> Report:
+    return Report("test", "memory://", {}, Wanted(), [], list(sessions), list(events), beats or {}, 0)
 
 
-def life(slot: str = "r00", generation: int = 1, host: str = "modal/r00.1", ended: float | None = None, how="running"):
-    return Life(slot, generation, 7, host, T, ended=None if ended is None else T + ended, how=how)
+def session(
+    slot: str = "r00", generation: int = 1, host: str = "modal/r00.1", ended: float | None = None, how="running"
+):
+    return SessionSummary(slot, generation, 7, host, T, ended=None if ended is None else T + ended, how=how)
 
 
 TABLE = [
@@ -72,19 +74,19 @@ def test_costs(events, hours, usd, rate):
 
 
 def test_a_goodbye_ends_a_bill_that_nobody_closed():
-    left = report(launched(), lives=[life(ended=900.0, how="left")])
+    left = report(launched(), sessions=[session(ended=900.0, how="left")])
     assert costs(left, T + HOUR).usd == pytest.approx(1.0)
-    lost = report(launched(), lives=[life(ended=900.0, how="replaced")])
+    lost = report(launched(), sessions=[session(ended=900.0, how="replaced")])
     assert costs(lost, T + HOUR).usd == pytest.approx(4.0)
     beat = Beat("r00", 1, 9, "left", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
-    assert costs(report(launched(), lives=[life()], beats={"r00": beat}), T + HOUR).usd == pytest.approx(2.0)
+    assert costs(report(launched(), sessions=[session()], beats={"r00": beat}), T + HOUR).usd == pytest.approx(2.0)
 
 
-def test_a_goodbye_of_the_life_before_a_restart_ends_nothing():
-    lives = [life(ended=900.0, how="left"), life(generation=2)]
-    assert costs(report(launched(), lives=lives), T + HOUR).usd == pytest.approx(4.0)
-    elsewhere = [life(ended=900.0, how="left", host="modal/r00.2")]
-    assert costs(report(launched(), lives=elsewhere), T + HOUR).usd == pytest.approx(4.0)
+def test_a_goodbye_of_the_session_before_a_restart_ends_nothing():
+    sessions = [session(ended=900.0, how="left"), session(generation=2)]
+    assert costs(report(launched(), sessions=sessions), T + HOUR).usd == pytest.approx(4.0)
+    elsewhere = [session(ended=900.0, how="left", host="modal/r00.2")]
+    assert costs(report(launched(), sessions=elsewhere), T + HOUR).usd == pytest.approx(4.0)
 
 
 def test_hours_are_the_clock_s_and_gaps_do_not_count():
@@ -104,9 +106,9 @@ def test_sums_per_slot_and_per_executor():
     assert json.loads(json.dumps(found.to_dict()))["unknown_price"] == ["r02"]
 
 
-def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_life():
+def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_session():
     beat = Beat("r00", 1, 9, "train", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
-    assert costs(report(launched(), lives=[life()], beats={"r00": beat})).usd == pytest.approx(2.0)
+    assert costs(report(launched(), sessions=[session()], beats={"r00": beat})).usd == pytest.approx(2.0)
 
 
 # -------------------------------------------------------------------- what is allowed
@@ -204,7 +206,7 @@ def test_who_ends_when_told_to_does_not_pass_the_budget():
 # -------------------------------------------------------------------- the lease, on the replica's side
 
 
-def a_life(store: MemoryStore) -> ReplicaLife:
+def a_session(store: MemoryStore) -> ReplicaLife:
     return ReplicaLife(store, "r00", Timing(beat=0.01))
 
 
@@ -218,7 +220,7 @@ def wait_until(condition) -> None:
 def test_a_replica_leaves_when_its_lease_is_over_and_not_before():
     store, clock = MemoryStore(), SystemClock()
     write_control(store, clock, replicas=1, steps=1, until=clock.wall() + 1000.0)
-    alive = a_life(store)
+    alive = a_session(store)
     wait_until(lambda: alive.rv.members.wanted.until > 0)
     assert not alive.rv.is_leaving
     write_control(store, clock, until=clock.wall() - 1.0)
@@ -231,7 +233,7 @@ def test_a_lease_that_was_renewed_holds_and_no_lease_means_no_end():
     store, clock = MemoryStore(), SystemClock()
     write_control(store, clock, replicas=1, steps=1, until=clock.wall() - 1.0)
     write_control(store, clock, until=clock.wall() + 1000.0)
-    alive = a_life(store)
+    alive = a_session(store)
     wait_until(lambda: alive.rv.members.wanted.records == 2)
     write_control(store, clock, until=0.0)
     wait_until(lambda: alive.rv.members.wanted.records == 3)

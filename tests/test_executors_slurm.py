@@ -243,7 +243,7 @@ def test_the_pid_of_a_local_job_names_it_for_ever(jobs, tmp_path):
 
 
 def test_slurm_is_told_to_send_no_signal_before_its_limit(login_node, tmp_path):
-    """submitit's USR2@90 ended every life 90 s early; one of a minute lasted 12 s on a real Slurm 22.05, now 57 s."""
+    """submitit's USR2@90 ended all sessions 90 s early; one of a minute lasted 12 s on a real Slurm 22.05, 57 s now."""
     SlurmExecutor(folder=tmp_path / "jobs").launch_replicas([spec(tmp_path, timeout_s=60.0)])
     files = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     written = [text for text in files if "#SBATCH --time" in text]

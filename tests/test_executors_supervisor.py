@@ -193,9 +193,9 @@ def test_a_killed_replica_is_replaced_and_no_step_is_lost(tmp_path, executor):
     outcome = supervisor_for(run, executor, each_tick=kill_once("r01", 1)).supervise()
     report = read_report(run.store)
     assert outcome.code == exitcodes.DONE and all(c.ok for c in checks(report)), checks(report)
-    lives = {x.name: x for x in report.lives}
-    assert [x.how for x in lives.values()] == ["done", "killed", "done"]
-    assert lives["r01-2"].commits
+    sessions = {x.name: x for x in report.sessions}
+    assert [x.how for x in sessions.values()] == ["done", "killed", "done"]
+    assert sessions["r01-2"].commits
     assert [e["slot"] for e in report.of_kind("launched")] == ["r00", "r01", "r01"]
     assert report.of_kind("lost")[0]["exit_code"] == -9
     assert supervisor_of(run.store) is None
@@ -246,7 +246,7 @@ def test_interrupted_replicas_leave_and_the_same_run_goes_on(tmp_path, executor)
     outcome = supervisor_for(run, executor, each_tick=interrupt).supervise()
     report = read_report(run.store)
     assert outcome.code == exitcodes.LEFT and "interrupted at outer step" in outcome.text
-    assert {x.how for x in report.lives} == {"left"} and 2 <= report.head < 8
+    assert {x.how for x in report.sessions} == {"left"} and 2 <= report.head < 8
     assert supervisor_for(run, executor).supervise().code == exitcodes.DONE
     assert all(c.ok for c in checks(read_report(run.store)))
 
@@ -272,7 +272,7 @@ def test_fewer_replicas_wanted_drains_the_last_slot(tmp_path, executor):
 
     assert supervisor_for(run, executor, each_tick=shrink).supervise().code == 0
     report = read_report(run.store)
-    assert [(x.name, x.how) for x in report.lives] == [("r00-1", "done"), ("r01-1", "done"), ("r02-1", "left")]
+    assert [(x.name, x.how) for x in report.sessions] == [("r00-1", "done"), ("r01-1", "done"), ("r02-1", "left")]
 
 
 def test_replicas_outlive_their_supervisor_and_the_next_adopts_them(tmp_path, executor):
@@ -288,7 +288,7 @@ def test_replicas_outlive_their_supervisor_and_the_next_adopts_them(tmp_path, ex
     assert not before.done and len(executor.find(run.url)) == 2
     assert supervisor_for(run, executor).supervise().code == 0
     after = read_report(run.store)
-    assert [x.name for x in after.lives] == ["r00-1", "r01-1"]  # nobody was launched twice
+    assert [x.name for x in after.sessions] == ["r00-1", "r01-1"]  # nobody was launched twice
     assert len(after.of_kind("launched")) == 2 and all(c.ok for c in checks(after))
 
 
@@ -413,7 +413,7 @@ def test_a_supervisor_that_said_goodbye_is_succeeded_at_once():
     assert clock.now() == 1000.0
 
 
-def test_a_silent_supervisor_of_this_machine_keeps_its_run_while_its_process_lives():
+def test_a_silent_supervisor_of_this_machine_keeps_its_run_while_its_process_sessions():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # loading something heavy
     store, clock = MemoryStore(), SlowClock()
     claim(store, SystemClock(), SUPERVISOR, host=socket.gethostname(), pid=child.pid)

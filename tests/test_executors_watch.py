@@ -57,7 +57,7 @@ def test_values_with_spaces_are_quoted():
     assert told == """why="killed by 'SIGKILL'" n=3 none="" """.strip()
 
 
-def test_the_table_shows_lives_and_who_was_lost():
+def test_the_table_shows_sessions_and_who_was_lost():
     text = "\n".join(status_table(read_report(killed_and_replaced().store), now=T0 + 16.1))
     assert "outer step 6 of 6" in text and "reward 0.1" in text
     assert "r01-1     killed at 9.1 s" in text
@@ -88,12 +88,12 @@ def test_a_stop_is_shown():
     assert any("stop was asked" in line for line in status_table(read_report(b.store)))
 
 
-def test_many_lives_do_not_flood_the_table():
+def test_many_sessions_do_not_flood_the_table():
     b = Bucket(replicas=1)
     for generation in range(1, 30):
         b.claim("r00", generation, generation)
-    lives = [line for line in status_table(read_report(b.store)) if line.startswith("  r00-")]
-    assert len(lives) == 1 + status.OLD_LIVES and "r00-29" in lives[-1]
+    sessions = [line for line in status_table(read_report(b.store)) if line.startswith("  r00-")]
+    assert len(sessions) == 1 + status.OLD_SESSIONS and "r00-29" in sessions[-1]
 
 
 def test_the_screen_draws_over_itself_and_fits(monkeypatch):

@@ -244,7 +244,7 @@ def raised_quorum(clock: ManualClock) -> tuple[FaultyStore, list[Seat]]:
 
 def test_nobody_joins_a_run_whose_commits_had_a_higher_quorum_than_any_control_record_asks_for() -> None:
     """Seen at decbfac: garbage in any control record was a WireError in every replica.  Now that it is passed over, the
-    next life would close steps alone, with m = 1."""
+    next session would close steps alone, with m = 1."""
     clock = ManualClock()
     store, _ = raised_quorum(clock)
     store.inner.put(layout.control_key(1), b"garbage")

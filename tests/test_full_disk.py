@@ -94,8 +94,8 @@ def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     small.fill()
     stood = len(fleet.commits())
     assert "the run's disk is full (0 bytes left of 17 MB): all wait; free some, they go on" in status_of(fleet.url)
-    fleet.wait_for(lambda: all("store_trouble" in fleet.log(slot).read_text() for slot in fleet.lives))
-    assert all(lives[-1].is_alive() for lives in fleet.lives.values()), fleet.logs()
+    fleet.wait_for(lambda: all("store_trouble" in fleet.log(slot).read_text() for slot in fleet.sessions))
+    assert all(lives[-1].is_alive() for lives in fleet.sessions.values()), fleet.logs()
     assert len(fleet.commits()) <= stood + 1, "nothing is committed that is not written"
     small.enlarge(64 << 10)
     assert fleet.wait(120.0) == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
@@ -129,7 +129,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
         filled = len(fleet.commits())
         fleet.wait_for(lambda: counted_since(filled + 1))
 
-        fleet.lives["r01"][0].kill()
+        fleet.sessions["r01"][0].kill()
         fleet.start("r01", **own_disk)
         words = "no space left on this machine's disk for "
         said = fleet.wait_for(lambda: text if words in (text := status_of(fleet.url)) else "")

@@ -52,7 +52,7 @@ def test_a_fleet_grows_shrinks_and_grows_again(tmp_path: Path) -> None:
     assert all(c.ok for c in checks(report)), checks(report)
     assert wishes.fulfilled == [2, 4, 1, 3], "each wish came true in one outer step at least"
     assert set(report.steps[-1].fresh) == {"r00", "r01", "r02"}, "and the last one too"
-    how = {x.name: x.how for x in report.lives}
+    how = {x.name: x.how for x in report.sessions}
     assert how["r00-1"] == "done" and {how[f"r0{i}-1"] for i in (1, 2, 3)} == {"left"}
     assert how["r01-2"] == how["r02-2"] == "done", "who comes back is a new generation"
     assert not any(name.startswith("r03-2") for name in how)
@@ -75,4 +75,9 @@ def test_a_training_fleet_grows_and_shrinks_and_has_one_theta(tmp_path: Path) ->
     assert wishes.fulfilled == [2, 4, 2]
     assert {slot for _, slot in audited.listed} == {"r00", "r01", "r02", "r03"}
     assert set(report.steps[-1].fresh) == {"r00", "r01"}
-    assert {x.name: x.how for x in report.lives} == {"r00-1": "done", "r01-1": "done", "r02-1": "left", "r03-1": "left"}
+    assert {x.name: x.how for x in report.sessions} == {
+        "r00-1": "done",
+        "r01-1": "done",
+        "r02-1": "left",
+        "r03-1": "left",
+    }

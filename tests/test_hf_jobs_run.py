@@ -131,7 +131,7 @@ def test_three_replicas_one_of_them_preempted_finish_the_run(tmp_path: Path, hub
     report, found = read_report(run.store), audited(tmp_path / "bucket", STEPS)
     assert all(c.ok for c in checks(report)), checks(report)
     assert len(found.listed) >= 3 * STEPS
-    lives = {x.name: x for x in report.lives}
+    lives = {x.name: x for x in report.sessions}
     assert lives["r01-2"].commits, "the one that replaced it has worked"
     ends = {s.handle.slot: s.state for s in executor.poll(executor.find(URL))}
     assert {ends[s] for s in ("r00", "r01", "r02")} == {State.SUCCEEDED} and hub.live() == []

@@ -192,7 +192,7 @@ def known(run: Run) -> bool:
 
 def shown(run: Run) -> set[str]:
     """Slots whose newest session runs and has its process."""
-    newest = {x.slot: x for x in read_report(run.store).lives if x.how == "running"}
+    newest = {x.slot: x for x in read_report(run.store).sessions if x.how == "running"}
     there = living(run)
     return {slot for slot, session in newest.items() if session.pid in [pid for _, pid in there[slot]]}
 

@@ -131,7 +131,7 @@ def sound(fleet: Fleet) -> None:
 def test_three_processes_go_on_and_one_is_replaced_and_a_stop_is_heard(fleet: Fleet, capsys) -> None:
     fleet.wait_for(lambda: fleet.commit(1))
     among_garbage(fleet, seed=1, rounds=3)
-    fleet.lives["r02"][0].kill()
+    fleet.sessions["r02"][0].kill()
     among_garbage(fleet, seed=2, rounds=2)
     fleet.start("r02")
     fleet.wait_for(lambda: fleet.counted("r02", 2))
@@ -151,7 +151,7 @@ def test_the_budgets_lease_holds_among_garbage(fleet: Fleet) -> None:
     litter = Litter(fleet, seed=4)
     while clock.wall() < until:
         litter.once()
-        assert all(life.exitcode is None for lives in fleet.lives.values() for life in lives), fleet.logs()
+        assert all(session.exitcode is None for lives in fleet.sessions.values() for session in lives), fleet.logs()
         time.sleep(0.2)
     assert fleet.wait() == {slot: [exitcodes.LEFT] for slot in SLOTS}
     assert all("nobody has put off the end that the budget sets" in fleet.log(slot).read_text() for slot in SLOTS)

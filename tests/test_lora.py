@@ -67,7 +67,7 @@ def test_three_replicas_train_the_adapter_one_is_killed_and_all_hold_the_same_bi
     fleet = Fleet(tmp_path, inner={"lora": LORA, "lr": 1e-2})
     for i in range(3):
         fleet.start(f"r{i:02d}", die="after:create:/offer/@2" if i == 1 else "")
-    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None)
+    fleet.wait_for(lambda: fleet.sessions["r01"][0].exitcode is not None)
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
     commits = fleet.commits()

@@ -81,7 +81,7 @@ def disturbed(platform: ModalPlatform, executor: ModalExecutor, url: str, steps:
     until(lambda: read_report(store).done, lambda: f"the run did not end:\n{log_of_all(platform)}", 400)
     report = read_report(store)
     for slot in done:
-        assert sum(x.slot == slot for x in report.lives) >= 2, f"{slot} was not started again"
+        assert sum(x.slot == slot for x in report.sessions) >= 2, f"{slot} was not started again"
     assert report.head == steps
     return report
 
@@ -256,9 +256,9 @@ def test_the_gpus_name_is_in_status(platform, executor, run, bucket, tmp_path) -
     write_control(found.store, SystemClock(), places=[Place("modal", gpu=("T4",), secrets=(bucket.secret,)).to_dict()])
     assert diloco("resume", run, "--detach", "--yes").returncode == 0
     until(lambda: read_report(found.store).done, f"the run did not end:\n{log_of_all(platform)}", 240)
-    assert {x.device for x in read_report(found.store).lives} == {"NVIDIA Stub 16GB"}
+    assert {x.device for x in read_report(found.store).sessions} == {"NVIDIA Stub 16GB"}
     told = json.loads(diloco("status", run, "--json").stdout)
-    assert {life["device"] for life in told["lives"]} == {"NVIDIA Stub 16GB"}
+    assert {session["device"] for session in told["lives"]} == {"NVIDIA Stub 16GB"}
 
 
 def _ended(executor: ModalExecutor, url: str) -> bool:

@@ -62,11 +62,11 @@ TRIES = 4  # of the client, of one request
         ("laptop", "laptop", ""),  # a process of a machine
     ],
 )
-def test_two_lives_of_one_launch_have_a_restart_between_them(host: str, successor: str, platform_: str) -> None:
+def test_two_sessions_of_one_launch_have_a_restart_between_them(host: str, successor: str, platform_: str) -> None:
     assert restarted_by(host, "r00", successor) == platform_
 
 
-def test_a_preempted_life_is_not_said_to_have_left(tmp_path: Path) -> None:
+def test_a_preempted_session_is_not_said_to_have_left(tmp_path: Path) -> None:
     world = World(tmp_path).started()
     world.cloud.preempt("r00")
     assert world.cloud.restart("r00", 1)
@@ -74,8 +74,8 @@ def test_a_preempted_life_is_not_said_to_have_left(tmp_path: Path) -> None:
     report = read_report(world.run.store)
     (line,) = (line for line in watch.status_table(report) if line.startswith("  r00-1"))
     assert "cloud, started again" in line or "started again by cloud" in line, line
-    (life,) = (x for x in watch.status_dict(report, 0.0)["lives"] if (x["slot"], x["generation"]) == ("r00", 1))
-    assert life["end"] in line and life["end"] in summary(report)
+    (session,) = (x for x in watch.status_dict(report, 0.0)["lives"] if (x["slot"], x["generation"]) == ("r00", 1))
+    assert session["end"] in line and session["end"] in summary(report)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_status_says_that_modal_preempted_a_replica_and_started_it_again(
     (handle,) = made.launch_replicas([ReplicaSpec(run, "r00", argv=(run, "--slot", "r00"))])
     until(lambda: read_report(found.store).head > 0, "it does not train", 120)
     platform.preempt(handle)
-    until(lambda: len(read_report(found.store).lives) == 2, "it was not started again", 120)
+    until(lambda: len(read_report(found.store).sessions) == 2, "it was not started again", 120)
     assert cli.main(["status", run]) == 0
     told = capsys.readouterr().out
     assert "r00-1     preempted by Modal, started again at " in told and "r00-1     left" not in told, told

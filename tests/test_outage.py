@@ -304,7 +304,7 @@ def test_a_token_that_is_revoked_in_mid_run_ends_nothing_and_status_says_so(tmp_
     outcome = Supervisor(run, executor, SystemClock(), each_tick=meddle).supervise()
     assert outcome.code == exitcodes.DONE, (outcome.text, outputs(hub))
     report = read_report(run.store)
-    assert report.done and {x.slot for x in report.lives if x.commits} == {"r00", "r01", "r02"}
+    assert report.done and {x.slot for x in report.sessions if x.commits} == {"r00", "r01", "r02"}
     assert "hf-jobs refuses us" in seen["status"] and "Invalid credentials" in seen["status"], seen["status"]
     assert "hf auth login" in seen["beat"].note
     assert report.of_kind("platform_answers") and hub.live() == []

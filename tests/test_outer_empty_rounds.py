@@ -260,7 +260,7 @@ def test_a_fleet_stands_through_empty_rounds_and_its_replay_and_export_agree(
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer/@4")
     fleet.start("r02")
-    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.wait_for(lambda: not fleet.sessions["r01"][0].is_alive())
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
     found = check_run(tmp_path / "run", 8)

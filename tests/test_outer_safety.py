@@ -115,7 +115,7 @@ def test_auto_lr_and_every_weighting_survive_kills_other_cpus_and_replay(tmp_pat
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer/@5")
     fleet.start("r02", ATEN_CPU_CAPABILITY="default")
-    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.wait_for(lambda: not fleet.sessions["r01"][0].is_alive())
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
     found = check_run(tmp_path / "run", 10)

@@ -64,8 +64,8 @@ def test_death_at_every_point(tmp_path: Path, point: str) -> None:
     fleet.start("r00")
     fleet.start("r01", die=POINTS[point])
     fleet.start("r02")
-    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
-    assert fleet.lives["r01"][0].exitcode == -signal.SIGKILL, fleet.logs()
+    fleet.wait_for(lambda: not fleet.sessions["r01"][0].is_alive())
+    assert fleet.sessions["r01"][0].exitcode == -signal.SIGKILL, fleet.logs()
     fleet.start("r01")
     fleet.wait_for(lambda: fleet.counted("r01", 2))
     fleet.end_in(2)
@@ -105,7 +105,7 @@ def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> N
     fleet.start("r00")
     fleet.start("r01", die="after:create:/offer/@4")
     fleet.start("r02", ATEN_CPU_CAPABILITY="default")
-    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.wait_for(lambda: not fleet.sessions["r01"][0].is_alive())
     fleet.start("r01")
     fleet.wait_for(lambda: fleet.counted("r01", 2))
     fleet.end_in(2)
@@ -124,7 +124,7 @@ def test_a_sharded_reduction_survives_the_death_of_an_owner(tmp_path: Path, code
     fleet.start("r00", TEST_SHARDED="1")
     fleet.start("r01", die="before:put:/mean/@3", TEST_SHARDED="1")
     fleet.start("r02", TEST_SHARDED="1", ATEN_CPU_CAPABILITY="default")
-    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.wait_for(lambda: not fleet.sessions["r01"][0].is_alive())
     fleet.start("r01", TEST_SHARDED="1")
     fleet.wait_for(lambda: sum(c.mode == "sharded" for c in fleet.seen_commits()) >= 6 and fleet.counted("r01", 2))
     fleet.end_in(2)
@@ -154,7 +154,7 @@ def test_a_paused_zombie_is_fenced_and_says_so(tmp_path: Path) -> None:
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r02", 1))
     fleet.signal("r02", signal.SIGSTOP)
-    zombie = fleet.lives["r02"][0]
+    zombie = fleet.sessions["r02"][0]
     fleet.start("r02")
     fleet.wait_for(lambda: fleet.counted("r02", 2))
     os.kill(zombie.pid, signal.SIGCONT)
@@ -174,7 +174,7 @@ def test_the_whole_fleet_dies_and_the_same_command_goes_on(tmp_path: Path) -> No
     before = len(fleet.commits())
     fleet.start_all()
     codes = fleet.wait()
-    assert all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    assert all(sessions[-1] == 0 for sessions in codes.values()), fleet.logs()
     assert before >= 3
     check_run(tmp_path / "run", 6)
 
@@ -200,7 +200,7 @@ def test_sigterm_offers_partial_work_and_leaves(tmp_path: Path) -> None:
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r01", 1))
     fleet.signal("r01", signal.SIGTERM)
-    fleet.wait_for(lambda: not fleet.lives["r01"][0].is_alive())
+    fleet.wait_for(lambda: not fleet.sessions["r01"][0].is_alive())
     fleet.end_in(2)
     codes = fleet.wait()
     assert codes == {"r00": [0], "r01": [exitcodes.LEFT], "r02": [0]}, fleet.logs()
@@ -209,19 +209,21 @@ def test_sigterm_offers_partial_work_and_leaves(tmp_path: Path) -> None:
     check_run(tmp_path / "run", len(fleet.commits()))
 
 
-def test_what_int8_has_not_sent_goes_from_life_to_life(tmp_path: Path) -> None:
-    """Two lives of r01 leave on SIGTERM.  Σ of their pseudogradients = Σ of their decoded bodies + what is left."""
+def test_what_int8_has_not_sent_goes_from_session_to_session(tmp_path: Path) -> None:
+    """Two sessions of r01 leave on SIGTERM.  Σ of their pseudogradients = Σ of their decoded bodies + what is left."""
     outer, environ = {"sync_every": 40, "codec": "int8"}, {"TEST_NOTE_DELTAS": str(tmp_path)}
     fleet = Fleet(tmp_path, outer=outer, inner={"batch_size": 8}, fleet={"steps": ENDLESS})
     fleet.start("r00")
     fleet.start("r02")
-    for step, life in ((1, 1), (3, 2)):
+    for step, session in ((1, 1), (3, 2)):
         fleet.start("r01", **environ)
         fleet.wait_for(
-            lambda step=step, life=life: fleet.training("r01", step) and beat_of(fleet, "r01").generation == life
+            lambda step=step, session=session: (
+                fleet.training("r01", step) and beat_of(fleet, "r01").generation == session
+            )
         )
         fleet.signal("r01", signal.SIGTERM)
-        fleet.lives["r01"][-1].join()
+        fleet.sessions["r01"][-1].join()
     fleet.end_in(2)
     assert fleet.wait() == {"r00": [0], "r01": [exitcodes.LEFT] * 2, "r02": [0]}, fleet.logs()
     check_run(tmp_path / "run", len(fleet.commits()))
@@ -240,7 +242,7 @@ def test_two_processes_for_one_slot(tmp_path: Path) -> None:
     fleet.start_all()
     fleet.wait_for(lambda: fleet.training("r00", 1))
     fleet.start("r00")
-    fleet.wait_for(lambda: not fleet.lives["r00"][0].is_alive() and fleet.counted("r00", 2))
+    fleet.wait_for(lambda: not fleet.sessions["r00"][0].is_alive() and fleet.counted("r00", 2))
     fleet.end_in(2)
     codes = fleet.wait()
     assert codes["r00"] == [exitcodes.FENCED, 0], fleet.logs()
@@ -254,12 +256,12 @@ def test_stop_ends_all_and_resume_goes_on(tmp_path: Path) -> None:
     fleet.wait_for(lambda: fleet.commit(1))
     write_control(fleet.store, SystemClock(), stop=True)
     codes = fleet.wait()
-    assert all(lives == [exitcodes.LEFT] for lives in codes.values()), fleet.logs()
+    assert all(sessions == [exitcodes.LEFT] for sessions in codes.values()), fleet.logs()
     write_control(fleet.store, SystemClock(), resume=True)
     fleet.end_in(3)
     fleet.start_all()
     codes = fleet.wait()
-    assert all(lives == [exitcodes.LEFT, 0] for lives in codes.values()), fleet.logs()
+    assert all(sessions == [exitcodes.LEFT, 0] for sessions in codes.values()), fleet.logs()
     check_run(tmp_path / "run", len(fleet.commits()))
 
 
@@ -300,13 +302,13 @@ def test_bodies_go_while_replicas_die_and_means_tell_every_step_of_the_window(tm
     fleet = Fleet(tmp_path, outer={"snapshot_every": snapshot}, fleet={"keep": "window", "steps": steps})
     fleet.start_all()
     fleet.wait_for(lambda: fleet.commit(2))
-    fleet.lives["r01"][-1].kill()
+    fleet.sessions["r01"][-1].kill()
     fleet.start("r01")
     fleet.wait_for(lambda: fleet.commit(7))
-    fleet.lives["r02"][-1].kill()
+    fleet.sessions["r02"][-1].kill()
     fleet.start("r02")
     codes = fleet.wait()
-    assert all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    assert all(sessions[-1] == 0 for sessions in codes.values()), fleet.logs()
     run, report = tmp_path / "run", read_report(fleet.store)
     last = max(report.of_kind("collected"), key=lambda e: e["deltas_from"])
     floor, newest = last["below"], last["deltas_from"]
@@ -341,12 +343,12 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
     while fleet.commit(steps - 1) is None:
         most = max(most, blob_bytes(tmp_path / "run"))
         if killed < 4 and fleet.commit(6 * killed + 4):
-            fleet.lives["r02"][-1].kill()
+            fleet.sessions["r02"][-1].kill()
             fleet.start("r02")
             killed += 1
         time.sleep(0.02)
     codes = fleet.wait()
-    assert killed == 4 and all(lives[-1] == 0 for lives in codes.values()), fleet.logs()
+    assert killed == 4 and all(sessions[-1] == 0 for sessions in codes.values()), fleet.logs()
     assert most <= keep, f"{most} bytes"
     at, state = state_at(fleet.run, fleet.model, None)
     assert at == steps and {state.digest()} == logged_digests(tmp_path / "run")[steps - 1]

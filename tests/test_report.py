@@ -110,13 +110,13 @@ def killed_and_replaced(store: Store | None = None) -> Bucket:
     return b
 
 
-def test_every_life_is_told_apart_with_its_end():
-    lives = {x.name: x for x in read_report(killed_and_replaced().store).lives}
-    assert list(lives) == ["r00-1", "r01-1", "r01-2"]
-    assert [lives[n].how for n in lives] == ["done", "killed", "running"]
-    assert lives["r01-1"].ended == pytest.approx(T0 + 9.2)
-    assert [t for t, _ in lives["r01-1"].commits] == [0, 1, 3]  # the last one by its carried offer
-    assert lives["r01-2"].joined_step == 3
+def test_every_session_is_told_apart_with_its_end():
+    sessions = {x.name: x for x in read_report(killed_and_replaced().store).sessions}
+    assert list(sessions) == ["r00-1", "r01-1", "r01-2"]
+    assert [sessions[n].how for n in sessions] == ["done", "killed", "running"]
+    assert sessions["r01-1"].ended == pytest.approx(T0 + 9.2)
+    assert [t for t, _ in sessions["r01-1"].commits] == [0, 1, 3]  # the last one by its carried offer
+    assert sessions["r01-2"].joined_step == 3
 
 
 def test_steps_have_rewards_and_what_was_counted_later():
@@ -175,12 +175,12 @@ def test_summary_fits_one_screen():
     assert "6 of 6 outer steps" in text and "killed at 9.1 s" in text and "400.0 kB up" in text
 
 
-def test_summary_of_many_lives_still_fits():
+def test_summary_of_many_sessions_still_fits():
     b = Bucket(steps=2, replicas=40)
     for i in range(40):
         b.claim(layout.slot_name(i), 1, 0.1)
     text = summary(read_report(b.store))
-    assert len(text.splitlines()) <= 24 and "more lives" in text
+    assert len(text.splitlines()) <= 24 and "more sessions" in text
 
 
 def test_a_run_that_has_just_begun_can_be_told_and_drawn(tmp_path):

@@ -60,7 +60,7 @@ def test_a_reward_that_always_raises_ends_the_run_after_three_strikes_with_words
     slot, _, last = ended.stderr.rpartition(": failed 3 times in a row (exit code 9 (no reward)). Its last lines:")
     assert ended.returncode == 1 and last, ended.stderr
     for words in (
-        "the reward score gave no number for any completion of the first batch of this life, 1 tries each",
+        "the reward score gave no number for any completion of the first batch of this session, 1 tries each",
         "reward.py, line 7: raise ConnectionError", "ConnectionError: 429: the judge wants money",
         "`diloco resume RUN` goes on", "`diloco train CONFIG --run RUN --again`",
     ):  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_reward_that_always_raises_ends_the_run_after_three_strikes_with_words
     assert "Traceback" not in last and "reward_calls.py" not in last and "next: diloco report" not in ended.stderr
 
     report = read_report(open_store(str(run)))
-    struck = [x for x in report.lives if x.slot == slot[-3:]]
+    struck = [x for x in report.sessions if x.slot == slot[-3:]]
     assert len(struck) == 3 and all(x.how == "crashed" and "429: the judge wants money" in x.why for x in struck)
     assert report.head == 0, "nobody offers what it learned without a reward"
     assert "429: the judge wants money" in "\n".join(status_table(report, time.time(), 200))

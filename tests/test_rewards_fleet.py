@@ -109,7 +109,7 @@ def test_a_reward_that_returns_nan_once_loses_one_completion_and_says_so(tmp_pat
 
 
 @pytest.mark.timeout(400)
-def test_a_reward_that_is_gone_for_one_replica_costs_its_life_and_nobody_elses(tmp_path: Path) -> None:
+def test_a_reward_that_is_gone_for_one_replica_costs_its_session_and_nobody_elses(tmp_path: Path) -> None:
     fleet = fleet_with(tmp_path, ONE_SLOT_DOWN, reward_retries=0)
     fleet.start("r00")
     fleet.start("r01", TEST_DOWN="1")
@@ -143,7 +143,7 @@ def hint(row, error):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_hint_that_raises_costs_hints_and_a_tool_server_that_is_away_one_life(
+def test_a_hint_that_raises_costs_hints_and_a_tool_server_that_is_away_one_session(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "world.py").write_text(ENVIRONMENT)
@@ -153,7 +153,7 @@ def test_a_hint_that_raises_costs_hints_and_a_tool_server_that_is_away_one_life(
     fleet.wait_for(lambda: fleet.commit(0) is not None, 200.0)
     (tmp_path / "marks" / "away").touch()
     fleet.start("r01")
-    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None, 100.0)
+    fleet.wait_for(lambda: fleet.sessions["r01"][0].exitcode is not None, 100.0)
     (tmp_path / "marks" / "away").unlink()
     codes = fleet.wait(240.0)
     assert codes["r01"] == [exitcodes.CRASHED], "no exit 2: the files were right when the run began\n" + fleet.logs()

@@ -306,7 +306,7 @@ def test_a_run_that_was_founded_again_has_a_cache_of_its_own(tmp_path, monkeypat
     old, new = founded(long_run(30, 2), "s3://b/x", "first"), founded(long_run(7, 3), "s3://b/x", "second")
     for run, head, replicas in ((old, 30, 2), (new, 7, 3), (old, 30, 2)):
         report = read_report(run.store, STATUS, cache_of(run))
-        assert (report.head, report.wanted.replicas, len(report.lives)) == (head, replicas, replicas + 1)
+        assert (report.head, report.wanted.replicas, len(report.sessions)) == (head, replicas, replicas + 1)
 
 
 def test_a_copy_of_a_run_elsewhere_has_a_cache_of_its_own(tmp_path, monkeypatch) -> None:
@@ -366,11 +366,11 @@ def test_a_store_that_does_not_answer_is_an_error_and_spoils_no_later_look(cache
 
 
 def test_a_claim_that_is_gone_is_asked_for_once_per_look(long) -> None:
-    """Before: a GET for each commit that lists this life."""
+    """Before: a GET for each commit that lists this session."""
     run = long_run(60, 2)
     run.store.delete([layout.claim_key("r00", 1)])
     store = Counted(run.store)
-    assert [x.name for x in read_report(store, STATUS).lives] == ["r01-1", "r01-2"]
+    assert [x.name for x in read_report(store, STATUS).sessions] == ["r01-1", "r01-2"]
     assert Counter(store.calls)["get", layout.claim_key("r00", 1)] <= 3
 
 

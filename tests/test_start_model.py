@@ -78,7 +78,7 @@ def test_three_replicas_take_the_start_model_from_the_hub_and_the_bucket_never_h
     for i in range(3):
         die = "after:create:/offer/@2" if i == 1 else ""
         fleet.start(f"r{i:02d}", die=die, HF_HOME=str(tmp_path / f"cache{i}"))
-    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None)
+    fleet.wait_for(lambda: fleet.sessions["r01"][0].exitcode is not None)
     fleet.start("r01", HF_HOME=str(tmp_path / "cache1"))
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0], "r02": [0]}, fleet.logs()
     assert hub.downloaded().count("model.safetensors") == 3, "the successor had it in its slot's cache"
@@ -165,7 +165,7 @@ def test_a_replica_without_a_way_to_the_hub_waits_and_ends_resumable(tmp_path: P
     hub.down = 407  # a proxy that wants to know who asks; the client tries a refused connection for half a minute
     fleet.start("r00", HF_HOME=str(tmp_path / "nothing"))
     fleet.wait_for(lambda: (b := fleet.beat("r00")) is not None and b.note.startswith("waits for the Hub"))
-    fleet.wait_for(lambda: fleet.lives["r00"][0].exitcode is not None)
+    fleet.wait_for(lambda: fleet.sessions["r00"][0].exitcode is not None)
     fleet.start("r01", HF_HOME=str(tmp_path / "cache"))  # whose cache is full
     assert fleet.wait() == {"r00": [exitcodes.GAVE_UP], "r01": [exitcodes.DONE]}, fleet.logs()
     said = fleet.log("r00").read_text()
@@ -351,7 +351,7 @@ def test_a_snapshot_that_older_releases_wrote_with_its_zeros_is_read(tmp_path: P
     assert set(snapshots.load(store, found, lambda *a, **k: None, arrays) or {}) == set(arrays)
 
 
-def test_a_life_that_must_begin_again_at_theta_0_asks_for_it(tmp_path: Path) -> None:
+def test_a_session_that_must_begin_again_at_theta_0_asks_for_it(tmp_path: Path) -> None:
     """In the middle of its session, where no snapshot has been written yet."""
     clock = ManualClock()
     store = bucket(clock, replicas=1, m=1)

@@ -111,8 +111,8 @@ def test_a_replica_whose_inner_step_hangs_ends_with_words_and_its_successor_goes
     fleet.start("r00")
     fleet.start("r01", die="hang:30")  # in the middle of its second round
     fleet.start("r02")
-    fleet.wait_for(lambda: fleet.lives["r01"][0].exitcode is not None)
-    assert fleet.lives["r01"][0].exitcode == exitcodes.HUNG
+    fleet.wait_for(lambda: fleet.sessions["r01"][0].exitcode is not None)
+    assert fleet.sessions["r01"][0].exitcode == exitcodes.HUNG
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [exitcodes.HUNG, 0], "r02": [0]}, fleet.logs()
     check_run(tmp_path / "run", 6)

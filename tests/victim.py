@@ -176,8 +176,8 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
 
         script = scripted()  # kept until this process ends
         script.__enter__()
-    from diloco import replica as life
+    from diloco import replica
 
     if os.environ.get("TEST_ONE_SEED"):
-        life._derive_seed = lambda *parts: 1
-    os._exit(life.main([url, "--slot", slot]))
+        replica._derive_seed = lambda *parts: 1
+    os._exit(replica.main([url, "--slot", slot]))

@@ -1,7 +1,7 @@
 """A report, drawn: report.png, and report.html in one self-contained file.
 
     reward (or loss, where there is none) by outer step, per replica and mean, with every kill and return
-    one lane per life: starting, training, its counted steps, its end
+    one lane per session: starting, training, its counted steps, its end
     where an outer step's time goes · bytes per sync
 
 matplotlib is imported when something is drawn.  Not promised: a picture of a run without any outer step.
@@ -21,8 +21,8 @@ from diloco.runlog.report import (
     NUMBERS,
     PART_NAMES,
     PARTS,
-    Life,
     Report,
+    SessionSummary,
     checks,
     curve_of,
     headline,
@@ -73,15 +73,15 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
 
 def draw_figure(report: Report) -> "Figure":
-    """Reward, the lives of the replicas, seconds and bytes: one figure."""
+    """Reward, the sessions of the replicas, seconds and bytes: one figure."""
     from matplotlib.figure import Figure
 
-    lanes = max(3, len(report.lives))
+    lanes = max(3, len(report.sessions))
     figure = Figure(figsize=(9.6, 6.6 + 0.26 * lanes), layout="constrained")
     figure.suptitle(headline(report), fontsize=12, fontweight="bold", color=INK)
     grid = figure.add_gridspec(3, 2, height_ratios=[3.0, 0.7 + 0.3 * lanes, 2.3])
     _draw_curve(figure.add_subplot(grid[0, :]), report)
-    _draw_lives(figure.add_subplot(grid[1, :]), report)
+    _draw_sessions(figure.add_subplot(grid[1, :]), report)
     _draw_seconds(figure.add_subplot(grid[2, 0]), report)
     _draw_bytes(figure.add_subplot(grid[2, 1]), report)
     return figure
@@ -132,11 +132,11 @@ def _unit_scale(ax: "Axes", line: Curve) -> None:
 def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
     """Where on the axis of outer steps somebody was lost or came back, with a word while there is room for it."""
     found: list[tuple[float, str, str]] = []
-    for life in report.lives:
-        if life.how in BAD_ENDS and life.ended is not None:
-            found.append((_step_at(report, life.ended), f"{life.slot} {life.how}", "right"))
-        if life.generation > 1 and life.joined is not None:
-            found.append((_step_at(report, life.joined), f"{life.slot} is back", "left"))
+    for session in report.sessions:
+        if session.how in BAD_ENDS and session.ended is not None:
+            found.append((_step_at(report, session.ended), f"{session.slot} {session.how}", "right"))
+        if session.generation > 1 and session.joined is not None:
+            found.append((_step_at(report, session.joined), f"{session.slot} is back", "left"))
     return found if len(found) <= 4 else [(place, "", side) for place, _, side in found]
 
 
@@ -149,37 +149,42 @@ def _step_at(report: Report, at: float) -> float:
     return t - 1 + (at - ends[t - 1]) / max(ends[t] - ends[t - 1], 1e-6)
 
 
-def _draw_lives(ax: "Axes", report: Report) -> None:
-    names = [x.name for x in report.lives]
-    for lane, life in enumerate(report.lives):
-        _draw_life(ax, lane, life, report)
+def _draw_sessions(ax: "Axes", report: Report) -> None:
+    names = [x.name for x in report.sessions]
+    for lane, session in enumerate(report.sessions):
+        _draw_session(ax, lane, session, report)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.7)
-    _style_axes(ax, "one lane per life of a replica (slot-generation)", "seconds since the start", "")
+    _style_axes(ax, "one lane per session of a replica (slot-generation)", "seconds since the start", "")
     ax.grid(False)
     ax.set_xlim(left=0)
     ax.legend(
-        handles=_life_legend(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK, fontsize=8
+        handles=_session_legend(),
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        labelcolor=INK,
+        fontsize=8,
     )
 
 
-def _draw_life(ax: "Axes", lane: int, life: Life, report: Report) -> None:
+def _draw_session(ax: "Axes", lane: int, session: SessionSummary, report: Report) -> None:
     began = report.began  # looks at every event of the run
-    start = life.claimed - began
-    end = (life.ended or report.ended) - began
-    joined = end if life.joined is None else life.joined - began
-    colour = COLOURS[report.slots.index(life.slot) % 6]
+    start = session.claimed - began
+    end = (session.ended or report.ended) - began
+    joined = end if session.joined is None else session.joined - began
+    colour = COLOURS[report.slots.index(session.slot) % 6]
     ax.barh(lane, joined - start, left=start, height=0.5, color=BOOT, alpha=0.45, lw=0)
     ax.barh(lane, max(0.0, end - joined), left=joined, height=0.5, color=colour, alpha=0.55, lw=0)
-    commits = [at - began for _, at in life.commits]
+    commits = [at - began for _, at in session.commits]
     ax.vlines(commits, lane - 0.33, lane + 0.33, color=INK, lw=1.2)
-    if life.how in BAD_ENDS:
+    if session.how in BAD_ENDS:
         ax.plot(end, lane, marker="X", color=ALARM, ms=10, mew=0, clip_on=False)
-    if life.generation > 1 and life.joined is not None:
+    if session.generation > 1 and session.joined is not None:
         ax.plot(joined, lane, marker=">", color=INK, ms=6, mew=0)
 
 
-def _life_legend() -> list[Any]:
+def _session_legend() -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -274,7 +279,7 @@ def _html_page(report: Report, svg: str) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(report.name)}</title><style>{CSS}</style><h1>{title}</h1><ul>{found}</ul>{picture}"
         f"<h2>Outer steps</h2><div class=wide>{_step_table(report)}</div>"
-        f"<h2>Lives</h2><div class=wide>{_life_table(report)}</div>"
+        f"<h2>Sessions</h2><div class=wide>{_session_table(report)}</div>"
         f"<p>Read from <code>{html.escape(report.url)}</code>; "
         f"again at any time with <code>diloco report {html.escape(report.url)}</code>.</p></html>\n"
     )
@@ -304,10 +309,10 @@ def _step_table(report: Report) -> str:
     return _html_table(head, rows) + "<p>· means: not in this step's own commit.</p>"
 
 
-def _life_table(report: Report) -> str:
-    head = ["life", "claimed (s)", "joined (s)", "joined at step", "counted in", "end"]
+def _session_table(report: Report) -> str:
+    head = ["session", "claimed (s)", "joined (s)", "joined at step", "counted in", "end"]
     rows = []
-    for x in report.lives:
+    for x in report.sessions:
         joined = ["–", "–"] if x.joined is None else [f"{x.joined - report.began:.1f}", str(x.joined_step)]
         end = x.end + ("" if x.ended is None else f", {x.ended - report.began:.1f} s") + (f": {x.why}" if x.why else "")
         rows.append([x.name, f"{x.claimed - report.began:.1f}", *joined, f"{len(x.commits)} steps", end])

@@ -23,9 +23,11 @@ PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
 
 
 def restarted_by(host: str, slot: str, successor: str) -> str:
-    """The platform that started this life's launch again by itself; "" if none did.   host, successor: of two claims.
+    """The platform that started this session's launch again by itself; "" if none did.
 
-    Only a platform starts one launch twice, so two lives in a row from one launch have its restart between them.
+    host, successor: of two claims.
+
+    Only a platform starts one launch twice, so two sessions in a row from one launch have its restart between them.
     """
     name = host.partition("/")[0]
     return PLATFORMS.get(name, name) if host == successor and launch_of(host, slot) else ""
@@ -66,12 +68,12 @@ def joined_words(seen: str, own: str) -> str:
     return f"{reason}; {own}" if reason else own
 
 
-def never_lived(
+def never_began(
     events: Iterable[Mapping[str, Any]], claimed_hosts: Collection[tuple[str, str]], claimed: Mapping[str, float]
 ) -> dict[str, Mapping[str, Any]]:
     """Slot -> the newest end of a launch that never claimed it, if nobody has claimed it since.
 
-    claimed_hosts: (slot, host) of all lives.   claimed: slot -> when its newest life began (Unix time).
+    claimed_hosts: (slot, host) of all sessions.   claimed: slot -> when its newest session began (Unix time).
     """
     lived = {(slot, launch_of(host, slot)) for slot, host in claimed_hosts}
     newest: dict[str, Mapping[str, Any]] = {}

@@ -26,7 +26,7 @@ SUPERVISOR = "supervisor"  # the supervisor's name where replicas have their slo
 FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how many there are
 CONTROLS = 8  # asked for at once
 FAR, NEAR = 10, 3  # reach of the galloping where nothing is known, and where something is
-NEW_LIVES = 2  # the same for claims of a slot that has some: a slot is seldom taken twice between two looks
+NEW_CLAIMS = 2  # the same for claims of a slot that has some: a slot is seldom taken twice between two looks
 Owner = tuple[str, int]  # slot and generation
 
 
@@ -34,7 +34,7 @@ Owner = tuple[str, int]  # slot and generation
 class ReadSoFar:
     """How far a run is known.   read: commits that the reader has.   commits, claims, logs: that many are there.
 
-    ended: lives whose goodbye is known or not waited for.   first: nothing was read yet.
+    ended: sessions whose goodbye is known or not waited for.   first: nothing was read yet.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
@@ -50,7 +50,7 @@ class ReadSoFar:
 class Found:
     """The findings of one look.   lost: what is missing of the control records, "" for nothing.
 
-    claims: of each slot.   logs: per life, the objects to read: from, to.
+    claims: of each slot.   logs: per session, the objects to read: from, to.
     """
 
     wanted: Wanted
@@ -137,7 +137,7 @@ class _Look:
         key = lambda n: layout.claim_key(slot, n + 1)  # noqa: E731
         low = self._known.claims.get(slot, 0)
         self._follow_slot(slot, low)
-        reach = 1 if not self._known.first else NEW_LIVES if low else NEAR
+        reach = 1 if not self._known.first else NEW_CLAIMS if low else NEAR
         self._rounds.count(key, low, reach, lambda n: self._hear_claims(slot, n))
 
     def _hear_claims(self, slot: str, generations: int) -> None:
@@ -146,11 +146,11 @@ class _Look:
 
     def _follow_slot(self, slot: str, generations: int) -> None:
         """Ask for the logs and goodbyes of each session of a slot."""
-        lives = [(slot, g) for g in range(1, generations + 1)]
-        self._rounds.want([layout.claim_key(s, g) for s, g in lives if g > self._read_claims(s)])
+        sessions = [(slot, g) for g in range(1, generations + 1)]
+        self._rounds.want([layout.claim_key(s, g) for s, g in sessions if g > self._read_claims(s)])
         if slot != SUPERVISOR:
-            self._rounds.want([layout.leave_key(s, g) for s, g in lives if (s, g) not in self._known.ended])
-        for owner in self._with_logs(lives):
+            self._rounds.want([layout.leave_key(s, g) for s, g in sessions if (s, g) not in self._known.ended])
+        for owner in self._with_logs(sessions):
             if owner not in self._logs:
                 self._logs.add(owner)
                 self._logs_of(owner)
@@ -159,13 +159,13 @@ class _Look:
         """The newest generation that the reader has read already."""
         return 0 if self._known.first else self._known.claims.get(slot, 0)
 
-    def _with_logs(self, lives: list[Owner]) -> list[Owner]:
+    def _with_logs(self, sessions: list[Owner]) -> list[Owner]:
         """The sessions whose logs this view follows, where it does not list all."""
         if self._scope.newest is None:
             return []
-        if lives and lives[0][0] == SUPERVISOR:
-            return lives if self._known.first else lives[-GENERATIONS:]
-        return lives[-GENERATIONS:] if self._scope.newest else []
+        if sessions and sessions[0][0] == SUPERVISOR:
+            return sessions if self._known.first else sessions[-GENERATIONS:]
+        return sessions[-GENERATIONS:] if self._scope.newest else []
 
     def _logs_of(self, owner: Owner) -> None:
         key = lambda n: layout.log_key(*owner, n)  # noqa: E731

@@ -61,7 +61,7 @@ class Step:
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> part -> seconds
     up: dict[str, int] = field(default_factory=dict)
     down: dict[str, int] = field(default_factory=dict)
-    thetas: dict[str, str] = field(default_factory=dict)  # life -> digest of θ after this step
+    thetas: dict[str, str] = field(default_factory=dict)  # session -> digest of θ after this step
     gated: tuple[str, ...] = ()
     empty: bool = False
     numbers: dict[str, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Step:
 
 
 @dataclass
-class Life:
+class SessionSummary:
     """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
 
     seen, said: why it ended, by its supervisor and by itself.
@@ -135,8 +135,8 @@ class Report:
     config: dict[str, Any]
     wanted: Wanted
     steps: list[Step]
-    lives: list[Life]
-    events: list[dict[str, Any]]  # by time; "who" is the life or "supervisor-N"
+    sessions: list[SessionSummary]
+    events: list[dict[str, Any]]  # by time; "who" is the session or "supervisor-N"
     beats: dict[str, Beat]
     twice: int  # pseudogradients that were listed more than once
     passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
@@ -155,12 +155,12 @@ class Report:
 
     @property
     def began(self) -> float:
-        times = [e["at"] for e in self.events] + [x.claimed for x in self.lives] + [s.at for s in self.steps]
+        times = [e["at"] for e in self.events] + [x.claimed for x in self.sessions] + [s.at for s in self.steps]
         return min(times, default=0.0)
 
     @property
     def ended(self) -> float:
-        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.lives]
+        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.sessions]
         return max(times, default=self.began)
 
     @property
@@ -181,7 +181,7 @@ class Report:
 
     @property
     def slots(self) -> list[str]:
-        return sorted({x.slot for x in self.lives} | set(self.wanted.slot_names))
+        return sorted({x.slot for x in self.sessions} | set(self.wanted.slot_names))
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
         return self.config.get(section, {}).get(name, default)
@@ -223,9 +223,9 @@ class Reader:
         self._listed: set[tuple[int, str]] = set()
         self._twice = 0
         self._logs: dict[str, list[dict[str, Any]]] = {}
-        self._lives: dict[tuple[str, int], Life] = {}
+        self._sessions: dict[tuple[str, int], SessionSummary] = {}
         self._supervisor: Claim | None = None
-        self._unclaimed: set[tuple[str, int]] = set()  # lives without a claim, at this look
+        self._unclaimed: set[tuple[str, int]] = set()  # sessions without a claim, at this look
         self._extent = ReadSoFar()
         self._passed_over = 0
         self._damage = ""
@@ -253,7 +253,7 @@ class Reader:
         self._apply_step_events(events)
         self._apply_ends(events, beats)
         self._remember(found)
-        lives = [self._lives[k] for k in sorted(self._lives)]
+        sessions = [self._sessions[k] for k in sorted(self._sessions)]
         name = shown(self._run.get("name", "run"))
         return Report(
             name=name,
@@ -261,7 +261,7 @@ class Reader:
             config=self._run,
             wanted=self._wanted,
             steps=self._steps,
-            lives=lives,
+            sessions=sessions,
             events=events,
             beats=beats,
             twice=self._twice,
@@ -274,7 +274,7 @@ class Reader:
     def _take_look(self) -> Found:
         if self._first:
             return first_look(self._store, self._scope)
-        ended = frozenset(name for name, life in self._lives.items() if life.how != "running")
+        ended = frozenset(name for name, session in self._sessions.items() if session.how != "running")
         return take_look(self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended))
 
     def _remember(self, found: Found) -> None:
@@ -329,7 +329,7 @@ class Reader:
             self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated))
             self._last = body
             news.append(c)
-        self._ask_lives(news)
+        self._ask_claims(news)
         for c in news:
             for o in c.offers:
                 self._twice += (o.step, o.slot) in self._listed
@@ -344,10 +344,10 @@ class Reader:
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
             self._store.keep(layout.commit_key(count - 1))
 
-    def _ask_lives(self, commits: Sequence[Decision]) -> None:
-        """Claims of lives that commits list, and that were not seen by then."""
-        lives = {(o.slot, o.generation) for c in commits for o in c.offers}
-        self._store.ask(layout.claim_key(*life) for life in lives if life not in self._lives)
+    def _ask_claims(self, commits: Sequence[Decision]) -> None:
+        """Claims of sessions that commits list, and that were not seen by then."""
+        sessions = {(o.slot, o.generation) for c in commits for o in c.offers}
+        self._store.ask(layout.claim_key(*session) for session in sessions if session not in self._sessions)
 
     def _read_offers(self, commits: Sequence[Decision]) -> None:
         offers = [o for c in commits for o in c.offers if self._scope.reads_offers(o.step, self._shown_from)]
@@ -372,10 +372,10 @@ class Reader:
 
     def _credit_offers(self, commit: Decision) -> None:
         for name in sorted({(o.slot, o.generation) for o in commit.offers}):
-            if name not in self._lives and name not in self._unclaimed:
+            if name not in self._sessions and name not in self._unclaimed:
                 self._find_claim(*name)
-            if name in self._lives:
-                self._lives[name].commits.append((commit.t, commit.at))
+            if name in self._sessions:
+                self._sessions[name].commits.append((commit.t, commit.at))
 
     def _find_claim(self, slot: str, generation: int) -> None:
         if (taken := read_claim(self._store, slot, generation)) is not None:
@@ -385,7 +385,7 @@ class Reader:
 
     def _read_claims(self) -> None:
         for slot in self._wanted.slot_names:
-            known = max((g for s, g in self._lives if s == slot), default=0)
+            known = max((g for s, g in self._sessions if s == slot), default=0)
             for taken in claims_above(self._store, slot, known):
                 self._store.keep(layout.claim_key(slot, taken.generation))
                 self._begin_session(taken)
@@ -394,13 +394,13 @@ class Reader:
             self._supervisor = taken
 
     def _begin_session(self, taken: Claim) -> None:
-        if (taken.slot, taken.generation) in self._lives:
+        if (taken.slot, taken.generation) in self._sessions:
             return
-        life = Life(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
+        session = SessionSummary(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
         if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
-            life.ended = taken.at
-            life.how = "fence"
-        self._lives[taken.slot, taken.generation] = life
+            session.ended = taken.at
+            session.how = "fence"
+        self._sessions[taken.slot, taken.generation] = session
 
     def _read_logs(self, found: Found) -> None:
         """Every object once.  An object that its writer may still write again is read again in another process."""
@@ -442,54 +442,54 @@ class Reader:
                     step.reward.setdefault(slot, e["reward"])
 
     def _apply_ends(self, events: Iterable[dict[str, Any]], beats: Mapping[str, Beat]) -> None:
-        for life in self._lives.values():
-            self._end_by_records(life, beats.get(life.slot))
+        for session in self._sessions.values():
+            self._end_by_records(session, beats.get(session.slot))
         for e in events:
             self._apply_event(e)
-        for (slot, generation), life in self._lives.items():
-            if (successor := self._lives.get((slot, generation + 1))) is not None and life.how != "running":
-                life.restarted_by = restarted_by(life.host, slot, successor.host)
+        for (slot, generation), session in self._sessions.items():
+            if (successor := self._sessions.get((slot, generation + 1))) is not None and session.how != "running":
+                session.restarted_by = restarted_by(session.host, slot, successor.host)
 
-    def _end_by_records(self, life: Life, beat: Beat | None) -> None:
-        leave = read_leave(self._store, life.slot, life.generation) if life.how == "running" else None
+    def _end_by_records(self, session: SessionSummary, beat: Beat | None) -> None:
+        leave = read_leave(self._store, session.slot, session.generation) if session.how == "running" else None
         if leave is not None:
-            self._store.keep(layout.leave_key(life.slot, life.generation))
-            life.ended = leave.at
-            life.how = "done" if leave.reason == "done" else "left"
-        successor = self._lives.get((life.slot, life.generation + 1))
-        if life.how == "running" and successor is not None:
-            life.ended = successor.claimed
-            life.how = "replaced"
+            self._store.keep(layout.leave_key(session.slot, session.generation))
+            session.ended = leave.at
+            session.how = "done" if leave.reason == "done" else "left"
+        successor = self._sessions.get((session.slot, session.generation + 1))
+        if session.how == "running" and successor is not None:
+            session.ended = successor.claimed
+            session.how = "replaced"
 
     def _apply_event(self, e: dict[str, Any]) -> None:
         if e["event"] in ENDS:
-            life = self._find_ended(e)
-            if life is not None and (e["event"] == "killed" or life.how == "running"):
-                life.ended = e["at"]
-                life.how = e["event"]
-            elif life is not None and e["event"] == "lost" and life.how == "replaced":
-                life.ended = e["at"]
-                life.how = "lost"
-            if life is not None:
-                life.seen = observed_words(e) or life.seen
+            session = self._find_ended(e)
+            if session is not None and (e["event"] == "killed" or session.how == "running"):
+                session.ended = e["at"]
+                session.how = e["event"]
+            elif session is not None and e["event"] == "lost" and session.how == "replaced":
+                session.ended = e["at"]
+                session.how = "lost"
+            if session is not None:
+                session.seen = observed_words(e) or session.seen
             return
-        life = self._lives.get((e["slot"], e["generation"]))
-        if life is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
-            life.said = own_words(e)
-        if life is not None and e.get("device"):
-            life.device = str(e["device"])
-        if life is not None and e["event"] == "joined":
-            life.joined, life.joined_step = e["at"], e.get("step", 0)
-        if life is not None and e["event"] in LAST_WORDS and life.how in ("running", "replaced", "lost"):
-            life.ended, life.how = e["at"], e["event"].replace("_", " ")
+        session = self._sessions.get((e["slot"], e["generation"]))
+        if session is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
+            session.said = own_words(e)
+        if session is not None and e.get("device"):
+            session.device = str(e["device"])
+        if session is not None and e["event"] == "joined":
+            session.joined, session.joined_step = e["at"], e.get("step", 0)
+        if session is not None and e["event"] in LAST_WORDS and session.how in ("running", "replaced", "lost"):
+            session.ended, session.how = e["at"], e["event"].replace("_", " ")
 
-    def _find_ended(self, e: Mapping[str, Any]) -> Life | None:
+    def _find_ended(self, e: Mapping[str, Any]) -> SessionSummary | None:
         """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
         if e["generation"]:
-            return self._lives.get((e["slot"], e["generation"]))
-        lives = [x for x in self._lives.values() if x.slot == e["slot"]]
-        launched = [x for x in lives if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
-        return launched[-1] if launched else next((x for x in lives if x.pid and x.pid == e.get("pid")), None)
+            return self._sessions.get((e["slot"], e["generation"]))
+        sessions = [x for x in self._sessions.values() if x.slot == e["slot"]]
+        launched = [x for x in sessions if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
+        return launched[-1] if launched else next((x for x in sessions if x.pid and x.pid == e.get("pid")), None)
 
 
 def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:
@@ -497,7 +497,7 @@ def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]
 
 
 def _newest_numbers(keys: Iterable[str]) -> dict[tuple[str, int], int]:
-    """Per life, the number of its newest log."""
+    """Per session, the number of its newest log."""
     newest: dict[tuple[str, int], int] = {}
     for key in keys:
         if (owner := layout.log_owner(key)) is not None:
@@ -568,7 +568,7 @@ def summary(report: Report) -> str:
     lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)
     lines += [f"  {words}" for words in kept_words(report)]
-    lines += ["", *_life_lines(report, room=21 - len(lines) - 5), ""]
+    lines += ["", *_session_lines(report, room=21 - len(lines) - 5), ""]
     lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
     return "\n".join(line[:80] for line in lines[:24])
 
@@ -666,21 +666,21 @@ def solo_words(report: Report) -> str:
     return f"solo: outer step {last.t} was taken by {last.fresh[0]} alone, unconfirmed (min_replicas = 1)"
 
 
-def _life_lines(report: Report, room: int) -> list[str]:
-    lines = [f"  {x.name:8s} {_life_words(x, report.began)}" for x in report.lives]
-    whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.lives if x.why]
+def _session_lines(report: Report, room: int) -> list[str]:
+    lines = [f"  {x.name:8s} {_session_words(x, report.began)}" for x in report.sessions]
+    whys = [f"  {'':8s} {x.name}: {x.why}" for x in report.sessions if x.why]
     lines += whys[max(0, len(whys) - max(0, room - len(lines))) :]  # the latest, as far as there is room
     if len(lines) > room:
-        lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more lives"]
+        lines = [*lines[: room - 1], f"  ... and {len(lines) - room + 1} more sessions"]
     return lines
 
 
-def _life_words(life: Life, began: float) -> str:
+def _session_words(session: SessionSummary, began: float) -> str:
     joined = "never joined"
-    if life.joined is not None:
-        joined = f"joined at {life.joined - began:.1f} s (step {life.joined_step})"
-    end = "" if life.ended is None else f" at {life.ended - began:.1f} s"
-    return f"{life.end}{end}, counted in {len(life.commits)} steps, {joined}"
+    if session.joined is not None:
+        joined = f"joined at {session.joined - began:.1f} s (step {session.joined_step})"
+    end = "" if session.ended is None else f" at {session.ended - began:.1f} s"
+    return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"
 
 
 def sparkline(values: list[float]) -> str:

@@ -98,7 +98,7 @@ def main() -> int:
     report = read_report(open_store(args.run))
     print("\n" + table(found))
     print("gain in standard errors:", {kind: round(gain, 1) for kind, gain in gains(found).items()})
-    print(f"replicas ended: {', '.join(sorted({life.how for life in report.lives}))}")
+    print(f"replicas ended: {', '.join(sorted({session.how for session in report.sessions}))}")
     print(f"trained for {trained - began:.0f} s, in all {time.monotonic() - began:.0f} s")
     for check in checks(report):
         print(f"  {'ok ' if check.ok else 'NO '} {check.text}")

@@ -47,10 +47,10 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     return {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[shell](list(verbs_of(parser)))
 
 
-def slots_of(url: str, lives: bool = False) -> list[str]:
+def slots_of(url: str, sessions: bool = False) -> list[str]:
     """Slots of the run at `url`, for a shell that waits for a key: none rather than an error.
 
-    lives: those of each slot as well, and the supervisor.
+    sessions: those of each slot as well, and the supervisor.
     """
     from diloco.runlog.ahead import Ahead
     from diloco.runlog.look import SUPERVISOR, ReadSoFar, take_look
@@ -63,7 +63,7 @@ def slots_of(url: str, lives: bool = False) -> list[str]:
         return []
     slots = found.wanted.slot_names
     ended = [f"{slot}-{g}" for slot in slots for g in range(1, found.claims.get(slot, 0) + 1)]
-    return [*slots, *ended, SUPERVISOR] if lives else slots
+    return [*slots, *ended, SUPERVISOR] if sessions else slots
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> Iterator[Verb]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from diloco.config import load_config
 from diloco.launch import Run, open_run
 from diloco.runlog.charts import write_report
-from diloco.runlog.report import Check, Life, Report, checks, first_and_last, read_report, summary
+from diloco.runlog.report import Check, Report, SessionSummary, checks, first_and_last, read_report, summary
 from executors.cli.foreground import say, supervise_here
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
@@ -90,7 +90,7 @@ def is_kill_due(beat: Beat, report: Report) -> bool:
 
 def extra_checks(report: Report) -> list[Check]:
     """The checks of the demo beyond those that every run promises."""
-    killed = [x for x in report.lives if x.how == "killed"]
+    killed = [x for x in report.sessions if x.how == "killed"]
     ends = first_and_last(report)
     reward = "no rewards were told" if ends is None else f"mean reward {ends[0]:.2f} -> {ends[1]:.2f} (goal {GOAL})"
     return [
@@ -99,15 +99,15 @@ def extra_checks(report: Report) -> list[Check]:
     ]
 
 
-def _is_replaced(life: Life, report: Report) -> bool:
-    return any(x.slot == life.slot and x.generation > life.generation and x.commits for x in report.lives)
+def _is_replaced(session: SessionSummary, report: Report) -> bool:
+    return any(x.slot == session.slot and x.generation > session.generation and x.commits for x in report.sessions)
 
 
-def _killed_words(killed: list[Life], report: Report) -> str:
+def _killed_words(killed: list[SessionSummary], report: Report) -> str:
     if not killed:
         return "nobody was killed: the run was over too soon"
     step = report.of_kind("killed")[0]["step"]
-    back = [x for x in report.lives if x.slot == killed[0].slot and x.generation > killed[0].generation and x.joined]
+    back = [x for x in report.sessions if x.slot == killed[0].slot and x.generation > killed[0].generation and x.joined]
     if not back:
         return f"{killed[0].name} killed in outer step {step}; no replacement joined"
     seconds = (back[0].joined or 0.0) - (killed[0].ended or 0.0)

@@ -1,11 +1,11 @@
 """Print the output of a replica, wherever it runs.
 
     run, r01 ────find──▶ handle ──▶ lines · follow        the newest launch of a slot
-    run, r01-1 ──log───▶ handle ──▶ lines · follow        one life, dead or alive, by the launch that it came from
+    run, r01-1 ──log───▶ handle ──▶ lines · follow        one session, dead or alive, by the launch that it came from
                  └─ no handle, or its platform keeps no log: what the bucket has of it (its events, its last lines)
     run, supervisor                                       the detached one's own log
 
-Not promised: where one launch lived twice (its platform started it again), the lines of one of these lives alone.
+Not promised: where one launch had two sessions (its platform started it again), the lines of one of them alone.
 """
 
 import json
@@ -19,7 +19,7 @@ from diloco.journal import read_log
 from diloco.launch import read_run
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.cache import cache_of
-from diloco.runlog.report import SUPERVISOR, Life, Report, read_report, shown
+from diloco.runlog.report import SUPERVISOR, Report, SessionSummary, read_report, shown
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor
 from executors.platforms.logfile import LogFile
@@ -36,7 +36,7 @@ from rendezvous.store import Store
 from rendezvous.stores.open import open_store
 
 PAUSE_S = 0.2
-LIFE = re.compile(r"(r\d+)-(\d+)")
+SESSION = re.compile(r"(r\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
     """slot: r01, r01-2 or supervisor."""
     executor = build_executor(wanted.places, wanted.former)
     try:
-        if LIFE.fullmatch(slot):
-            yield _log_of_life(url, slot, executor)
+        if SESSION.fullmatch(slot):
+            yield _log_of_session(url, slot, executor)
             return
         found = {h.slot: h for h in executor.find(url)}
         own = process_folder(url) / "supervisor.log"
@@ -110,26 +110,26 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
         executor.close()
 
 
-# -------------------------------------------------------------------- one life
+# -------------------------------------------------------------------- one session
 
 
-def _log_of_life(url: str, name: str, executor: ServerlessExecutor) -> ReplicaLog | BucketLog:
+def _log_of_session(url: str, name: str, executor: ServerlessExecutor) -> ReplicaLog | BucketLog:
     run = read_run(url)
     report = read_report(run.store, COSTS, cache_of(run))
-    life = next((x for x in report.lives if x.name == name), None)
-    if life is None:
-        lives = ", ".join(x.name for x in report.lives) or "nobody yet"
-        raise UsageError(f"nobody called {name} has joined this run; there have been {lives}")
-    handle = _launch_of(life, report)
+    session = next((x for x in report.sessions if x.name == name), None)
+    if session is None:
+        sessions = ", ".join(x.name for x in report.sessions) or "nobody yet"
+        raise UsageError(f"nobody called {name} has joined this run; there have been {sessions}")
+    handle = _launch_of(session, report)
     if handle is not None and _has_a_log(executor, handle):
         return ReplicaLog(executor, handle)
-    return BucketLog(tuple(_life_in_words(life, report, run.store)))
+    return BucketLog(tuple(_session_in_words(session, report, run.store)))
 
 
-def _launch_of(life: Life, report: Report) -> Handle | None:
+def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
     """The launch that it came from, as the log tells it."""
-    launches = (handle_in(e) for e in report.of_kind("launched", "found") if e["slot"] == life.slot)
-    return next((h for h in launches if h is not None and is_from_launch(h, life)), None)
+    launches = (handle_in(e) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
+    return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 
 
 def _has_a_log(executor: ServerlessExecutor, handle: Handle) -> bool:
@@ -139,15 +139,18 @@ def _has_a_log(executor: ServerlessExecutor, handle: Handle) -> bool:
         return False
 
 
-def _life_in_words(life: Life, report: Report, store: Store) -> Iterator[str]:
-    yield f"({life.name}: {life.how}{f', {life.why}' if life.why else ''}; this is what the bucket has of it)"
-    keys = [key for key in store.list(layout.logs_prefix(life.slot, life.generation)) if not layout.is_rollouts(key)]
+def _session_in_words(session: SessionSummary, report: Report, store: Store) -> Iterator[str]:
+    why = f", {session.why}" if session.why else ""
+    yield f"({session.name}: {session.how}{why}; this is what the bucket has of it)"
+    keys = [
+        key for key in store.list(layout.logs_prefix(session.slot, session.generation)) if not layout.is_rollouts(key)
+    ]
     ahead = Ahead(store)
     ahead.ask(keys)
     for key in keys:
         yield from (json.dumps(shown(e), ensure_ascii=False) for e in read_log(ahead, key).events)
     for e in report.of_kind("lost"):
-        if (e["slot"], e["generation"]) == (life.slot, life.generation) and isinstance(e.get("tail"), list):
+        if (e["slot"], e["generation"]) == (session.slot, session.generation) and isinstance(e.get("tail"), list):
             yield from map(str, e["tail"])
 
 
@@ -157,4 +160,4 @@ def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
         return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
     if slot == SUPERVISOR:
         return "no detached supervisor of this run has written a log on this machine"
-    return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and lives, as r00-1)"
+    return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and sessions, as r00-1)"

@@ -483,7 +483,7 @@ def _completion(args: Namespace) -> int:
     from executors.cli.completion import completion_script, slots_of
 
     if args.slots is not None:
-        found = slots_of(args.slots, lives=args.verb == "logs")
+        found = slots_of(args.slots, sessions=args.verb == "logs")
         _print_answer(args, {"run": args.slots, "slots": found}, *found)
         return 0
     text = completion_script(make_parser(), args.shell)

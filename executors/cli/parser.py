@@ -71,7 +71,7 @@ def _add_starting_verbs(verbs: Any) -> None:
     plan = _add_verb(verbs, "plan", "say what `train` would start and what it costs; nothing is started", config)
     for parser in (train, plan):
         needed = parser is train
-        parser.add_argument("--run", required=needed, metavar="URL", help="where the run lives: runs/mine, s3://…")
+        parser.add_argument("--run", required=needed, metavar="URL", help="where the run sessions: runs/mine, s3://…")
         parser.add_argument("--no-preflight", action="store_true", help="do not look for mistakes first")
     resume = _add_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", ("RUN", ""))
     for parser in (train, plan, resume):
@@ -119,7 +119,7 @@ def _add_budget_options(parser: argparse.ArgumentParser) -> None:
 def _add_looking_verbs(verbs: Any) -> None:
     run = ("RUN", "")
     _add_verb(verbs, "status", "what a run is doing", run)
-    which = ("SLOT", "r00 (its newest launch), r00-1 (one life, dead or alive), or supervisor")
+    which = ("SLOT", "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor")
     logs = _add_verb(verbs, "logs", "what a replica prints", run, which)
     _set_completion(logs._actions[2], SLOTS)
     logs.add_argument("--follow", "-f", action="store_true", help="and what comes, until it ends")
@@ -177,7 +177,7 @@ def _add_checking_verbs(verbs: Any) -> None:
     demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")
     shell = _add_verb(verbs, "completion", 'tab completion for your shell: eval "$(diloco completion bash)"')
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-    shell.add_argument("--verb", default="", help="for whose sake (`logs` knows lives, such as r01-2, too)")
+    shell.add_argument("--verb", default="", help="for whose sake (`logs` knows sessions, such as r01-2, too)")
     shell.add_argument("--slots", metavar="RUN", help="only name the slots of a run, one a line (the scripts ask this)")
 
 

@@ -17,12 +17,12 @@ import shutil
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
-from diloco.runlog.ends import never_lived, observed_words
+from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
 from diloco.runlog.report import (
-    Life,
     Report,
+    SessionSummary,
     Step,
     brief_name,
     curve_of,
@@ -51,7 +51,7 @@ LOUD = {
 }  # fmt: skip
 SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
-OLD_LIVES = 4
+OLD_SESSIONS = 4
 INDENT = " " * 12
 
 
@@ -155,13 +155,16 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
         _title_line(report, now, width),
         f"  slot      phase   step  inner {curve_of(report).name:>7s}  counted  beat",
     ]
-    shown = _lives_to_show(report)
+    shown = _sessions_to_show(report)
     failed = _failed_starts(report)
     for slot in report.wanted.slot_names:
-        lives = [
-            line for x in shown if x.slot == slot for line in [_life_line(x, report, now), *_reason_lines(x.why, width)]
+        sessions = [
+            line
+            for x in shown
+            if x.slot == slot
+            for line in [_session_line(x, report, now), *_reason_lines(x.why, width)]
         ]
-        lines += [*lives, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} starting"]
+        lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} starting"]
     learning = learning_words(newest_numbers(report.steps), without=curve_of(report).name)
     numbers = [f"  {learning}"] if learning else []
     outer = outer_words(report)
@@ -172,7 +175,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
 
 def _device_lines(report: Report) -> list[str]:
     """Which replicas train on what, unless all of them are on CPUs."""
-    live = [x for x in report.lives if x.how == "running" and x.device]
+    live = [x for x in report.sessions if x.how == "running" and x.device]
     names = sorted({x.device for x in live})
     if not names or names == ["cpu"]:
         return []
@@ -181,15 +184,15 @@ def _device_lines(report: Report) -> list[str]:
 
 
 def _reason_lines(words: str, width: int) -> list[str]:
-    """Below the life that ended; on one line, of which the end may go."""
+    """Below the session that ended; on one line, of which the end may go."""
     room = max(40, width - 1) - len(INDENT)
     return [INDENT + (words if len(words) <= room else words[: room - 1] + "…")] if words else []
 
 
 def _failed_starts(report: Report) -> dict[str, Mapping[str, Any]]:
     """Per slot, the newest launch that ended before it could claim it."""
-    newest = {x.slot: x.claimed for x in report.lives}
-    return never_lived(report.events, {(x.slot, x.host) for x in report.lives}, newest)
+    newest = {x.slot: x.claimed for x in report.sessions}
+    return never_began(report.events, {(x.slot, x.host) for x in report.sessions}, newest)
 
 
 def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> list[str]:
@@ -200,11 +203,13 @@ def _failed_start(end: Mapping[str, Any] | None, report: Report, width: int) -> 
     return [head, *_reason_lines(observed_words(end), width)]
 
 
-def _lives_to_show(report: Report) -> list[Life]:
-    """Every slot's newest life, and the latest few of those before."""
-    newest = {x.slot: x for x in report.lives}
-    before = sorted((x for x in report.lives if x is not newest[x.slot]), key=lambda x: x.ended or 0.0)[-OLD_LIVES:]
-    return [x for x in report.lives if x is newest[x.slot] or x in before]
+def _sessions_to_show(report: Report) -> list[SessionSummary]:
+    """Every slot's newest session, and the latest few of those before."""
+    newest = {x.slot: x for x in report.sessions}
+    before = sorted((x for x in report.sessions if x is not newest[x.slot]), key=lambda x: x.ended or 0.0)[
+        -OLD_SESSIONS:
+    ]
+    return [x for x in report.sessions if x is newest[x.slot] or x in before]
 
 
 def _title_line(report: Report, now: float, width: int) -> str:
@@ -234,17 +239,17 @@ def _elapsed_seconds(report: Report, now: float) -> float:
     return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)
 
 
-def _life_line(life: Life, report: Report, now: float) -> str:
-    beat = report.beats.get(life.slot)
-    if beat is None or beat.generation != life.generation or life.how != "running":
-        when = "" if life.ended is None else f" at {life.ended - report.began:.1f} s"
-        return f"  {life.name:9s} {life.end}{when}, counted in {len(life.commits)} steps"
-    mine = curve_of(report).by_slot.get(life.slot, [])
+def _session_line(session: SessionSummary, report: Report, now: float) -> str:
+    beat = report.beats.get(session.slot)
+    if beat is None or beat.generation != session.generation or session.how != "running":
+        when = "" if session.ended is None else f" at {session.ended - report.began:.1f} s"
+        return f"  {session.name:9s} {session.end}{when}, counted in {len(session.commits)} steps"
+    mine = curve_of(report).by_slot.get(session.slot, [])
     shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
     phase = "silent" if now - beat.at > silent_s(report.url) and beat.phase != "left" else beat.phase
     inner = f"{beat.inner}/{_inner_steps_per_round(report)}" if phase == "train" else ""
     age = f"{max(0.0, now - beat.at):.1f} s"
-    return f"  {life.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(life.commits):8d}  {age}"
+    return f"  {session.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(session.commits):8d}  {age}"
 
 
 def silent_s(url: str) -> float:
@@ -302,21 +307,34 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "learning": newest_numbers(report.steps),
         "solo": bool(solo_words(report)),
         "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
-        "lives": [_life_status(x, report, now) for x in report.lives],
+        "lives": [_session_status(x, report, now) for x in report.sessions],
         "kept": " · ".join(kept_words(report)),
         "remarks": remark_lines(report, now),
     }
 
 
-def _life_status(life: Life, report: Report, now: float) -> dict[str, Any]:
-    beat = report.beats.get(life.slot)
-    mine = beat if beat is not None and beat.generation == life.generation else None
+def _session_status(session: SessionSummary, report: Report, now: float) -> dict[str, Any]:
+    beat = report.beats.get(session.slot)
+    mine = beat if beat is not None and beat.generation == session.generation else None
     told = {}
     if mine is not None:
         told = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
         told["beat_age_s"] = round(now - mine.at, 2)
-    fixed = {"slot": life.slot, "generation": life.generation, "pid": life.pid, "host": life.host, "how": life.how}
-    return {**fixed, "device": life.device, "counted_in": len(life.commits), "end": life.end, "why": life.why, **told}
+    fixed = {
+        "slot": session.slot,
+        "generation": session.generation,
+        "pid": session.pid,
+        "host": session.host,
+        "how": session.how,
+    }
+    return {
+        **fixed,
+        "device": session.device,
+        "counted_in": len(session.commits),
+        "end": session.end,
+        "why": session.why,
+        **told,
+    }
 
 
 # -------------------------------------------------------------------- money

@@ -44,7 +44,7 @@ def found_room(event: Mapping[str, Any], report: Report) -> bool:
     """Is this the word of a replica that waited for room on its own disk, and has joined or ended since?"""
     if event["event"] != "disk_full":
         return False
-    return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.lives)
+    return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.sessions)
 
 
 def room_for(folder: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.runlog.report import SUPERVISOR, Life, Report
+from diloco.runlog.report import SUPERVISOR, Report, SessionSummary
 from executors.platforms.base import Plain
 from executors.supervision.slot_state import native_of
 from rendezvous.membership import Wanted
@@ -130,7 +130,7 @@ def costs(report: Report, now: float | None = None) -> Costs:
     bills = list[Bill]()
     spans = list[tuple[float, float]]()
     for events in _per_launch(report.events).values():
-        ended = _end_time(events, _goodbye_time(_newest_life(report.lives, events[0]), report.beats))
+        ended = _end_time(events, _goodbye_time(_newest_session(report.sessions, events[0]), report.beats))
         billed = _billed_spans(events, now if ended is None else ended)
         bills.append(_make_bill(events, ended, sum(to - since for since, to in billed)))
         spans += billed
@@ -163,23 +163,23 @@ def _per_launch(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str
     return found
 
 
-def _newest_life(lives: Iterable[Life], launch: Mapping[str, Any]) -> Life | None:
-    """The last life that this launch has lived: a platform may have restarted it."""
+def _newest_session(sessions: Iterable[SessionSummary], launch: Mapping[str, Any]) -> SessionSummary | None:
+    """The last session that this launch has had: a platform may have restarted it."""
     slot = launch["slot"]
     pid = launch.get("pid", 0)
     place = f"{launch.get('executor', 'local')}/{slot}.{launch.get('attempt', 1)}"
-    own = [x for x in lives if x.slot == slot and (x.host == place or (pid and x.pid == pid))]
+    own = [x for x in sessions if x.slot == slot and (x.host == place or (pid and x.pid == pid))]
     return max(own, key=lambda x: x.generation, default=None)
 
 
-def _goodbye_time(life: Life | None, beats: Mapping[str, Beat]) -> float | None:
-    """When a life said that it leaves; None if it did not."""
-    if life is None:
+def _goodbye_time(session: SessionSummary | None, beats: Mapping[str, Beat]) -> float | None:
+    """When a session said that it leaves; None if it did not."""
+    if session is None:
         return None
-    beat = beats.get(life.slot)
-    if beat is not None and beat.generation == life.generation and beat.phase == "left":
+    beat = beats.get(session.slot)
+    if beat is not None and beat.generation == session.generation and beat.phase == "left":
         return beat.at
-    return life.ended if life.how in ("left", "done") else None
+    return session.ended if session.how in ("left", "done") else None
 
 
 def _end_time(events: Sequence[Mapping[str, Any]], goodbye: float | None) -> float | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco import exitcodes
-from diloco.runlog.report import SUPERVISOR, Life
+from diloco.runlog.report import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Observation
 from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
@@ -27,8 +27,8 @@ LOST_LEASE = 3  # how a supervisor ends when another one has taken over
 BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
 
 
-def is_from_launch(handle: Handle, who: Beat | Life) -> bool:
-    """Does this heartbeat or life come from that launch?"""
+def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
+    """Does this heartbeat or session come from that launch?"""
     if handle.place:
         return who.host == handle.place
     return (who.host, who.pid) == (handle.host, handle.pid)

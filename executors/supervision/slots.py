@@ -183,17 +183,17 @@ class Fleet:
             self._count_end(track, status, report)
 
     def _count_end(self, track: SlotState, status: Status, report: Report) -> None:
-        """An end.  One that nobody asked for is a loss, counted from zero if its life had brought something."""
-        lives = [x for x in report.lives if x.slot == track.slot and is_from_launch(status.handle, x)]
+        """An end.  One that nobody asked for is a loss, counted from zero if its session had brought something."""
+        sessions = [x for x in report.sessions if x.slot == track.slot and is_from_launch(status.handle, x)]
         told = status.state is State.CANCELLED or (
             status.exit_code == exitcodes.LEFT and self._was_asked_to_leave(track, report)
         )
         if track.replacing_at is None and (told or status.state is State.SUCCEEDED):
             return self.emit("ended", **end_fields(status))
-        end = self._classify_end(track, status, report, counted=sum(len(x.commits) for x in lives))
+        end = self._classify_end(track, status, report, counted=sum(len(x.commits) for x in sessions))
         track.strikes = count_end(track.strikes, end)
-        life = max(lives, key=lambda x: x.generation, default=None)
-        who = {"pid": life.pid, "generation": life.generation} if life else {"pid": status.handle.pid}
+        session = max(sessions, key=lambda x: x.generation, default=None)
+        who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
         self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(track))
 

@@ -211,7 +211,7 @@ def torchft(repeats: int, preset: str) -> dict[str, Found]:
                 target=torchft_replica, args=(fleet.url, slot, str(fleet.folder), lighthouse, group_s, die)
             )
             child.start()
-            fleet.lives.setdefault(slot, []).append(child)
+            fleet.sessions.setdefault(slot, []).append(child)
             return child
 
         for slot in SURVIVORS:

@@ -161,7 +161,7 @@ class Seen:
         ticks = [TICK.unpack(p[i : i + 16]) for f in Path(run.url).glob("ticks.*") for p in [f.read_bytes()]
                  for i in range(0, len(p), 16)]  # fmt: skip
         ends = {pid: at for at, _, pid in storm.kills}
-        lives = [(x.slot, (x.joined, ends.get(x.pid, x.ended or time.time()))) for x in read_report(run.store).lives
+        lives = [(x.slot, (x.joined, ends.get(x.pid, x.ended or time.time()))) for x in read_report(run.store).sessions
                  if x.joined]  # fmt: skip
         return cls(commits, ticks, lives, {(o.step, o.slot) for c in commits for o in c.offers})
 

@@ -55,7 +55,7 @@ from rendezvous.clock import Clock
 PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
 DAY_S = 24 * 3600.0
 SIGNAL_S = 0  # Slurm's USR2 so long before its limit: the same moment.  A replica leaves by its own clock before; with
-# submitit's 90 s every life would be as much shorter, and one of a minute would be told to leave as it begins
+# submitit's 90 s every session would be as much shorter, and one of a minute would be told to leave as it begins
 AT_ONCE = 16
 OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
