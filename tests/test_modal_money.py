@@ -75,9 +75,9 @@ def test_a_foreground_run_deploys_once_for_its_publisher_and_its_gpus(platform, 
     platform.hold(True)
     supervisor = Supervisor(found, build_executor(read_control(found.store).places), SystemClock())
     assert supervisor.tick() is None and supervisor.handle("publish") is None
-    assert supervisor.fleet.publisher.running and not any(supervisor.handle(f"r0{i}") for i in range(3))
+    assert supervisor.slots.publisher.running and not any(supervisor.handle(f"r0{i}") for i in range(3))
     found.store.put(layout.MODEL_MANIFEST, b"{}")
-    publisher = supervisor.fleet.publisher.handle
+    publisher = supervisor.slots.publisher.handle
     assert publisher is not None
     call = platform.server.calls[publisher.native]
     platform.server.loop.call_soon_threadsafe(call.end, TERMINATED)  # it waits for a machine, and is not needed

@@ -20,7 +20,7 @@ from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
-from executors.supervision.outage import TELL_S, Outages
+from executors.supervision.outage import REPORT_S, Outages
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_beat
@@ -77,11 +77,11 @@ def test_a_refusal_is_told_at_once_and_then_once_a_minute_until_it_is_over(world
 def test_a_lost_answer_is_told_only_after_a_minute(world):
     world.started()
     world.cloud.down = "503"
-    world.pass_time(TELL_S - 5)
+    world.pass_time(REPORT_S - 5)
     assert not silent(world)
     world.pass_time(10)
     (told,) = silent(world)
-    assert not told["refused"] and told["text"] == "503" and told["seconds"] == pytest.approx(TELL_S, abs=5)
+    assert not told["refused"] and told["text"] == "503" and told["seconds"] == pytest.approx(REPORT_S, abs=5)
     assert any("cloud gives no answer, for 6" in line for line in shown(world)), shown(world)
 
 

@@ -18,10 +18,10 @@ _WIDTH = 24  # characters of a list of steps
 
 def kept_words(report: "Report") -> list[str]:
     """At most two lines; [] as long as nothing went."""
-    told = [e for e in report.of_kind("collected") if _is_whole(e)]
-    if not told:
+    collected = [e for e in report.of_kind("collected") if _is_whole(e)]
+    if not collected:
         return []
-    newest = max(told, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))
+    newest = max(collected, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))
     since = min((t for t in newest["snapshots"] if t >= newest["means_from"]), default=newest["means_from"])
     before = _steps([t for t in newest["snapshots"] if t < since])
     keep = report.setting("fleet", "keep", "")

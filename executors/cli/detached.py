@@ -154,13 +154,13 @@ def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: lease.LatestBeat, say: Callable[[str], None]
 ) -> Outcome | None:
     """None once it supervises; else how it ended."""
-    began = told = clock.now()
+    began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if lease.has_looked_since(run.store, before):
             return None
         waited = clock.now() - began
-        if clock.now() - told >= SAY_S:
-            told = clock.now()
+        if clock.now() - said_at >= SAY_S:
+            said_at = clock.now()
             say(f"waiting for the supervisor ({started.where}) since {waited:.0f} s; Ctrl-C leaves it to itself")
         if waited >= SILENT_MOST_S:
             if not started.found:

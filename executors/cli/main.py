@@ -334,8 +334,8 @@ def _scale(args: Namespace) -> int:
     offer = scale.growth_quote(run, args.replicas, args.min_replicas, _spent_so_far(run.url))
     if offer is not None and not _is_agreed(args, offer):
         return 130
-    told = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
-    _print_answer(args, {"run": run.url, "replicas": args.replicas, "told": told}, *told)
+    lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
+    _print_answer(args, {"run": run.url, "replicas": args.replicas, "told": lines}, *lines)
     return 0
 
 
@@ -345,8 +345,8 @@ def _drain(args: Namespace) -> int:
     from rendezvous.clock import SystemClock
 
     run = read_run(run_url.checked_url(args.run))
-    told = scale.drain(run, SystemClock(), args.slot)
-    _print_answer(args, {"run": run.url, "slot": args.slot, "told": told}, *told)
+    lines = scale.drain(run, SystemClock(), args.slot)
+    _print_answer(args, {"run": run.url, "slot": args.slot, "told": lines}, *lines)
     return 0
 
 
@@ -385,8 +385,8 @@ def _export(args: Namespace) -> int:
     step = export(run.url, args.step, Path(args.to), args.merge)
     is_adapter = run.config.inner.lora is not None and not args.merge
     what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
-    told = f"wrote the {what} after {step} outer steps to {args.to}; {reader} from_pretrained reads it"
-    _print_answer(args, {"run": run.url, "outer_step": step, "to": args.to}, told)
+    text = f"wrote the {what} after {step} outer steps to {args.to}; {reader} from_pretrained reads it"
+    _print_answer(args, {"run": run.url, "outer_step": step, "to": args.to}, text)
     return 0
 
 
@@ -440,9 +440,9 @@ def _setup(args: Namespace) -> int:
             _print_answer(args, {}, step.line, *([f"  next: {step.todo}"] if step.todo else []))
     good = not any(step.todo for step in steps)
     typed = setup.next_command(args.place, url, args.secret)
-    told = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
+    answer = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
     lines = ["all there. A first run, of a few minutes and cents (with `plan` for `train` it says its price):", typed]
-    _print_answer(args, told, *(lines if good else []))
+    _print_answer(args, answer, *(lines if good else []))
     return 0 if good else 2
 
 

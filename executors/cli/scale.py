@@ -38,13 +38,13 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     check_slot(before, slot)
     after = write_control(run.store, clock, drain=slot)
     left = [s for s in before.slot_names if not after.is_to_leave(s)]
-    told = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
+    lines = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
     if len(left) < after.min_replicas:
-        told.append(
+        lines.append(
             f"warning: {len(left)} replicas are left and min_replicas = {after.min_replicas}: no outer step will be "
             f"taken until there are more (diloco scale {run.url} N)"
         )
-    return [*told, *_unheard_slots(run, before)]
+    return [*lines, *_unheard_slots(run, before)]
 
 
 def check_slot(wanted: Wanted, slot: str) -> None:

@@ -179,8 +179,8 @@ def _device_lines(report: Report) -> list[str]:
     names = sorted({x.device for x in live})
     if not names or names == ["cpu"]:
         return []
-    told = [f"{name}: {', '.join(x.slot for x in live if x.device == name)}" for name in names]
-    return [f"  on {'; '.join(told)}"]
+    shared = [f"{name}: {', '.join(x.slot for x in live if x.device == name)}" for name in names]
+    return [f"  on {'; '.join(shared)}"]
 
 
 def _reason_lines(words: str, width: int) -> list[str]:
@@ -316,10 +316,10 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
 def _session_status(session: SessionSummary, report: Report, now: float) -> dict[str, Any]:
     beat = report.beats.get(session.slot)
     mine = beat if beat is not None and beat.generation == session.generation else None
-    told = {}
+    newest = {}
     if mine is not None:
-        told = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
-        told["beat_age_s"] = round(now - mine.at, 2)
+        newest = {"phase": mine.phase, "step": mine.step, "inner": mine.inner, "note": mine.note}
+        newest["beat_age_s"] = round(now - mine.at, 2)
     fixed = {
         "slot": session.slot,
         "generation": session.generation,
@@ -333,7 +333,7 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
         "counted_in": len(session.commits),
         "end": session.end,
         "why": session.why,
-        **told,
+        **newest,
     }
 
 
@@ -347,14 +347,14 @@ def cost_line(spent: Costs, wanted: Wanted) -> str:
 
 
 def _limit_in_words(wanted: Wanted) -> str:
-    told = [f"${wanted.max_usd:.2f}"] if wanted.max_usd else []
-    return " and ".join([*told, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
+    limits = [f"${wanted.max_usd:.2f}"] if wanted.max_usd else []
+    return " and ".join([*limits, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
 
 
 def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:
     """The same in `--json`."""
-    told = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
-    return {**told, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
+    numbers = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
+    return {**numbers, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
 
 
 def cost_table(spent: Costs, report: Report) -> list[str]:

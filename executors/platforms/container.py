@@ -245,9 +245,9 @@ def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
     """The end that a container's log reports, or None if it was cut off.  Of a job started again: the last."""
     starts = [i for i, line in enumerate(lines) if line.startswith(STARTED)]
     lines = lines[starts[-1] if starts else 0 :]
-    told = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
+    text = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
     try:
-        return json.loads(told)
+        return json.loads(text)
     except ValueError:
         return None
 

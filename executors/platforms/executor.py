@@ -157,13 +157,13 @@ class Executor(Platform, ServerlessExecutor, ABC):
         if (file := self.log_file(handle)) is not None:
             yield from file.follow(tail, ended, self._clock, self.pause_s)
             return
-        told = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
+        shown = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
         while True:
             over = ended()  # before the look, so that nothing is missed
             with suppress(Unavailable):
                 for number, line in enumerate(self.stream_log(handle), 1):
-                    if number > told:
-                        told = number
+                    if number > shown:
+                        shown = number
                         yield line
                 if over:
                     return

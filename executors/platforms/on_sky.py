@@ -148,11 +148,11 @@ class SkyExecutor(Executor):
         folder = self._code_folder()
         install = shlex.join(["pip", "install", "-q", "-r", f"{MOUNT}/{folder.name}/requirements.txt", *self._pip])
         setup = f"{install}\n{self._setup}".strip()
-        told = json.dumps({**spec.to_dict(), "secrets": []})
+        request = json.dumps({**spec.to_dict(), "secrets": []})
         task = sky().Task(
             name=job_name(spec),
             setup=setup,
-            run=f"exec python -m executors.platforms.container {shlex.quote(told)} {NAME}",
+            run=f"exec python -m executors.platforms.container {shlex.quote(request)} {NAME}",
             envs=dict(spec.env),
             secrets={name: os.environ[name] for name in spec.secrets},
             file_mounts={f"{MOUNT}/{folder.name}": str(folder)},

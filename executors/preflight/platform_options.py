@@ -70,10 +70,10 @@ def submitit_names() -> frozenset[str] | None:
 def slurm_partitions() -> frozenset[str] | None:
     """None where nobody can tell."""
     try:
-        told = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=True, timeout=ASK_S)
+        listed = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=True, timeout=ASK_S)
     except (OSError, subprocess.SubprocessError):
         return None
-    return frozenset(told.stdout.split()) or None
+    return frozenset(listed.stdout.split()) or None
 
 
 # -------------------------------------------------------------------- SkyPilot

@@ -151,12 +151,12 @@ class Quote:
         return f"{spent}${price:.2f} per hour in all; {self._limit_in_words()}"
 
     def _limit_in_words(self) -> str:
-        told = []
+        limits = []
         if self.budget.max_usd:
-            told.append(f"${self.budget.max_usd:.2f}{self._hours_left()}")
+            limits.append(f"${self.budget.max_usd:.2f}{self._hours_left()}")
         if self.budget.max_hours:
-            told.append(f"{self.budget.max_hours:g} hours")
-        return f"ends by itself before {' or '.join(told)}" if told else "no limit (--max-usd X sets one)"
+            limits.append(f"{self.budget.max_hours:g} hours")
+        return f"ends by itself before {' or '.join(limits)}" if limits else "no limit (--max-usd X sets one)"
 
     def _hours_left(self) -> str:
         if not self.plan.usd_per_hour:

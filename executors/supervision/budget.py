@@ -76,10 +76,10 @@ class SpendLimit:
         """Per hour; the same for all of one kind in one place."""
         kind = (place_of(self._places, spec.slot).maker, spec.gpu)
         if kind not in self._prices:
-            told = self._executor.plan([spec])
-            if told.refused:
-                raise ExecutorError(told.refused[0])
-            self._prices[kind] = told.usd_per_hour
+            plan = self._executor.plan([spec])
+            if plan.refused:
+                raise ExecutorError(plan.refused[0])
+            self._prices[kind] = plan.usd_per_hour
         return self._prices[kind]
 
     def _renew_lease(self, wanted: Wanted, spent: Costs, rate: float) -> None:

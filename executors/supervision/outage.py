@@ -2,13 +2,13 @@
 
     executor ──poll──▶ fresh statuses ──▶ over
                     └▶ stale ones     ──▶ asked again after 1, 2, 4 s          (refused: after 1, 2, … 15 s)
-                                          └─▶ told: a refusal (401, 403) at once, a lost answer after a minute;
+                                          └─▶ log: a refusal (401, 403) at once, a lost answer after a minute;
                                               then once a minute, and once when the platform answers again
 
-    told ──▶ log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
+    log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
 
 Every platform says "no news" in the same way (`unanswered` in base.py), so this is the only place that counts it.
-A launch that a platform refuses while the run goes on is told and repeated by the same rules, under the name "launch".
+A launch that a platform refuses while the run goes on is reported and repeated by the same rules, as "launch".
 
 Not promised: what happens on a silent platform; replicas that beat are known to work all the same.
 """
@@ -20,8 +20,8 @@ from typing import Any
 from executors.platforms.base import Handle, Refused, ServerlessExecutor, Status
 from rendezvous.clock import Clock
 
-TELL_S = 60.0  # a lost answer is told after so long, and everything again after so long
-FRESH_S = 1.5 * TELL_S  # what was told is the present state until then
+REPORT_S = 60.0  # a lost answer is reported after so long, and everything again after so long
+FRESH_S = 1.5 * REPORT_S  # what was reported is the present state until then
 FIRST_PAUSE_S = 1.0
 LOST_PAUSE_S = 4.0
 REFUSED_PAUSE_S = 15.0
@@ -30,14 +30,14 @@ LAUNCH = "launch"
 
 @dataclass
 class Outage:
-    """One platform without news.   since: per launch.   ask_at: no request before.   told_at: None: not yet."""
+    """One platform without news.   since: per launch.   ask_at: no request before.   reported_at: None: not yet."""
 
     since: dict[str, float] = field(default_factory=dict)
     why: str = ""
     refused: bool = False
     pause: float = 0.0
     ask_at: float = float("-inf")
-    told_at: float | None = None
+    reported_at: float | None = None
 
     def again(self, now: float, why: str, refused: bool) -> None:
         """One more request without an answer."""
@@ -49,9 +49,9 @@ class Outage:
 
     def due(self, now: float) -> bool:
         """Is it time to say something?"""
-        if self.told_at is not None:
-            return now - self.told_at >= TELL_S
-        return self.refused or now - self.began >= TELL_S
+        if self.reported_at is not None:
+            return now - self.reported_at >= REPORT_S
+        return self.refused or now - self.began >= REPORT_S
 
     @property
     def began(self) -> float:
@@ -68,7 +68,7 @@ class Outages:
         self._over: list[dict[str, Any]] = []
 
     def poll(self, executor: ServerlessExecutor, handles: Iterable[Handle]) -> list[Status]:
-        """As `executor.poll`, but what a silent platform has not told is asked for only when its pause is over.
+        """As `executor.poll`, but a silent platform is asked again only when its pause is over.
 
         handles: all that count; an outage of others is over.
         """
@@ -97,7 +97,7 @@ class Outages:
     def answered(self, name: str) -> None:
         """It answers again, or nobody asks any more."""
         outage = self._open.pop(name, None)
-        if outage is not None and outage.told_at is not None:
+        if outage is not None and outage.reported_at is not None:
             seconds = round(self._clock.now() - outage.began, 1)
             self._over.append({"event": "platform_answers", "platform": name, "seconds": seconds})
 
@@ -120,7 +120,7 @@ class Outages:
         now, (over, self._over) = self._clock.now(), (self._over, [])
         for name, outage in self._open.items():
             if outage.due(now):
-                outage.told_at = now
+                outage.reported_at = now
                 over.append(_silence_event(name, outage, now))
         return over
 
@@ -129,7 +129,7 @@ class Outages:
         """For the beat: outages that were reported and are not over."""
         now = self._clock.now()
         return "; ".join(
-            outage_in_words(_silence_event(n, o, now)) for n, o in self._open.items() if o.told_at is not None
+            outage_in_words(_silence_event(n, o, now)) for n, o in self._open.items() if o.reported_at is not None
         )
 
 

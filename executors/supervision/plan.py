@@ -139,7 +139,7 @@ class GiveUp(Action):
 
 def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
     """One action per slot that needs one; none for slots that are as desired."""
-    found = [_action_for(desired, seen, now, limits) for seen in observed]
+    found = [_action_for(desired, one, now, limits) for one in observed]
     return [action for action in found if action is not None]
 
 

@@ -108,12 +108,12 @@ def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launch
     if not launches.labelled:
         return []
     began = clock.now()
-    told = set[str]()
+    shown = set[str]()
     lag_s = launches.lag_s(clock.wall())
     while True:
         there = launches.sweep()
-        for text in [text for text in there if text not in told]:
-            told.add(text)
+        for text in [text for text in there if text not in shown]:
+            shown.add(text)
             say(f"{text}: nobody was looking after it; cancelled")
         waited = clock.now() - began
         if (not there and waited >= lag_s) or waited >= CANCELLED_S or launches.out_of_reach:

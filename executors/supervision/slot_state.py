@@ -189,18 +189,18 @@ class SlotState:
         number = max(past.attempt, found.handle.attempt if found else 0)
         uncounted = found is not None and any(h.attempt == found.handle.attempt for h in past.open)
         if found is not None and (not found.state.ended or uncounted):
-            track = cls(slot, found.handle, Status(found.handle, State.STARTING), number)
-            track.still_since = track.ended_at = clock_now
-            track.pending = past.pending
-            track.ran = not past.pending
+            state = cls(slot, found.handle, Status(found.handle, State.STARTING), number)
+            state.still_since = state.ended_at = clock_now
+            state.pending = past.pending
+            state.ran = not past.pending
         else:
-            track = cls(slot, attempt=number, gone=found.handle if found else None)
-        track.strikes = past.strikes
-        if track.handle is None and past.state is not None:
+            state = cls(slot, attempt=number, gone=found.handle if found else None)
+        state.strikes = past.strikes
+        if state.handle is None and past.state is not None:
             ghost = found.handle if found else Handle("", slot, past.attempt, "")
-            track.status = Status(ghost, past.state, past.reason, past.exit_code)
-            track.ended_at = clock_now - max(0.0, wall - past.ended_at)
-        return track
+            state.status = Status(ghost, past.state, past.reason, past.exit_code)
+            state.ended_at = clock_now - max(0.0, wall - past.ended_at)
+        return state
 
     @property
     def running(self) -> bool:
@@ -240,10 +240,10 @@ class SlotState:
 
     def heard(self, beat: Beat, now: float, fresh_s: float) -> None:
         """Note the slot's heartbeat, which knows better than a platform whether the replica runs."""
-        seen = (beat.generation, beat.n)
-        if seen != self.beat:
+        newest = (beat.generation, beat.n)
+        if newest != self.beat:
             self.moves, self.moved_at = (0, None) if self.beat is None else (self.moves + 1, now)
-            self.beat = seen
+            self.beat = newest
             self.still_since = now
         if self.handle is None or beat.phase == "left" or not is_from_launch(self.handle, beat):
             return
@@ -253,7 +253,7 @@ class SlotState:
         if fresh and s is not None and s.state in (State.PENDING, State.STARTING):
             self.polled(replace(s, state=State.RUNNING), now)
 
-    def seen(self, beat: Beat | None, now: float, fresh_s: float) -> Observation:
+    def observe(self, beat: Beat | None, now: float, fresh_s: float) -> Observation:
         """The observation of this slot, for the plan."""
         s = self.status
         since = lambda at: None if at is None else now - at  # noqa: E731

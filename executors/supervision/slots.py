@@ -1,11 +1,11 @@
 """The slots of a run as one supervisor sees them, and the launches that it must not lose sight of.
 
-    platforms ──find, poll──┐                                     ┌─▶ seen      for the plan
-    log: launched, ended ───┴──▶ tracks: one per slot ────────────┤
-                                 strays: replaced, not yet ended  ├─▶ log: found, pending, running, lost, ended
+    platforms ──find, poll──┐                                        ┌─▶ observed     for the plan
+    log: launched, ended ───┴──▶ by_slot: one SlotState each ────────┤
+                                 replaced: not yet seen to end       ├─▶ log: found, pending, running, lost, ended
                                  twins: no launch of ours names them, or a second process of one
 
-Every launch that is not known to have ended is in a track or a stray, also after a restart of the supervisor.  A
+Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
 process that a platform lists and nobody wrote down (the answer to its launch was lost) is written down, so that it is
 billed, and ended: of two processes of one launch the platform's executor keeps the oldest.
 
@@ -37,7 +37,7 @@ PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
 AGAIN_S = 30.0  # between two words to somebody who does not go
 
 
-class Fleet:
+class Slots:
     """fresh_s: a heartbeat that has stood still for longer is silent.   emit: writes to the log.
     limits: how long a slot whose reward has failed waits."""
 
@@ -56,61 +56,61 @@ class Fleet:
         self.fresh_s = fresh_s
         self.emit = emit
         self.limits = limits
-        self.tracks: dict[str, SlotState] = {}
+        self.by_slot: dict[str, SlotState] = {}
         self.publisher = SlotState(PUBLISH)
-        self.strays: dict[Handle, float] = {}  # and when we last told them to end
+        self.replaced: dict[Handle, float] = {}  # and when we last told them to end
         self.twins: dict[Handle, float] = {}  # the same
         self.outages = Outages(clock)
         self._past: dict[str, History] | None = None  # None: not looked yet
         self._found: dict[str, Status] = {}
 
     def all(self) -> list[SlotState]:
-        return [*self.tracks.values(), self.publisher]
+        return [*self.by_slot.values(), self.publisher]
 
     @property
     def anybody(self) -> bool:
-        return bool(self.strays or self.twins) or any(t.running for t in self.all())
+        return bool(self.replaced or self.twins) or any(t.running for t in self.all())
 
     def look(self, report: Report) -> None:
         if self._past is None:
             self._look_back(report)
         for slot in report.wanted.slot_names:
-            if slot not in self.tracks:
-                self.tracks[slot] = self._new_track(slot)
+            if slot not in self.by_slot:
+                self.by_slot[slot] = self._new_state(slot)
         known = [(t, t.handle) for t in self.all() if t.handle is not None and t.running]
-        handles = [*(h for _, h in known), *self.strays]
+        handles = [*(h for _, h in known), *self.replaced]
         statuses = dict(zip(handles, self._poll(handles), strict=True))
-        for track, handle in known:
+        for state, handle in known:
             if not (status := statuses[handle]).stale:
-                self._adopt_older_process(track, status.handle)
-                self._note_status(track, status, report)
+                self._adopt_older_process(state, status.handle)
+                self._note_status(state, status, report)
         for slot, beat in report.beats.items():
-            self.tracks[slot].heard(beat, self.clock.now(), self.fresh_s)
-        for track, _ in known:
-            self._emit_waiting(track)
-        self._look_at_strays(statuses)
+            self.by_slot[slot].heard(beat, self.clock.now(), self.fresh_s)
+        for state, _ in known:
+            self._emit_waiting(state)
+        self._look_at_replaced(statuses)
         self._look_at_twins(report)
-        for slot, track in self.tracks.items():
+        for slot, state in self.by_slot.items():
             if slot in wanted_slots(report):
-                self._wanted_again(track, report)
-            elif not track.running and not report.done:
-                track.forget()
+                self._wanted_again(state, report)
+            elif not state.running and not report.done:
+                state.forget()
 
     def _poll(self, handles: Sequence[Handle]) -> list[Status]:
         return self.outages.poll(self.executor, handles)
 
-    def _adopt_older_process(self, track: SlotState, runs: Handle) -> None:
+    def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
         """Another process than we thought runs this launch: an older one, whose answer was lost."""
-        if track.handle is None or track.handle.native == runs.native:
+        if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
-        self.twins.setdefault(track.handle, self.clock.now())
+        self.twins.setdefault(state.handle, self.clock.now())
         self.twins.pop(runs, None)
-        track.handle = runs
+        state.handle = runs
 
     def _look_at_twins(self, report: Report) -> None:
         """Processes that nobody wrote down: they are billed from their launch, and end."""
-        own = [*(t.handle for t in self.all() if t.handle is not None), *self.strays]
+        own = [*(t.handle for t in self.all() if t.handle is not None), *self.replaced]
         newest = {t.slot: t.attempt for t in self.all()}
         alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
@@ -134,10 +134,10 @@ class Fleet:
         """A cancel means the launch; its executor ends second processes of one that goes on."""
         return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
 
-    def _wanted_again(self, track: SlotState, report: Report) -> None:
+    def _wanted_again(self, state: SlotState, report: Report) -> None:
         """Perhaps it has not heard that it was to leave; if it has, another one follows."""
-        if track.cancelled is None and not self._lease_over(report):
-            track.draining_at = None
+        if state.cancelled is None and not self._lease_over(report):
+            state.draining_at = None
 
     def _look_back(self, report: Report) -> None:
         """Find launches of earlier supervisors, from the platforms and the log."""
@@ -158,59 +158,59 @@ class Fleet:
             if not s.state.ended and (h.slot, h.attempt, h.native) not in written:
                 self.book("found", h, "it runs, and nobody wrote that down")
             if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
-                self.strays[h] = float("-inf")
-        self.publisher = self._new_track(PUBLISH)
+                self.replaced[h] = float("-inf")
+        self.publisher = self._new_state(PUBLISH)
 
-    def _new_track(self, slot: str) -> SlotState:
+    def _new_state(self, slot: str) -> SlotState:
         before = (self._past or {}).get(slot, History())
         return SlotState.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
 
-    def _look_at_strays(self, statuses: Mapping[Handle, Status]) -> None:
+    def _look_at_replaced(self, statuses: Mapping[Handle, Status]) -> None:
         """Launches that have been replaced, but were not seen to end."""
-        for handle in list(self.strays):
+        for handle in list(self.replaced):
             status = statuses.get(handle)
             if status is not None and status.state.ended and not status.stale:
-                del self.strays[handle]
+                del self.replaced[handle]
                 self.emit("ended", **end_fields(status))
-            elif self.clock.now() - self.strays[handle] > AGAIN_S:
+            elif self.clock.now() - self.replaced[handle] > AGAIN_S:
                 self.executor.cancel([handle], 0.0)
-                self.strays[handle] = self.clock.now()
+                self.replaced[handle] = self.clock.now()
 
-    def _note_status(self, track: SlotState, status: Status, report: Report) -> None:
-        was_running = track.running
-        track.polled(status, self.clock.now())
+    def _note_status(self, state: SlotState, status: Status, report: Report) -> None:
+        was_running = state.running
+        state.polled(status, self.clock.now())
         if was_running and status.state.ended:
-            self._count_end(track, status, report)
+            self._count_end(state, status, report)
 
-    def _count_end(self, track: SlotState, status: Status, report: Report) -> None:
+    def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
         """An end.  One that nobody asked for is a loss, counted from zero if its session had brought something."""
-        sessions = [x for x in report.sessions if x.slot == track.slot and is_from_launch(status.handle, x)]
-        told = status.state is State.CANCELLED or (
-            status.exit_code == exitcodes.LEFT and self._was_asked_to_leave(track, report)
+        sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
+        asked_to_end = status.state is State.CANCELLED or (
+            status.exit_code == exitcodes.LEFT and self._was_asked_to_leave(state, report)
         )
-        if track.replacing_at is None and (told or status.state is State.SUCCEEDED):
+        if state.replacing_at is None and (asked_to_end or status.state is State.SUCCEEDED):
             return self.emit("ended", **end_fields(status))
-        end = self._classify_end(track, status, report, counted=sum(len(x.commits) for x in sessions))
-        track.strikes = count_end(track.strikes, end)
+        end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
+        state.strikes = count_end(state.strikes, end)
         session = max(sessions, key=lambda x: x.generation, default=None)
         who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
-        self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(track))
+        self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(state))
 
-    def _reward_wait(self, track: SlotState) -> dict[str, float]:
+    def _reward_wait(self, state: SlotState) -> dict[str, float]:
         """When a slot whose reward has failed starts again, for `diloco status`."""
-        count = track.strikes.reward_failures
-        if not track.strikes.by_reward:
+        count = state.strikes.reward_failures
+        if not state.strikes.by_reward:
             return {}
         row: dict[str, float] = {"reward_failures": count, "reward_limit": self.limits.reward_failures}
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
-    def _classify_end(self, track: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
+    def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
         """Was it its own fault?  A reward that has worked in this run is nobody's; nor is it that nothing moved while
         another slot waits for its own."""
-        replaced = track.replacing_at is not None
+        replaced = state.replacing_at is not None
         failed = status.state is State.FAILED and not replaced
-        awaited = any(t.strikes.by_reward and not t.running for t in self.tracks.values() if t is not track)
+        awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
         by_reward = failed and (
             (status.exit_code == exitcodes.NO_REWARD and report.head > 0)
             or (status.exit_code == exitcodes.GAVE_UP and awaited)
@@ -218,9 +218,9 @@ class Fleet:
         own_fault = failed and not by_reward and status.exit_code not in BLAMELESS
         return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
-    def _was_asked_to_leave(self, track: SlotState, report: Report) -> bool:
+    def _was_asked_to_leave(self, state: SlotState, report: Report) -> bool:
         """Was this replica asked to leave, by us or through the bucket?"""
-        return track.draining_at is not None or self.hears(track.slot, report)
+        return state.draining_at is not None or self.hears(state.slot, report)
 
     def hears(self, slot: str, report: Report) -> bool:
         """Does the bucket tell this replica to leave?"""
@@ -229,21 +229,21 @@ class Fleet:
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
 
-    def _emit_waiting(self, track: SlotState) -> None:
+    def _emit_waiting(self, state: SlotState) -> None:
         """A launch that waits for a machine costs nothing."""
-        if track.handle is None or not track.handle.native or track.status is None:
+        if state.handle is None or not state.handle.native or state.status is None:
             return
-        waits = track.status.state is State.PENDING
-        about = {"slot": track.slot, "attempt": track.handle.attempt, "native": track.handle.native}
-        if waits and not track.pending:
-            self.emit("pending", **about, first=not track.ran)
-        elif track.pending and not waits and not track.status.state.ended:
+        waits = state.status.state is State.PENDING
+        about = {"slot": state.slot, "attempt": state.handle.attempt, "native": state.handle.native}
+        if waits and not state.pending:
+            self.emit("pending", **about, first=not state.ran)
+        elif state.pending and not waits and not state.status.state.ended:
             self.emit("running", **about)
-        track.pending = waits
+        state.pending = waits
 
     def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
-        return [t.seen(report.beats.get(t.slot), now, self.fresh_s) for t in self.tracks.values()]
+        return [t.observe(report.beats.get(t.slot), now, self.fresh_s) for t in self.by_slot.values()]
 
     def tail(self, handle: Handle, lines: int) -> list[str]:
         try:
@@ -253,12 +253,12 @@ class Fleet:
 
     # ------------------------------------------------------------------ acting
 
-    def cancel(self, tracks: Sequence[SlotState], grace_s: float) -> None:
+    def cancel(self, states: Sequence[SlotState], grace_s: float) -> None:
         """Now, and again from time to time until the platform has heard it."""
         now = self.clock.now()
-        due = [t for t in tracks if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
-        for track in due:
-            track.cancelled = (now, grace_s)
+        due = [t for t in states if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
+        for state in due:
+            state.cancelled = (now, grace_s)
         if due:
             self.executor.cancel([t.handle for t in due if t.handle], grace_s)
 

@@ -18,7 +18,7 @@ from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import Lease
 from executors.supervision.outage import LAUNCH
 from executors.supervision.slot_state import SlotState
-from executors.supervision.slots import PUBLISH, Fleet
+from executors.supervision.slots import PUBLISH, Slots
 
 PUBLISHER = "executors.supervision.supervisor:publish_model"
 Start = tuple[SlotState, str]  # who, and why
@@ -32,7 +32,7 @@ class Starts:
 
     def __init__(
         self,
-        fleet: Fleet,
+        slots: Slots,
         places: Sequence[Place],
         spend_limit: SpendLimit,
         lease: Lease,
@@ -40,7 +40,7 @@ class Starts:
         parent: str,
         entrypoint: str,
     ) -> None:
-        self._fleet = fleet
+        self._slots = slots
         self._places = places
         self._spend_limit = spend_limit
         self._lease = lease
@@ -50,13 +50,13 @@ class Starts:
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
         """Those that need not wait for the model on somebody else's GPU; the platform hears of the others already."""
-        early = [track for track, _ in starts if self._bills_a_gpu(track)]
+        early = [state for state, _ in starts if self._bills_a_gpu(state)]
         if early:
-            self._fleet.executor.expect([self._spec_for(track) for track in early])
+            self._slots.executor.expect([self._spec_for(state) for state in early])
         return [start for start in starts if start[0] not in early]
 
-    def _bills_a_gpu(self, track: SlotState) -> bool:
-        place = place_of(self._places, track.slot)
+    def _bills_a_gpu(self, state: SlotState) -> bool:
+        place = place_of(self._places, state.slot)
         return place.executor in FAR and asked_for(place.gpu) > 0
 
     def try_to_start(self, starts: Sequence[Start], report: Report) -> str:
@@ -66,40 +66,40 @@ class Starts:
         """
         try:
             why = self._launch_all(starts, report)
-            self._fleet.outages.answered(LAUNCH)
+            self._slots.outages.answered(LAUNCH)
             return why
         except ExecutorError as error:
             begun = isinstance(error, Refused | Unavailable) and bool(report.of_kind("launched"))
-            if not begun and not self._fleet.anybody:
+            if not begun and not self._slots.anybody:
                 raise
-            self._fleet.outages.failed(LAUNCH, [track.slot for track, _ in starts], error)
+            self._slots.outages.failed(LAUNCH, [state.slot for state, _ in starts], error)
             return ""
 
     def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
         """All at once; nothing if the budget does not allow all of them."""
-        fleet = self._fleet
-        specs = [self._spec_for(track) for track, _ in starts]
+        slots = self._slots
+        specs = [self._spec_for(state) for state, _ in starts]
         if refused := self._lease.keep_while(lambda: self._spend_limit.refuses(report, specs), "launching"):
             return self._do_without(refused)
-        fleet.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
-        handles = self._lease.keep_while(lambda: fleet.executor.launch_replicas(specs), "launching")
-        for (track, why), handle in zip(starts, handles, strict=True):
-            track.launched(handle, fleet.clock.now())
-            fleet.book("launched", handle, why)
+        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
+        handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs), "launching")
+        for (state, why), handle in zip(starts, handles, strict=True):
+            state.launched(handle, slots.clock.now())
+            slots.book("launched", handle, why)
         return ""
 
     def _do_without(self, why: str) -> str:
         """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
         if self._short_of != why[:60]:
             self._short_of = why[:60]
-            self._fleet.emit("refused", text=why)
-        return "" if self._fleet.anybody else why
+            self._slots.emit("refused", text=why)
+        return "" if self._slots.anybody else why
 
-    def _spec_for(self, track: SlotState) -> ReplicaSpec:
-        slot = track.slot
+    def _spec_for(self, state: SlotState) -> ReplicaSpec:
+        slot = state.slot
         place = place_of(self._places, slot)
-        url = self._fleet.run.url
-        attempt = 1 + max(track.attempt, track.beat[0] if track.beat else 0)
+        url = self._slots.run.url
+        attempt = 1 + max(state.attempt, state.beat[0] if state.beat else 0)
         settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
         if slot == PUBLISH:
             return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)

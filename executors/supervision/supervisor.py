@@ -39,10 +39,10 @@ from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises i
 from executors.platforms.multi import build_executor, former_places, places_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import WATCHING, Lease, Supervised
-from executors.supervision.outage import LAUNCH, TELL_S, outage_in_words
+from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
 from executors.supervision.slot_state import LOST_LEASE, SlotState
-from executors.supervision.slots import Fleet, wanted_slots
+from executors.supervision.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
@@ -114,7 +114,7 @@ class Supervisor:
         self._reader = Reader(self.run.store, STATUS)
         timing = self.run.timing
         self._tick_s = max(TICK_S, timing.poll)
-        self.fleet = Fleet(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
+        self.slots = Slots(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
         self._published = False
         self._leaving = ""  # why we end before the run is done
@@ -122,11 +122,11 @@ class Supervisor:
         self._verdict: Outcome | None = None
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
-        self._said_at = float("-inf")  # when we last told of it
+        self._said_at = float("-inf")  # when we last spoke of it
         former = former_places(wanted.former)
         self._spend_limit = SpendLimit(self.run.store, self.clock, self.executor, self.places, former)
         self._starts = Starts(
-            self.fleet, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
+            self.slots, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
         )
 
     # ------------------------------------------------------------------ from outside
@@ -142,8 +142,8 @@ class Supervisor:
 
     def handle(self, slot: str) -> Handle | None:
         """The running process of a slot."""
-        track = self.fleet.tracks.get(slot)
-        return track.handle if track and track.running else None
+        state = self.slots.by_slot.get(slot)
+        return state.handle if state and state.running else None
 
     def emit(self, event: str, **fields: object) -> None:
         self._journal.emit(event, **fields)
@@ -186,7 +186,7 @@ class Supervisor:
             patience_s = max(PATIENCE_S, self.run.timing.give_up) if isinstance(error, StoreFull) else PATIENCE_S
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
-            if self.fleet.anybody:
+            if self.slots.anybody:
                 self._wait_out(error, f"trying again; those that run, run on: {error}", patience_s=float("inf"))
             elif isinstance(error, Unavailable):
                 self._wait_out(error, f"trying again: {error}")
@@ -199,7 +199,7 @@ class Supervisor:
         if self._trouble_since is None:
             self._trouble_since = now
             self._said_at = float("-inf")
-        if now - self._said_at >= TELL_S:
+        if now - self._said_at >= REPORT_S:
             print(text, file=sys.stderr, flush=True)
             self._said_at = now
         if now - self._trouble_since > patience_s:
@@ -209,21 +209,21 @@ class Supervisor:
         """One look and what follows from it."""
         if self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
-        self.lease.beat(WATCHING if self._ticked else "starting", self.fleet.outages.note)
+        self.lease.beat(WATCHING if self._ticked else "starting", self.slots.outages.note)
         report = self._reader.refresh()
-        self.fleet.look(report)
-        self._tell_outages()
+        self.slots.look(report)
+        self._report_outages()
         self._leaving = self._leaving or self._spend_limit.must_end(report)
-        actions = plan(self._desired_state(report), self.fleet.observed(report), self.clock.now(), self.limits)
+        actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
         self.each_tick(self, report)
         self.show(report)
         self._ticked = True
         return self._outcome_if_ended(report)
 
-    def _tell_outages(self) -> None:
+    def _report_outages(self) -> None:
         """In the log of the run and in our own, once a minute."""
-        for event in self.fleet.outages.news():
+        for event in self.slots.outages.news():
             self.emit(**event)
             if event["event"] == "platform_silent":
                 print(outage_in_words(event), file=sys.stderr, flush=True)
@@ -238,23 +238,23 @@ class Supervisor:
             return None
         now = self.clock.now()
         self._ending_since = since = self._ending_since if self._ending_since is not None else now
-        late = [t for t in self.fleet.all() if t.running and (self._killing or now - since > self._grace_s(t, report))]
-        self.fleet.cancel(late, 0.0)
-        if not self.fleet.anybody:
+        late = [t for t in self.slots.all() if t.running and (self._killing or now - since > self._grace_s(t, report))]
+        self.slots.cancel(late, 0.0)
+        if not self.slots.anybody:
             return outcome
         return self._given_up(outcome) if now - since > PROOF_S else None
 
-    def _grace_s(self, track: SlotState, report: Report) -> float:
+    def _grace_s(self, state: SlotState, report: Report) -> float:
         """Seconds for who is to end, from when the run is over."""
-        beat = report.beats.get(track.slot)
-        beats = self.clock.now() - track.still_since < self.fleet.fresh_s
+        beat = report.beats.get(state.slot)
+        beats = self.clock.now() - state.still_since < self.slots.fresh_s
         finishing = report.done and not self._leaving and self._verdict is None
-        usual = RENTED_GRACE_S if track.handle and track.handle.native else GRACE_S
+        usual = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
         return usual if beat is None or not (finishing and beats) else goodbye_s(beat, report.wanted.steps, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
-        there = [t.handle for t in self.fleet.all() if t.running and t.handle]
-        there += [*self.fleet.strays, *self.fleet.twins]
+        there = [t.handle for t in self.slots.all() if t.running and t.handle]
+        there += [*self.slots.replaced, *self.slots.twins]
         names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
         text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {self.run.url}` tries again"
         return Outcome(outcome.code or FAILED, text)
@@ -273,16 +273,16 @@ class Supervisor:
     def _carry_out(self, actions: Sequence[Action], report: Report) -> None:
         starts: list[Start] = []
         for action in actions:
-            track = self.fleet.tracks[action.slot]
-            if isinstance(action, Launch | Replace) and not track.running:
-                starts.append((track, action.why))
+            state = self.slots.by_slot[action.slot]
+            if isinstance(action, Launch | Replace) and not state.running:
+                starts.append((state, action.why))
             else:
-                self._act_on(track, action, report)
-        publishing = [(self.fleet.publisher, why) for why in self._publish_reasons()]
+                self._act_on(state, action, report)
+        publishing = [(self.slots.publisher, why) for why in self._publish_reasons()]
         starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
-            self.fleet.outages.answered(LAUNCH)  # nobody asks any more
-        elif self._verdict is None and not self.fleet.outages.waits(LAUNCH) and not self.lease.lost:
+            self.slots.outages.answered(LAUNCH)  # nobody asks any more
+        elif self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost:
             self._start(starts, report)
 
     def _start(self, starts: Sequence[Start], report: Report) -> None:
@@ -291,44 +291,50 @@ class Supervisor:
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
 
-    def _act_on(self, track: SlotState, action: Action, report: Report) -> None:
+    def _act_on(self, state: SlotState, action: Action, report: Report) -> None:
         if isinstance(action, Replace):
-            self.emit("replacing", slot=track.slot, why=action.why)
-            track.replacing_at = self.clock.now()
-            self.fleet.cancel([track], 0.0)
+            self.emit("replacing", slot=state.slot, why=action.why)
+            state.replacing_at = self.clock.now()
+            self.slots.cancel([state], 0.0)
         elif isinstance(action, Fence):
-            self._fence(track, action.why)
+            self._fence(state, action.why)
         elif isinstance(action, Drain):
-            self._drain(track, action.why, report)
+            self._drain(state, action.why, report)
         elif isinstance(action, Cancel):
-            self.fleet.cancel([track], GRACE_S)
+            self.slots.cancel([state], GRACE_S)
         elif isinstance(action, GiveUp) and self._verdict is None:
-            self._give_up(track, action.why)
+            self._give_up(state, action.why)
 
-    def _drain(self, track: SlotState, why: str, report: Report) -> None:
+    def _drain(self, state: SlotState, why: str, report: Report) -> None:
         """It hears it through the bucket, or else by a signal."""
-        if track.draining_at is None:
-            self.emit("draining", slot=track.slot, why=why)
-            track.draining_at = self.clock.now()
-        if not self.fleet.hears(track.slot, report):
-            self.fleet.cancel([track], GRACE_S)
+        if state.draining_at is None:
+            self.emit("draining", slot=state.slot, why=why)
+            state.draining_at = self.clock.now()
+        if not self.slots.hears(state.slot, report):
+            self.slots.cancel([state], GRACE_S)
 
-    def _fence(self, track: SlotState, why: str) -> None:
+    def _fence(self, state: SlotState, why: str) -> None:
         """Claim its slot in the name of the next launch, which alone may follow."""
-        newest = newest_claim(self.run.store, track.slot)
-        number = 2 + max(track.attempt, newest.generation if newest else 0)
+        newest = newest_claim(self.run.store, state.slot)
+        number = 2 + max(state.attempt, newest.generation if newest else 0)
         with suppress(Fenced):  # it claimed at the same moment: the next tick fences that one
-            claim(self.run.store, self.clock, track.slot, host=f"{SUPERVISOR}/{track.slot}.{number}", pid=os.getpid())
-            assert track.handle is not None
-            self.emit("fenced_off", slot=track.slot, attempt=track.handle.attempt, why=why)
-            self.fleet.strays[track.handle] = self.clock.now()
-            track.attempt = number - 1
-            track.handle = None
-            track.status = None
+            claim(
+                self.run.store,
+                self.clock,
+                state.slot,
+                host=f"{SUPERVISOR}/{state.slot}.{number}",
+                pid=os.getpid(),
+            )
+            assert state.handle is not None
+            self.emit("fenced_off", slot=state.slot, attempt=state.handle.attempt, why=why)
+            self.slots.replaced[state.handle] = self.clock.now()
+            state.attempt = number - 1
+            state.handle = None
+            state.status = None
 
-    def _give_up(self, track: SlotState, why: str) -> None:
-        tail = self.fleet.tail(track.handle, 12) if track.handle else []
-        self._stop_for(track.slot, track.status.exit_code if track.status else None, why, tail)
+    def _give_up(self, state: SlotState, why: str) -> None:
+        tail = self.slots.tail(state.handle, 12) if state.handle else []
+        self._stop_for(state.slot, state.status.exit_code if state.status else None, why, tail)
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
         """The run cannot go on: everybody leaves, and the caller hears why."""
@@ -342,7 +348,7 @@ class Supervisor:
 
     def _publish_reasons(self) -> list[str]:
         """Why one child must put θ₀ into the bucket now, beside the replicas that are starting; else nothing."""
-        p = self.fleet.publisher
+        p = self.slots.publisher
         if self._published or self._leaving or p.running:
             return []
         if self.run.store.get(layout.MODEL_MANIFEST) is not None:
@@ -350,7 +356,7 @@ class Supervisor:
             if p.launches:
                 self.emit("published", seconds=self.clock.now() - p.launched_at)
         elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.strikes.losses >= self.limits.failures):
-            tail = self.fleet.tail(p.status.handle, 12)
+            tail = self.slots.tail(p.status.handle, 12)
             wrong = p.status.exit_code == exitcodes.USER_ERROR
             why = "your files, settings or model cannot be used" if wrong else "the start model cannot be published"
             self._stop_for("before the first step", p.status.exit_code, why, tail)

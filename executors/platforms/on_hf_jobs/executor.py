@@ -237,18 +237,18 @@ def _last_lines(hub: Hub, job_id: str) -> list[str]:
 
 def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
     """The final status of a job, from its last log lines."""
-    told = read_end(lines)
-    code = told["exit_code"] if told else None
+    end = read_end(lines)
+    code = end["exit_code"] if end else None
     late = _timed_out(job)
     if code == 0 or (code is None and job.stage == "COMPLETED"):  # it was done before it could be cancelled
         return Status(handle, State.SUCCEEDED, processes.describe_exit(0), 0)
     if job.stage == "CANCELED":
         return Status(handle, State.CANCELLED, "cancelled", code)
-    if told:
-        outside = oom.from_outside(code, told["reason"], job.message)
+    if end:
+        outside = oom.from_outside(code, end["reason"], job.message)
         words = "; ".join(
             dict.fromkeys(
-                x for x in (told["reason"], late, job.message if oom.says_out_of_memory(job.message) else "") if x
+                x for x in (end["reason"], late, job.message if oom.says_out_of_memory(job.message) else "") if x
             )
         )
         return Status(handle, State.LOST if outside else State.FAILED, words, code)
@@ -275,9 +275,9 @@ def refused(outcome: object) -> bool:
     return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
 
 
-def _split_names(told: Sequence[str]) -> tuple[str, ...]:
+def _split_names(names: Sequence[str]) -> tuple[str, ...]:
     """Names as a list, or as the command line gives them: "A,B"."""
-    return tuple(name for name in (told.split(",") if isinstance(told, str) else told) if name)
+    return tuple(name for name in (names.split(",") if isinstance(names, str) else names) if name)
 
 
 def _status_or_error(handle: Handle, answer: object) -> Status | ExecutorError:

@@ -71,11 +71,11 @@ class Recipe:
         self, spec: ReplicaSpec, flavor: str, module: str = "executors.platforms.container", *more: str
     ) -> dict[str, Any]:
         """The arguments of run_job.   module: is called with the spec, the executor's name and `more`."""
-        told = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
+        request = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
         uv, volumes = self._uv_command()
         return {
             "image": self.image,
-            "command": [*uv, "python", "-m", module, told, "hf-jobs", *more],
+            "command": [*uv, "python", "-m", module, request, "hf-jobs", *more],
             "env": dict(self.env),
             "secrets": self._secret_values(spec),
             "flavor": flavor,

@@ -51,8 +51,8 @@ class JobLists:
         short = [j for j in first.values() if not j.ended and j.given_s is not None and j.given_s < j.limit_s]
         second = [j for launch, j in by_launch if launch in first and j not in first.values() and not j.ended]
         self.end(job.id for job in (*short, *second))
-        told = "Hugging Face gave it a time-out of {} s and not the {} s that were asked for; cancelled"
-        return {**first, **{(run, j.slot, j.attempt): told.format(j.given_s, j.limit_s) for j in short}}
+        text = "Hugging Face gave it a time-out of {} s and not the {} s that were asked for; cancelled"
+        return {**first, **{(run, j.slot, j.attempt): text.format(j.given_s, j.limit_s) for j in short}}
 
     def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
         at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)

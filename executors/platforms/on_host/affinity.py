@@ -53,8 +53,8 @@ class Affinity:
 
 def visible_gpus() -> list[str]:
     """CUDA device numbers that this process may hand out."""
-    if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [g.strip() for g in told.split(",") if g.strip()]
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [g.strip() for g in visible.split(",") if g.strip()]
     numbers = (p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*"))
     return sorted((n for n in numbers if n.isdigit()), key=int)
 

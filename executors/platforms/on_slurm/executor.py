@@ -188,10 +188,10 @@ class SlurmExecutor(Executor):
         if self._cluster == "local":
             return frozenset()
         try:
-            told = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=True, timeout=30)
+            answer = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=True, timeout=30)
         except (OSError, subprocess.SubprocessError):
             return None
-        return frozenset(re.findall(r"gpu:([A-Za-z][\w.-]*)", told.stdout)) or None
+        return frozenset(re.findall(r"gpu:([A-Za-z][\w.-]*)", answer.stdout)) or None
 
     def _limit_minutes(self, spec: ReplicaSpec) -> int:
         return max(1, math.ceil((spec.timeout_s or self._timeout_s) / 60.0))
@@ -212,17 +212,17 @@ class SlurmExecutor(Executor):
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """One call of squeue for all that have not ended, and one of sacct for those that it has forgotten."""
         open_ones = [h for h in handles if written_end(h) is None]
-        told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
-        return [self._status_or_error(h, told, trouble) for h in handles]
+        states, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
+        return [self._status_or_error(h, states, trouble) for h in handles]
 
     def _status_or_error(
-        self, handle: Handle, told: Mapping[str, str], trouble: ExecutorError | None
+        self, handle: Handle, states: Mapping[str, str], trouble: ExecutorError | None
     ) -> Status | ExecutorError:
         if (end := written_end(handle)) is not None:
             return ended_as(handle, end, asked=was_cancelled(handle))
         if self._cluster == "local":
             return self._local_status(handle)
-        word = told.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
+        word = states.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
         if word == "UNKNOWN":
             return trouble or Unavailable(f"Slurm did not tell of {handle.native}")
         return self._status_from_word(handle, word)
@@ -251,10 +251,10 @@ class SlurmExecutor(Executor):
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, str], ExecutorError | None]:
         """(job id -> Slurm's word for its state, of those that it knows; why there is no answer)"""
         ids = [h.native for h in handles]
-        told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T", "-j", ",".join(ids)])
-        if left := [i for i in ids if i not in told]:  # it forgets them some minutes after their end
-            told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(left)])[0]
-        return {**(dict.fromkeys(ids, FORGOTTEN) if trouble is None else {}), **told}, trouble
+        states, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T", "-j", ",".join(ids)])
+        if left := [i for i in ids if i not in states]:  # it forgets them some minutes after their end
+            states |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(left)])[0]
+        return {**(dict.fromkeys(ids, FORGOTTEN) if trouble is None else {}), **states}, trouble
 
     def log_file(self, handle: Handle) -> LogFile:
         return LogFile(Path(handle.files) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None)
