@@ -158,7 +158,7 @@ class Supervisor:
             while (outcome := self._patient_tick()) is None:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
-                self._while_beating(self._sweep_once_more)
+                self.lease.keep_while(self._sweep_once_more, "launching")
         except Exception as error:
             self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
             raise
