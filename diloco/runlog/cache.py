@@ -42,13 +42,13 @@ def cache_of(run: "Run") -> "Cache | None":
     """Where this run's records are kept; None for a run in a folder, which is as near as the cache."""
     if getattr(run.store, "cheap", False):
         return None
-    return Cache(_cache_root() / f"{_short_hash(run.store.url)}-{_short_hash(run.record.nonce)}")
+    return Cache(cache_root() / f"{_short_hash(run.store.url)}-{_short_hash(run.record.nonce)}")
 
 
 def latest_cache(url: str) -> "Cache | None":
     """The records of the run that was last seen at this URL.  Another one may stand there by now: use it to guess."""
     with suppress(OSError):
-        runs = [(path.stat().st_mtime, path) for path in _cache_root().glob(f"{_short_hash(url)}-*")]
+        runs = [(path.stat().st_mtime, path) for path in cache_root().glob(f"{_short_hash(url)}-*")]
         return Cache(max(runs)[1]) if runs else None
     return None
 
@@ -57,7 +57,7 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "diloco" / "runs"
 

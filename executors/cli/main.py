@@ -63,7 +63,7 @@ def _resolve_run(args: Namespace) -> None:
     """A run that was founded again goes by its first name; args.run becomes where it is now.
 
     Views find that out with their first requests (diloco/runlog/opening.py)."""
-    elsewhere = ("demo", "plan", "setup", "completion", "status", "costs", "report")
+    elsewhere = ("demo", "plan", "setup", "completion", "status", "costs", "report", "track")
     if getattr(args, "run", None) is None or args.command in elsewhere:
         return
     from diloco.superseded import current_url
@@ -418,6 +418,17 @@ def _traces(args: Namespace) -> int:
     return 0
 
 
+def _track(args: Namespace) -> int:
+    from executors.cli.foreground import say
+    from executors.cli.track import track
+    from rendezvous.clock import SystemClock
+
+    url = run_url.checked_url(args.run)
+    done = track(args, url, SystemClock(), say)
+    _print_answer(args, {"run": url, **done.data}, *done.lines)
+    return 0 if done.good else 1
+
+
 def _doctor(args: Namespace) -> int:
     from executors.cli.doctor import doctor
 
@@ -494,7 +505,8 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "report": _report, "traces": _traces,
-    "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
+    "track": _track, "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo,
+    "completion": _completion,
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export report traces setup doctor objectives demo completion
+    export report traces track setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -15,6 +15,7 @@ import re
 import sys
 from typing import Any
 
+from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from executors.cli.completion import SLOTS
 from executors.platforms import EXECUTORS
 from executors.preflight.mistyped import Parser
@@ -154,6 +155,21 @@ def _add_writing_verbs(verbs: Any) -> None:
         verbs, "traces", "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)", run
     )
     traces.add_argument("--to", required=True, metavar="FILE")
+    _add_track(verbs)
+
+
+def _add_track(verbs: Any) -> None:
+    text = "write a run's curves to a tracker; its bucket is only read"
+    track = _add_verb(verbs, "track", text, ("RUN", ""))
+    to = track.add_argument("--to", action="append", required=True, choices=TRACKERS, help="again for another one")
+    _set_completion(to, *TRACKERS)
+    track.add_argument("--follow", "-f", action="store_true", help="and what comes, until the run is done")
+    track.add_argument(
+        "--samples", type=natural, default=SAMPLES, metavar="N", help=f"completions per outer step (default {SAMPLES})"
+    )
+    track.add_argument("--project", metavar="NAME", help="in wandb and trackio (default: WANDB_PROJECT, or diloco)")
+    track.add_argument("--folder", default=FOLDER, metavar="DIR", help="of TensorBoard's files (default tensorboard)")
+    track.add_argument("--parent", default="", help=argparse.SUPPRESS)
 
 
 def _add_checking_verbs(verbs: Any) -> None:

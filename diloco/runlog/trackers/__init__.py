@@ -1,0 +1,95 @@
+"""The trackers that a run's curves are written to: Weights & Biases, trackio, TensorBoard.
+
+    open(run) ──▶ the newest row that it has, by its own account ──▶ write(point, samples), row after row ──▶ close()
+
+A tracker is asked what it has, and nothing of that is kept anywhere else: so a writer may be killed between any two
+rows, and the next one goes on where the tracker stands.  Numbers and samples of a row go in one write, which is there
+whole or not at all.
+
+    wandb         the run's id is derived from its nonce; the server says the step after its newest; offline: the files
+    trackio       each row has an id (nonce, step) that its database takes once, here or on a server
+    tensorboard   event files of the folder are read back; a row is one record
+
+Not promised: that two writers at the same time, on two machines, leave each row once in wandb and TensorBoard.  On one
+machine the second is refused (runlog/feed.py).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco.config import ConfigError
+from diloco.log_config import PROJECT, TRACKERS
+from diloco.runlog.curves import CurvePoint
+from diloco.runlog.samples import Sample
+
+
+class TrackerError(ConfigError):
+    """A tracker cannot be written to as things stand: a package, a login or a folder is missing."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker sees it.   nonce: of run.json, the same wherever the run is read from."""
+
+    name: str
+    nonce: str
+    project: str = PROJECT
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def label(self) -> str:
+        """A name for a folder, which no other run has."""
+        plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.name).strip(".") or "run"
+        return f"{plain}-{self.nonce[:8]}"
+
+
+class Tracker(Protocol):
+    name: str
+
+    def open(self, run: TrackedRun) -> int:
+        """Begin, or go on; -> the newest row that it has, −1 for none.  Raises TrackerError for what a person mends."""
+        ...
+
+    def write(self, point: CurvePoint, samples: Sequence[Sample]) -> None:
+        """One row, with its table.  Rows come in order, each later than the newest that it has."""
+        ...
+
+    def close(self) -> None:
+        """Whatever was written is handed over."""
+        ...
+
+
+def make_tracker(name: str, folder: Path) -> Tracker:
+    """folder: for TensorBoard's event files."""
+    if name == "wandb":
+        from diloco.runlog.trackers.on_wandb import WandbTracker
+
+        return WandbTracker()
+    if name == "trackio":
+        from diloco.runlog.trackers.on_trackio import TrackioTracker
+
+        return TrackioTracker()
+    if name == "tensorboard":
+        from diloco.runlog.trackers.on_tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(folder)
+    raise TrackerError(f"there is no tracker {name!r}. Use one of: {', '.join(TRACKERS)}")
+
+
+def check_tracker(name: str, environ: Mapping[str, str] = os.environ) -> None:
+    """TrackerError if its package or its login is missing on this machine.  Nothing is imported, nothing is asked."""
+    from diloco.runlog.trackers.logins import missing_login
+
+    if name not in TRACKERS:
+        raise TrackerError(f"there is no tracker {name!r}. Use one of: {', '.join(TRACKERS)}")
+    if find_spec(name) is None:
+        raise TrackerError(
+            f"{name} is not installed on this machine, and nothing was written to it. Install it: "
+            f"pip install 'serverless-diloco[{name}]'"
+        )
+    if words := missing_login(name, environ):
+        raise TrackerError(words)
