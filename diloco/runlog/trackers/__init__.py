@@ -31,6 +31,10 @@ class TrackerError(ConfigError):
     """A tracker cannot be written to as things stand: a package, a login or a folder is missing."""
 
 
+class TrackerBusy(TrackerError):
+    """Another process of this machine writes to the same tracker; the same command may do later."""
+
+
 @dataclass(frozen=True)
 class TrackedRun:
     """A run as a tracker sees it.   nonce: of run.json, the same wherever the run is read from."""
