@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.launch import RunRecord
@@ -204,6 +204,7 @@ def test_row_0_is_nothing_where_nothing_is_evaluated() -> None:
 # -------------------------------------------------------------------- each row once
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(kills=st.lists(st.integers(0, 9), max_size=6), grows=st.lists(st.integers(0, 4), max_size=6))
 def test_each_row_is_written_once_and_in_order_through_any_kills(kills, grows) -> None:
     run = LongRun(12, 2)

@@ -18,7 +18,7 @@ from diloco.runlog.cache import cache_root
 from diloco.runlog.curves import CurvePoint, Said, complete_rows, curve_point, is_over, read_said
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.samples import SampleReader
-from diloco.runlog.trackers import TrackedRun, Tracker, TrackerBusy, TrackerError
+from diloco.runlog.trackers import TrackedRun, CurveTracker, TrackerBusy, TrackerError
 from rendezvous.clock import Clock
 
 RETRY_S, RETRY_MOST_S = 15.0, 900.0  # after a tracker has failed
@@ -28,7 +28,7 @@ RETRY_S, RETRY_MOST_S = 15.0, 900.0  # after a tracker has failed
 class TrackerState:
     """One tracker and where it stands.   next_row: None while it is not open.   written: rows, by this process."""
 
-    tracker: Tracker
+    tracker: CurveTracker
     next_row: int | None = None
     written: int = 0
     trouble: str = ""
@@ -43,7 +43,7 @@ class Feed:
     run: TrackedRun
     reader: Reader
     samples: SampleReader
-    trackers: Sequence[Tracker]
+    trackers: Sequence[CurveTracker]
     clock: Clock
     say: Callable[[str], None]
     states: list[TrackerState] = field(init=False)

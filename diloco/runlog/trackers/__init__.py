@@ -51,7 +51,7 @@ class TrackedRun:
         return f"{plain}-{self.nonce[:8]}"
 
 
-class Tracker(Protocol):
+class CurveTracker(Protocol):
     name: str
 
     def open(self, run: TrackedRun) -> int:
@@ -67,7 +67,7 @@ class Tracker(Protocol):
         ...
 
 
-def make_tracker(name: str, folder: Path) -> Tracker:
+def make_tracker(name: str, folder: Path) -> CurveTracker:
     """folder: for TensorBoard's event files."""
     if name == "wandb":
         from diloco.runlog.trackers.on_wandb import WandbTracker
