@@ -15,8 +15,9 @@ from diloco.runlog.curves import PATIENCE_S, SILENT_S, complete_rows, curve_poin
 from diloco.runlog.feed import RETRY_S, Feed, hold_alone
 from diloco.runlog.report import Reader, read_report
 from diloco.runlog.samples import MOST_CHARACTERS, SampleReader
-from diloco.runlog.trackers import TrackedRun, TrackerBusy, TrackerError, check_tracker, make_tracker
 from diloco.runlog.trackers.logins import missing_login
+from diloco.runlog.trackers.make import check_tracker, make_tracker
+from diloco.runlog.trackers.tracker import TrackedRun, TrackerBusy, TrackerError
 from executors.cli import main as cli
 from rendezvous import layout
 from rendezvous.membership import write_control
@@ -111,11 +112,11 @@ def test_who_logged_a_later_step_says_no_more_of_this_one() -> None:
     b.take(1)
     b.log(0, "r00")
     b.log(1, "r00")
-    b.log(1, "r01")  # its line of step 0 was lost with a life, say: nobody waits for it
+    b.log(1, "r01")  # its line of step 0 was lost with its process, say: nobody waits for it
     assert rows_of(b.store, T0 + 21) == 3
 
 
-def test_patience_ends_and_so_does_a_life() -> None:
+def test_patience_ends_and_so_does_a_session() -> None:
     b = Uneven()
     b.take(0)
     b.log(0, "r00")
@@ -124,7 +125,7 @@ def test_patience_ends_and_so_does_a_life() -> None:
     assert rows_of(b.store, T0 + 11, frozenset({"r01-1"})) == 2
 
 
-def test_a_life_counts_as_over_from_the_second_look_on() -> None:
+def test_a_session_counts_as_over_from_the_second_look_on() -> None:
     """Its last log may have come after the first look's list of logs, and before the look at its goodbye."""
     b = Uneven()
     b.take(0)
@@ -333,7 +334,7 @@ def test_a_long_completion_is_cut_and_a_tool_call_is_shown() -> None:
 
 
 def test_a_tracker_without_its_package_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr("diloco.runlog.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("diloco.runlog.trackers.make.find_spec", lambda name: None)
     with pytest.raises(TrackerError, match=r"pip install 'serverless-diloco\[trackio\]'"):
         check_tracker("trackio", {})
     with pytest.raises(TrackerError, match="Use one of: wandb, trackio, tensorboard"):
@@ -377,7 +378,7 @@ def test_a_login_in_a_netrc_or_in_wandbs_settings_is_one(tmp_path) -> None:
 
 
 def test_the_command_says_it_before_it_opens_the_run(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("diloco.runlog.trackers.find_spec", lambda name: name)
+    monkeypatch.setattr("diloco.runlog.trackers.make.find_spec", lambda name: name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:

@@ -243,7 +243,7 @@ def test_trackio_ignores_a_row_that_it_has(fleet: Fleet, monkeypatch) -> None:
     """The answer to a write may be lost, and two machines may write at once."""
     pytest.importorskip("trackio")
     code = (
-        "from diloco.runlog.trackers import TrackedRun\n"
+        "from diloco.runlog.trackers.tracker import TrackedRun\n"
         "from diloco.runlog.trackers.on_trackio import TrackioTracker\n"
         "from diloco.runlog.curves import CurvePoint\n"
         "one, two = TrackioTracker(), TrackioTracker()\n"

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from diloco.runlog.learning import COUNTS
-from diloco.runlog.report import NUMBERS, Life, Report, Step
+from diloco.runlog.report import NUMBERS, Report, SessionSummary, Step
 
 PATIENCE_S = 600.0  # since its commit; a run's give_up_s, by default
 EVALUATION_S = 1800.0  # the same, where an evaluation is awaited, which may take minutes
@@ -45,9 +45,9 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Said:
-    """What the logs say.   newest: life -> the newest outer step that it logged.   steps: step -> its events.
+    """What the logs say.   newest: session -> the newest outer step that it logged.   steps: step -> its events.
 
-    evaluated: (life, step) -> it has scored its share of θ_step."""
+    evaluated: (session, step) -> it has scored its share of θ_step."""
 
     newest: Mapping[str, int] = field(default_factory=dict[str, int])
     steps: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
@@ -72,9 +72,9 @@ def read_said(events: Iterable[dict[str, Any]]) -> Said:
 
 
 def complete_rows(report: Report, said: Said, *, start: int, now: float, over: AbstractSet[str]) -> int:
-    """Rows start … n−1 are complete; -> n.   now: Unix time.   over: lives that had ended at an earlier look already.
+    """Rows start … n−1 are complete; -> n.   now: Unix time.   over: sessions that had ended before the last look.
 
-    A life's last log may be written between a reader's look at logs and its look at ends, hence the earlier look.
+    A session's last log may be written between a reader's look at logs and its look at ends, hence the earlier look.
     """
     n = start
     while n <= len(report.steps) and is_complete(report, said, n, now=now, over=over):
@@ -88,23 +88,25 @@ def is_complete(report: Report, said: Said, row: int, *, now: float, over: Abstr
     if row > len(report.steps):
         return False
     step = report.steps[row - 1]
-    awaited = [life for life in report.lives if life.name not in over and _is_awaited(life, step, report, now)]
-    silent = [life for life in awaited if said.newest.get(life.name, -1) < step.t]
+    awaited = [
+        session for session in report.sessions if session.name not in over and _is_awaited(session, step, report, now)
+    ]
+    silent = [session for session in awaited if said.newest.get(session.name, -1) < step.t]
     if silent and now - step.at <= PATIENCE_S:
         return False
     if not _is_evaluation_due(report, row) or now - step.at > EVALUATION_S:
         return True
     scored = {name for name, s in said.evaluated if s == row}
-    return all(life.name in scored or said.newest.get(life.name, -1) >= row for life in awaited)
+    return all(session.name in scored or said.newest.get(session.name, -1) >= row for session in awaited)
 
 
-def _is_awaited(life: Life, step: Step, report: Report, now: float) -> bool:
-    """Did this life train in this outer step, as far as the bucket shows it?"""
-    if any(t == step.t for t, _ in life.commits):
+def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float) -> bool:
+    """Did this session train in this outer step, as far as the bucket shows it?"""
+    if any(t == step.t for t, _ in session.commits):
         return True
-    began = life.joined is not None and life.joined_step <= step.t
-    beat = report.beats.get(life.slot)
-    if not began or life.how != "running" or beat is None or beat.generation != life.generation:
+    began = session.joined is not None and session.joined_step <= step.t
+    beat = report.beats.get(session.slot)
+    if not began or session.how != "running" or beat is None or beat.generation != session.generation:
         return False
     return beat.at > step.at or now - beat.at < SILENT_S
 
@@ -142,7 +144,7 @@ def _slots(step: Step, said: Said) -> list[str]:
 
 
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """By its offer and its event.   Of two lives of a slot the one that has trained speaks."""
+    """By its offer and its event.   Of two sessions of a slot the one that has trained speaks."""
     mine = sorted((e for e in events if e["slot"] == slot), key=lambda e: (bool(e.get("h")), e["generation"]))
     logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and _is_number(v)} if mine else {}
     offered = dict(step.learned.get(slot, {}))

@@ -18,7 +18,7 @@ from diloco.runlog.cache import cache_root
 from diloco.runlog.curves import CurvePoint, Said, complete_rows, curve_point, is_over, read_said
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.samples import SampleReader
-from diloco.runlog.trackers import TrackedRun, CurveTracker, TrackerBusy, TrackerError
+from diloco.runlog.trackers.tracker import CurveTracker, TrackedRun, TrackerBusy, TrackerError
 from rendezvous.clock import Clock
 
 RETRY_S, RETRY_MOST_S = 15.0, 900.0  # after a tracker has failed
@@ -71,7 +71,7 @@ class Feed:
             end = complete_rows(report, said, start=first, now=self.clock.wall(), over=self._over)
             self.waiting = len(report.steps) + 1 - end
             self._write_rows(report, said, first, end)
-        self._over = frozenset(life.name for life in report.lives if life.how != "running")
+        self._over = frozenset(s.name for s in report.sessions if s.how != "running")
         return report
 
     def has_all(self, report: Report) -> bool:
@@ -137,8 +137,7 @@ def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TrackerBusy(
-                f"another process of this machine writes this run to {name} already (perhaps its supervisor: log.to in "
-                "the config). End it first, or let it go on"
+                f"another process of this machine writes this run to {name} already. End it first, or let it go on"
             ) from None
         held.append(lock)
     return held

@@ -1,9 +1,9 @@
 """A few completions per outer step, out of the rollouts that replicas wrote down.
 
     log/{slot}-{generation}/{n}.rollouts.jsonl      line 1: outer step, tools; then one rollout a line
-      └─ from each life's newest object back to the first that is wanted ──▶ table of row s, at most `most` rows
+      └─ from each session's newest object back to the first that is wanted ──▶ table of row s, at most `most` rows
 
-A life writes its rollouts of an outer step before its "step" event, so the rollouts of a complete row are there.
+A session writes its rollouts of an outer step before its "step" event, so the rollouts of a complete row are there.
 
 Not promised: any sample, where fleet.log_rollouts is 0.
 """
@@ -37,12 +37,12 @@ class SampleReader:
             self._seen.clear()
             self._samples.clear()
         self._first = row
-        lives = defaultdict[tuple[str, int], list[str]](list)
+        sessions = defaultdict[tuple[str, int], list[str]](list)
         for key in self._store.list(layout.LOGS) if self._most else []:
             owner = layout.log_owner(key)
             if layout.is_rollouts(key) and owner is not None and key not in self._seen:
-                lives[owner].append(key)
-        for owner, keys in lives.items():
+                sessions[owner].append(key)
+        for owner, keys in sessions.items():
             for key in sorted(keys, reverse=True):
                 if not self._read(key, owner[0], row):
                     break

@@ -52,7 +52,7 @@ def _explain_error(error: Exception) -> tuple[str, int]:
     """A platform that gives no answer, or a full disk, is no mistake in the command: the same one may do later."""
     from diloco import exitcodes
     from diloco.disk_space import full_disk_words, is_full
-    from diloco.runlog.trackers import TrackerBusy
+    from diloco.runlog.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
 
     if isinstance(error, OSError) and is_full(error):

@@ -3,8 +3,7 @@
     names ─▶ package and login there? ─▶ lock ─▶ open each ─▶ look, write, look …    --follow: until the run is done
                  └─ TrackerError, nothing written                └─ SIGTERM, Ctrl-C: what is written is handed over
 
-A supervisor runs the same command as a child (executors/supervision/tracking.py), so a tracker that hangs or crashes
-touches nothing of the run.
+No replica and no supervisor waits for it, so a tracker that hangs or crashes touches nothing of the run.
 
 Not promised: that --follow ends for a run that was stopped and never goes on; `diloco resume` may come.
 """
@@ -25,7 +24,8 @@ from diloco.runlog.opening import open_view
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.samples import SampleReader
 from diloco.runlog.scope import EVERYTHING
-from diloco.runlog.trackers import TrackedRun, check_tracker, make_tracker
+from diloco.runlog.trackers.make import check_tracker, make_tracker
+from diloco.runlog.trackers.tracker import TrackedRun
 from executors.platforms.processes import is_alive
 from rendezvous.clock import Clock
 

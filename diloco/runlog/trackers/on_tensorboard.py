@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.runlog.curves import CurvePoint
 from diloco.runlog.samples import COLUMNS, Sample
-from diloco.runlog.trackers import TrackedRun, TrackerError
+from diloco.runlog.trackers.tracker import TrackedRun, TrackerError
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
@@ -45,7 +45,7 @@ class TensorBoardTracker:
         except OSError as error:
             raise TrackerError(
                 f"TensorBoard's files cannot be written to {self._folder} ({error.strerror or error}). Name another "
-                "folder with --folder, or log.folder in the config"
+                "folder with --folder"
             ) from None
         self._config = json.dumps(dict(run.config), indent=1) if newest < 0 else ""
         return newest

@@ -22,7 +22,7 @@ from typing import Any
 
 from diloco.runlog.curves import CurvePoint
 from diloco.runlog.samples import COLUMNS, Sample
-from diloco.runlog.trackers import TrackedRun, TrackerError
+from diloco.runlog.trackers.tracker import TrackedRun, TrackerError
 
 
 class TrackioTracker:

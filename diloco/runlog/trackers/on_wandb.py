@@ -22,8 +22,8 @@ from typing import Any
 
 from diloco.runlog.curves import CurvePoint
 from diloco.runlog.samples import COLUMNS, Sample
-from diloco.runlog.trackers import TrackedRun, TrackerError
 from diloco.runlog.trackers.logins import OFFLINE
+from diloco.runlog.trackers.tracker import TrackedRun, TrackerError
 
 BLOCK, HEAD = 32 * 1024, struct.Struct("<IHB")  # of a .wandb file: LevelDB's log; checksum, length, part of a record
 FILE_HEAD = 7  # ":W&B", a magic number, a version
