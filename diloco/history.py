@@ -2,7 +2,8 @@
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
 
-Replaying is what a joining replica does; here nobody joins.  Not promised: speed for a step far from a snapshot.
+The replay is the one by which a replica joins (rendezvous/replay.py); here nobody joins, and no snapshot is written.
+Not promised: speed for a step far from a snapshot.
 """
 
 import json
@@ -10,7 +11,6 @@ import math
 import tempfile
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +25,14 @@ from diloco.start_model import first_arrays, next_steps_text, refuse_other_base,
 from inner.build import load_start
 from inner.hub_model import HubError
 from inner.lora import ADAPTER, save_adapter
-from rendezvous import layout, snapshots
+from rendezvous import layout
 from rendezvous.background import no_emit, together_on
-from rendezvous.chain import Chain, first_open_step
+from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
-from rendezvous.closing import refuse_misweighed
 from rendezvous.reach import read_reach
-from rendezvous.reduce import Reducer
+from rendezvous.records import Commit
+from rendezvous.reduce import Reducer, refuse_misweighed
+from rendezvous.replay import StateReplay
 from rendezvous.store import PatientStore, Store
 
 BASE = "base.json"  # beside an exported adapter: the model that it belongs to
@@ -79,21 +80,27 @@ def state_at(
     store = PatientStore(run.store, clock, 10.0)
     if step is not None:
         refuse_gone(store, step, run.config.fleet.keep)
-    state = empty_state(record, run.config.outer)
     rules = run.config.outer.rules
-    chain = Chain(store, 2)
     reducer = Reducer(store, clock, tell, rules, together=together_on(run.store))
-    at = _nearest_snapshot(run, record, store, state, step, tell)
-    goal = first_open_step(store, at) if step is None else step
-    for t in range(at, goal):
-        commit = chain.read(t)
-        if commit is None:
-            raise ConfigError(f"step {step} has not been taken yet: the run stands at {t}. Use --step {t} or less")
+
+    def mean(commit: Commit, out: np.ndarray) -> None:
         refuse_misweighed(commit, rules)
-        mean = np.empty(state.size(t % rules.fragments), np.float32)
-        reducer.mean(commit, mean)
-        state.apply(t % rules.fragments, mean)
-    return goal, state
+        reducer.mean(commit, out)
+
+    state = empty_state(record, run.config.outer)
+    replay = StateReplay(
+        store, Chain(store, 2), state, rules.fragments, mean,
+        emit=tell, theta_0=lambda: _start_arrays(run, record), mends=False,
+    )  # fmt: skip
+    if not replay.load_snapshot(upto=step):
+        raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
+    for _ in replay.commits(step):
+        pass
+    if step is not None and replay.step < step:
+        raise ConfigError(
+            f"step {step} has not been taken yet: the run stands at {replay.step}. Use --step {replay.step} or less"
+        )
+    return replay.step, state
 
 
 def refuse_gone(store: Store, step: int, keep: int | str) -> None:
@@ -123,20 +130,6 @@ def put_into(model: nn.Module, state: OuterState) -> None:
         part: Tensor = flat[at : at + p.numel()]
         p.copy_(part.view(p.shape))
         at += p.numel()
-
-
-def _nearest_snapshot(
-    run: Run, record: ModelRecord, store: Any, state: OuterState, step: int | None, tell: Callable[..., None]
-) -> int:
-    for snapshot in snapshots.newest_first(store, at_most=step):
-        if snapshot.blob:
-            arrays = snapshots.load(store, snapshot, tell, state.all_arrays(), in_place=True)
-        else:
-            arrays = _start_arrays(run, record)
-        if arrays is not None:
-            state.load(arrays)
-            return snapshot.t
-    raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
 
 
 def _start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:

@@ -129,7 +129,7 @@ class Session:
         """Raises HeartbeatLost if the thread has ended, whatever ended it.  Costs nothing: asked at each inner step."""
         if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
             self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
-        self.rv.check_alive()
+        self.rv.members.check_alive()
 
     def _beat(self) -> None:
         self._looked_at = self.clock.now()

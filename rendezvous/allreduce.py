@@ -118,14 +118,14 @@ class ObjectStoreAllReduce:
             rv.members.wanted = Wanted(replicas=n, universe=n, min_replicas=n)
             rv.resume_at(NoState(), first_open_step(rv.store))
             self._rv = rv
-        while not self._caught_up and self._rv.has_offered(self._rv.slot):
+        while not self._caught_up and self._rv.offers.has_offered(self._rv.slot):
             self._rv.advance(self._rv.settle())
         self._caught_up = True
         return self._rv
 
     def _who_is_missing(self, error: GaveUp) -> str:
         rv = self._rv
-        ranks = [i for i in range(self.world_size) if rv and not rv.has_offered(layout.slot_name(i))]
+        ranks = [i for i in range(self.world_size) if rv and not rv.offers.has_offered(layout.slot_name(i))]
         if rv is None or not ranks:  # it was not for them: the store did not answer, or there was no time to decide
             return f"within {self.timeout_s:.0f} s: {error}"
         return (

@@ -51,6 +51,18 @@ class Inline:
     def drain(self) -> None: ...
 
 
+def submit_reported(background: Background, job: Job, emit: Emit) -> None:
+    """Run the job in the background; where the store refuses it, that is reported, and the job left to others."""
+
+    def run_and_report() -> None:
+        try:
+            job()
+        except RendezvousError as error:
+            emit("not_written", trouble=str(error))
+
+    background.submit(run_and_report)
+
+
 def in_turn(*jobs: Job) -> None:
     """One after the other: where a request costs nothing but CPU time."""
     for job in jobs:

@@ -23,7 +23,6 @@ from rendezvous import layout, rules
 from rendezvous.background import Together, fetch_together, in_turn
 from rendezvous.chain import Chain
 from rendezvous.clock import Clock
-from rendezvous.errors import BadCommit
 from rendezvous.membership import Membership, Wanted, claims_above, refuse_lower_quorum
 from rendezvous.offers import OfferBook
 from rendezvous.records import Commit, Listed, Offer, new_nonce
@@ -305,15 +304,3 @@ def _as_listed(o: Offer) -> Listed:
         norm=o.norm,
         scale=o.scale,
     )
-
-
-def refuse_misweighed(commit: Commit, rules_: Rules) -> None:
-    """Every reader weighs a commit's offers again, before it averages anything."""
-    for found, due in zip(commit.offers, rules.with_weights(commit.offers, commit.t, rules_), strict=True):
-        if found != due:
-            raise BadCommit(
-                f"commit {commit.t} by {commit.by} gives {found.slot}'s offer for step {found.step} the weight "
-                f"{found.weight} (factor {found.factor}), by the run's rules it is {due.weight} (factor {due.factor}). "
-                "Nothing was averaged: replicas of different releases must not share a run. Export an earlier step, "
-                "and start a new run from it"
-            )

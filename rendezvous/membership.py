@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from rendezvous import layout
 from rendezvous.background import Emit, Parts, no_emit
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError
+from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
 from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, new_nonce
 from rendezvous.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
 from rendezvous.store import Readable, Store, put_once
@@ -285,6 +285,13 @@ class BeatStatus:
     rate: float = 0.0
     note: str = ""
 
+    def enter_phase(self, phase: str, step: int) -> None:
+        self.phase = phase
+        self.step = step
+        self.note = ""
+        if phase == "train":
+            self.inner = 0
+
 
 class Membership:
     """One replica's view of the others, kept fresh by `tick`.   tell: hears of failures that nobody foresaw."""
@@ -326,6 +333,20 @@ class Membership:
     def name(self) -> str:
         """This life: slot and generation."""
         return f"{self.slot}-{self.generation}"
+
+    def check_alive(self) -> None:
+        """Raises HeartbeatLost once nobody ticks for this replica any more: it would hear of nothing."""
+        if (why := self.heartbeat_lost) is not None:
+            raise HeartbeatLost(f"the heartbeat of {self.name} has ended; this replica ends too: {why}") from why
+
+    def refuse_if_fenced(self) -> None:
+        """Raises Fenced once a later generation holds the slot, HeartbeatLost as `check_alive` does."""
+        self.check_alive()
+        if self.fenced_by > self.generation:
+            raise Fenced(
+                f"{self.slot} now belongs to generation {self.fenced_by}; this process (generation "
+                f"{self.generation}) goes. What it offered still counts"
+            )
 
     def claim(self, store: Store) -> int:
         """Take the slot, and hear the operator's wishes; -> the generation."""

@@ -68,6 +68,10 @@ class OfferBook:
         """Slots whose offer for the open step was read."""
         return {slot for step, slot in self._offers if step == self.step}
 
+    def has_offered(self, slot: str) -> bool:
+        """Has this slot an offer that counts for the open step, whichever of its generations made it?"""
+        return self.standing_offer(self.step, slot) is not None
+
     # ------------------------------------------------------------------ our own
 
     def announce(self, mine: Offer) -> Offer:

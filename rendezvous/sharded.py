@@ -17,11 +17,12 @@ from collections.abc import Callable
 import numpy as np
 
 from rendezvous import layout
+from rendezvous.body_reader import OwnBody, Shard
 from rendezvous.clock import Clock
 from rendezvous.errors import Corrupt
 from rendezvous.membership import Membership
 from rendezvous.records import Commit
-from rendezvous.reduce import OwnBody, Reducer, Shard
+from rendezvous.reduce import Reducer
 from rendezvous.rules import Timing
 from rendezvous.step_wait import StepWait
 
@@ -32,8 +33,8 @@ _LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's dow
 class ShardedMean:
     """One replica's share of a sharded reduction.
 
-    rest(wait, normal): a pause, when `normal` seconds of waiting are no reason to worry; may raise.
-    bad(commit, error): told that a listed body is; -> may it yet be put back?
+    pause(wait, normal): between two looks, where `normal` seconds of waiting are no reason to worry; may raise.
+    on_bad_body(commit, error): called when a listed body is bad; -> may it yet be put back?
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class ShardedMean:
         began = self._clock.now()
         try:
             if part:
-                self._reducer.announce_part(commit, j, self._reducer.make_part(commit, part, out, mine))
+                body = self._reducer.make_part(commit, part, out, mine)
+                self._reducer.announcements.announce(commit.t, j, body)
         except Corrupt as error:
             if self._reducer.take_part(commit, j, part, out):
                 return True

@@ -179,7 +179,7 @@ class Encoder:
         """Go on where another encoder stopped."""
         for held, kind in ((self._residuals, "residual."), (self._ages, "age.")):
             held.clear()
-            held |= {int(name[len(kind) :]): np.array(a) for name, a in unsent.items() if name.startswith(kind)}
+            held |= {int(name[len(kind) :]): np.array(a) for name, a in sorted(unsent.items()) if name.startswith(kind)}
 
     def give_away(self, body: np.ndarray) -> None:
         """This body stays as it is until it is given back: the next one is written elsewhere."""

@@ -16,34 +16,40 @@ from unittest.mock import patch
 import numpy as np
 
 from rendezvous import (
+    announcements,
     background,
+    body_reader,
     closing,
     garbage,
     keeping,
     layout,
     membership,
     offers,
+    own_blobs,
     records,
-    reduce,
     rendezvous,
     rules,
     seal,
     snapshots,
 )
+from rendezvous.announcements import Announcements
+from rendezvous.averaging import Averager
+from rendezvous.body_reader import BodyReader
 from rendezvous.chain import Chain, first_open_step
 from rendezvous.closing import Committer
 from rendezvous.digests import digest
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
 from rendezvous.keeping import Window
 from rendezvous.offers import OfferBook
-from rendezvous.reduce import Reducer
+from rendezvous.own_blobs import OwnBlobs
 from rendezvous.rendezvous import Rendezvous
+from rendezvous.replay import StateReplay
 from rendezvous.rules import Rules
 from rendezvous.sharded import ShardedMean
 from rendezvous.snapshot_writer import LiveFile, SnapshotWriter
-from rendezvous.state import base_of
+from rendezvous.state import Digests, all_arrays, base_of
 from rendezvous.tensors import TensorFile
-from rendezvous.wire import Encoder
+from rendezvous.wire import Encoder, as_bytes
 from tests.sim import TAG, Schedule, draw
 
 Patch = Any
@@ -144,13 +150,12 @@ def no_heal(rv: Any, upto: int | None = None) -> None:
     rv.resume_at(rv.state, first_open_step(rv.store))
 
 
-def skips_gaps(rv: Any, start: int, upto: int | None, damaged: Any) -> None:
-    rv.chain.read_before(start)
-    rv._open_step(start)
-    while (upto is None or rv.step < upto) and (commit := rv.chain.read(rv.step)) is not None:
-        if rv.store.get(layout.commit_key(rv.step + 1)) is None:
-            rv._apply_mean(commit)
-        rv._move_on(commit)
+def skips_gaps(replay: Any, upto: int | None = None) -> Iterator[Any]:
+    while (upto is None or replay.step < upto) and (commit := replay._chain.read(replay.step)) is not None:
+        if replay._store.get(layout.commit_key(replay.step + 1)) is None:
+            replay._apply(commit)
+        replay.step += 1
+        yield commit
 
 
 def ignores_listings(chain: Any, t: int) -> None:
@@ -162,20 +167,21 @@ def ignores_listings(chain: Any, t: int) -> None:
 @contextmanager
 def offer_first() -> Iterator[None]:
     """The blob is put after the offer that names it."""
-    upload, announce = Rendezvous._upload_delta, Rendezvous._announce_offer
+    upload, announce = OwnBlobs.upload, OfferBook.announce
 
-    def later(rv: Any, *args: Any) -> Any:
+    def later(blobs: Any, *args: Any) -> Any:
         puts: list[Any] = []
-        with patch.object(rv.store, "put", lambda *call: puts.append(call)):
-            rv._owed = puts
-            return upload(rv, *args)
+        with patch.object(blobs._store, "put", lambda *call: puts.append(call)):
+            blobs._store._owed = puts
+            return upload(blobs, *args)
 
-    def then(rv: Any, record: Any) -> None:
-        announce(rv, record)
-        for call in rv._owed:
-            rv.store.put(*call)
+    def then(book: Any, mine: Any) -> Any:
+        stands = announce(book, mine)
+        for call in book._store._owed:
+            book._store.put(*call)
+        return stands
 
-    with patch.object(Rendezvous, "_upload_delta", later), patch.object(Rendezvous, "_announce_offer", then):
+    with patch.object(OwnBlobs, "upload", later), patch.object(OfferBook, "announce", then):
         yield
 
 
@@ -218,7 +224,7 @@ def writer_carries() -> Iterator[None]:
         return offer(rv, delta if old is None or len(old) != len(delta) else delta + old, *args, **more)
 
     def remember(rv: Any, commit: Any) -> None:
-        mine = next((m.body for m in rv._own_bodies if m.step == commit.t), None)
+        mine = next((m.body for m in rv.own_blobs.bodies if m.step == commit.t), None)
         rv._left_out = None if mine is None or commit.lists_offer(commit.t, rv.slot) else mine.view(np.float32).copy()
         advance(rv, commit)
 
@@ -247,7 +253,7 @@ def early_announcement() -> Iterator[None]:
 
     def eager(rv: Any, commit: Any, out: np.ndarray) -> None:
         if commit.by == rv.name and commit.mode == "direct":
-            rv._reducer.announce_mean(commit, out)
+            rv._reducer.announcements.announce(commit.t, 0, out)
         mean(rv, commit, out)
 
     with patch.object(Rendezvous, "mean", eager):
@@ -261,7 +267,7 @@ def inherited_residual() -> Iterator[None]:
 
     def steals(rv: Any, *args: Any) -> Any:
         under(rv, *args)
-        rv._encoder._residuals = vars(rv._bucket._world).setdefault("_stolen", {}).setdefault(rv.slot, {})
+        rv.own_blobs.encoder._residuals = vars(rv._bucket._world).setdefault("_stolen", {}).setdefault(rv.slot, {})
         return rv
 
     with patch.object(Rendezvous, "set_rules", steals):
@@ -271,31 +277,31 @@ def inherited_residual() -> Iterator[None]:
 @contextmanager
 def residual_taken_back() -> Iterator[None]:
     """What a body carried stays in the residual, though the body counts."""
-    announce = Rendezvous._announce_offer
+    offer = Rendezvous.offer
 
-    def twice(rv: Any, record: Any) -> None:
-        announce(rv, record)
-        rv._encoder.take_back(rv.fragment, rv._own_bodies[-1].body)
+    def twice(rv: Any, *args: Any, **named: Any) -> None:
+        before = rv.last_offer
+        offer(rv, *args, **named)
+        if rv.last_offer is not before:
+            rv.own_blobs.take_back(rv.fragment)
 
-    with patch.object(Rendezvous, "_announce_offer", twice):
+    with patch.object(Rendezvous, "offer", twice):
         yield
 
 
-def announces_the_callers_memory(rv: Any, commit: Any, mean: np.ndarray, mine: Any) -> Callable[[], None]:
-    return lambda: rv._reducer.announce_mean(commit, mean)
+def announces_the_callers_memory(averager: Any, commit: Any, mean: np.ndarray, mine: Any) -> Callable[[], None]:
+    return lambda: averager._reducer.announcements.announce(commit.t, 0, mean)
 
 
-def one_room(reducer: Any, offers: Any, group: Any, mine: Any) -> list[Any]:
+def one_buffer(reader: Any, listed: Any, group: Any, mine: Any, *, one_by_one: bool) -> list[Any]:
     """Bodies that are fetched at the same time into the same memory."""
-    bodies: list[Any] = [""] * len(offers)
+    bodies: list[Any] = [""] * len(listed)
 
     def get(i: int) -> None:
-        bodies[i] = reducer._read_body(
-            offers[i], group, mine, reducer._read_buffer(reducer._bytes_of(offers[i], group))
-        )
-        bodies[i] = bodies[i] if reducer._together is not background.in_turn else np.array(bodies[i])
+        bodies[i] = reader.read_body(listed[i], group, mine)
+        bodies[i] = bodies[i] if reader._together is not background.in_turn else np.array(bodies[i])
 
-    reducer._together(*(partial(get, i) for i in range(len(offers))))
+    reader._together(*(partial(get, i) for i in range(len(listed))))
     return bodies
 
 
@@ -314,15 +320,15 @@ def one_part_stops_all(parts: Any, *acts: Callable[[], None]) -> None:
             act()
 
 
-def founds_again(rv: Any) -> None:
-    if rv.store.get(layout.snapshot_key(0)) is None:
-        base = base_of(rv.state, rv.rules.fragments)
-        snapshots.write(rv.store, rv.clock, 0, rv._all_arrays(0), base=base, prev=None)
+def founds_again(store: Any, clock: Any, state: Any, fragments: int, *, elsewhere: bool) -> None:
+    if store.get(layout.snapshot_key(0)) is None:
+        base = base_of(state, fragments)
+        snapshots.write(store, clock, 0, all_arrays(state, fragments), base=base, prev=None)
 
 
 def trusting(store: Any, clock: Any, key: str, pieces: Any, out: np.ndarray, start: int = 0) -> str | None:
     """What is there is taken for what was written."""
-    view = rendezvous.as_bytes(out)
+    view = as_bytes(out)
     return None if store.get_into(key, view, start) else f"{key} is missing"
 
 
@@ -331,11 +337,11 @@ def mends_blindly(store: Any, snapshot: Any, arrays: Any) -> bool:
     return True
 
 
-def announces_again(reducer: Any, commit: Any, j: int, body: np.ndarray) -> None:
+def announces_again(announcements: Any, t: int, j: int, body: np.ndarray) -> None:
     n = records.new_nonce()
-    record = records.Mean(commit.t, layout.mean_blob(commit.t, n), body.nbytes, digest(body.tobytes()), n)
-    reducer._store.put(record.blob, body.tobytes())
-    reducer._store.put(layout.mean_key(commit.t, j), record.encode())
+    record = records.Mean(t, layout.mean_blob(t, n), body.nbytes, digest(body.tobytes()), n)
+    announcements._store.put(record.blob, body.tobytes())
+    announcements._store.put(layout.mean_key(t, j), record.encode())
 
 
 def newest_is_the_floor(store: Any, hint: int = 0, at_least: int = 0) -> tuple[int, Any]:
@@ -437,6 +443,7 @@ def signed(seed: int) -> Schedule:
 
 
 doomed = garbage.blobs_before
+FETCHERS = (announcements, body_reader, own_blobs)
 
 
 def attr(owner: Any, name: str, value: Any) -> Callable[[], list[Patch]]:
@@ -455,7 +462,7 @@ BUGS: dict[str, Bug] = {
     "fence ignored": Bug(
         lambda: [
             patch.object(rules, "is_eligible", lambda o, base, fence: o.base == base),
-            patch.object(Rendezvous, "_refuse_if_fenced", nothing),
+            patch.object(membership.Membership, "refuse_if_fenced", nothing),
         ],
         zombies,
     ),
@@ -468,8 +475,8 @@ BUGS: dict[str, Bug] = {
     ),
     "no carry": Bug(attr(Committer, "_late_offers", lambda closer, s, wishes: []), unequal),
     "writer carries too": Bug(lambda: [writer_carries()], unequal),
-    "no heal": Bug(attr(Rendezvous, "_heal_from_bucket", no_heal), joining),
-    "a gap skipped": Bug(attr(Rendezvous, "_replay_commits", skips_gaps), joining),
+    "no heal": Bug(attr(Rendezvous, "_heal", no_heal), joining),
+    "a gap skipped": Bug(attr(StateReplay, "commits", skips_gaps), joining),
     "offer before blob": Bug(lambda: [offer_first()], unequal),
     "one offer attempt": Bug(
         lambda: [
@@ -479,14 +486,14 @@ BUGS: dict[str, Bug] = {
         pair,
     ),
     "unconfirmed snapshot": Bug(lambda: [early_snapshot()], flipping),
-    "no self-check": Bug(attr(Rendezvous, "_check_state", nothing), flipping),
+    "no self-check": Bug(attr(Digests, "check_unchanged", nothing), flipping),
     "no re-derive": Bug(attr(Rendezvous, "_replay_own_state", nothing), pair),
     "no patience": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
     "no catch-up": Bug(lambda: [patch.object(Rendezvous, "is_behind", property(lambda rv: False))], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
     "no takeover": Bug(attr(ShardedMean, "_is_our_turn", lambda sharer, commit, j, waited: False), sharded),
     "stale wishes": Bug(attr(Committer, "_check_wishes", lambda closer, wishes: ""), restless),
-    "shard overwritten": Bug(attr(Reducer, "announce_part", announces_again), sharded),
+    "shard overwritten": Bug(attr(Announcements, "announce", announces_again), sharded),
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),
     "residual used twice": Bug(lambda: [residual_taken_back()], lossy),
     "GC deletes registers": Bug(attr(garbage, "blobs_before", everything_old), sweeping),
@@ -497,17 +504,17 @@ BUGS: dict[str, Bug] = {
     "early GC, by a snapshot": Bug(attr(garbage, "blobs_before", a_snapshot_early), sweeping),
     "early GC, newest snapshot": Bug(attr(garbage, "two_newest", newest_is_the_floor), sweeping),
     "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
-    "bytes are not verified": Bug(attr(reduce, "fetch_checked", trusting), rotting),
+    "bytes are not verified": Bug(lambda: [patch.object(m, "fetch_checked", trusting) for m in FETCHERS], rotting),
     "repair is not verified": Bug(attr(snapshots, "mend_blob", mends_blindly), rotting_in_bad_memory),
     "mean announced before it is right": Bug(lambda: [early_announcement()], unequal),
     "snapshot of a moved θ": Bug(lambda: [moved_snapshot()], slow_store),
     "announced mean is no copy": Bug(
-        attr(Rendezvous, "_prepare_announcement", announces_the_callers_memory),
+        attr(Averager, "_prepare_announcement", announces_the_callers_memory),
         unequal,
         without=lambda s: replace(s, poison=False),
     ),
     "bodies at once, one room": Bug(
-        attr(Reducer, "_read_bodies", one_room), in_rows, without=lambda s: replace(s, far=False)
+        attr(BodyReader, "read_bodies", one_buffer), in_rows, without=lambda s: replace(s, far=False)
     ),
     "ages are not inherited": Bug(
         attr(Encoder, "restore_residuals", ages_forgotten),
@@ -518,7 +525,7 @@ BUGS: dict[str, Bug] = {
         attr(Chain, "refuse_gap", nothing), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "a lost θ₀ is replaced": Bug(
-        attr(Rendezvous, "_write_first_snapshot", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)
+        attr(rendezvous, "write_theta_0", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)
     ),
     "no record is passed over": Bug(
         attr(membership, "decode_or_none", lambda kind, body: kind.decode(body)),

@@ -125,7 +125,9 @@ class Fleet:
 
     def _replace(self, index: int, calm: bool) -> None:
         w, r = self.w, self.w.rng
-        awake = [p for p in self.living(index) if p.asleep_until <= w.now + 5.0 and not (p.rv and p.rv._leave_at)]
+        awake = [
+            p for p in self.living(index) if p.asleep_until <= w.now + 5.0 and not (p.rv and p.rv._departure.asked_at)
+        ]
         if not awake and (calm or r.random() < 0.4):
             self.launch(index)
             if r.random() < self.plan.double_launch:

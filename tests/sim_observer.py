@@ -425,7 +425,7 @@ class Observer:
     def gives_up_on(self, key: str) -> None:
         """The operator restores a blob: nobody may have its bytes in memory and nothing else to do."""
         for p in self.w.fleet.living():
-            if p.rv and key in [mine.key for mine in p.rv._own_bodies] and self._waits(p, p.rv.step):
+            if p.rv and key in [mine.key for mine in p.rv.own_blobs.bodies] and self._waits(p, p.rv.step):
                 self.broken("who has the bytes puts them back", f"{key} is damaged for 25 s, and {p.slot} has it")
 
     def _waits(self, p: Process, step: int) -> bool:

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
 MOST_METHODS, MOST_LINES, MOST_POSITIONAL = 25, 60, 6
 LARGE = {
-    "Rendezvous": "one replica's side of the protocol; its parts are chain, closing, reduce, membership, snapshots",
-    "Reducer": "fetches, checks and averages; every way in which a body can fail is a method of its own",
 }
 CIRCLES_LEFT = {"inner.objectives", "rendezvous.codecs"}  # by the first file of each
 CALLS_BY_POSITION = {"zip", "_encode", "_add"}  # zip takes what there is; the last two are Triton kernels

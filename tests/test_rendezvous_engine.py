@@ -828,7 +828,7 @@ def test_the_mean_equals_a_reference_bit_for_bit(clock: ManualClock, n: int, car
     scale = max(np.abs(x).max() for x, *_ in offers)
     assert np.abs(out - exact).max() <= 4 * n * np.finfo(np.float32).eps * scale
 
-    reducer.announce_mean(commit, out)
+    reducer.announcements.announce(commit.t, 0, out)
     reducer.mean(commit, twice)
     assert np.array_equal(out.view(np.int32), twice.view(np.int32)), "announced and direct means are the same bits"
     assert store.get(layout.mean_key(5, 0)) is not None

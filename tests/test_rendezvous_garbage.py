@@ -30,7 +30,9 @@ from rendezvous.keeping import Window
 from rendezvous.reach import Reach, read_reach
 from rendezvous.records import Commit
 from rendezvous.rendezvous import Rendezvous, no_emit
+from rendezvous.replay import StateReplay
 from rendezvous.rules import Rules
+from rendezvous.snapshot_duty import SnapshotDuty
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -406,7 +408,7 @@ def test_whoever_ends_last_collects_for_a_writer_that_was_killed_before_it_did()
         rounds(a, b, 1)
         third.rv.catch_up()
         a.rv.finish("done")
-        with patch.object(Rendezvous, "_sweep_garbage", lambda self: None):
+        with patch.object(SnapshotDuty, "sweep", lambda self: None):
             b.rv.finish("done")
         assert blobs(store.inner, "delta/") == [8] and blobs(store.inner, "snapshots/")[-2:] == [8, 9]
         third.rv.finish("done")
@@ -475,15 +477,16 @@ def test_a_joiner_whose_replay_is_collected_meanwhile_looks_again(seats: Any) ->
     a.join()
     b.join()
     rounds(a, b, 5)
-    replay, stalls = late.rv._replay_commits, [lambda: rounds(a, b, 6)]
+    load, stalls = StateReplay.load_snapshot, [lambda: rounds(a, b, 6)]
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any) -> bool:
+        found = load(*args)
         while stalls:
             stalls.pop()()
-        return replay(*args)
+        return found
 
-    late.rv._replay_commits = slow
-    late.join()
+    with patch.object(StateReplay, "load_snapshot", slow):
+        late.join()
     assert late.events("looks_again") and late.rv.step == 11
     assert np.array_equal(late.state.theta, a.state.theta)
 

@@ -82,10 +82,10 @@ def test_after_a_refused_pseudogradient_a_codec_starts_anew(clock: ManualClock, 
     seat.rv.mean(commit, mean)
     seat.state.apply(0, mean)
     seat.rv.advance(commit)
-    assert any(e.any() for e in seat.rv._encoder.unsent_residuals.values()), "this codec has lost something"
+    assert any(e.any() for e in seat.rv.own_blobs.encoder.unsent_residuals.values()), "this codec has lost something"
     with pytest.raises(BadDelta):
         seat.rv.offer(REFUSED[why](big), 2, theta=theta)
-    assert seat.rv._encoder.unsent_residuals == {}
+    assert seat.rv.own_blobs.encoder.unsent_residuals == {}
 
 
 def lost_to_a_predecessor(clock: ManualClock, name: str, delta: np.ndarray) -> tuple[FaultyStore, Seat, Seat]:
@@ -105,7 +105,7 @@ def lost_to_a_predecessor(clock: ManualClock, name: str, delta: np.ndarray) -> t
 def test_a_body_that_lost_to_a_predecessors_offer_is_sent_later(clock: ManualClock, name: str) -> None:
     delta = vector(3)
     store, a, young = lost_to_a_predecessor(clock, name, delta)
-    np.testing.assert_allclose(young.rv._encoder.unsent_residuals["residual.0"], delta, atol=1e-6)
+    np.testing.assert_allclose(young.rv.own_blobs.encoder.unsent_residuals["residual.0"], delta, atol=1e-6)
     a.rv.offer(np.ones(3, np.float32), 2)
     a.step()
     young.step()
@@ -119,7 +119,7 @@ def test_a_body_that_lost_to_a_predecessors_offer_is_sent_later(clock: ManualClo
 
 def test_an_fp32_body_that_lost_leaves_nothing_behind(clock: ManualClock) -> None:
     _, _, young = lost_to_a_predecessor(clock, "fp32", vector(3))
-    assert young.rv._encoder.unsent_residuals == {} and young.rv.last_offer is None
+    assert young.rv.own_blobs.encoder.unsent_residuals == {} and young.rv.last_offer is None
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
@@ -130,13 +130,13 @@ def test_a_body_that_counts_under_the_next_number_is_not_sent_again(clock: Manua
     old = Seat(store, "r01", clock, rules).join()
     young = Seat(store, "r01", clock, rules).join()
     old.rv.base = old.rv.offers.base = "another θ"
-    old.rv._check_state = lambda *_: None  # type: ignore[method-assign]
+    old.rv._digests.check_unchanged = lambda *_: None  # type: ignore[method-assign]
     store.faults = [Fault("create", "offer/r01", error=None, before=lambda: old.rv.offer(np.ones(3, np.float32), 2))]
     young.rv.offer(delta, 2)
     assert young.rv.last_offer is not None and store.get(layout.offer_key(0, "r01", 1)) is not None
     sent = np.empty(3, np.float32)
     get_codec(name).decode(np.frombuffer(body_of(store, young), np.uint8), sent)
-    np.testing.assert_allclose(young.rv._encoder.unsent_residuals["residual.0"], delta - sent, atol=1e-6)
+    np.testing.assert_allclose(young.rv.own_blobs.encoder.unsent_residuals["residual.0"], delta - sent, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- what is announced
@@ -170,11 +170,11 @@ def test_what_is_announced_is_a_copy_of_the_mean(clock: ManualClock, name: str) 
 def test_a_writer_whose_own_copy_is_damaged_does_not_put_it_back(clock: ManualClock) -> None:
     store, _, b = pair(clock)
     b.offer(2, 2, 2)
-    (mine,) = b.rv._own_bodies
+    (mine,) = b.rv.own_blobs.bodies
     damage(store, mine.key, "flipped")
     found = store.get(mine.key)
     mine.body[0] ^= 1  # in memory, too
-    b.rv._reducer.mend_own_body(mine)
+    b.rv.own_blobs.mend(mine)
     assert store.get(mine.key) == found and not b.events("repaired")
 
 
@@ -182,7 +182,7 @@ def test_a_good_blob_is_not_written_again(clock: ManualClock) -> None:
     store, _, b = pair(clock)
     b.offer(2, 2, 2)
     store.calls.clear()
-    b.rv._reducer.mend_own_body(b.rv._own_bodies[0])
+    b.rv.own_blobs.mend(b.rv.own_blobs.bodies[0])
     assert [verb for verb, _ in store.calls] == ["get_into"]
 
 
@@ -209,7 +209,7 @@ def test_a_part_that_its_shards_do_not_give_is_neither_used_nor_put_back() -> No
     commit, _, rules = commit_of(store, "fp32", n, 3, 3)
     reducer, out = Reducer(store, SystemClock(), no_emit, rules), np.empty(n, np.float32)
     part = reducer.split_into_parts(commit, n)[1]
-    reducer.announce_part(commit, 1, reducer.make_part(commit, part, out))
+    reducer.announcements.announce(commit.t, 1, reducer.make_part(commit, part, out))
     record = Mean.decode(store.get(layout.mean_key(0, 1)) or b"")
     store.put(layout.mean_key(0, 1), replace(record, digest=digest(b"something else")).encode())
     good = store.get(record.blob)
@@ -261,8 +261,8 @@ def test_a_flipped_bit_is_never_written_down(clock: ManualClock) -> None:
     store, a, b = pair(clock)
     together(a, b)
     for seat in (a, b):
-        start = seat.rv._writer.start
-        seat.rv._writer.start = lambda *args, s=seat, start=start, **given: (flip(s), start(*args, **given))  # type: ignore
+        start = seat.rv._snapshots.writer.start
+        seat.rv._snapshots.writer.start = lambda *args, s=seat, start=start, **given: (flip(s), start(*args, **given))  # type: ignore
     together(a, b)
     assert RULES.snapshot_every == 2 and (a.events("not_written") or b.events("not_written"))
     with pytest.raises(Diverged):
@@ -416,7 +416,7 @@ def test_a_theta_that_its_commit_did_not_confirm_is_not_written_down(clock: Manu
 
 def test_another_replica_writes_a_snapshot_after_two_periods_without_one(clock: ManualClock) -> None:
     store, a, b = pair(clock, m=1, steps=30)
-    a.rv._writer.start = lambda *_, **__: None  # type: ignore[method-assign]
+    a.rv._snapshots.writer.start = lambda *_, **__: None  # type: ignore[method-assign]
     written = list[list[int]]()
     for _ in range(2 * RULES.snapshot_every + 1):
         a.offer()
@@ -462,8 +462,8 @@ def test_a_body_that_somebody_misses_stays_while_the_next_mean_is_announced(cloc
     for seat in (b, c, a) * 2:
         seat.rv.members.tick()
     b.offer(4, 5, 6)
-    first = b.rv._own_bodies[0]
-    assert [mine.step for mine in b.rv._own_bodies] == [0, 1], "a was last seen at step 0"
+    first = b.rv.own_blobs.bodies[0]
+    assert [mine.step for mine in b.rv.own_blobs.bodies] == [0, 1], "a was last seen at step 0"
     c.offer(4, 5, 6)
     b.rv.members.wanted = replace(b.rv.members.wanted, min_replicas=2)
     b.step()
@@ -480,7 +480,7 @@ def test_a_mean_is_announced_once(clock: ManualClock) -> None:
     a.step()
     assert ("get", layout.mean_key(0, 0)) not in store.calls, "it was done with when step 1 opened"
     commit = a.rv.chain.known_commit(0) or pytest.fail("commit 0 is known")
-    a.rv._reducer.announce_mean(commit, np.zeros(3, np.float32))
+    a.rv._reducer.announcements.announce(commit.t, 0, np.zeros(3, np.float32))
     assert len([k for k in store.list("steps/0000000000/mean/") if k.endswith(".bin")]) == 1
 
 
@@ -573,7 +573,7 @@ def test_a_residual_may_take_half_of_the_time_that_is_left(clock: ManualClock) -
         seat = Seat(store, "r00", clock, replace(RULES, codec="int4")).join()
         seat.rv.offer(vector(1), 2)
         seat.rv.ask_to_leave()
-        seat.rv._rate = 12 / (share * TIMING.grace)  # bytes of the residual, seconds
+        seat.rv.own_blobs.bytes_per_s = 12 / (share * TIMING.grace)  # bytes of the residual, seconds
         seat.rv.finish("asked")
         assert bool(store.list("residuals/")) is left
 
@@ -592,18 +592,18 @@ def test_who_cannot_compute_its_part_waits_for_those_who_can(clock: ManualClock)
     store, a, b, c = trio(clock, replace(RULES, shard_from=1, shard_elements=1))
     for seat in (a, b, c):
         seat.offer(1, 1, 1)
-    (mine,) = c.rv._own_bodies
+    (mine,) = c.rv.own_blobs.bodies
     damage(store, mine.key, "flipped")
     commit, out = a.rv.settle(), np.empty(3, np.float32)
-    rest, rests = a.rv._pause_for_parts, list[float]()
+    rest, rests = a.rv._averager._pause, list[float]()
 
     def later(wait: Any, normal: float) -> None:
         rests.append(clock.now())
         if len(rests) == 2:
-            c.rv._reducer.mend_own_body(mine)
+            c.rv.own_blobs.mend(mine)
         rest(wait, normal)
 
-    a.rv._sharded_mean._pause = later
+    a.rv._averager._sharded_mean._pause = later
     a.rv.mean(commit, out)
     assert out.tolist() == [1.0] * 3 and len(rests) > 2
 

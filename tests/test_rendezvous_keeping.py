@@ -376,7 +376,7 @@ def test_a_reader_whose_bodies_go_while_it_reads_takes_the_mean_that_was_announc
             return found
         for j, part in enumerate(others.split_into_parts(made, elements)):
             if part:
-                others.announce_part(made, j, others.make_part(made, part, sums[0]))
+                others.announcements.announce(made.t, j, others.make_part(made, part, sums[0]))
         store.delete([o.blob for o in made.offers])
         return False
 
@@ -509,7 +509,7 @@ def test_a_planned_snapshot_whose_writer_died_is_begun_again_and_the_window_foll
     budget, clock = largest_window(5, SNAPSHOT, LEFT), ManualClock()
     store = bucket(clock, replicas=3, m=3, steps=1000)
     seats = seated(store, clock, budget, monkeypatch)
-    monkeypatch.setattr(seats[1].rv._writer, "start", lambda *a, **n: None)
+    monkeypatch.setattr(seats[1].rv._snapshots.writer, "start", lambda *a, **n: None)
     take_steps(seats[:], store, 20)
     made = snapshots.steps_of(store.list(layout.SNAPSHOTS))
     assert 5 not in made and 7 in made and max(b - a for a, b in pairwise(made)) <= 7

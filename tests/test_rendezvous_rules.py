@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from rendezvous import layout, rules
-from rendezvous.closing import refuse_misweighed
 from rendezvous.errors import BadCommit
 from rendezvous.membership import updated_peer
 from rendezvous.records import Beat, Commit, Listed, Offer
+from rendezvous.reduce import refuse_misweighed
 from rendezvous.rules import Peer, Rules, Timing
 
 TIMING = Timing(poll=0.5, beat=1.0, dead_after=4.0, start_patience=30.0)

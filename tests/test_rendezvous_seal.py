@@ -166,7 +166,7 @@ def test_a_forged_offer_of_a_silent_slot_does_not_make_a_quorum(clock: ManualClo
     run = Sealed(clock)
     run.forge(layout.offer_key(0, "r01", 0), run.offered(1.0))
     run.a.offer()
-    assert not run.a.rv.has_offered("r01")
+    assert not run.a.rv.offers.has_offered("r01")
     run.b.offer()
     assert run.a.step().fresh_offers[1].blob != "steps/outsider.bin"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rendezvous.background import Together, at_once, in_turn
+from rendezvous.body_reader import Shard
 from rendezvous.clock import SystemClock
 from rendezvous.errors import BadDelta, Corrupt
 from rendezvous.records import Beat, Commit, Listed
@@ -67,13 +68,15 @@ def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
         assert np.abs(one - two).max() <= 1.01 * np.abs(one).max() / {"bf16": 256, "int8": 254, "int4": 14}[codec]
     three = np.empty(n, np.float32)
     for j, part in enumerate(reducer.split_into_parts(commit, n)):
-        reducer.announce_part(commit, j, reducer.make_part(commit, part, three))
+        reducer.announcements.announce(commit.t, j, reducer.make_part(commit, part, three))
     again = np.empty(n, np.float32)
     assert all(reducer.take_part(commit, j, part, again) for j, part in enumerate(reducer.split_into_parts(commit, n)))
     assert two.tobytes() == three.tobytes() == again.tobytes(), "computed, announced and fetched are the same bits"
     parts = reducer.split_into_parts(commit, n)
     assert len(parts) == owners
-    assert [r for part in parts for _, r in part] == shard_grid(n, codec_alignment(codec), rules.shard_elements)
+    assert [(s.start, s.stop) for part in parts for s in part] == shard_grid(
+        n, codec_alignment(codec), rules.shard_elements
+    )
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
@@ -131,14 +134,14 @@ def test_an_announced_part_is_fetched_and_a_damaged_one_mended() -> None:
     good = np.empty(n, np.float32)
     reducer.mean(commit, good)
     parts = reducer.split_into_parts(commit, n)
-    reducer.announce_part(commit, 1, reducer.make_part(commit, parts[1], good))
+    reducer.announcements.announce(commit.t, 1, reducer.make_part(commit, parts[1], good))
     (blob,) = [k for k in store.list("steps/") if k.endswith(".bin")]
     body = store.get(blob) or b""
     store.put(blob, bytes(len(body)))
     out = np.zeros(n, np.float32)
     assert reducer.take_part(commit, 1, parts[1], out) and not reducer.take_part(commit, 0, parts[0], out)
     assert store.get(blob) == body and "repaired" in told
-    start, stop = parts[1][0][1][0], parts[1][-1][1][1]
+    start, stop = parts[1][0].start, parts[1][-1].stop
     assert out[start:stop].tobytes() == good[start:stop].tobytes()
 
 
@@ -221,8 +224,8 @@ def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[
     sharer = ShardedMean(clock, reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
     for taken in seconds:
         reducer.make_part = lambda *_, taken=taken: clock.sleep(taken)  # type: ignore[method-assign,assignment]
-        reducer.announce_part = lambda *_: None  # type: ignore[method-assign]
-        sharer._make_part(commit, 1, cast(Any, [(0, (0, 1))]), np.zeros(1, np.float32), None, 0.0)
+        reducer.announcements.announce = lambda *_: None  # type: ignore[method-assign]
+        sharer._make_part(commit, 1, [Shard(0, 0, 1)], np.zeros(1, np.float32), None, 0.0)
     sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
     assert sharer._needed == pytest.approx(0.2)
     assert sharer._is_our_turn(commit, 0, 10.0)

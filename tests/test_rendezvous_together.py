@@ -54,7 +54,7 @@ def test_a_replica_and_a_rank_are_built_for_their_store(store: Store, way: objec
     rank = ObjectStoreAllReduce("memory://unused", 0, 2, store=store)
     assert rank.step == 0
     reducers = [replica.rv._reducer, rank._caught_up_rendezvous()._reducer]
-    assert [reducer._together for reducer in reducers] == [way, way]
+    assert [reducer.bodies._together for reducer in reducers] == [way, way]
 
 
 def test_an_export_reads_bodies_in_the_way_of_its_store(tmp_path: Any) -> None:

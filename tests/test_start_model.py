@@ -369,7 +369,7 @@ def test_a_session_that_must_begin_again_at_theta_0_asks_for_it(tmp_path: Path) 
     seat.offer()
     seat.step()
     base = seat.rv.base
-    seat.rv._heal_from_bucket(upto=1)
+    seat.rv._heal(upto=1)
     assert asked == [1] and seat.rv.base == base
     other = Seat(store, "r01", clock, replace_every())
     other.state.load({**first, "theta.0": first["theta.0"] + 1})

@@ -88,7 +88,8 @@ def sync(rv: Rendezvous, vector: np.ndarray) -> int:
     rv.mean(commit, vector)
     peak = memory("VmHWM")
     rv.advance(commit)
-    while any(rv._may_be_missed(mine) for mine in rv._own_bodies):  # inner steps last longer than a beat, elsewhere
+    mine = rv.own_blobs
+    while any(mine.may_be_missed(body) for body in mine.bodies):  # elsewhere inner steps last longer than a beat
         rv.members.tick()
         time.sleep(0.01)
     return peak

@@ -1,0 +1,134 @@
+"""How a replica goes: in time, with what it has, and with what others need from it.
+
+    asked ──▶ offer what there is ──▶ own blobs ──▶ residual ──▶ leave/{slot}-{g}.json ──▶ θ_T ──▶ last beat
+      └───────────────────────── grace ─────────────────────────┘
+
+    asked while it waits or heals                  Leaving, at the next pause
+    asked while work is not durable yet            it may use the whole grace, then Leaving
+    a later generation holds the slot              Fenced, at the next pause
+
+The leave record is the last write of a generation.  It names the codec's residual, which only the next generation of
+the slot takes (residuals.py), and the digest of the state: two that left with the same one confirm the last snapshot.
+
+Not promised: that a goodbye is said.  A replica that was killed has said none, and everything goes on without.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from rendezvous import layout, residuals
+from rendezvous.background import Emit
+from rendezvous.chain import Chain
+from rendezvous.clock import Clock
+from rendezvous.errors import Leaving
+from rendezvous.membership import Membership, read_leave
+from rendezvous.records import Leave, new_nonce
+from rendezvous.store import Store, put_once
+
+
+class Departure:
+    """Is this replica to go, and how long may it take?   grace_s: from being asked to the end."""
+
+    def __init__(self, clock: Clock, members: Membership, grace_s: float) -> None:
+        self._clock = clock
+        self._members = members
+        self._grace_s = grace_s
+        self.asked_at: float | None = None  # when the platform or a person asked this process to go
+
+    def ask(self) -> None:
+        """Safe in a signal handler."""
+        if self.asked_at is None:
+            self.asked_at = self._clock.now()
+
+    @property
+    def is_asked(self) -> bool:
+        """By its process, or by a control record?"""
+        return self.asked_at is not None or self._members.wanted.is_to_leave(self._members.slot)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the grace that are left."""
+        now = self._clock.now()
+        return (now if self.asked_at is None else self.asked_at) + self._grace_s - now
+
+    def check_before_pause(self) -> None:
+        """Called before every pause.   Raises Fenced, HeartbeatLost or Leaving."""
+        self._members.refuse_if_fenced()
+        if not self.is_asked:
+            return
+        overdue = self.asked_at is not None and self._clock.now() - self.asked_at > self._grace_s
+        if overdue or self._members.status.phase in ("wait", "heal"):
+            raise Leaving(f"{self._members.name} was asked to go; what it offered is durable")
+
+
+def hand_over_residual(
+    store: Store,
+    members: Membership,
+    unsent: Mapping[str, np.ndarray],
+    *,
+    bytes_per_s: float,
+    left_s: float,
+    emit: Emit,
+) -> tuple[str, str]:
+    """-> key and digest of what the codec has not sent, for the next generation of this slot; ("", "") for none.
+
+    It may take half of the time that is left, by the rate of the last upload; else it is lost, and reported.
+    """
+    size = sum(e.nbytes for e in unsent.values())
+    if not size:
+        return "", ""
+    if size > bytes_per_s * left_s / 2:
+        emit("residual_dropped", bytes=size, rate=bytes_per_s, left_s=left_s)
+        return "", ""
+    return residuals.put_residuals(store, members.slot, members.generation, dict(unsent))
+
+
+def take_residual(store: Store, members: Membership, sizes: Sequence[int], emit: Emit) -> dict[str, np.ndarray] | None:
+    """What the codec of the generation directly before this one had not sent, if that one left it.
+
+    Nobody else ever reads it: should this replica die without a goodbye, it is gone.   sizes: elements per fragment.
+    """
+    left = read_leave(store, members.slot, members.generation - 1)
+    if left is None or not left.residual:
+        return None
+    unsent = residuals.take_residuals(store, left, sizes)
+    if unsent is None:
+        emit("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
+        return None
+    emit("inherited", of=left.generation, bytes=sum(e.nbytes for e in unsent.values()))
+    return unsent
+
+
+def write_goodbye(
+    store: Store, clock: Clock, members: Membership, *, step: int, base: str, reason: str, residual: tuple[str, str]
+) -> None:
+    """The leave record.   residual: its key and digest."""
+    record = Leave(
+        slot=members.slot,
+        generation=members.generation,
+        step=step,
+        base=base,
+        reason=reason,
+        nonce=new_nonce(),
+        at=clock.wall(),
+        residual=residual[0],
+        residual_digest=residual[1],
+    )
+    put_once(store, clock, layout.leave_key(members.slot, members.generation), record.encode())
+
+
+def has_left_alike(store: Store, chain: Chain, members: Membership, *, step: int, base: str) -> bool:
+    """Has another slot's replica left at this step with the same state?"""
+    others = [slot for slot in members.wanted.slot_names if slot != members.slot]
+    fence = chain.fence_before(step)
+    left = [record for slot in others for record in _leave_records(store, slot, fence.get(slot, 1))]
+    return any(record.step == step and record.base == base for record in left)
+
+
+def _leave_records(store: Store, slot: str, generation: int) -> Iterator[Leave]:
+    """Leave records of a slot's generations from this one on."""
+    while store.get(layout.claim_key(slot, generation)) is not None:
+        if (left := read_leave(store, slot, generation)) is not None:
+            yield left
+        generation += 1

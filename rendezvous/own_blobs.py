@@ -1,0 +1,184 @@
+"""The pseudogradients that this replica has uploaded: its codec's memory, and blobs that others may still miss.
+
+    Δ ── codec, with what it has not sent yet ──▶ body ──▶ steps/{t}/delta/…       upload
+                                                   │
+          in memory until the body after the next  └─▶ read here instead of there, and put back where the store lost it
+
+    a commit that lists it, and a reader of that commit that is neither dead nor past the step    it may be missed
+    its mean is announced and a newer snapshot stands                                             it may be collected
+
+A replica that waits long asks whether the others miss a blob of its own: the writer alone is sure to have the bytes.
+
+Not promised: that a body outlives its process.  The announced mean and the snapshots serve then.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rendezvous import garbage, layout, rules
+from rendezvous.background import Emit
+from rendezvous.body_reader import OwnBody
+from rendezvous.chain import Chain
+from rendezvous.clock import Clock
+from rendezvous.digests import required_digest_kind
+from rendezvous.membership import Membership
+from rendezvous.records import Commit, new_nonce
+from rendezvous.rules import Rules, Timing
+from rendezvous.store import Store
+from rendezvous.wire import (
+    Encoder,
+    Written,
+    as_bytes,
+    codec_alignment,
+    digested_pieces,
+    fetch_checked,
+    page_aligned,
+    shard_grid,
+    why_differs,
+)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A body that is durable, and not offered yet."""
+
+    key: str
+    nonce: str
+    written: Written
+
+
+class OwnBlobs:
+    """collects: are blobs deleted in this run?   newest_snapshot(): a step that may have one."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        chain: Chain,
+        members: Membership,
+        rules_: Rules,
+        timing: Timing,
+        *,
+        emit: Emit,
+        collects: bool,
+        newest_snapshot: Callable[[], int],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._chain = chain
+        self._members = members
+        self._rules = rules_
+        self._timing = timing
+        self._emit = emit
+        self._collects = collects
+        self._newest_snapshot = newest_snapshot
+        self.encoder = Encoder(rules_.codec, digests=required_digest_kind(store))
+        self.bodies: list[OwnBody] = []  # the last one, and the one before if somebody may still miss it
+        self.bytes_per_s = 0.0  # of the last upload
+
+    def upload(self, step: int, fragment: int, delta: np.ndarray, theta: np.ndarray | None) -> Upload:
+        """Make Δ durable; its memory is the caller's again afterwards."""
+        self._keep_last()
+        codec = self._rules.codec
+        ranges = shard_grid(delta.size, codec_alignment(codec), self._rules.shard_elements)
+        nonce = new_nonce()
+        written = self.encoder.encode_in_shards(fragment, delta, ranges, theta)
+        key = layout.delta_blob(step, self._members.slot, self._members.generation, nonce)
+        began = self._clock.now()
+        self._store.put(key, as_bytes(written.body))
+        self.bytes_per_s = written.body.nbytes / max(self._clock.now() - began, 1e-6)
+        self.bodies.append(OwnBody(step, key, written.body, digested_pieces(written, codec, ranges)))
+        return Upload(key, nonce, written)
+
+    def take_back(self, fragment: int) -> None:
+        """The last body will never count: the codec sends what it carried with the next one."""
+        if self.bodies:
+            self.encoder.take_back(fragment, self.bodies[-1].body)
+
+    def body_of(self, step: int) -> OwnBody | None:
+        return next((mine for mine in self.bodies if mine.step == step), None)
+
+    def lend_memory(self, mine: OwnBody | None, mean: np.ndarray) -> np.ndarray:
+        """A copy of the mean, in the memory of our own body where it fits: it replaces that.  See `return_memory`."""
+        if mine is None or mine.body.size != mean.nbytes:
+            return mean.copy()
+        self.bodies.remove(mine)
+        self.encoder.give_away(mine.body)  # the next body must not be written over the copy
+        copy = mine.body.view(np.float32)
+        copy[:] = mean
+        return copy
+
+    def return_memory(self, copy: np.ndarray) -> None:
+        self.encoder.give_back(copy.view(np.uint8))
+
+    def readers_of(self, commit: Commit) -> set[str]:
+        """Other slots that may still need a body from here; their beats tell when not any more.
+
+        In a large fleet nobody looks at everybody's beat.
+        """
+        if not self.bodies or self._members.wanted.universe > rules.LARGE_FLEET:
+            return set()
+        return {o.slot for o in commit.fresh_offers} - {self._members.slot}
+
+    # ------------------------------------------------------------------ are they still needed?
+
+    def _keep_last(self) -> None:
+        """Before the next body is written: the last one stays in memory as long as somebody may miss it."""
+        kept = [mine for mine in self.bodies[-1:] if self.may_be_missed(mine)]
+        for mine in self.bodies:
+            if kept and mine is kept[0]:
+                self.encoder.give_away(mine.body)
+            else:
+                self.encoder.give_back(mine.body)
+        self.bodies = kept
+
+    def may_be_missed(self, mine: OwnBody) -> bool:
+        """May another replica still need our blob of that step?
+
+        A replica that was listed and is not known to be dead or past the step; we may never have seen its beat.
+        In a large fleet nobody looks at everybody: direct bodies are small and are kept; others are reduced in shards,
+        whose means are all announced when ours is made, so that they serve instead.
+        """
+        commit = self._chain.known_commit(mine.step)
+        if commit is None or not commit.lists_offer(mine.step, self._members.slot):
+            return False
+        if self._members.wanted.universe > rules.LARGE_FLEET:
+            return commit.mode == "direct"
+        peers = [self._members.peers.get(o.slot) for o in commit.fresh_offers if o.slot != self._members.slot]
+        return any(p is None or not (p.is_dead(self._timing.dead_after) or p.beat.step > mine.step) for p in peers)
+
+    def _is_replayed(self, step: int) -> bool:
+        """Does a replica heal that has not made this step yet?  It reads every body that the step lists."""
+        peers = [*self._members.peers.values()]
+        limit = self._timing.dead_after
+        return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
+
+    def _may_be_collected(self, mine: OwnBody) -> bool:
+        """May its blob be gone because nobody needs it?  Then nobody would delete it a second time."""
+        commit = self._chain.known_commit(mine.step)
+        if not self._collects or commit is None:
+            return False
+        return garbage.may_be_collected(self._store, commit, self._newest_snapshot())
+
+    # ------------------------------------------------------------------ putting back
+
+    def mend_missed(self) -> None:
+        """The others are long in coming: put back what they may miss, if the store has lost it."""
+        for mine in self.bodies:
+            if (self.may_be_missed(mine) or self._is_replayed(mine.step)) and not self._may_be_collected(mine):
+                self.mend(mine)
+
+    def mend_all(self) -> None:
+        for mine in self.bodies:
+            self.mend(mine)
+
+    def mend(self, mine: OwnBody) -> None:
+        """Look at our blob, and put it back if the store has lost or bent it and our own copy is as it was."""
+        found = page_aligned(mine.body.size)
+        trouble = fetch_checked(self._store, self._clock, mine.key, mine.pieces, found)
+        intact = why_differs(mine.key, as_bytes(mine.body), mine.pieces, required_digest_kind(self._store)) is None
+        if trouble is not None and intact:
+            self._store.put(mine.key, as_bytes(mine.body))
+            self._emit("repaired", step=mine.step, blob=mine.key)

@@ -1,0 +1,129 @@
+"""One replica's duties around snapshots: when to write one, when it may be seen, and what goes because of it.
+
+    commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t beside round t (snapshot_writer.py)
+    commit t read      ──▶ its base is ours: the manifest follows     else: abandoned
+                       └─▶ this replica wrote commit t: sweep what nobody needs any more (garbage.py)
+    the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
+
+Not promised: that this replica knows of the newest snapshot.  Commits name it, its writer knows at once.
+"""
+
+from collections.abc import Callable
+
+from rendezvous import layout, snapshots
+from rendezvous.background import Background, Emit, submit_reported
+from rendezvous.clock import Clock
+from rendezvous.garbage import Collector
+from rendezvous.keeping import Sizes, sizes_of
+from rendezvous.records import Commit
+from rendezvous.rules import Rules
+from rendezvous.snapshot_pace import SnapshotPace
+from rendezvous.snapshot_writer import SnapshotWriter
+from rendezvous.state import ReplicatedState, all_arrays
+from rendezvous.store import Store
+from rendezvous.tensors import TensorFile
+
+
+class SnapshotDuty:
+    """keep: bytes of blobs that stay in the bucket (keeping.py), None for all.   elements(fragment): of its vector.
+
+    bucket: the store without patience, for deletions: nothing depends on an answer.
+    background: runs what nobody waits for.   uploads: the same for what may take longer than a round.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bucket: Store,
+        clock: Clock,
+        rules_: Rules,
+        *,
+        keep: int | None,
+        background: Background,
+        uploads: Background,
+        elements: Callable[[int], int],
+        emit: Emit,
+    ) -> None:
+        self._store = store
+        self._rules = rules_
+        self._keep = keep
+        self._background = background
+        self._emit = emit
+        self._pace = SnapshotPace(rules_.snapshot_every, keep or 0)
+        self._collector = Collector(bucket, rules_, emit, keep or 0, elements)
+        self.writer = SnapshotWriter(
+            store, clock, uploads, run_in_background=self._submit, emit=emit, on_written=self.note_snapshot
+        )
+        self.newest = 0  # the newest snapshot known
+
+    def note_commit(self, commit: Commit, state: ReplicatedState) -> None:
+        """Commit t was applied: reckon when the next snapshot is due, and what may go.
+
+        Without the budget for a state that cannot be seen into.
+        """
+        if self._keep is not None:
+            self._collector.note_commit(commit)
+        self.note_snapshot(commit.snapshot)
+        size = 0
+        left = Sizes(0, 0)
+        if self._keep and (arrays := all_arrays(state, self._rules.fragments)):
+            size = TensorFile(arrays).size
+            left = sizes_of(commit, state.size(commit.t % self._rules.fragments), self._rules)
+        self._pace.take_step(commit.t, left, snapshot=size, newest=self.newest)
+
+    def confirm(self, commit: Commit, *, closed: bool) -> None:
+        """Commit t says from which state it started: what is written of θ_t may become visible, or not.
+
+        closed: this replica wrote the commit.
+        """
+        self.writer.confirm_base(commit.t, commit.base)
+        if closed and self._keep is not None:
+            self._submit(self.sweep)
+
+    def start_if_due(
+        self, state: ReplicatedState, step: int, *, base: str, prev: str | None, closed: bool, idle: bool
+    ) -> None:
+        """Begin to write θ_step, beside the next inner steps.
+
+        closed: this replica wrote the commit before.   idle: it has no steps to catch up with, nor is it done.
+        """
+        due = self._pace.is_due(step, self.newest, closed=closed, owes=self.writer.owes, stands=self._hear_of_snapshot)
+        if due and idle and not self.writer.is_busy:
+            self.writer.start(state, self._rules.fragments, step, base=base, prev=prev)
+
+    def write_last(
+        self, state: ReplicatedState, step: int, *, base: str, prev: str | None, m: int, agree: Callable[[], bool]
+    ) -> None:
+        """Write θ_T: two leave records with one digest confirm it, or m = 1 without (marked so).
+
+        Nobody closes a step after it, so all who end collect once more: its writer may have been killed before it did.
+        """
+        if self._store.get(layout.snapshot_key(step)) is None:
+            confirmed = agree()
+            if not confirmed and m > 1:
+                return
+            self.writer.write(state, self._rules.fragments, step, base=base, prev=prev, confirmed=confirmed)
+        if self._keep is not None:
+            self.note_snapshot(step)
+            self._submit(self.sweep)
+            self._background.drain()
+
+    def sweep(self) -> None:
+        """Delete what nobody needs that starts from the newest snapshots, as far as the budget asks for it."""
+        if self._pace.planned > self.newest:
+            self._hear_of_snapshot(self._pace.planned)
+        self._collector.sweep(self.newest)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        submit_reported(self._background, job, self._emit)
+
+    def _hear_of_snapshot(self, step: int) -> bool:
+        """Is this snapshot there?  Its writer alone knows until it closes a step."""
+        found = snapshots.read(self._store, step) is not None
+        if found:
+            self.note_snapshot(step)
+        return found
+
+    def note_snapshot(self, step: int) -> None:
+        """The snapshot of this step stands."""
+        self.newest = max(self.newest, step)
