@@ -10,26 +10,24 @@ Two commands with equal mathematics are the same run; `fleet` may differ from on
 Unknown or contradictory settings are errors that name the next thing to do.  No torch here.
 """
 
-import difflib
 import math
-import numbers
 import re
 import tomllib
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from inner import InnerConfig, InnerError
+from inner.base import MOVED
+from inner.flat_names import FILE_SETTINGS
+from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"
-USER_FILES = ("reward", "environment", "prompts", "pairs", "text")  # settings of [inner] that name a file
-NOT_LEARNED = ("reward_retries", "reward_timeout_s")  # settings of [inner] that change nothing of what is learned
+NOT_LEARNED = ("rewards.retries", "rewards.timeout_s")  # settings of [inner] that change nothing of what is learned
 
 
 class ConfigError(ValueError):
@@ -45,45 +43,49 @@ class OuterConfigError(ConfigError, OuterError):
 
 
 @dataclass(frozen=True)
-class OuterConfig:
-    """DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
-
-    sync_every: H, inner steps inside a full pseudogradient.   fragments: F; one of them is synchronised every H/F.
-    fragment_sync_delay: τ, inner steps between sending a fragment and applying it.
-    fragment_update_alpha: α, how much of the local value a fragment keeps when it is applied (0: none).
-    lr, momentum: of the Nesterov outer step.   lr = "auto": as large as the likeness of successive means allows.
-    codec: how pseudogradients travel: fp32, bf16, int8, int4, topk or bf16-gate, the lossy ones with error feedback;
-    auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.
-    max_carry, age_discount: how long a late pseudogradient may wait to be listed, and what it is worth per sync.
-    weighting: what a pseudogradient counts by: its inner "steps", its "samples", or "uniform".
-    norm_gate: one that is so many times longer than others counts as one of typical length (0: whatever it is).
-    sync_seconds: a sync is due after that long, if not sync_every inner steps come first.
+class OuterConfig(Table):
+    """The outer step: DiLoCo (arXiv 2311.08105) with Streaming DiLoCo's fragments (arXiv 2501.18512); torchft's names.
 
     This is the only declaration of these settings and their only check, for run.toml and for `make_diloco`.
     Raises OuterConfigError.  An int does for a float; a bool is no number.
     """
 
-    sync_every: int = 10
-    fragments: int = 1
-    fragment_sync_delay: int = 0
-    fragment_update_alpha: float = 0.0
-    lr: float | str = 0.7
-    momentum: float = 0.5
-    max_carry: int = 2
-    age_discount: float = 0.5
-    snapshot_every: int = 10
-    codec: str = "fp32"
-    weighting: str = "steps"
-    norm_gate: float = 10.0
-    sync_seconds: float | None = None
+    path: ClassVar[str] = "outer"
+    error: ClassVar[type[Exception]] = OuterConfigError
 
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+    sync_every: int = setting(10, "H: inner steps inside a full pseudogradient.")
+    fragments: int = setting(1, "F: the model travels in that many parts, one of them every H/F inner steps.")
+    fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.")
+    fragment_update_alpha: float = setting(
+        0.0, "α: how much of the local value a fragment keeps when it is applied (0: none)."
+    )
+    lr: float | str = setting(
+        0.7, 'Of the Nesterov outer step; "auto": as large as the likeness of successive means allows.'
+    )
+    momentum: float = setting(0.5, "Of the Nesterov outer step.")
+    max_carry: int = setting(2, "Syncs that a late pseudogradient may wait to be listed.")
+    age_discount: float = setting(0.5, "What a late pseudogradient is worth, per sync that it is late.")
+    snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.")
+    codec: str = setting(
+        "fp32",
+        "How pseudogradients travel: fp32, bf16, int8, int4, topk or bf16-gate, the lossy ones with error feedback; "
+        "auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.",
+    )
+    weighting: str = setting(
+        "steps", 'What a pseudogradient counts by: its inner "steps", its "samples", or "uniform".'
+    )
+    norm_gate: float = setting(
+        10.0, "A pseudogradient longer than norm_gate × the typical length is scaled to the typical length; 0: off."
+    )
+    sync_seconds: float | None = setting(
+        None, "A sync is due after that many seconds, if not sync_every inner steps come first."
+    )
+
+    def check(self) -> None:
         for f in fields(self):
-            value = _as_type(getattr(self, f.name), hints[f.name], f"outer.{f.name}", OuterConfigError)
+            value = getattr(self, f.name)
             if isinstance(value, int) and value.bit_length() > 53:
                 raise OuterConfigError(f"outer.{f.name} is an integer of {value.bit_length()} bits; use at most 53")
-            object.__setattr__(self, f.name, value)  # as what it is declared: 1 becomes 1.0
         _check_schedule(self)
         _check_step(self)
         _check_weighing(self)
@@ -91,8 +93,7 @@ class OuterConfig:
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "OuterConfig":
         """From settings by name.   Raises OuterConfigError for a name that is none, with the nearest one."""
-        _refuse_unknown(cls, table, "outer.", OuterConfigError)
-        return cls(**table)
+        return cls.from_dict(table)
 
     @property
     def rules(self) -> Rules:
@@ -105,28 +106,34 @@ class OuterConfig:
 
 
 @dataclass(frozen=True)
-class FleetConfig:
-    """The operator's desired fleet when the run starts; each setting may change later without touching the mathematics.
+class FleetConfig(Table):
+    """The operator's desired fleet when the run starts; each setting may change later: none is mathematics."""
 
-    replicas: how many to keep running.   steps: outer steps in all.
-    min_replicas: fresh pseudogradients without which no outer step is taken (default min(2, replicas)).
-    keep: bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or
-    "window" for no more than what the last two snapshots need, which always stays (rendezvous/keeping.py).  The
-    default is "all" with [inner.lora].
-    give_up_s: seconds without progress after which a replica exits, resumable.
-    hung_after_s: seconds without an inner step after which a replica may count as hung and is started again; ten times
-    its median step and three times its longest, if that is more (diloco/watchdog.py); 0 for never.
-    log_rollouts: how many rollouts each replica writes down per outer step, for `diloco traces` (0: none).
-    """
+    path: ClassVar[str] = "fleet"
+    error: ClassVar[type[Exception]] = ConfigError
 
-    replicas: int = 3
-    steps: int = 10
-    min_replicas: int | None = None
-    keep: int | str = "20 GB"
-    give_up_s: float = 600.0
-    start_patience_s: float = 30.0
-    hung_after_s: float = 600.0
-    log_rollouts: int = 4
+    replicas: int = setting(3, "How many to keep running.")
+    steps: int = setting(10, "Outer steps in all.")
+    min_replicas: int | None = setting(
+        None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas))."
+    )
+    keep: int | str = setting(
+        "20 GB",
+        'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
+        '"window" for no more than the last two snapshots need, which always stays (default with [inner.lora]: "all").',
+    )
+    give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.")
+    start_patience_s: float = setting(
+        30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them."
+    )
+    hung_after_s: float = setting(
+        600.0,
+        "Seconds without an inner step after which a replica may count as hung and is started again; ten times its "
+        "median step and three times its longest, if that is more; 0 for never.",
+    )
+    log_rollouts: int = setting(
+        4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none)."
+    )
 
     @property
     def quorum(self) -> int:
@@ -139,14 +146,14 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.   folder: where relative paths in [inner] start (not part of the run).
+    """One run.   folder: where relative paths in [inner] start (not part of the run)."""
 
-    rendezvous: "bucket", or lighthouse://host:port where replicas can reach each other (torchft's Manager, Gloo).
-    """
-
-    name: str = "run"
-    seed: int = 0
-    rendezvous: str = BUCKET
+    name: str = setting("run", "What `status` and the report call the run.")
+    seed: int = setting(0, "Of data order and sampling; each slot and session has its own, made from this one.")
+    rendezvous: str = setting(
+        "bucket",
+        '"bucket", or lighthouse://host:port where replicas can reach each other (torchft\'s Manager, Gloo).',
+    )
     outer: OuterConfig = field(default_factory=OuterConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
@@ -154,8 +161,8 @@ class RunConfig:
 
     def mathematics(self) -> dict[str, Any]:
         """The settings that may never change under one URL: digests of the user's files, not their names."""
-        inner = {k: v for k, v in self.inner.to_dict().items() if k not in (*USER_FILES, *NOT_LEARNED)}
-        entry_points = {k: _entry_point(getattr(self.inner, k)) for k in USER_FILES if getattr(self.inner, k)}
+        inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), *NOT_LEARNED))
+        entry_points = {kind: _entry_point(name) for kind, name in self._named_files().items()}
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
 
@@ -166,33 +173,33 @@ class RunConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
         """Raises ConfigError."""
-        sections = {"outer": OuterConfig, "inner": InnerConfig, "fleet": FleetConfig}
-        values = _check_values(cls, {k: v for k, v in raw.items() if k not in sections}, "", extra=sections)
-        for name, section in sections.items():
-            table = raw.get(name, {})
-            if not isinstance(table, Mapping):
-                raise ConfigError(f"[{name}] must be a table, found {table!r}")
-            if section is FleetConfig:
-                table = _with_keep(table, adapter=values["inner"].lora is not None)
-            values[name] = _build_section(section, table, name)
-        config = cls(**values, folder=folder)
+        raw = with_keep(raw)
+        refuse_unknown(raw, cls, error=ConfigError, prefix="", known=list_settings(cls), moved=MOVED)
+        hints = field_types(cls)
+        try:
+            config = cls(**{k: as_type(v, hints[k], k, ConfigError) for k, v in raw.items()}, folder=folder)
+        except InnerError as error:
+            raise ConfigError(str(error)) from error
         config.check()
         return config
 
     def user_files(self) -> dict[str, Path]:
-        """Setting -> path of the file that it names; for reward and environment the part before the colon."""
-        named = {k: getattr(self.inner, k) for k in USER_FILES if getattr(self.inner, k)}
+        """Kind -> path of the user's file; for reward and environment the part before the colon."""
         return {k: self.folder / v.rpartition(":")[0] if k in ("reward", "environment") else self.folder / v
-                for k, v in named.items()}  # fmt: skip
+                for k, v in self._named_files().items()}  # fmt: skip
+
+    def _named_files(self) -> dict[str, str]:
+        return {kind: name for kind in FILE_SETTINGS if (name := self.inner.file_setting(kind))}
 
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
         check_boundary(self.outer, self.inner.boundary)
         _check_rendezvous(self.rendezvous, self.outer)
         check_fleet(self.fleet)
-        for setting, path in self.user_files().items():
+        for kind, path in self.user_files().items():
             if not path.is_file():
-                raise ConfigError(f"inner.{setting}: there is no file {path}. Give a path relative to the config file")
+                name = f"inner.{FILE_SETTINGS[kind]}"
+                raise ConfigError(f"{name}: there is no file {path}. Give a path relative to the config file")
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -320,14 +327,27 @@ def keep_bytes(keep: int | str) -> int | None:
     return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
 
 
-def _with_keep(fleet: Mapping[str, Any], *, adapter: bool) -> dict[str, Any]:
+def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`fleet.retention`, in a run.toml or run.json of an earlier release, said the same of "all" and "window".
 
     A run of an adapter is small: all of it stays if nothing else is said.
     """
+    fleet = raw.get("fleet", {})
+    inner = raw.get("inner", {})
+    if not isinstance(fleet, Mapping):
+        return dict(raw)
     rest = {k: v for k, v in fleet.items() if k != "retention"}
-    default = {"keep": "all"} if adapter else {}
-    return {**default, **({"keep": fleet["retention"]} if "retention" in fleet else {}), **rest}
+    default = {"keep": "all"} if isinstance(inner, Mapping) and inner.get("lora") is not None else {}
+    return {**raw, "fleet": {**default, **({"keep": fleet["retention"]} if "retention" in fleet else {}), **rest}}
+
+
+def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The tables of [inner] without these settings.   names: "table.key"."""
+    left = {k: dict(v) if isinstance(v, Mapping) else v for k, v in inner.items()}
+    for name in names:
+        table, _, key = name.partition(".")
+        left[table].pop(key, None)
+    return left
 
 
 def check_fleet(fleet: FleetConfig) -> None:
@@ -346,57 +366,6 @@ def check_fleet(fleet: FleetConfig) -> None:
             f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "
             f"taken. Use a number from 1 to {fleet.replicas}"
         )
-
-
-def _build_section(section: type, table: Mapping[str, Any], name: str) -> Any:
-    if section is OuterConfig:
-        return OuterConfig.of(table)
-    try:
-        return section(**_check_values(section, table, f"{name}."))
-    except InnerError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_values(cls: type, table: Mapping[str, Any], prefix: str, extra: typing.Iterable[str] = ()) -> dict[str, Any]:
-    """The table's values, each known and of its type (an int does for a float)."""
-    hints = _refuse_unknown(cls, table, prefix, ConfigError, extra)
-    return {k: _as_type(v, hints[k], f"{prefix}{k}", ConfigError) for k, v in table.items()}
-
-
-def _refuse_unknown(
-    cls: type, table: Mapping[str, Any], prefix: str, error: type[ConfigError], extra: typing.Iterable[str] = ()
-) -> dict[str, Any]:
-    """-> the type of each setting of `cls`."""
-    hints = typing.get_type_hints(cls)
-    known = {f.name: hints[f.name] for f in fields(cls) if f.name != "folder" and not is_dataclass(hints[f.name])}
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, [*known, *extra], n=1)
-            advice = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(sorted([*known, *extra]))}"
-            raise error(f"unknown setting {prefix}{key}; {advice}")
-    return known
-
-
-def _as_type(value: Any, hint: Any, name: str, error: type[ConfigError]) -> Any:
-    """The value as its type: any int or real number (numpy's, too) does for a float, a bool for neither."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if isinstance(value, Mapping) and (tables := [o for o in options if isinstance(o, type) and is_dataclass(o)]):
-        return _build_section(tables[0], value, name)
-    if type(value) in options or (value is None and type(None) in options):
-        return value
-    if int in options and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if float in options and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return _as_float(value)
-    allowed = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
-    raise error(f"{name} = {value!r} must be {allowed}, not {type(value).__name__}")
-
-
-def _as_float(value: numbers.Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an int of 400 digits: as much out of range as infinity
-        return math.inf
 
 
 def _entry_point(value: str) -> str:

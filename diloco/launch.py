@@ -18,10 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
+from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet, without_settings
 from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
+from inner.flat_names import FILE_SETTINGS
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
@@ -161,10 +162,11 @@ class Run:
                 f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "
                 "are in that program. `diloco status` and `diloco report` read it; start and export from there"
             )
-        inner = {k: v for k, v in raw["inner"].items() if k not in self.record.files}
         entry = self.record.mathematics["entry_points"]
-        for setting, stored in self.record.files.items():
-            inner[setting] = stored["key"] + (f":{entry[setting]}" if entry.get(setting) else "")
+        inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in self.record.files))
+        for kind, stored in self.record.files.items():
+            table, _, key = FILE_SETTINGS[kind].partition(".")
+            inner[table][key] = stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "")
         return StoredConfig.from_dict({**raw, "inner": inner})
 
     @property

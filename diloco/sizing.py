@@ -58,7 +58,7 @@ def compute_seconds(parameters: int, sync_every: int, tokens: int = TOKENS) -> f
 def compute_seconds_of(config: RunConfig, parameters: int) -> float:
     inner = config.inner
     outer = config.outer
-    length = inner.context_length if inner.loop == "supervised" else inner.completion_length
+    length = inner.data.context_length if inner.loop == "supervised" else inner.completion_length
     tokens = inner.batch_size * inner.gradient_accumulation_steps * length
     return min(compute_seconds(parameters, outer.sync_every, tokens), outer.sync_seconds or float("inf"))
 

@@ -4,7 +4,7 @@
         ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}
         ──▶ TraceState: messages so far, action, reward of the rollout, error of the action, how unsure the group was
 
-    diloco traces RUN --to traces.jsonl ─▶ replay_trace ─▶ pairs.jsonl ─▶ inner.pairs          docs/replay.md
+    diloco traces RUN --to traces.jsonl ─▶ replay_trace ─▶ pairs.jsonl ─▶ inner.replay.pairs          docs/replay.md
 
 No torch here.
 

@@ -36,6 +36,8 @@ from inner.replay.ask import replay_trace
 from inner.replay.pairs import extract_dpo_pairs, save_pairs
 from inner.replay.states import TraceState
 from inner.rollout_sample import rollout_states
+from inner.settings import ReplaySettings, SdpoSettings
+from inner.task_settings import GrpoSettings
 
 WORLD = ToolWorld(kinds=6, names=32)
 THETA_0_STEPS = 4  # generations of 64 at θ₀, for the pairs
@@ -110,10 +112,13 @@ def main() -> None:
 
 def run(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> dict[str, Any]:
     pairs = pairs_for(arm, seed, model, folder) if arm.teachers else None
-    config = InnerConfig(batch_size=64, alpha_sdpo=arm.alpha, lr=arm.lr, objective=arm.objective)
+    config = InnerConfig(
+        batch_size=64, lr=arm.lr, sdpo=SdpoSettings(weight=arm.alpha), grpo=GrpoSettings(objective=arm.objective)
+    )
     files = {}
     if pairs is not None:
-        config, files = replace(config, beta_replay=BETA, pairs=pairs.path.name), {"pairs": pairs.path}
+        config = replace(config, replay=ReplaySettings(weight=BETA, pairs=pairs.path.name))
+        files = {"pairs": pairs.path}
     loop = build_inner(config, model, files, Seeds(data=seed, noise=seed))
     if arm.wrong_hint:
         loop.trainer.hint = wrong_hint  # pyright: ignore[reportAttributeAccessIssue]

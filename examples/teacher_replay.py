@@ -4,7 +4,7 @@
     python examples/teacher_replay.py traces.jsonl --failed --usd 2.00 --to pairs.jsonl
     python examples/teacher_replay.py traces.json --format tau-bench --usd 2.00 --to pairs.jsonl      other people's
 
-    traces ─▶ states ─▶ three teachers, at most $2.00, answers in pairs.ledger ─▶ pairs.jsonl ─▶ inner.pairs
+    traces ─▶ states ─▶ three teachers, at most $2.00, answers in pairs.ledger ─▶ pairs.jsonl ─▶ inner.replay.pairs
                         killed? the same command goes on, and pays for nothing twice
 
 --failed asks only where the student's action failed, --unsure 0.5 only where its group was that unsure (in nats).

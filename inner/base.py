@@ -19,16 +19,27 @@ No torch here: configs are written and read on machines that never train.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from math import gcd, isfinite
+from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from inner.errors import FLOAT16, InnerError
+from inner.flat_names import FILE_SETTINGS, FLAT_NAMES
 from inner.lora_settings import LoraSettings
 from inner.objectives import find_objective, po_settings
-from inner.settings import ChannelSettings, refuse_unread
+from inner.settings import ChannelSettings, ReplaySettings, SdpoSettings, refuse_unread
+from inner.tables import Table, list_settings, refuse_unknown, setting
+from inner.task_settings import (
+    POLICY_KNOBS,
+    DataSettings,
+    GrpoSettings,
+    RewardSettings,
+    SamplingSettings,
+    ScheduleSettings,
+    ToolworldSettings,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,20 +50,6 @@ if TYPE_CHECKING:
 LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
 DTYPES = ("float32", "bfloat16")
-POLICY_ONLY = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
-ROLLOUTS_ONLY = (
-    "gradient_checkpointing", "reward", "environment", "prompts", "num_generations", "max_completion_length",
-    "max_tool_calling_iterations", "temperature", "vllm", "objective", "steps_per_generation", "num_iterations",
-    "dynamic_sampling", "soft_overlong_tokens", "reward_retries", "reward_timeout_s", *POLICY_ONLY,
-)  # fmt: skip
-OBJECTIVE_KNOBS = (
-    "loss_type",
-    "scale_rewards",
-    "epsilon",
-    "epsilon_high",
-    "dynamic_sampling",
-    "soft_overlong_tokens",
-)
 
 # "reward" | "environment" | "prompts" | "pairs" | "text" -> the local copy of the user's file
 Files = Mapping[str, Path]
@@ -76,59 +73,52 @@ class Seeds:
 
 
 @dataclass(frozen=True)
-class InnerConfig(ChannelSettings):
-    """One inner loop. `None` means: the value we would run for this model (see the properties).
+class InnerConfig(Table):
+    """The model, the optimizer and the batches of one replica's loop.
 
-    The weights and knobs of the loss's channels are in inner/settings.py."""
+    `None` means: the value we would run for this model (see the properties).
+    """
 
-    loop: str = "grpo"
-    model: str = "toolworld"  # or "tiny" (supervised), a local folder, a Hub id
-    revision: str | None = None
-    dtype: str = "float32"
-    lora: LoraSettings | None = None  # train an adapter, and leave the model as it is
+    path: ClassVar[str] = "inner"
 
-    lr: float | None = None
-    lr_warmup_steps: int = 0  # from inner step 0 of the data order
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    max_grad_norm: float = 1.0
-    batch_size: int = 32  # completions (grpo) or sequences (supervised) per forward and backward pass
-    gradient_accumulation_steps: int = 1
-    gradient_checkpointing: bool = False
+    loop: str = setting("grpo", '"grpo": learn from rewards. "supervised": learn to continue a text.', one_of=LOOPS)
+    model: str = setting(
+        "toolworld",
+        '"toolworld" or "tiny" (supervised), built in code; a local folder; a .gguf file; or a name on the Hub.',
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a model on the Hub; a run keeps the commit that it names at its start."
+    )
+    dtype: str = setting("float32", "Of the trained weights.")
+    lr: float | None = setting(
+        None, "Learning rate of the inner optimizer (default: 1e-6, with [inner.lora] 1e-4, built-in models 1e-3).",
+        above=0,
+    )  # fmt: skip
+    lr_warmup_steps: int = setting(0, "Inner steps, from the first of the data order, over which lr rises.", least=0)
+    weight_decay: float = setting(0.0, "AdamW's.", least=0)
+    adam_beta1: float = setting(0.9, "AdamW's mean of gradients.", least=0, below=1)
+    adam_beta2: float = setting(0.95, "AdamW's mean of squared gradients.", least=0, below=1)
+    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0 for no clip.", least=0)
+    batch_size: int = setting(
+        32, "Completions (grpo) or sequences (supervised) per forward and backward pass.", above=0
+    )
+    gradient_accumulation_steps: int = setting(1, "Forward and backward passes per inner step.", above=0)
+    gradient_checkpointing: bool = setting(False, "Compute activations again in the backward pass: less memory.")
 
-    text: str | None = None  # supervised: .txt, .npy (token ids) or .bin (uint16 token ids)
-    context_length: int = 64
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    lora: LoraSettings | None = None
+    data: DataSettings = field(default_factory=DataSettings)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    grpo: GrpoSettings = field(default_factory=GrpoSettings)
+    sdpo: SdpoSettings = field(default_factory=SdpoSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
 
-    reward: str | None = None  # "file.py:function", signature f(completions, **columns) -> list[float]
-    reward_retries: int = 3  # further tries of a call that failed, before its completions count as None
-    reward_timeout_s: float = 300.0  # of one call, for a whole batch; 0 for none
-    environment: str | None = None  # "file.py:Class", TRL's environment: reset(**row), public methods are tools
-    prompts: str | None = None  # .jsonl with a `prompt` column
-    pairs: str | None = None  # .jsonl of preference pairs (DPOPair) for beta_replay
-    num_generations: int = 8
-    max_completion_length: int | None = None  # all turns together, tool results included
-    max_tool_calling_iterations: int = 2
-    temperature: float = 1.0
-    vllm: bool = False  # generate with vLLM, in this process ("colocate"); TRL sends it the weights at each generation
-    objective: str = "dr_grpo"  # a name of the menu: `diloco objectives`; None below is that objective's own value
-    loss_type: str | None = None
-    scale_rewards: str | None = None
-    epsilon: float | None = None
-    epsilon_high: float | None = None
-    dynamic_sampling: int | None = None  # further generations per batch, to replace groups whose rewards all agree
-    soft_overlong_tokens: int | None = None  # the last tokens before max_completion_length, which cost reward
-    steps_per_generation: int | None = None
-    num_iterations: int = 1
-
-    world_kinds: int = 6
-    world_names: int = 32
-    warm_start_steps: int = 450
-
-    def __post_init__(self) -> None:
-        if isinstance(self.lora, Mapping):  # as JSON has it
-            object.__setattr__(self, "lora", LoraSettings(**self.lora))
-        self.validate()
+    @property
+    def channels(self) -> ChannelSettings:
+        """The weights of the three channels, and how two of them are computed.   Raises ChannelError."""
+        return ChannelSettings(self.grpo.weight, self.sdpo, self.replay, self.schedule.weight_steps)
 
     @property
     def learning_rate(self) -> float:
@@ -140,34 +130,28 @@ class InnerConfig(ChannelSettings):
 
     @property
     def completion_length(self) -> int:
-        if self.max_completion_length is not None:
-            return self.max_completion_length
+        if self.sampling.max_completion_length is not None:
+            return self.sampling.max_completion_length
         return 24 if self.model == "toolworld" else 512
 
     @property
     def generation_steps(self) -> int:
         """Micro-batches that one generation serves before TRL generates anew."""
-        stale = find_objective(self.objective).stale if self.num_iterations == 1 else 1
-        spg = self.steps_per_generation or stale * self.gradient_accumulation_steps
-        return spg * self.num_iterations
+        stale = find_objective(self.grpo.objective).stale if self.grpo.num_iterations == 1 else 1
+        return self.grpo.num_iterations * (self.grpo.steps_per_generation or stale * self.gradient_accumulation_steps)
 
     @property
     def generation_size(self) -> int:
         """Completions that one generation makes: whole groups of num_generations, scored together."""
-        return self.batch_size * (self.generation_steps // self.num_iterations)
-
-    @property
-    def objective_overrides(self) -> dict[str, Any]:
-        """The objective's settings that the run overrides."""
-        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
+        return self.batch_size * (self.generation_steps // self.grpo.num_iterations)
 
     @property
     def compares_with_start(self) -> bool:
         """Does the loss need θ₀ all along?   The reference of DPO, a KL term, a frozen teacher."""
-        if self.loop != "supervised" and po_settings(self.objective, self.objective_overrides).get("beta"):
+        if self.loop != "supervised" and po_settings(self.grpo.objective, self.grpo.overrides).get("beta"):
             return True
-        reference = self.uses_replay and self.dpo_variant == "dpo"
-        return reference or (self.uses_sdpo and self.sdpo_teacher == "frozen")
+        reference = self.replay.is_used and self.replay.variant == "dpo"
+        return reference or (self.sdpo.is_used and self.sdpo.teacher == "frozen")
 
     @property
     def boundary(self) -> int:
@@ -176,21 +160,24 @@ class InnerConfig(ChannelSettings):
             return 1
         return max(1, self.generation_steps // self.gradient_accumulation_steps)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def file_setting(self, kind: str) -> str | None:
+        """How the config names the user's file of this kind: "reward", "environment", "prompts", "pairs" or "text"."""
+        table, _, key = FILE_SETTINGS[kind].partition(".")
+        return getattr(getattr(self, table), key)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> InnerConfig:
-        known = set(cls.__dataclass_fields__)
-        if unknown := sorted(set(values) - known):
-            raise InnerError(f"[inner] has no setting {', '.join(unknown)}. Valid: {', '.join(sorted(known))}.")
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Raises InnerError, for a key that is none with the nearest one of all tables."""
+        refuse_unknown(values, cls, error=InnerError, moved=MOVED)
         return cls(**values)
 
-    def validate(self) -> None:
+    def check(self) -> None:
         """Raise InnerError if settings contradict each other, before anything is downloaded or rented."""
-        self._check_names()
-        self._check_positive()
-        self.check_channels()
+        if self.dtype == "float16":
+            raise InnerError(FLOAT16.format('inner.dtype = "float16"'))
+        if self.dtype not in DTYPES:
+            raise InnerError(f"inner.dtype = {self.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
+        self.channels  # noqa: B018  (it checks itself)
         self._check_pairs()
         if self.loop == "supervised":
             self._check_supervised()
@@ -202,150 +189,120 @@ class InnerConfig(ChannelSettings):
     def _check_unread(self) -> None:
         """Settings that this run would never read, as check_channels does for those of the channels."""
         unread = partial(refuse_unread, self, error=InnerError)
-        unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='loop = "grpo"')
-        unread(("text",), is_read=self.loop == "supervised", condition='loop = "supervised"')
-        world = ("world_kinds", "world_names", "warm_start_steps")
-        unread(world, is_read=self.model == "toolworld", condition='model = "toolworld"')
-        unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="model is on the Hub")
-        if self.vllm and self.lora is not None:
+        unread(ROLLOUTS_ONLY, is_read=self.loop != "supervised", condition='inner.loop = "grpo"')
+        unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
+        unread(WORLD_ONLY, is_read=self.model == "toolworld", condition='inner.model = "toolworld"')
+        unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="inner.model is on the Hub")
+        if self.sampling.vllm and self.lora is not None:
             raise InnerError(
-                "vllm = True with [inner.lora]: TRL merges the adapter into the base and takes it out again at each "
-                "generation, which does not give all bits of the base back. Leave inner.vllm out, or train the whole "
-                "model."
+                "inner.sampling.vllm = true with [inner.lora]: TRL merges the adapter into the base and takes it out "
+                "again at each generation, which does not give all bits of the base back. Leave inner.sampling.vllm "
+                "out, or train the whole model."
             )
-        unread(POLICY_ONLY, is_read=self.policy_weight > 0, condition="policy_weight is above 0")
-
-    def _check_names(self) -> None:
-        _one_of("loop", self.loop, LOOPS)
-        if self.dtype == "float16":
-            raise InnerError(FLOAT16.format('dtype = "float16"'))
-        _one_of("dtype", self.dtype, DTYPES)
-        find_objective(self.objective)
-
-    def _check_positive(self) -> None:
-        positive = (
-            "batch_size",
-            "gradient_accumulation_steps",
-            "context_length",
-            "temperature",
-            "num_iterations",
-        )
-        positive += (
-            "world_kinds",
-            "world_names",
-            "warm_start_steps",
-            "learning_rate",
-        )
-        positive += ("completion_length", "generation_steps")
-        for name in positive:
-            if not (isfinite(value := getattr(self, name)) and value > 0):
-                raise InnerError(f"{name} = {value} must be greater than 0. Set inner.{name}.")
-        for name in (
-            "weight_decay",
-            "max_grad_norm",
-            "lr_warmup_steps",
-            "max_tool_calling_iterations",
-            "reward_retries",
-            "reward_timeout_s",
-        ):
-            if not (isfinite(value := getattr(self, name)) and value >= 0):
-                raise InnerError(f"{name} = {value} must be 0 (off) or more. Set inner.{name}.")
+        unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
 
     def _check_supervised(self) -> None:
-        if self.text is None:
+        if self.data.text is None:
             raise InnerError(
-                'loop = "supervised" has no text to learn from. Set inner.text to a .txt, .npy or .bin file.'
-            )
-        if Path(self.text).suffix not in (".txt", ".npy", ".bin"):
-            raise InnerError(
-                f"text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. Convert it, "
-                "or rename it if it is plain text."
+                'inner.loop = "supervised" has no text to learn from. Set inner.data.text to a .txt, .npy or .bin file.'
             )
         if self.model == "toolworld":
             raise InnerError(
-                'model = "toolworld" only knows its own 200 words. For loop = "supervised" set inner.model = "tiny" '
-                "(bytes), a local folder or a Hub id."
+                'inner.model = "toolworld" only knows its own 200 words. For inner.loop = "supervised" set '
+                'inner.model = "tiny" (bytes), a local folder or a Hub id.'
             )
-        if self.uses_sdpo or self.uses_replay:
+        if self.sdpo.is_used or self.replay.is_used:
             raise InnerError(
-                f"alpha_sdpo = {self.alpha_sdpo} and beta_replay = {self.beta_replay} are terms beside a policy loss, "
-                'and loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both to 0.'
+                f"inner.sdpo.weight = {self.sdpo.weight} and inner.replay.weight = {self.replay.weight} are terms "
+                'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both '
+                "to 0."
             )
 
     def _check_grpo(self) -> None:
         if self.model == "tiny":
             raise InnerError(
-                'model = "tiny" has no chat template. Set inner.loop = "supervised" or another inner.model.'
-            )
-        if self.num_generations < 2:
-            raise InnerError(
-                f"num_generations = {self.num_generations}: a reward is compared within its group, so a group needs 2 "
-                "or more completions. Set inner.num_generations to 8."
+                'inner.model = "tiny" has no chat template. Set inner.loop = "supervised" or another inner.model.'
             )
         self._check_groups()
         micro = self.generation_steps
         ga = self.gradient_accumulation_steps
         if micro % ga and ga % micro:
             raise InnerError(
-                f"steps_per_generation * num_iterations = {micro} and gradient_accumulation_steps = {ga} do not divide "
-                "each other, so generations would end inside an inner step. Make one a multiple of the other."
+                f"inner.grpo.steps_per_generation * inner.grpo.num_iterations = {micro} and "
+                f"inner.gradient_accumulation_steps = {ga} do not divide each other, so generations would end inside "
+                "an inner step. Make one a multiple of the other."
             )
-        po_settings(self.objective, self.objective_overrides)
+        po_settings(self.grpo.objective, self.grpo.overrides)
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
 
     def _check_groups(self) -> None:
         """TRL scores a whole generation at once, so it is the generation that must hold whole groups."""
-        if self.generation_size % self.num_generations == 0:
+        group = self.sampling.num_generations
+        if self.generation_size % group == 0:
             return
-        per_generation = self.generation_steps // self.num_iterations
-        fitting = self.num_generations // gcd(self.batch_size, self.num_generations)
+        per_generation = self.generation_steps // self.grpo.num_iterations
+        fitting = group // gcd(self.batch_size, group)
         raise InnerError(
-            f"one generation makes batch_size = {self.batch_size} · steps_per_generation = {per_generation} "
-            f"completions (without a setting of its own, steps_per_generation is gradient_accumulation_steps), which "
-            f"is not a multiple of num_generations = {self.num_generations}, so a group would be torn apart. Set "
-            f"inner.batch_size to {self.num_generations} or a multiple of it, or inner.steps_per_generation to "
-            f"{fitting} or a multiple of it."
+            f"one generation makes inner.batch_size = {self.batch_size} · steps_per_generation = {per_generation} "
+            "completions (without a setting of its own, steps_per_generation is gradient_accumulation_steps), which "
+            f"is not a multiple of num_generations = {group}, so a group would be torn apart. Set inner.batch_size to "
+            f"{group} or a multiple of it, or inner.grpo.steps_per_generation to {fitting} or a multiple of it."
         )
 
     def _check_own_task(self) -> None:
-        if self.prompts is None:
+        if self.data.prompts is None:
             raise InnerError(
-                f'model = "{self.model}" has no prompts. Set inner.prompts to a .jsonl file with a `prompt`.'
+                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a .jsonl file with a `prompt`.'
             )
-        if self.reward is None and self.environment is None:
+        if self.rewards.function is None and self.sampling.environment is None:
             raise InnerError(
-                f'model = "{self.model}" has no reward. Set inner.reward = "file.py:function", or inner.environment to '
-                "a class with `get_reward`."
+                f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
+                "inner.sampling.environment to a class with `get_reward`."
             )
 
     def _check_sdpo(self) -> None:
-        if not self.uses_sdpo:
+        if not self.sdpo.is_used:
             return
-        has_tools = self.environment is not None or self.model == "toolworld"
-        if self.sdpo_context == "hint" and (not has_tools or self.max_tool_calling_iterations == 0):
+        has_tools = self.sampling.environment is not None or self.model == "toolworld"
+        iterations = self.sampling.max_tool_calling_iterations
+        if self.sdpo.context == "hint" and (not has_tools or iterations == 0):
             raise InnerError(
-                f"alpha_sdpo = {self.alpha_sdpo} learns at tool errors, and this run can never report one (environment "
-                f"= {self.environment}, max_tool_calling_iterations = {self.max_tool_calling_iterations}). Set "
-                'inner.environment, inner.sdpo_context = "rollout", or inner.alpha_sdpo = 0.'
+                f"inner.sdpo.weight = {self.sdpo.weight} learns at tool errors, and this run can never report one "
+                f"(inner.sampling.environment = {self.sampling.environment}, max_tool_calling_iterations = "
+                f'{iterations}). Set inner.sampling.environment, inner.sdpo.context = "rollout", or inner.sdpo.weight '
+                "= 0."
             )
-        if self.may_collapse:
+        if self.sdpo.may_collapse:
             raise InnerError(
-                f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set "
-                'inner.alpha_sdpo to .1 or less, or inner.sdpo_teacher = "round" or "frozen".'
+                f"inner.sdpo.weight = {self.sdpo.weight} with the live teacher collapses (measured: reward .94 to 0). "
+                'Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
             )
 
     def _check_pairs(self) -> None:
-        if self.uses_replay and self.pairs is None:
+        if self.replay.is_used and self.replay.pairs is None:
             raise InnerError(
-                f"beta_replay = {self.beta_replay} has no pairs to learn from. Set inner.pairs to the .jsonl that "
-                "`save_pairs` wrote, or inner.beta_replay = 0."
+                f"inner.replay.weight = {self.replay.weight} has no pairs to learn from. Set inner.replay.pairs to the "
+                ".jsonl that `save_pairs` wrote, or inner.replay.weight = 0."
             )
-        if self.pairs is not None and not self.uses_replay:
+        if self.replay.pairs is not None and not self.replay.is_used:
             raise InnerError(
-                f"pairs = {self.pairs!r} with beta_replay = 0 would teach nothing. Set inner.beta_replay, or leave "
-                "inner.pairs out."
+                f"inner.replay.pairs = {self.replay.pairs!r} with inner.replay.weight = 0 would teach nothing. Set "
+                "inner.replay.weight, or leave inner.replay.pairs out."
             )
+
+
+def _keys_of(table: type[Table]) -> tuple[str, ...]:
+    return tuple(name.removeprefix("inner.") for name in list_settings(table, f"{table.path}."))
+
+
+MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in FLAT_NAMES.items()}
+POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
+ROLLOUTS_ONLY = (
+    "gradient_checkpointing", "data.prompts", *_keys_of(RewardSettings), *_keys_of(SamplingSettings),
+    *(key for key in _keys_of(GrpoSettings) if key != "grpo.weight"),
+)  # fmt: skip
+WORLD_ONLY = _keys_of(ToolworldSettings)
 
 
 class InnerLoop(Protocol):
@@ -376,8 +333,3 @@ class InnerLoop(Protocol):
     def sample(self, n: int) -> dict[str, Any]:
         """At most n of the rollouts since the last sample, as plain data to write down; {} where there are none."""
         ...
-
-
-def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise InnerError(f"{name} = {value!r} is not known. Set inner.{name} to one of: {', '.join(valid)}.")

@@ -53,8 +53,8 @@ def build_inner(
     if config.lora is not None:
         model = load_adapter(model, model_dir / ADAPTER, config.lora)
     if config.loop == "supervised":
-        path = local_file("text", str(config.text), files)
-        tokens = load_tokens(path, str(config.text), tokenizer, model.config.vocab_size)
+        path = local_file("text", str(config.data.text), files)
+        tokens = load_tokens(path, str(config.data.text), tokenizer, model.config.vocab_size)
         return SupervisedLoop(config, model, tokens, seeds, warmup_steps)
     try:
         from inner.grpo import GrpoLoop
@@ -68,14 +68,14 @@ def build_inner(
 def publish_model(config: InnerConfig, out_dir: Path) -> None:
     """Write the starting model to `out_dir`: weights, config, tokenizer, chat template."""
     if config.model == "toolworld":
-        world = ToolWorld(kinds=config.world_kinds, names=config.world_names)
+        world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
         tokenizer: PreTrainedTokenizerBase = world.tokenizer()
         model: Any = world.model(seed=0)
-        world.warm_start(model, world.tokenizer(), config.warm_start_steps)
+        world.warm_start(model, world.tokenizer(), config.toolworld.warm_start_steps)
         model = model.to(getattr(torch, config.dtype))
     elif config.model == "tiny":
         tokenizer = tiny_tokenizer()
-        model = tiny_model(config.context_length)
+        model = tiny_model(config.data.context_length)
         model = model.to(getattr(torch, config.dtype))
     else:
         model, tokenizer = _load_model(config.model, config, config.revision, local=False)

@@ -105,24 +105,24 @@ def tap_gradient_norm(states: Tensor, note: Callable[[float], None]) -> Tensor:
 
 def distillation_loss(student_N_V: Tensor, teacher_N_V: Tensor, settings: ChannelSettings, taid_t: float) -> Tensor:
     """Σ over N tokens."""
-    if settings.sdpo_wrapper == "none":
+    if settings.sdpo.wrapper == "none":
         return generalized_jsd_loss(
             student_N_V,
             teacher_N_V,
-            beta=settings.sdpo_jsd_beta,
-            temperature=settings.sdpo_temperature,
+            beta=settings.sdpo.jsd_beta,
+            temperature=settings.sdpo.temperature,
             reduction="sum",
-            token_clip=settings.sdpo_token_clip,
+            token_clip=settings.sdpo.token_clip,
         )
     n = student_N_V.size(0)
     everywhere = torch.ones(n, device=student_N_V.device)
-    student = student_N_V / settings.sdpo_temperature
-    teacher = teacher_N_V / settings.sdpo_temperature
-    if settings.sdpo_wrapper == "taid":
+    student = student_N_V / settings.sdpo.temperature
+    teacher = teacher_N_V / settings.sdpo.temperature
+    if settings.sdpo.wrapper == "taid":
         return n * taid_loss(student, teacher, everywhere, taid_t)
-    if settings.sdpo_wrapper == "eopd" and settings.eopd_threshold is not None:
-        return n * eopd_loss(student, teacher, everywhere, settings.eopd_threshold)
-    return n * entropy_aware_opd_loss(student, teacher, everywhere, settings.entropy_opd_h_max)
+    if settings.sdpo.wrapper == "eopd" and settings.sdpo.eopd_threshold is not None:
+        return n * eopd_loss(student, teacher, everywhere, settings.sdpo.eopd_threshold)
+    return n * entropy_aware_opd_loss(student, teacher, everywhere, settings.sdpo.entropy_opd_h_max)
 
 
 def self_distillation_loss(
@@ -140,9 +140,9 @@ def self_distillation_loss(
         teacher_N_V,
         ids_N.masked_fill(written_N == 0, IGNORE),
         old_logprobs=old_N,
-        alpha=settings.sdpo_jsd_beta,
-        top_k=settings.sdpo_top_k,
-        temperature=settings.sdpo_temperature,
+        alpha=settings.sdpo.jsd_beta,
+        top_k=settings.sdpo.top_k,
+        temperature=settings.sdpo.temperature,
         divisor=tokens,
     )
 
@@ -173,9 +173,11 @@ def preference_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss on P pairs (the chosen ones first), and its metrics."""
     chosen, rejected = policy_2P.chunk(2)
-    if settings.dpo_variant == "simpo":
+    if settings.replay.variant == "simpo":
         chosen_mean, rejected_mean = (policy_2P / tokens_2P).chunk(2)
-        loss = simpo_loss(chosen_mean, rejected_mean, settings.simpo_beta, settings.simpo_gamma, weights_P)
+        loss = simpo_loss(
+            chosen_mean, rejected_mean, settings.replay.simpo_beta, settings.replay.simpo_gamma, weights_P
+        )
         margin = chosen_mean - rejected_mean
     else:
         assert reference_P_2 is not None, "DPO needs log-probs of a reference"
@@ -186,11 +188,11 @@ def preference_loss(
             rejected,
             start_chosen,
             start_rejected,
-            beta=settings.replay_dpo_beta,
-            label_smoothing=settings.replay_label_smoothing,
-            nll_weight=settings.replay_nll_weight,
+            beta=settings.replay.dpo_beta,
+            label_smoothing=settings.replay.label_smoothing,
+            nll_weight=settings.replay.nll_weight,
             chosen_tokens=tokens_2P.chunk(2)[0],
-            dpop_lambda=settings.replay_dpop_lambda,
+            dpop_lambda=settings.replay.dpop_lambda,
             weights=weights_P,
         )
     metrics = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(), "chosen_logp": chosen.mean()}

@@ -25,16 +25,15 @@ from inner.userfiles import check_syntax, load_object, load_prompts, load_reward
 
 def check_inner(config: InnerConfig, files: Files) -> None:
     """Raise InnerError on the first thing that cannot work."""
-    config.validate()
     if config.loop == "supervised":
         _check_text(config, files)
         return
     environment = load_environment(config, files)
-    rows = load_prompts(config.prompts, files) if config.prompts is not None else []
-    if config.pairs is not None:
-        training_pairs(local_file("pairs", config.pairs, files))
-    if config.reward is not None:
-        reward = load_reward(config.reward, files)
+    rows = load_prompts(config.data.prompts, files) if config.data.prompts is not None else []
+    if config.replay.pairs is not None:
+        training_pairs(local_file("pairs", config.replay.pairs, files))
+    if config.rewards.function is not None:
+        reward = load_reward(config.rewards.function, files)
         if rows and environment is None:  # an environment's state cannot be faked
             reward(**_empty_call(rows))
 
@@ -42,14 +41,14 @@ def check_inner(config: InnerConfig, files: Files) -> None:
 def check_data(config: InnerConfig, files: Files) -> None:
     """Raise InnerError on the first line of the user's files that cannot be read: nothing of them is run."""
     for kind in ("reward", "environment"):
-        if (spelling := getattr(config, kind)) is not None:
+        if (spelling := config.file_setting(kind)) is not None:
             check_syntax(kind, spelling, files)
     if config.loop == "supervised":
         _check_text(config, files)
-    if config.prompts is not None:
-        load_prompts(config.prompts, files)
-    if config.pairs is not None:
-        training_pairs(local_file("pairs", config.pairs, files))
+    if config.data.prompts is not None:
+        load_prompts(config.data.prompts, files)
+    if config.replay.pairs is not None:
+        training_pairs(local_file("pairs", config.replay.pairs, files))
 
 
 def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:
@@ -63,9 +62,9 @@ def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:
             messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened
         )
 
-    pairs = training_pairs(local_file("pairs", str(config.pairs), files))
+    pairs = training_pairs(local_file("pairs", str(config.replay.pairs), files))
     encode_fitting_pairs(
-        pairs, render, tokenizer, limit=_max_positions(Path(folder)), skip_unfit=config.replay_skip_unfit
+        pairs, render, tokenizer, limit=_max_positions(Path(folder)), skip_unfit=config.replay.skip_unfit
     )
 
 
@@ -76,17 +75,18 @@ def _max_positions(folder: Path) -> int | None:
 
 def load_environment(config: InnerConfig, files: Files) -> type | None:
     """The user's environment class, checked; None if the config has none."""
-    if config.environment is None:
+    spelling = config.sampling.environment
+    if spelling is None:
         return None
-    found = load_object("environment", config.environment, files)
-    path = local_file("environment", config.environment, files)
+    found = load_object("environment", spelling, files)
+    path = local_file("environment", spelling, files)
     try:
         instance = found()
     except Exception as error:
-        raise InnerError(f"environment {config.environment} cannot be built.\n{user_lines(error, path)}") from error
+        raise InnerError(f"environment {spelling} cannot be built.\n{user_lines(error, path)}") from error
     _check_members(config, type(instance))
     for tool in tool_names(type(instance)):
-        _check_schema(config.environment, getattr(instance, tool), path)
+        _check_schema(spelling, getattr(instance, tool), path)
     return found
 
 
@@ -97,19 +97,18 @@ def tool_names(environment: type) -> list[str]:
 
 
 def _check_members(config: InnerConfig, environment: type) -> None:
+    spelling = config.sampling.environment
     if not hasattr(environment, "reset"):
+        raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
+    if config.rewards.function is None and config.model != "toolworld" and not hasattr(environment, "get_reward"):
         raise InnerError(
-            f"environment {config.environment} has no `reset(self, **row)`. Add it; it gets the prompt's row."
+            f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
+            'inner.rewards.function = "file.py:function".'
         )
-    if config.reward is None and config.model != "toolworld" and not hasattr(environment, "get_reward"):
+    if config.sdpo.weight > 0 and not tool_names(environment):
         raise InnerError(
-            f"environment {config.environment} has no `get_reward` and there is no reward. Add the method, or set "
-            'inner.reward = "file.py:function".'
-        )
-    if config.alpha_sdpo > 0 and not tool_names(environment):
-        raise InnerError(
-            f"alpha_sdpo = {config.alpha_sdpo} learns at tool errors, and environment {config.environment} has no "
-            "public method, so no tool can fail. Add a tool, or set inner.alpha_sdpo = 0."
+            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and environment {spelling} has no public "
+            "method, so no tool can fail. Add a tool, or set inner.sdpo.weight = 0."
         )
 
 
@@ -143,6 +142,6 @@ def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _check_text(config: InnerConfig, files: Files) -> None:
-    path = local_file("text", str(config.text), files)
+    path = local_file("text", str(config.data.text), files)
     if path.stat().st_size == 0:
-        raise InnerError(f"text = {config.text!r} is empty. Give a file with something to learn.")
+        raise InnerError(f"inner.data.text = {config.data.text!r} is empty. Give a file with something to learn.")

@@ -72,7 +72,7 @@ def compose_loss(
     replay_nll_weight, replay_dpop_lambda.   Raises ValueError for settings that cannot be."""
     if sdpo_wrapper == "taid" and (taid_t is None or not 0 <= taid_t <= 1):
         raise ValueError(f'sdpo_wrapper = "taid" needs taid_t in [0, 1], got {taid_t}. Pass taid_t=scheduler.t.')
-    settings = ChannelSettings(
+    settings = ChannelSettings.from_keywords(
         alpha_sdpo=alpha_sdpo,
         beta_replay=beta_replay,
         sdpo_jsd_beta=sdpo_jsd_beta,
@@ -114,7 +114,7 @@ def _replay_term(model: nn.Module, batch: Batch, settings: ChannelSettings) -> T
     sums_2P = torch.cat([_response_logps(model, batch, side) for side in _SIDES])
     tokens_2P = torch.cat([batch[f"dpo_{side}_response_mask"][:, 1:].sum(-1) for side in _SIDES])
     reference = None
-    if settings.dpo_variant == "dpo":
+    if settings.replay.variant == "dpo":
         reference = torch.stack([_reference_logprobs(batch, side) for side in _SIDES], dim=1)
     loss, _ = preference_loss(sums_2P, tokens_2P, reference, torch.ones_like(sums_2P.chunk(2)[0]), settings)
     return loss

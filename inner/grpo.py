@@ -35,7 +35,6 @@ from inner.optim import make_optimizer, warm_up
 from inner.poconfig import POConfig
 from inner.reward_calls import RewardCalls
 from inner.rollout_sample import RolloutSample, secrets_here
-from inner.settings import channels_of
 from inner.task import Task
 from inner.trainer import ComposerReplicationTrainer
 
@@ -98,7 +97,7 @@ class GrpoLoop:
         self.optimizer: Optimizer = make_optimizer(config, model)
         self._means = MetricMeans()
         self._reward_calls = RewardCalls(
-            config.reward_retries, config.reward_timeout_s, config.num_generations, time.monotonic
+            config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic
         )
         self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
         self._folder = self._own_folder.name if self._own_folder else str(scratch)
@@ -127,8 +126,8 @@ class GrpoLoop:
             processing_class=tokenizer,
             optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),
             environment_factory=task.environment,
-            objective=config.objective,
-            **channels_of(config),
+            objective=config.grpo.objective,
+            **config.channels.to_keywords(),
             pairs=task.pairs,
             hint=task.hint,
             data_seed=seeds.data,
@@ -198,7 +197,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
     """TRL's settings. Its defaults are for large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
     steps."""
     return make_po_config(
-        config.objective,
+        config.grpo.objective,
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
         bf16=False,  # the model's own dtype decides
@@ -206,15 +205,15 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         max_steps=FOREVER,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        steps_per_generation=config.generation_steps // config.num_iterations,
-        num_iterations=config.num_iterations,
-        num_generations=config.num_generations,
+        steps_per_generation=config.generation_steps // config.grpo.num_iterations,
+        num_iterations=config.grpo.num_iterations,
+        num_generations=config.sampling.num_generations,
         max_completion_length=config.completion_length,
-        max_tool_calling_iterations=config.max_tool_calling_iterations,
-        temperature=config.temperature,
-        use_vllm=config.vllm,
+        max_tool_calling_iterations=config.sampling.max_tool_calling_iterations,
+        temperature=config.sampling.temperature,
+        use_vllm=config.sampling.vllm,
         vllm_mode="colocate",
-        **config.objective_overrides,
+        **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,
         seed=seeds.noise % 2**32,  # numpy's limit; it seeds sampling only, the data order is ours

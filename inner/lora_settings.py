@@ -9,36 +9,34 @@ Not promised: quantised bases, or other adapters than LoRA.  No torch here.
 """
 
 from dataclasses import dataclass
-from math import isfinite
+from typing import ClassVar
 
 from inner.errors import InnerError
+from inner.tables import Table, setting
 
 ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
-class LoraSettings:
-    """targets: "all-linear" (every linear layer but the head), or names of layers, such as ["q_proj", "v_proj"].
+class LoraSettings(Table):
+    """Train an adapter, and leave the model as it is."""
 
-    freeze_a: train B alone.   dropout: of the adapter's input, while training.
-    """
+    path: ClassVar[str] = "inner.lora"
 
-    r: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: str | list = ALL_LINEAR
-    freeze_a: bool = False
+    r: int = setting(16, "Rank of the adapter.")
+    alpha: float = setting(32.0, "The adapter's product is multiplied by alpha / r.", above=0)
+    dropout: float = setting(0.0, "Of the adapter's input, while training.", least=0, below=1)
+    targets: str | list = setting(
+        ALL_LINEAR, 'Every linear layer but the head, or names of layers, such as ["q_proj", "v_proj"].'
+    )
+    freeze_a: bool = setting(False, "Train B alone: then the mean of the products is the product of the means.")
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.r < 1:
             raise InnerError(
-                f"lora.r = {self.r}: an adapter of that rank has no parameters, so nothing would be trained. Set "
+                f"inner.lora.r = {self.r}: an adapter of that rank has no parameters, so nothing would be trained. Set "
                 "inner.lora.r to 16, or leave the table [inner.lora] out to train the whole model."
             )
-        if not (isfinite(self.alpha) and self.alpha > 0):
-            raise InnerError(f"lora.alpha = {self.alpha} must be greater than 0. Set inner.lora.alpha to 2 · r.")
-        if not 0 <= self.dropout < 1:
-            raise InnerError(f"lora.dropout = {self.dropout} must be at least 0 and below 1. Set inner.lora.dropout.")
         self._check_targets()
 
     def _check_targets(self) -> None:
@@ -47,8 +45,8 @@ class LoraSettings:
         names = self.targets
         if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
             raise InnerError(
-                f'lora.targets = {names!r} is neither "{ALL_LINEAR}" nor a list of names. Set inner.lora.targets to '
-                '["q_proj", "v_proj"], say.'
+                f'inner.lora.targets = {names!r} is neither "{ALL_LINEAR}" nor a list of names. Set inner.lora.targets '
+                'to ["q_proj", "v_proj"], say.'
             )
 
     @property

@@ -25,7 +25,7 @@ from inner.replay.pairs import DPOPair
 from inner.spans import context_and_action
 
 log = logging.getLogger(__name__)
-SKIP = "Take the pair out, or set inner.replay_skip_unfit = true to leave out all that do not fit."
+SKIP = "Take the pair out, or set inner.replay.skip_unfit = true to leave out all that do not fit."
 
 
 @dataclass(frozen=True)

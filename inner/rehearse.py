@@ -40,7 +40,7 @@ class Rehearsal:
 
 def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: float = TIME_S) -> Rehearsal:
     """Try the user's code in another process, `time_s` seconds at most."""
-    if not (config.reward or config.environment or (config.pairs and tokenizer)):
+    if not (config.rewards.function or config.sampling.environment or (config.replay.pairs and tokenizer)):
         return Rehearsal()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
         answer = Path(scratch) / "answer.json"
@@ -60,14 +60,18 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
     """It ended the whole process: sys.exit, os._exit, a crash in C."""
     last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
     return (
-        f"{config.reward or config.environment}: the code ended its process with exit code {code} when it was tried "
+        f"{_user_code(config)}: the code ended its process with exit code {code} when it was tried "
         f"on two prompts.\n{last}\n  next: take the exit out, or see what crashes: "
         f"`python {Path(_user_file(config)).name}`."
     )
 
 
 def _user_file(config: InnerConfig) -> str:
-    return str(config.reward or config.environment).rpartition(":")[0]
+    return _user_code(config).rpartition(":")[0]
+
+
+def _user_code(config: InnerConfig) -> str:
+    return str(config.rewards.function or config.sampling.environment)
 
 
 # -------------------------------------------------------------------- in the other process
@@ -78,12 +82,12 @@ def run_checks(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
 
     try:
         check_inner(config, files)
-        if tokenizer and config.pairs is not None:
+        if tokenizer and config.replay.pairs is not None:
             check_pairs(config, files, tokenizer)
     except InnerError as error:
         return Rehearsal(str(error), missing_package(error))
     except BaseException as error:  # of the user's code: SystemExit and the like
-        return Rehearsal(f"{config.reward or config.environment} raised {type(error).__name__}: {error}")
+        return Rehearsal(f"{_user_code(config)} raised {type(error).__name__}: {error}")
     return Rehearsal()
 
 

@@ -125,7 +125,7 @@ class RewardCalls:
     # notes and events
 
     def _note_waiting(self, reward: Any, waited: float) -> None:
-        until = f"; interrupted after {self.timeout_s:g} s (inner.reward_timeout_s)" if self.timeout_s else ""
+        until = f"; interrupted after {self.timeout_s:g} s (inner.rewards.timeout_s)" if self.timeout_s else ""
         self._send_note(f"waits for the reward {_reward_name(reward)}, {waited:.0f} s so far{until}")
 
     def _note_failure(self, step: Again, columns: Mapping[str, Any]) -> None:
@@ -241,7 +241,7 @@ def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
         "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
         "  A run keeps its files. A mended one needs `diloco train CONFIG --run RUN --again` while nothing was trained "
         "there,\n  and another --run afterwards.\n"
-        "  More patience: inner.reward_retries, inner.reward_timeout_s."
+        "  More patience: inner.rewards.retries, inner.rewards.timeout_s."
     )
 
 

@@ -37,10 +37,11 @@ class SupervisedLoop:
         seeds: Seeds,
         warmup_steps: int = 0,
     ) -> None:
-        if len(tokens) <= config.context_length:
+        if len(tokens) <= config.data.context_length:
             raise InnerError(
-                f"text = {config.text!r} has {len(tokens)} tokens, fewer than one window of context_length + 1 = "
-                f"{config.context_length + 1}. Give a longer text, or lower inner.context_length."
+                f"inner.data.text = {config.data.text!r} has {len(tokens)} tokens, fewer than one window of "
+                f"context_length + 1 = {config.data.context_length + 1}. Give a longer text, or lower "
+                "inner.data.context_length."
             )
         check_precision(model)
         torch.manual_seed(seeds.noise)
@@ -76,7 +77,7 @@ class SupervisedLoop:
 
     def batch(self, micro: int) -> Tensor:
         """Micro-batch number `micro` of the data order -> ids (B, context_length + 1)."""
-        width = self.config.context_length + 1
+        width = self.config.data.context_length + 1
         size = self.config.batch_size
         starts = window_starts(len(self.tokens), width, size, self.seeds.data, micro)
         ids_B_T = np.stack([self.tokens[start : start + width] for start in starts]).astype(np.int64)
@@ -116,12 +117,12 @@ def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, v
         tokens = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InnerError(
-            f"text = {spelling!r} holds {tokens.dtype} of shape {tokens.shape}; token ids are one line of integers. "
-            "Save a one-dimensional integer array."
+            f"inner.data.text = {spelling!r} holds {tokens.dtype} of shape {tokens.shape}; token ids are one line of "
+            "integers. Save a one-dimensional integer array."
         )
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise InnerError(
-            f"text = {spelling!r} holds token ids from {tokens.min()} to {tokens.max()}; the model knows 0 to "
-            f"{vocabulary - 1}. Tokenise it with this model's tokenizer."
+            f"inner.data.text = {spelling!r} holds token ids from {tokens.min()} to {tokens.max()}; the model knows 0 "
+            f"to {vocabulary - 1}. Tokenise it with this model's tokenizer."
         )
     return tokens

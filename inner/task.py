@@ -26,16 +26,16 @@ class Task:
 
 def load_task(config: InnerConfig, files: Files) -> Task:
     """Raises InnerError where a file cannot be used."""
-    reward = load_object("reward", config.reward, files) if config.reward is not None else None
+    reward = load_object("reward", config.rewards.function, files) if config.rewards.function is not None else None
     environment = load_environment(config, files)
-    rows = load_prompts(config.prompts, files) if config.prompts is not None else []
+    rows = load_prompts(config.data.prompts, files) if config.data.prompts is not None else []
     hint = None
-    if config.environment is not None:
-        hint = getattr(load_module("environment", config.environment, files), "hint", None)
-    pairs = local_file("pairs", config.pairs, files) if config.pairs is not None else None
+    if config.sampling.environment is not None:
+        hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)
+    pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
     if config.model != "toolworld":
         return Task(rows, reward, environment, hint, pairs)
-    world = ToolWorld(kinds=config.world_kinds, names=config.world_names)
+    world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
     return Task(
         rows=rows or world.rows(),
         reward=reward or world.reward,

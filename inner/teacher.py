@@ -89,5 +89,5 @@ def _refuse_vocabulary(student: nn.Module, teacher: nn.Module) -> None:
     if mine != theirs:
         raise InnerError(
             f"the student has {mine} tokens and the teacher {theirs}: their distributions cannot be compared. Use a "
-            "teacher with the student's tokenizer, or its answers as preference pairs (inner.pairs)."
+            "teacher with the student's tokenizer, or its answers as preference pairs (inner.replay.pairs)."
         )

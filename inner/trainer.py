@@ -66,7 +66,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
                       without data_seed: TRL's own sampler, and pairs in the order of args.seed
-    and every field of inner.settings.ChannelSettings; everything else is TRL's.
+    and every channel setting under its name in inner/flat_names.py; everything else is TRL's.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         **kwargs: Any,
     ) -> None:
         other = sdpo_teacher if isinstance(sdpo_teacher, nn.Module) else None
-        self.channels = ChannelSettings(
+        self.channels = ChannelSettings.from_keywords(
             alpha_sdpo=alpha_sdpo,
             beta_replay=beta_replay,
             sdpo_jsd_beta=sdpo_jsd_beta,
@@ -101,7 +101,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
             dpo_variant=dpo_variant,
             **pop_channel_settings(kwargs),
         )
-        self.reads_turns = self.channels.uses_sdpo
+        self.reads_turns = self.channels.sdpo.is_used
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
         check_precision(self.accelerator.unwrap_model(self.model))
         self.alpha_sdpo = alpha_sdpo
@@ -117,20 +117,20 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
     def _open_channels(self, pairs: Sequence[DPOPair] | str | Path | None, other: nn.Module | None) -> None:
         channels = self.channels
-        self._splice = HintSplicer(self._render_ids) if channels.uses_sdpo else None
-        self._teacher = self._new_teacher(other) if channels.uses_sdpo else None
+        self._splice = HintSplicer(self._render_ids) if channels.sdpo.is_used else None
+        self._teacher = self._new_teacher(other) if channels.sdpo.is_used else None
         self._replay: ReplayPairs | None = None
-        if channels.uses_sdpo and channels.sdpo_context == "hint":
+        if channels.sdpo.is_used and channels.sdpo.context == "hint":
             self._refuse_without_errors()
-        if channels.may_collapse:
+        if channels.sdpo.may_collapse:
             warnings.warn(
                 f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set it "
                 'to .1 or less, or sdpo_teacher = "round".',
                 stacklevel=3,
             )
-        if pairs is not None and not channels.uses_replay:
+        if pairs is not None and not channels.replay.is_used:
             raise InnerError("pairs with beta_replay = 0 would teach nothing. Set beta_replay, or leave pairs out.")
-        if channels.uses_replay:
+        if channels.replay.is_used:
             if pairs is None:
                 raise InnerError(f"beta_replay = {self.beta_replay} has no pairs to learn from. Pass pairs.")
             self._replay = self._read_pairs(pairs)
@@ -138,16 +138,16 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _new_teacher(self, other: nn.Module | None) -> DistillationTeacher:
         student = self.accelerator.unwrap_model(self.model)
         other = other.to(self.accelerator.device) if other is not None else None
-        return DistillationTeacher(self.channels.sdpo_teacher, student, self.channels.sdpo_ema_rate, other)
+        return DistillationTeacher(self.channels.sdpo.teacher, student, self.channels.sdpo.ema_rate, other)
 
     def _read_pairs(self, pairs: Sequence[DPOPair] | str | Path) -> ReplayPairs:
         student: Any = self.accelerator.unwrap_model(self.model)
         limit = getattr(causal_lm(student).config.get_text_config(), "max_position_embeddings", None)
-        skip = self.channels.replay_skip_unfit
+        skip = self.channels.replay.skip_unfit
         replay = ReplayPairs(pairs, self._render_ids, self.processing_class, limit, skip)
-        if self.channels.dpo_variant == "dpo":
+        if self.channels.replay.variant == "dpo":
             with self.accelerator.autocast():
-                replay.measure_reference(student, self.channels.replay_batch_size, self.accelerator.device)
+                replay.measure_reference(student, self.channels.replay.batch_size, self.accelerator.device)
         seed = self.data_seed if self.data_seed is not None else cast(Any, self.args).seed
         self._pair_at = replay.pair_order(seed)
         return replay
@@ -179,13 +179,13 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _take_over_truncation(self) -> None:
         """TRL masks a truncated rollout out of the attention too, so at its turns the student would not see its own
         tokens. Where lessons need these states, we keep such a rollout out of the policy loss alone."""
-        self._masks_truncated = self.channels.uses_sdpo and self.mask_truncated_completions
+        self._masks_truncated = self.channels.sdpo.is_used and self.mask_truncated_completions
         if self._masks_truncated:
             self.mask_truncated_completions = False
 
     def _generate_rollouts(self, inputs: Any) -> Any:
         batch = super()._generate_rollouts(inputs)
-        if not self.channels.uses_sdpo:
+        if not self.channels.sdpo.is_used:
             return batch
         turns = self._turns or [[] for _ in inputs]
         lessons = self._make_lessons(_rollouts_of(inputs, batch, turns, self._rewards))
@@ -208,13 +208,13 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
     def _make_lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
         assert self._splice is not None
-        if self.channels.sdpo_context == "hint":
+        if self.channels.sdpo.context == "hint":
             hint = self.hint if self._forgiving is None else self._forgiving
             return hint_lessons(rollouts, hint, self._hint_context, self._splice)
         tokenizer: Any = self.processing_class
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
-        return rollout_lessons(rollouts, group, self.channels.sdpo_success, decode, self._splice)
+        return rollout_lessons(rollouts, group, self.channels.sdpo.success, decode, self._splice)
 
     def _hint_context(self, row: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         """The first argument of a hint: the prompt's columns and the facts about the failed turn."""
@@ -250,12 +250,12 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
     def _channel_weights(self, inputs: Any) -> tuple[float, float]:
         """α and β of this micro-batch. Pairs are training data: there is no replay in evaluation."""
-        if not (self.alpha_sdpo or self.beta_replay or self.channels.schedule_steps):
+        if not (self.alpha_sdpo or self.beta_replay or self.channels.weight_steps):
             return 0.0, 0.0
         step = self._committed_step()
         channels = self.channels
-        alpha = linear_ramp(self.alpha_sdpo, channels.alpha_sdpo_end, step, channels.schedule_steps)
-        beta = linear_ramp(self.beta_replay, channels.beta_replay_end, step, channels.schedule_steps)
+        alpha = linear_ramp(self.alpha_sdpo, channels.sdpo.weight_end, step, channels.weight_steps)
+        beta = linear_ramp(self.beta_replay, channels.replay.weight_end, step, channels.weight_steps)
         if self._mode() == "eval":
             return alpha if LESSONS in inputs else 0.0, 0.0
         if (alpha and LESSONS not in inputs) or (beta and self._replay is None):
@@ -306,7 +306,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         turns = [(row, prompt_width + lesson.start - 1, lesson.end - lesson.start) for row, lesson in flat]
         student = logits_at(self.accelerator.unwrap_model(self.model), self._tap_states("sdpo", caught[0]), turns)
         teacher = self._teacher_logits([lesson for _, lesson in flat], caught[0].device)
-        if self.channels.sdpo_context == "hint":
+        if self.channels.sdpo.context == "hint":
             taid_t = self.channels.taid_t_at(self._committed_step())
             return distillation_loss(student, teacher, self.channels, taid_t) / rollouts
         ids, written, old = _response_tensors(flat, inputs)
@@ -343,7 +343,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _replay_loss(self) -> Tensor:
         """The pairs that are due at this micro-batch."""
         replay = self._replay
-        size = self.channels.replay_batch_size
+        size = self.channels.replay.batch_size
         assert replay is not None
         due = [self._pair_at(self._step * size + i) for i in range(size)]
         pairs = [replay.pairs[i] for i in due]

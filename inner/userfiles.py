@@ -1,6 +1,6 @@
 """The user's own files: "reward.py:score" -> a function, "prompts.jsonl" -> rows, "text.txt" -> token ids.
 
-    config.reward = "reward.py:score"     what the user wrote; the name after the last ":" is what we look up
+    rewards.function = "reward.py:score"       what the user wrote; the name after the last ":" is what we look up
     files["reward"] = Path("/…/reward.py")    the local copy, wherever it came from
 
 Everything that is wrong with a user's file is an InnerError that shows the user's own line.
@@ -19,15 +19,20 @@ from types import ModuleType
 from typing import Any
 
 from inner.base import Files, InnerError
+from inner.flat_names import setting_of
 
 
 def local_file(kind: str, spelling: str, files: Files) -> Path:
     """The local copy of the file that the config calls `spelling`."""
     path = files.get(kind)
     if path is None:
-        raise InnerError(f'{kind} = {spelling!r}: no local copy was handed in. Pass files={{"{kind}": path}}.')
+        raise InnerError(
+            f'{setting_of(kind)} = {spelling!r}: no local copy was handed in. Pass files={{"{kind}": path}}.'
+        )
     if not Path(path).is_file():
-        raise InnerError(f"{kind} = {spelling!r}: there is no file {path}. Check the path in inner.{kind}.")
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r}: there is no file {path}. Check the path in {setting_of(kind)}."
+        )
     return Path(path)
 
 
@@ -38,19 +43,23 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
     if not hasattr(module, name):
         defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise InnerError(
-            f"{kind} = {spelling!r}: the file defines no {name!r}; it defines "
-            f"{', '.join(defined) or 'nothing callable'}. Correct the name behind the colon in inner.{kind}."
+            f"{setting_of(kind)} = {spelling!r}: the file defines no {name!r}; it defines "
+            f"{', '.join(defined) or 'nothing callable'}. Correct the name behind the colon in {setting_of(kind)}."
         )
     found = getattr(module, name)
     if not callable(found):
-        raise InnerError(f"{kind} = {spelling!r}: {name} is a {type(found).__name__}, which cannot be called.")
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r}: {name} is a {type(found).__name__}, which cannot be called."
+        )
     return found
 
 
 def check_syntax(kind: str, spelling: str, files: Files) -> None:
     """Raise InnerError for a file that Python cannot compile.  Nothing of it is run."""
     if not spelling.rpartition(":")[0]:
-        raise InnerError(f'{kind} = {spelling!r} names no object. Write inner.{kind} = "file.py:name".')
+        raise InnerError(
+            f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
+        )
     path = local_file(kind, spelling, files)
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
@@ -58,7 +67,7 @@ def check_syntax(kind: str, spelling: str, files: Files) -> None:
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise InnerError(
-            f"{kind} = {spelling!r} is no Python that can be run.\n  {path.name}{line}\n"
+            f"{setting_of(kind)} = {spelling!r} is no Python that can be run.\n  {path.name}{line}\n"
             f"  {type(error).__name__}: {what}\n  next: mend the line."
         ) from error
 
@@ -66,21 +75,25 @@ def check_syntax(kind: str, spelling: str, files: Files) -> None:
 def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     """Run the user's file once per process."""
     if not spelling.rpartition(":")[0]:
-        raise InnerError(f'{kind} = {spelling!r} names no object. Write inner.{kind} = "file.py:name".')
+        raise InnerError(
+            f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
+        )
     path = local_file(kind, spelling, files)
     name = f"inner_user_{kind}_{sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InnerError(f"{kind} = {spelling!r}: {path.name} is not a Python file. Give a .py file.")
+        raise InnerError(f"{setting_of(kind)} = {spelling!r}: {path.name} is not a Python file. Give a .py file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise InnerError(f"{kind} = {spelling!r} could not be imported.\n{user_lines(error, path)}") from error
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r} could not be imported.\n{user_lines(error, path)}"
+        ) from error
     return module
 
 
@@ -105,7 +118,7 @@ def load_prompts(spelling: str, files: Files, limit: int | None = None) -> list[
             if limit is not None and len(rows) == limit:
                 break
     if not rows:
-        raise InnerError(f"prompts = {spelling!r} is empty. One JSON object with a `prompt` per line.")
+        raise InnerError(f"inner.data.prompts = {spelling!r} is empty. One JSON object with a `prompt` per line.")
     return rows
 
 
@@ -114,18 +127,19 @@ def _prompt_row(spelling: str, number: int, line: str, first: dict[str, Any] | N
         row = json.loads(line)
     except ValueError as error:
         raise InnerError(
-            f"prompts = {spelling!r}, line {number} is not JSON: {error}. One JSON object per line."
+            f"inner.data.prompts = {spelling!r}, line {number} is not JSON: {error}. One JSON object per line."
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
         raise InnerError(
-            f"prompts = {spelling!r}, line {number} has no `prompt`: {line.strip()[:80]}. "
+            f"inner.data.prompts = {spelling!r}, line {number} has no `prompt`: {line.strip()[:80]}. "
             'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the '
             "columns of your reward."
         )
     if first is not None and set(row) != set(first):
         differing = ", ".join(sorted(set(row) ^ set(first)))
         raise InnerError(
-            f"prompts = {spelling!r}, line {number}: column {differing} is not in every line. Write it everywhere."
+            f"inner.data.prompts = {spelling!r}, line {number}: column {differing} is not in every line. Write it "
+            "everywhere."
         )
     return row
 

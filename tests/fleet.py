@@ -26,6 +26,7 @@ from rendezvous.membership import write_control
 from rendezvous.records import Beat, Commit
 from rendezvous.store import PatientStore
 from tests import victim
+from tests.tables import merge_tables
 
 ENDLESS = 100_000  # outer steps: such a run ends when a test says so, however long a replica takes to get there
 WAIT_S = 150.0  # only a hang takes so long, on the busiest machine
@@ -49,12 +50,17 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     (folder / "text.txt").write_text(TEXT)
     base: dict[str, dict[str, Any]] = {
         "outer": {"sync_every": 4, "snapshot_every": 2},
-        "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4, "context_length": 16},
+        "inner": {
+            "loop": "supervised",
+            "model": "tiny",
+            "data": {"text": "text.txt", "context_length": 16},
+            "batch_size": 4,
+        },
         "fleet": {"replicas": 3, "steps": 6, "give_up_s": 120.0},
     }
     top = {k: v for k, v in changes.items() if k not in base}
     return RunConfig.from_dict(
-        {"name": "test", **top, **{s: {**v, **changes.get(s, {})} for s, v in base.items()}}, folder
+        {"name": "test", **top, **{s: merge_tables(v, changes.get(s, {})) for s, v in base.items()}}, folder
     )
 
 

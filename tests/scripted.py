@@ -77,10 +77,13 @@ def scripted_task(folder: Path, template: str) -> dict[str, Any]:
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions(32)))
     return {
-        "loop": "grpo", "text": None, "model": str(scripted_folder(folder / "model", template)),
-        "prompts": "prompts.jsonl", "reward": "reward.py:reward", "environment": "world.py:World",
-        "num_generations": 2, "batch_size": 8, "max_completion_length": LENGTH,
-    }  # fmt: skip
+        "loop": "grpo",
+        "data": {"text": None, "prompts": "prompts.jsonl"},
+        "model": str(scripted_folder(folder / "model", template)),
+        "rewards": {"function": "reward.py:reward"},
+        "sampling": {"environment": "world.py:World", "num_generations": 2, "max_completion_length": LENGTH},
+        "batch_size": 8,
+    }
 
 
 def questions(n: int) -> list[dict[str, Any]]:

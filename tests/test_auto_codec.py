@@ -16,7 +16,7 @@ from rendezvous.store import put_once
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore, ManualClock
 
-INNER = '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "text.txt"\n'
+INNER = '[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "text.txt"\n'
 LAYOUT: list[list[Any]] = [["w", [500, 200], "float32"]]
 SLOW, FAST = (1e5, 1e5), (1e9, 1e9)  # bytes per second, up and down
 

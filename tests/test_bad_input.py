@@ -226,7 +226,9 @@ REWARDS = {
 def test_a_reward_that_cannot_be_used(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, word = REWARDS[case]
     (tmp_path / "rewards.py").write_text(text)
-    config = RunConfig.from_dict({"inner": {"reward": "rewards.py:exact", "warm_start_steps": 1}}, tmp_path)
+    config = RunConfig.from_dict(
+        {"inner": {"rewards": {"function": "rewards.py:exact"}, "toolworld": {"warm_start_steps": 1}}}, tmp_path
+    )
     open_run(config, str(tmp_path / "run"), SystemClock())
     assert publish(str(tmp_path / "run")) == exitcodes.USER_ERROR
     said = capsys.readouterr().err
@@ -235,7 +237,9 @@ def test_a_reward_that_cannot_be_used(tmp_path: Path, case: str, capsys: pytest.
 
 def test_an_environment_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "world.py").write_text("raise RuntimeError('the world is broken')\n")
-    config = RunConfig.from_dict({"inner": {"environment": "world.py:World", "warm_start_steps": 1}}, tmp_path)
+    config = RunConfig.from_dict(
+        {"inner": {"sampling": {"environment": "world.py:World"}, "toolworld": {"warm_start_steps": 1}}}, tmp_path
+    )
     open_run(config, str(tmp_path / "run"), SystemClock())
     assert publish(str(tmp_path / "run")) == exitcodes.USER_ERROR
     said = capsys.readouterr().err

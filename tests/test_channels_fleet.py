@@ -16,9 +16,14 @@ from tests.teacher_server import Reply, TeacherServer, says
 
 WORLD = ToolWorld(kinds=2, names=4)
 INNER: dict[str, Any] = {
-    "loop": "grpo", "model": "toolworld", "text": None, "batch_size": 16, "world_kinds": 2, "world_names": 4,
-    "warm_start_steps": 250, "alpha_sdpo": 0.1, "beta_replay": 0.3, "pairs": "pairs.jsonl", "replay_batch_size": 4,
-}  # fmt: skip
+    "loop": "grpo",
+    "model": "toolworld",
+    "data": {"text": None},
+    "batch_size": 16,
+    "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 250},
+    "sdpo": {"weight": 0.1},
+    "replay": {"weight": 0.3, "pairs": "pairs.jsonl", "batch_size": 4},
+}
 
 
 def call(name: str, row: dict[str, Any]) -> dict[str, Any]:

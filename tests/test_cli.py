@@ -32,7 +32,7 @@ sync_every = 6
 [inner]
 loop = "supervised"
 model = "tiny"
-text = "text.txt"
+data.text = "text.txt"
 """
 
 

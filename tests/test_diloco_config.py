@@ -23,19 +23,19 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-SUPERVISED = '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "data.txt"\n'
+SUPERVISED = '[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "data.txt"\n'
 
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     "unknown key": ("[outer]\nsync_evry = 5\n", ["outer.sync_evry", "did you mean outer.sync_every"]),
     "unknown key, far off": ("[outer]\nzzz = 5\n", ["unknown setting outer.zzz", "known:"]),
     "unknown section": ("[outr]\nlr = 0.5\n", ["unknown setting outr", "did you mean outer"]),
-    "unknown inner key": ("[inner]\nalpha_sdp = 0.5\n", ["did you mean inner.alpha_sdpo"]),
+    "unknown inner key": ("[inner]\nalpha_sdp = 0.5\n", ["did you mean inner.sdpo.weight"]),
     "wrong type": ('[outer]\nsync_every = "six"\n', ["outer.sync_every", "must be int, not str"]),
     "a bool is no int": ("[outer]\nsync_every = true\n", ["must be int, not bool"]),
     "not divisible": ("[outer]\nsync_every = 10\nfragments = 3\n", ["not divisible", "sync_every = 9"]),
     "delay too long": ("[outer]\nsync_every = 4\nfragments = 2\nfragment_sync_delay = 2\n", ["fragments = 2"]),
     "inside a generation": (
-        "[outer]\nsync_every = 6\n[inner]\nsteps_per_generation = 4\n", ["generation batch", "a multiple of 4"]
+        "[outer]\nsync_every = 6\n[inner]\ngrpo.steps_per_generation = 4\n", ["generation batch", "a multiple of 4"]
     ),
     "no quorum possible": ("[fleet]\nreplicas = 2\nmin_replicas = 3\n", ["min_replicas = 3", "from 1 to 2"]),
     "lr is no number": ('[outer]\nlr = "fast"\n', ["outer.lr = 'fast'", '"auto"']),
@@ -44,8 +44,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "a gate for honest ones": ("[outer]\nnorm_gate = 1\n", ["outer.norm_gate = 1.0", "at least 2, or 0"]),
     "no seconds": ("[outer]\nsync_seconds = 0\n", ["outer.sync_seconds = 0.0 must be above 0"]),
     "momentum": ("[outer]\nmomentum = 1.0\n", ["momentum"]),
-    "missing file": ('[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "nowhere.txt"\n', ["nowhere.txt"]),
-    "contradiction in inner": ("[inner]\nnum_generations = 5\n", ["not a multiple of num_generations = 5"]),
+    "missing file": ('[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "nowhere.txt"\n', ["nowhere.txt"]),
+    "contradiction in inner": ("[inner]\nsampling.num_generations = 5\n", ["not a multiple of num_generations = 5"]),
     "a section that is none": ("outer = 3\n", ["[outer] must be a table"]),
     "no TOML": ("outer = [", ["cannot be read as TOML"]),
 }  # fmt: skip
@@ -136,13 +136,13 @@ def test_the_users_files_travel_with_the_run(tmp_path: Path) -> None:
     opened = read_run(run.url)
     key = opened.record.files["text"]["key"]
     assert opened.store.get(key) == b"one two three"
-    assert opened.config.inner.text == key
+    assert opened.config.inner.data.text == key
 
 
 def test_preference_pairs_travel_with_the_run(tmp_path: Path) -> None:
-    config = load_config(written(tmp_path, '[inner]\nbeta_replay = 0.3\npairs = "data.txt"\n'))
+    config = load_config(written(tmp_path, '[inner]\nreplay.weight = 0.3\nreplay.pairs = "data.txt"\n'))
     run = open_run(config, str(tmp_path / "run"), SystemClock())
-    assert read_run(run.url).config.inner.pairs == run.record.files["pairs"]["key"]
+    assert read_run(run.url).config.inner.replay.pairs == run.record.files["pairs"]["key"]
     (tmp_path / "data.txt").write_text("other pairs")
     with pytest.raises(WrongRun, match="pairs file"):
         open_run(config, str(tmp_path / "run"), SystemClock())

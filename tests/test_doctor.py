@@ -74,7 +74,7 @@ def test_a_bucket_that_is_not_there(capsys, s3: S3Server) -> None:
 
 def test_the_model_codec_and_replicas_of_a_config(capsys, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one two three")
-    inner = '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "text.txt"\n'
+    inner = '[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "text.txt"\n'
     (tmp_path / "run.toml").write_text('[fleet]\nreplicas = 2\n[outer]\ncodec = "bf16"\n' + inner)
     code, out, _ = say(capsys, "memory://doctor", "--config", tmp_path / "run.toml")
     assert code == 0 and "0 M parameters, 2 replicas" in out and "moves, all together" in out
@@ -92,7 +92,7 @@ def test_sizes_of_the_built_in_models() -> None:
 def test_a_model_in_a_folder_is_counted_by_its_headers(tmp_path: Path) -> None:
     header = {"__metadata__": {}, "a": {"shape": [10, 7]}, "b": {"shape": [5]}, "c": {"shape": []}}
     body = json.dumps(header).encode()
-    config = RunConfig(inner=InnerConfig(loop="supervised", model=str(tmp_path), text="text.txt"))
+    config = RunConfig(inner=InnerConfig(loop="supervised", model=str(tmp_path), data={"text": "text.txt"}))
     with pytest.raises(ConfigError, match="give --parameters N"):
         sizing.parameters_of(config)
     (tmp_path / "model.safetensors").write_bytes(len(body).to_bytes(8, "little") + body)
@@ -106,7 +106,7 @@ def test_a_model_that_the_hub_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
-    config = RunConfig(inner=InnerConfig(loop="supervised", model="org/model", text="text.txt"))
+    config = RunConfig(inner=InnerConfig(loop="supervised", model="org/model", data={"text": "text.txt"}))
     with pytest.raises(ConfigError, match=r"parameters of org/model: no network. Give --parameters N"):
         sizing.parameters_of(config)
 

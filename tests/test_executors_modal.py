@@ -489,7 +489,12 @@ def founded(run: str, bucket: Any, folder: Path, **changes: Any) -> Run:
     (folder / "text.txt").write_text("".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300)))
     base: dict[str, dict[str, Any]] = {
         "outer": {"sync_every": 2, "snapshot_every": 2},
-        "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4, "context_length": 16},
+        "inner": {
+            "loop": "supervised",
+            "model": "tiny",
+            "data": {"text": "text.txt", "context_length": 16},
+            "batch_size": 4,
+        },
         "fleet": {"replicas": 3, "min_replicas": 3, "steps": 4, "give_up_s": 300.0},
     }
     raw = {"name": "test", **{s: {**v, **changes.get(s, {})} for s, v in base.items()}}
@@ -501,8 +506,11 @@ def founded(run: str, bucket: Any, folder: Path, **changes: Any) -> Run:
 
 
 TOOLWORLD = {
-    "loop": "grpo", "model": "toolworld", "batch_size": 8, "world_kinds": 2, "world_names": 4, "warm_start_steps": 60,
-}  # fmt: skip
+    "loop": "grpo",
+    "model": "toolworld",
+    "batch_size": 8,
+    "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 60},
+}
 
 
 @pytest.mark.slow
@@ -566,7 +574,8 @@ def test_modal_run_starts_shows_and_can_be_left(platform, executor, run, bucket,
     (tmp_path / "text.txt").write_text("one plus one is two. " * 300)
     (tmp_path / "run.toml").write_text(
         'name = "test"\n[outer]\nsync_every = 2\nsnapshot_every = 2\n[fleet]\nreplicas = 2\nsteps = 3\n'
-        '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "text.txt"\nbatch_size = 4\ncontext_length = 16\n'
+        '[inner]\nloop = "supervised"\nmodel = "tiny"\nbatch_size = 4\n'
+        '[inner.data]\ntext = "text.txt"\ncontext_length = 16\n'
     )
     options = ["--run", run, "--secret", bucket.secret, "--replicas", "2", "--config", str(tmp_path / "run.toml")]
     left = example(*options, "--detach")

@@ -34,7 +34,7 @@ class World:
     def __init__(self, folder: Path, replicas: int = 2, **wishes) -> None:
         raw = {
             "outer": {"sync_every": 1},
-            "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt"},
+            "inner": {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}},
             "fleet": {"replicas": replicas, "steps": 6},
         }
         (folder / "text.txt").write_text("a text that nobody reads")

@@ -156,7 +156,7 @@ def executor():
 def found(folder: Path, **fleet) -> Run:
     raw = {
         "outer": {"sync_every": 1},
-        "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt"},
+        "inner": {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}},
         "fleet": {"replicas": 2, "steps": 6, **fleet},
     }
     (folder / "text.txt").write_text("a text that nobody reads")

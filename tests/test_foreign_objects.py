@@ -277,7 +277,7 @@ def test_a_quorum_that_the_operator_lowered_is_a_lower_quorum() -> None:
 
 CONFIG = {
     "name": "x", "outer": {"sync_every": 2}, "fleet": {"replicas": 2, "steps": 3},
-    "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt"},
+    "inner": {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}},
 }  # fmt: skip
 
 

@@ -154,8 +154,13 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
 @pytest.mark.timeout(300)
 def test_the_inner_loop_writes_where_its_replica_has_made_room(tmp_path: Path) -> None:
     """Before: a temporary folder of its own, outside of what waits for space, and exit code 1 where there was none."""
-    inner = {"loop": "grpo", "model": "toolworld", "text": None, "batch_size": 16, "world_kinds": 2, "world_names": 4}
-    inner |= {"warm_start_steps": 1, "reward": None}
+    inner = {
+        "loop": "grpo",
+        "model": "toolworld",
+        "data": {"text": None},
+        "batch_size": 16,
+        "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 1},
+    }
     fleet = Fleet(tmp_path, outer={"sync_every": 1}, inner=inner, fleet={"replicas": 1, "steps": 1})
     fleet.start("r00", die="full:inner-")
     assert fleet.wait(200.0) == {"r00": [0]}, fleet.logs()

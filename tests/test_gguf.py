@@ -23,7 +23,7 @@ from tests.gguf_files import write_gguf
 
 
 def gguf_config(path: Path, **changes: Any) -> InnerConfig:
-    return InnerConfig(**{"loop": "supervised", "model": str(path), "text": "a.txt", **changes})
+    return InnerConfig(**{"loop": "supervised", "model": str(path), "data": {"text": "a.txt"}, **changes})
 
 
 def test_the_published_folder_has_the_dequantised_weights_the_tokenizer_and_the_template(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_it_is_said_that_weights_are_rounded(tmp_path: Path) -> None:
 
 def test_its_parameters_are_counted_from_its_header_and_it_is_not_on_the_hub(tmp_path: Path) -> None:
     weights = write_gguf(tmp_path / "m.gguf")
-    raw = {"inner": {"loop": "supervised", "model": str(tmp_path / "m.gguf"), "text": "a.txt"}}
+    raw = {"inner": {"loop": "supervised", "model": str(tmp_path / "m.gguf"), "data": {"text": "a.txt"}}}
     (tmp_path / "a.txt").write_text("text")
     config = RunConfig.from_dict(raw, tmp_path)
     assert parameters_of(config) == sum(w.size for w in weights.values())

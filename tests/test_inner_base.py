@@ -10,13 +10,13 @@ import pytest
 
 from inner import InnerConfig, InnerError, Seeds, check_inner
 
-OWN = {"model": "some/model", "prompts": "p.jsonl", "reward": "r.py:f"}
+OWN = {"model": "some/model", "data": {"prompts": "p.jsonl"}, "rewards": {"function": "r.py:f"}}
 
 
 def test_config_is_plain_data() -> None:
-    config = InnerConfig(alpha_sdpo=0.1, epsilon_high=0.3)
+    config = InnerConfig(sdpo={"weight": 0.1}, grpo={"epsilon_high": 0.3})
     assert InnerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(InnerError, match=r"no setting alpha\. Valid: .*alpha_sdpo"):
+    with pytest.raises(InnerError, match=r"unknown setting inner\.alpha; did you mean inner\.lora\.alpha"):
         InnerConfig.from_dict({"alpha": 1})
     with pytest.raises(AttributeError):
         config.lr = 1.0  # type: ignore[misc]
@@ -28,53 +28,62 @@ def test_config_is_plain_data() -> None:
         ({"loop": "ppo"}, "grpo, supervised"),
         ({"dtype": "fp8"}, "float32"),
         ({"dtype": "float16"}, "cannot be trained.*epsilon of 1e-8 is 0.*Use float32"),
-        ({"loop": "supervised", "model": "tiny", "text": "a.txt", "num_generations": 4}, 'only where loop = "grpo"'),
-        ({"loop": "supervised", "model": "tiny", "text": "a.txt", "gradient_checkpointing": True}, "does nothing here"),
-        ({"text": "a.txt"}, 'only where loop = "supervised"'),
-        ({**OWN, "world_kinds": 3}, 'only where model = "toolworld"'),
-        ({"revision": "main"}, "only where model is on the Hub"),
         (
-            {"alpha_sdpo": 1.0, "policy_weight": 0.0, "epsilon_high": 0.3, "sdpo_teacher": "ema"},
-            "only where policy_weight is above 0",
+            {"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}, "sampling": {"num_generations": 4}},
+            'only where inner.loop = "grpo"',
         ),
-        ({"policy_weight": 0.0}, "learns nothing"),
-        ({"alpha_sdpo": 0.1, "sdpo_token_clip": 0.4}, "never clips: at sdpo_jsd_beta = 0.5.*exceeds 0.347"),
-        ({"loss_type": "gspo"}, "dr_grpo"),
-        ({"scale_rewards": "std"}, "batch, group, none"),
-        ({"sdpo_teacher": "old"}, "round, frozen, ema, live"),
-        ({"alpha_sdpo": -0.1}, "0 .off. or more"),
-        ({"weight_decay": -1.0}, "0 .off. or more"),
-        ({"lr": 0.0}, "learning_rate = 0.0 must be greater than 0"),
-        ({"temperature": float("nan")}, "temperature = nan"),
+        (
+            {"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}, "gradient_checkpointing": True},
+            "does nothing here",
+        ),
+        ({"data": {"text": "a.txt"}}, 'only where inner.loop = "supervised"'),
+        ({**OWN, "toolworld": {"kinds": 3}}, 'only where inner.model = "toolworld"'),
+        ({"revision": "main"}, "only where inner.model is on the Hub"),
+        (
+            {"sdpo": {"weight": 1.0, "teacher": "ema"}, "grpo": {"weight": 0.0, "epsilon_high": 0.3}},
+            "only where inner.grpo.weight is above 0",
+        ),
+        ({"grpo": {"weight": 0.0}}, "learns nothing"),
+        ({"sdpo": {"weight": 0.1, "token_clip": 0.4}}, "never clips: at inner.sdpo.jsd_beta = 0.5.*exceeds 0.347"),
+        ({"grpo": {"loss_type": "gspo"}}, "dr_grpo"),
+        ({"grpo": {"scale_rewards": "std"}}, "batch, group, none"),
+        ({"sdpo": {"teacher": "old"}}, "round, frozen, ema, live"),
+        ({"sdpo": {"weight": -0.1}}, "inner.sdpo.weight = -0.1 must be at least 0"),
+        ({"weight_decay": -1.0}, "inner.weight_decay = -1.0 must be at least 0"),
+        ({"lr": 0.0}, "inner.lr = 0.0 must be greater than 0"),
+        ({"sampling": {"temperature": float("nan")}}, "temperature = nan"),
         ({"batch_size": 12}, "Set inner.batch_size to 8"),
-        ({"num_generations": 1}, "Set inner.num_generations to 8"),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "do not divide"),
-        ({"objective": "cispo", "epsilon_high": 0.2}, "epsilon_high = 5.0"),
-        ({"objective": "gpso"}, "(?s)Did you mean 'gspo'.*lite_ppo"),
-        ({"dynamic_sampling": -1}, "dynamic_sampling = -1 must be 0"),
+        ({"sampling": {"num_generations": 1}}, "Set inner.sampling.num_generations to 8"),
+        ({"gradient_accumulation_steps": 2, "grpo": {"steps_per_generation": 3}}, "do not divide"),
+        ({"grpo": {"objective": "cispo", "epsilon_high": 0.2}}, "epsilon_high = 5.0"),
+        ({"grpo": {"objective": "gpso"}}, "(?s)Did you mean 'gspo'.*lite_ppo"),
+        ({"grpo": {"dynamic_sampling": -1}}, "dynamic_sampling = -1 must be 0"),
         ({"model": "tiny"}, "no chat template"),
-        ({**OWN, "prompts": None}, "Set inner.prompts"),
-        ({**OWN, "reward": None}, "Set inner.reward"),
-        ({**OWN, "alpha_sdpo": 0.1}, "can never report one"),
-        ({"alpha_sdpo": 0.1, "max_tool_calling_iterations": 0}, "can never report one"),
-        ({"alpha_sdpo": 1.0, "sdpo_teacher": "live"}, 'sdpo_teacher = "round" or "frozen"'),
-        ({"alpha_sdpo_end": 1.0, "schedule_steps": 9, "sdpo_teacher": "live"}, "collapses"),
-        ({"beta_replay": -0.1}, "beta_replay = -0.1 must be 0"),
-        ({"beta_replay": 0.1}, "no pairs to learn from"),
-        ({"pairs": "p.jsonl"}, "would teach nothing"),
-        ({"alpha_sdpo": 0.1, "alpha_sdpo_end": 0.0}, "Set schedule_steps"),
-        ({"alpha_sdpo": 0.1, "sdpo_wrapper": "taid"}, "Set schedule_steps"),
-        ({"schedule_steps": 5}, "moves nothing"),
-        ({"taid_t_start": 0.9, "taid_t_end": 0.5}, "start <= end"),
-        ({"sdpo_ema_rate": 2.0}, "above 1"),
-        ({"replay_label_smoothing": 0.5}, "below 0.5"),
-        ({"alpha_sdpo": 0.1, "sdpo_context": "rollout", "sdpo_token_clip": 0.1}, "the SDPO paper's own loss"),
-        ({"alpha_sdpo": 0.1, "sdpo_jsd_beta": 2.0}, r"outside \[0, 1\]"),
-        ({"alpha_sdpo": 0.1, "sdpo_token_clip": 0.0}, "leave it out for no clip"),
-        ({"loop": "supervised", "model": "tiny"}, "Set inner.text"),
-        ({"loop": "supervised", "model": "tiny", "text": "a.pdf"}, ".txt, .npy or .bin"),
-        ({"loop": "supervised", "text": "a.txt"}, 'inner.model = "tiny"'),
-        ({"loop": "supervised", "model": "tiny", "text": "a.txt", "alpha_sdpo": 0.1}, "has no rollouts"),
+        ({**OWN, "data": {"prompts": None}}, "Set inner.data.prompts"),
+        ({**OWN, "rewards": {"function": None}}, "Set inner.rewards.function"),
+        ({**OWN, "sdpo": {"weight": 0.1}}, "can never report one"),
+        ({"sdpo": {"weight": 0.1}, "sampling": {"max_tool_calling_iterations": 0}}, "can never report one"),
+        ({"sdpo": {"weight": 1.0, "teacher": "live"}}, 'sdpo.teacher = "round" or "frozen"'),
+        ({"sdpo": {"weight_end": 1.0, "teacher": "live"}, "schedule": {"weight_steps": 9}}, "collapses"),
+        ({"replay": {"weight": -0.1}}, "inner.replay.weight = -0.1 must be at least 0"),
+        ({"replay": {"weight": 0.1}}, "no pairs to learn from"),
+        ({"replay": {"pairs": "p.jsonl"}}, "would teach nothing"),
+        ({"sdpo": {"weight": 0.1, "weight_end": 0.0}}, "Set inner.schedule.weight_steps"),
+        ({"sdpo": {"weight": 0.1, "wrapper": "taid"}}, "Set inner.schedule.weight_steps"),
+        ({"schedule": {"weight_steps": 5}}, "moves nothing"),
+        ({"sdpo": {"taid_t_start": 0.9, "taid_t_end": 0.5}}, "start <= end"),
+        ({"sdpo": {"ema_rate": 2.0}}, "greater than 0 and at most 1"),
+        ({"replay": {"label_smoothing": 0.5}}, "below 0.5"),
+        ({"sdpo": {"weight": 0.1, "context": "rollout", "token_clip": 0.1}}, "the SDPO paper's own loss"),
+        ({"sdpo": {"weight": 0.1, "jsd_beta": 2.0}}, "must be at least 0 and at most 1"),
+        ({"sdpo": {"weight": 0.1, "token_clip": 0.0}}, "token_clip = 0.0 must be greater than 0"),
+        ({"loop": "supervised", "model": "tiny"}, "Set inner.data.text"),
+        ({"loop": "supervised", "model": "tiny", "data": {"text": "a.pdf"}}, ".txt, .npy or .bin"),
+        ({"loop": "supervised", "data": {"text": "a.txt"}}, 'inner.model = "tiny"'),
+        (
+            {"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}, "sdpo": {"weight": 0.1}},
+            "has no rollouts",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_next_step(settings: dict[str, Any], words: str) -> None:
@@ -83,11 +92,13 @@ def test_contradictions_are_refused_with_the_next_step(settings: dict[str, Any],
 
 
 def test_what_is_allowed() -> None:
-    InnerConfig(alpha_sdpo=1.0, sdpo_teacher="frozen")
-    InnerConfig(**OWN, alpha_sdpo=0.1, sdpo_context="rollout")  # siblings' successes need no tools
-    InnerConfig(**OWN, alpha_sdpo=0.1, environment="e.py:E")
+    InnerConfig(sdpo={"weight": 1.0, "teacher": "frozen"})
+    InnerConfig(**OWN, sdpo={"weight": 0.1, "context": "rollout"})  # siblings' successes need no tools
+    InnerConfig(**OWN, sdpo={"weight": 0.1}, sampling={"environment": "e.py:E"})
     assert InnerConfig(**OWN).learning_rate == 1e-6 and InnerConfig().learning_rate == 1e-3
-    assert InnerConfig(gradient_accumulation_steps=2, steps_per_generation=4, num_iterations=2).boundary == 4
+    assert (
+        InnerConfig(gradient_accumulation_steps=2, grpo={"steps_per_generation": 4, "num_iterations": 2}).boundary == 4
+    )
 
 
 def test_seeds_are_not_negative() -> None:
@@ -156,7 +167,7 @@ def test_check_wants_the_local_copy(tmp_path: Path) -> None:
     with pytest.raises(InnerError, match="there is no file"):
         check_inner(InnerConfig(**OWN), {"prompts": tmp_path / "none.jsonl"})
     with pytest.raises(InnerError, match="names no object"):
-        check_inner(InnerConfig(reward="r.py"), reward_file(tmp_path, ""))
+        check_inner(InnerConfig(rewards={"function": "r.py"}), reward_file(tmp_path, ""))
 
 
 BODY = "class E:\n    def reset(self, **row): pass\n    def get_reward(self): return 1.0\n"
@@ -185,7 +196,9 @@ TOOL = """
 def test_check_looks_at_the_environment(tmp_path: Path, body: str, words: str | None) -> None:
     (tmp_path / "e.py").write_text(body)
     files = {**reward_file(tmp_path, ""), "environment": tmp_path / "e.py"}
-    config = InnerConfig(**{**OWN, "reward": None}, environment="e.py:E", alpha_sdpo=0.1)
+    config = InnerConfig(
+        **{**OWN, "rewards": {"function": None}}, sampling={"environment": "e.py:E"}, sdpo={"weight": 0.1}
+    )
     if words is None:
         check_inner(config, files)
     else:

@@ -13,6 +13,7 @@ from inner.grpo import _silence_libraries
 from inner.lessons import Rollout
 from inner.order import step_in_generation
 from inner.trainer import LESSONS
+from tests.tables import merge_tables
 from tests.test_inner_toolworld import WORLD
 from tests.test_inner_trainer import make
 
@@ -70,9 +71,9 @@ def batch_shape(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any
 @pytest.mark.parametrize("objective", ["dr_grpo", "grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str) -> None:
     """batch_size 2, num_generations 8: the same completions, advantages and gradient as with batch_size 8."""
-    config = {"objective": objective, "dynamic_sampling": 0, "num_generations": 8}
-    whole = run_steps(1, {**config, **batch_shape(8, 1, steps_per_generation=1)})
-    torn = run_steps(1, {**config, **batch_shape(2, 4, steps_per_generation=4)})
+    config = {"grpo": {"objective": objective, "dynamic_sampling": 0}, "sampling": {"num_generations": 8}}
+    whole = run_steps(1, merge_tables(config, batch_shape(8, 1, grpo={"steps_per_generation": 1})))
+    torn = run_steps(1, merge_tables(config, batch_shape(2, 4, grpo={"steps_per_generation": 4})))
     assert len(whole.batches) == len(torn.batches) == 1 and whole.rewards == torn.rewards
     for key in ("completion_ids", "completion_mask", "advantages"):
         assert torch.equal(whole.batches[0][key], torn.batches[0][key])
@@ -89,16 +90,16 @@ def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str)
     "settings",
     [
         pytest.param({"batch_size": 2, "gradient_accumulation_steps": 4}, marks=pytest.mark.slow),
-        pytest.param({"batch_size": 2, "steps_per_generation": 4}, marks=pytest.mark.slow),
-        {"batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-        {"batch_size": 2, "steps_per_generation": 4, "num_iterations": 2},
+        pytest.param({"batch_size": 2, "grpo": {"steps_per_generation": 4}}, marks=pytest.mark.slow),
+        {"batch_size": 2, "gradient_accumulation_steps": 2, "grpo": {"steps_per_generation": 4}},
+        {"batch_size": 2, "grpo": {"steps_per_generation": 4, "num_iterations": 2}},
         {"batch_size": 8, "gradient_accumulation_steps": 2},
     ],
 )
 def test_a_new_generation_is_made_every_boundary_inner_steps(settings: dict[str, Any]) -> None:
     """`boundary` is what H must be a multiple of: counted in a real run, of whole groups."""
-    boundary = InnerConfig(num_generations=8, **settings).boundary
-    seen = run_steps(2 * boundary + 1, {"num_generations": 8, **settings})
+    boundary = InnerConfig(sampling={"num_generations": 8}, **settings).boundary
+    seen = run_steps(2 * boundary + 1, {"sampling": {"num_generations": 8}, **settings})
     assert seen.generations == [1 + step // boundary for step in range(2 * boundary + 1)]
     for batch in seen.batches:
         sums = batch["advantages"].view(-1, 8).sum(1)
@@ -108,16 +109,19 @@ def test_a_new_generation_is_made_every_boundary_inner_steps(settings: dict[str,
 
 
 def test_what_would_tear_a_group_apart_is_refused() -> None:
-    InnerConfig(batch_size=2, num_generations=8, steps_per_generation=4)
-    InnerConfig(batch_size=12, num_generations=8, gradient_accumulation_steps=2)
+    InnerConfig(batch_size=2, sampling={"num_generations": 8}, grpo={"steps_per_generation": 4})
+    InnerConfig(batch_size=12, sampling={"num_generations": 8}, gradient_accumulation_steps=2)
     for settings, words in (
         ({"batch_size": 2}, "steps_per_generation to 4 or a multiple"),
-        ({"batch_size": 12}, r"batch_size to 8 or a multiple of it, or inner.steps_per_generation to 2"),
-        ({"batch_size": 2, "steps_per_generation": 2, "num_iterations": 2}, "steps_per_generation = 2 completions"),
+        ({"batch_size": 12}, r"batch_size to 8 or a multiple of it, or inner.grpo.steps_per_generation to 2"),
+        (
+            {"batch_size": 2, "grpo": {"steps_per_generation": 2, "num_iterations": 2}},
+            "steps_per_generation = 2 completions",
+        ),
         ({"batch_size": 2, "gradient_accumulation_steps": 6}, "would be torn apart"),
     ):
         with pytest.raises(InnerError, match=words):
-            InnerConfig(num_generations=8, **settings)
+            InnerConfig(sampling={"num_generations": 8}, **settings)
 
 
 # Tokens of "rollout"
@@ -125,7 +129,7 @@ def test_what_would_tear_a_group_apart_is_refused() -> None:
 
 def test_the_tokens_of_rollout_count_alike_however_the_step_is_cut() -> None:
     """The same eight rollouts as 8 x 1, 4 x 2 and 2 x 4: one gradient, in float64."""
-    varied = {"num_generations": 2, "temperature": 2.0}
+    varied = {"sampling": {"num_generations": 2, "temperature": 2.0}}
     whole, *others = (run_steps(1, batch_shape(*shape, **varied), **ROLLOUT) for shape in ((8, 1), (4, 2), (2, 4)))
     lengths = {sum(lesson.written) for lessons in whole.batches[0][LESSONS] for lesson in lessons}
     assert len(lengths) > 1, "with rollouts of one length a mean per micro-batch is right, too"
@@ -157,7 +161,8 @@ def test_the_micro_batches_of_an_inner_step(
 def test_stale_steps_of_rollout_count_alike_as_well() -> None:
     """One generation of 16 for two inner steps: 8 x 1 against 2 x 4 micro-batches, the first step's gradient."""
     whole, torn = (
-        run_steps(2, batch_shape(*shape, steps_per_generation=2 * shape[1]), **ROLLOUT) for shape in ((8, 1), (2, 4))
+        run_steps(2, batch_shape(*shape, grpo={"steps_per_generation": 2 * shape[1]}), **ROLLOUT)
+        for shape in ((8, 1), (2, 4))
     )
     assert whole.generations == torn.generations == [1, 1]
     torch.testing.assert_close(torn.gradients[0], whole.gradients[0], rtol=1e-9, atol=1e-12)

@@ -185,9 +185,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation": ({"gradient_accumulation_steps": 4}, {}),
     "checkpointing": ({"gradient_checkpointing": True}, {}),
     "lora": ({}, {"peft_config": LoraConfig(**LORA)}),
-    "stale": ({"steps_per_generation": 4}, {}),
+    "stale": ({"grpo": {"steps_per_generation": 4}}, {}),
     "all": (
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2, "grpo": {"steps_per_generation": 4}, "gradient_checkpointing": True},
         {"peft_config": LoraConfig(**LORA)},
     ),
 }
@@ -431,7 +431,7 @@ def test_wrappers_are_their_kernels(wrapper: str) -> None:
 
 
 def test_weights_and_taids_t_move_with_the_committed_step() -> None:
-    settings = ChannelSettings(
+    settings = ChannelSettings.from_keywords(
         alpha_sdpo=0.0, alpha_sdpo_end=0.2, beta_replay=0.3, beta_replay_end=0.0, sdpo_wrapper="taid", schedule_steps=10
     )
     trainer = make(
@@ -445,7 +445,7 @@ def test_weights_and_taids_t_move_with_the_committed_step() -> None:
     assert [alpha for alpha, _ in weights] == pytest.approx([0.0, 0.1, 0.2, 0.2])
     assert [beta for _, beta in weights] == pytest.approx([0.3, 0.15, 0.0, 0.0])
     assert [settings.taid_t_at(t) for t in (0, 5, 10, 99)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
-    assert settings.uses_sdpo and settings.uses_replay and linear_ramp(0.5, None, 7, None) == 0.5
+    assert settings.sdpo.is_used and settings.replay.is_used and linear_ramp(0.5, None, 7, None) == 0.5
 
 
 def test_a_weight_that_the_schedule_made_zero_runs_no_forward() -> None:
@@ -509,7 +509,7 @@ def test_sdpo_proper_is_the_papers_loss_over_whole_responses() -> None:
 
 def test_sdpo_proper_on_stale_rollouts_reaches_the_gradient() -> None:
     """With old log-probs in the batch, of which the importance weight is made."""
-    config = {"steps_per_generation": 4}
+    config = {"grpo": {"steps_per_generation": 4}}
     settings = {"sdpo_context": "rollout", "policy_weight": 0.0, "sdpo_teacher": "frozen"}
     once, twice = (step_gradient(config, alpha_sdpo=alpha, **settings) for alpha in (0.4, 0.8))
     assert once.norm() > 1e-4
@@ -517,7 +517,7 @@ def test_sdpo_proper_on_stale_rollouts_reaches_the_gradient() -> None:
 
 
 def test_the_settings_of_vllm_reach_trl() -> None:
-    arguments = trainer_arguments(InnerConfig(vllm=True), Seeds(data=0, noise=0), FOLDER.name)
+    arguments = trainer_arguments(InnerConfig(sampling={"vllm": True}), Seeds(data=0, noise=0), FOLDER.name)
     assert arguments.use_vllm and arguments.vllm_mode == "colocate"
     assert not trainer_arguments(InnerConfig(), Seeds(data=0, noise=0), FOLDER.name).use_vllm
 
@@ -601,7 +601,7 @@ def test_bad_pairs_are_named(tmp_path: Path) -> None:
             make(beta_replay=0.3, pairs=bad)
     file = tmp_path / "pairs.jsonl"
     save_pairs([good[0], {**good[1], "chosen": ""}], file)
-    config = InnerConfig(beta_replay=0.3, pairs="pairs.jsonl")
+    config = InnerConfig(replay={"weight": 0.3, "pairs": "pairs.jsonl"})
     with pytest.raises(InnerError, match=r"pairs\.jsonl, line 2: chosen is ''.*Mend the line"):
         check_inner(config, {"pairs": file})
     file.write_text(json.dumps(good[0]) + "\n{broken\n")
@@ -610,9 +610,9 @@ def test_bad_pairs_are_named(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(InnerError, match="is empty"):
         check_inner(config, {"pairs": file})
-    for bad_config in ({"beta_replay": 0.3}, {"pairs": "p.jsonl"}):
+    for bad_config in ({"weight": 0.3}, {"pairs": "p.jsonl"}):
         with pytest.raises(InnerError, match=r"no pairs to learn from|would teach nothing"):
-            InnerConfig(**bad_config)  # type: ignore[arg-type]
+            InnerConfig(replay=bad_config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -189,13 +189,13 @@ def test_dpo_and_simpo_are_their_formulas(model: nn.Module) -> None:
 
 def test_settings_that_cannot_be(model: nn.Module) -> None:
     cases: list[tuple[dict[str, object], str]] = [
-        ({"alpha_sdpo": -0.1}, "0 .off. or more"),
-        ({"beta_replay": -0.1}, "0 .off. or more"),
+        ({"alpha_sdpo": -0.1}, "must be at least 0"),
+        ({"beta_replay": -0.1}, "must be at least 0"),
         ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd, eopd"),
         ({"entropy_opd_h_max": 0.0}, "greater than 0"),
-        ({"eopd_threshold": -1.0}, "0 .off. or more"),
+        ({"eopd_threshold": -1.0}, "must be at least 0"),
         ({"sdpo_wrapper": "eopd"}, "eopd_threshold, which is not set"),
-        ({"sdpo_jsd_beta": 1.5}, "outside"),
+        ({"sdpo_jsd_beta": 1.5}, "at most 1"),
     ]
     for settings, words in cases:
         with pytest.raises(ValueError, match=words):

@@ -10,13 +10,14 @@ import torch
 from inner.base import InnerConfig, Seeds
 from inner.build import build_inner
 from inner.reward_calls import RewardFailed
+from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, small_folder
 
 torch.set_num_threads(1)
 
 
 def build(seeds: Seeds | None = None, files: Any = None, warmup_steps: int = 0, **settings: Any) -> Any:
-    config = InnerConfig(**{**SMALL, "batch_size": 8, **settings})
+    config = InnerConfig(**merge_tables(SMALL, {"batch_size": 8}, settings))
     return build_inner(config, small_folder(), files or {}, seeds or Seeds(data=0, noise=0), warmup_steps)
 
 
@@ -76,7 +77,7 @@ def test_what_a_hook_raises_leaves_train_unchanged() -> None:
 
 
 def test_hooks_may_rewrite_the_parameters_in_place() -> None:
-    loop = build(alpha_sdpo=0.1)
+    loop = build(sdpo={"weight": 0.1})
     kept = [p.detach().clone() for p in loop.model.parameters()]
     moved: list[float] = []
 
@@ -94,7 +95,7 @@ def test_hooks_may_rewrite_the_parameters_in_place() -> None:
 
 
 def test_metrics_popped_in_a_hook_have_the_current_step() -> None:
-    loop = build(alpha_sdpo=0.1)
+    loop = build(sdpo={"weight": 0.1})
     popped: list[dict[str, float]] = []
     loop.optimizer.register_step_post_hook(lambda *_: popped.append(loop.pop_metrics()))
     divergences: list[float] = []
@@ -120,8 +121,8 @@ def test_metrics_popped_in_a_hook_have_the_current_step() -> None:
     [
         ({}, 1),
         ({"gradient_accumulation_steps": 2}, 1),
-        ({"steps_per_generation": 2, "num_iterations": 2}, 4),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2}, 2),
+        ({"grpo": {"steps_per_generation": 2, "num_iterations": 2}}, 4),
+        ({"gradient_accumulation_steps": 2, "grpo": {"steps_per_generation": 2, "num_iterations": 2}}, 2),
     ],
 )
 def test_a_second_life_goes_on_in_the_data(settings: dict[str, Any], boundary: int) -> None:
@@ -141,7 +142,7 @@ def test_a_second_life_goes_on_in_the_data(settings: dict[str, Any], boundary: i
 
 
 def test_a_life_that_starts_inside_a_generation_stays_in_phase() -> None:
-    settings = {"num_iterations": 2}
+    settings = {"grpo": {"num_iterations": 2}}
     loop = build(Seeds(data=4, noise=1, start=3), **settings)
     asked = questions(loop)
     loop.train(after(3))  # inner steps 3 | 4, 5: generations 1 | 2
@@ -205,8 +206,12 @@ def test_the_users_reward_environment_hint_and_prompts(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"op0 {i} 2"}], "tag": f"t0_{i}"} for i in range(3)]
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     files = {"reward": tmp_path / "task.py", "environment": tmp_path / "task.py", "prompts": tmp_path / "p.jsonl"}
-    names = {"reward": "task.py:score", "environment": "task.py:Env", "prompts": "p.jsonl"}
-    loop = build(files=files, alpha_sdpo=0.1, **names)
+    names = {
+        "rewards": {"function": "task.py:score"},
+        "sampling": {"environment": "task.py:Env"},
+        "data": {"prompts": "p.jsonl"},
+    }
+    loop = build(files=files, sdpo={"weight": 0.1}, **names)
     loop.train(after(1))
     found = loop.pop_metrics()
     assert found["reward"] >= 1 and found["sdpo_coverage"] > 0
@@ -216,13 +221,13 @@ def test_the_users_reward_environment_hint_and_prompts(tmp_path: Path) -> None:
 
 def test_a_reward_that_goes_wrong_in_the_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [1.0] * (len(completions) - 1)\n")
-    loop = build(files={"reward": tmp_path / "r.py"}, reward="r.py:f", reward_retries=0)
+    loop = build(files={"reward": tmp_path / "r.py"}, rewards={"function": "r.py:f", "retries": 0})
     with pytest.raises(RewardFailed, match=r"the reward f [\s\S]*returned 7 values for 8 completions"):
         loop.train(after(1))
 
 
 def test_grpo_with_hints_learns_the_small_world() -> None:
-    loop = build(batch_size=16, alpha_sdpo=0.1)
+    loop = build(batch_size=16, sdpo={"weight": 0.1})
     rewards: list[float] = []
     for _ in range(4):
         loop.train(after(5))

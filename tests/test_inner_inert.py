@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from inner.flat_names import FLAT_NAMES
 from inner.losses.divergence import divergence_entries
-from inner.settings import CHANNEL_FIELDS, READ_ONLY_WHERE, ChannelError, ChannelSettings, highest_jsd_entry
+from inner.settings import CHANNEL_KEYWORDS, READ_ONLY_WHERE, ChannelError, ChannelSettings, highest_jsd_entry
 
 ON: dict[str, Any] = {"alpha_sdpo": 0.1, "beta_replay": 0.1}
 CHANGED: dict[str, Any] = {
@@ -34,15 +35,15 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_setting_is_taken_where_it_acts_and_refused_where_its_channel_is_off(name: str) -> None:
-    ChannelSettings(**ON, **NEEDS.get(name, {}), **{name: CHANGED[name]})
+    ChannelSettings.from_keywords(**ON, **NEEDS.get(name, {}), **{name: CHANGED[name]})
     with pytest.raises(ChannelError, match=rf"{name} = .* does nothing here.*(alpha_sdpo|beta_replay)"):
-        ChannelSettings(**{name: CHANGED[name]})
+        ChannelSettings.from_keywords(**{name: CHANGED[name]})
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_setting_is_refused_under_another_choice(name: str) -> None:
     with pytest.raises(ChannelError, match=rf"{name} = .* does nothing here: it is read only where"):
-        ChannelSettings(**ON, **{name: CHANGED[name]})
+        ChannelSettings.from_keywords(**ON, **{name: CHANGED[name]})
 
 
 @pytest.mark.parametrize(
@@ -59,18 +60,18 @@ def test_a_setting_is_refused_under_another_choice(name: str) -> None:
 )
 def test_wrappers_and_variants_refuse_what_they_never_read(settings: dict[str, Any]) -> None:
     with pytest.raises(ChannelError, match="does nothing here"):
-        ChannelSettings(**ON, **settings)
+        ChannelSettings.from_keywords(**ON, **settings)
 
 
 def test_taid_without_a_weight_is_refused() -> None:
     with pytest.raises(ChannelError, match="sdpo_wrapper = 'taid' does nothing here"):
-        ChannelSettings(sdpo_wrapper="taid", schedule_steps=5)
+        ChannelSettings.from_keywords(sdpo_wrapper="taid", schedule_steps=5)
 
 
 def test_every_setting_but_the_weights_stands_in_the_table() -> None:
     listed = {name for _, _, names in READ_ONLY_WHERE for name in names}
     weights = {"policy_weight", "schedule_steps", "alpha_sdpo", "alpha_sdpo_end", "beta_replay", "beta_replay_end"}
-    assert listed == set(CHANNEL_FIELDS) - weights == set(CHANGED)
+    assert listed == {FLAT_NAMES[name] for name in CHANGED} and set(CHANGED) == set(CHANNEL_KEYWORDS) - weights
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])

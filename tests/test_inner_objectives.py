@@ -231,7 +231,7 @@ def test_the_sequence_presets_bring_their_stale_steps() -> None:
     for name in ("gspo", "luspo"):
         assert config(name, gradient_accumulation_steps=3).steps_per_generation == 12
         assert config(name, num_iterations=2).steps_per_generation == 1
-        assert InnerConfig(objective=name, gradient_accumulation_steps=2).boundary == 4
+        assert InnerConfig(grpo={"objective": name}, gradient_accumulation_steps=2).boundary == 4
 
 
 @pytest.mark.parametrize(
@@ -339,16 +339,16 @@ def test_a_config_by_hand_is_checked_too() -> None:
 
 
 def test_run_config_keys() -> None:
-    assert InnerConfig().objective == "dr_grpo"
-    assert InnerConfig(loss_type="dr_grpo", scale_rewards="none", epsilon=0.1).objective_overrides == {
+    assert InnerConfig().grpo.objective == "dr_grpo"
+    assert InnerConfig(grpo={"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon": 0.1}).grpo.overrides == {
         "loss_type": "dr_grpo",
         "scale_rewards": "none",
         "epsilon": 0.1,
     }
     for wrong, words in (
-        ({"objective": "ppo"}, "The menu"),
-        ({"objective": "gspo", "loss_type": "dapo"}, "another objective"),
-        ({"alpha_sdpo": -1.0}, "0 .off. or more"),
+        ({"grpo": {"objective": "ppo"}}, "The menu"),
+        ({"grpo": {"objective": "gspo", "loss_type": "dapo"}}, "another objective"),
+        ({"sdpo": {"weight": -1.0}}, "must be at least 0"),
     ):
         with pytest.raises(InnerError, match=words):
             InnerConfig(**wrong)  # type: ignore[arg-type]
@@ -361,12 +361,15 @@ def test_the_loop_s_arguments_hold_the_objective() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in NAMES:
-            run = InnerConfig(objective=name)
+            run = InnerConfig(grpo={"objective": name})
             held = trainer_arguments(run, Seeds(data=0, noise=0), "unused")
             assert held.objective == name and held.loss_type == PO_OBJECTIVES[name].fixed["loss_type"]
             assert held.steps_per_generation * held.num_iterations == run.generation_steps
     assert (
-        trainer_arguments(InnerConfig(epsilon=0.1, num_iterations=2), Seeds(data=0, noise=0), "unused").epsilon == 0.1
+        trainer_arguments(
+            InnerConfig(grpo={"epsilon": 0.1, "num_iterations": 2}), Seeds(data=0, noise=0), "unused"
+        ).epsilon
+        == 0.1
     )
 
 
@@ -385,7 +388,7 @@ def test_the_command_prints_the_menu(tmp_path: Path, capsys: pytest.CaptureFixtu
     from executors.cli.main import main
 
     run = tmp_path / "run.toml"
-    run.write_text('[inner]\nobjective = "dapo"\nnum_iterations = 2\n')
+    run.write_text('[inner]\ngrpo.objective = "dapo"\ngrpo.num_iterations = 2\n')
     assert main(["objectives", str(run)]) == 0
     text = capsys.readouterr().out
     assert "objective = 'dapo'" in text and "lite_ppo" in text and "inert" not in text
@@ -472,7 +475,7 @@ def test_dapo_in_the_trainer(small_trainer: Any, monkeypatch: pytest.MonkeyPatch
         calls.append(len(completions))
         return [float(len(calls) > 1 and i % 2) for i in range(len(completions))]
 
-    monkeypatch.setattr(test_inner_trainer, "SMALL", {**test_inner_trainer.SMALL, "objective": "dapo"})
+    monkeypatch.setattr(test_inner_trainer, "SMALL", {**test_inner_trainer.SMALL, "grpo": {"objective": "dapo"}})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = small_trainer(reward=reward, objective="dapo")
@@ -496,7 +499,7 @@ def test_a_loop_trains_with_it(name: str) -> None:
     """One generation serves four inner steps, so that the ratio leaves 1 and the clip has work; then a fresh one."""
     from tests.test_inner_grpo import after, build
 
-    loop = build(objective=name, steps_per_generation=4, lr=1e-2)
+    loop = build(grpo={"objective": name, "steps_per_generation": 4}, lr=1e-2)
     clipped: list[float] = []
     watched = loop.trainer._metrics["train"]
     loop.optimizer.register_step_pre_hook(lambda *_: clipped.append(sum(watched.get("clip_ratio/region_mean", [0.0]))))

@@ -9,6 +9,7 @@ import torch
 
 from inner.base import InnerConfig, InnerError, Seeds
 from inner.build import build_inner, publish_model
+from tests.tables import merge_tables
 
 torch.set_num_threads(1)
 TEXT = "the quick brown fox jumps over the lazy dog; " * 40
@@ -17,14 +18,14 @@ TEXT = "the quick brown fox jumps over the lazy dog; " * 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("tiny")
-    publish_model(InnerConfig(loop="supervised", model="tiny", text="a.txt"), where)
+    publish_model(InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"}), where)
     (where / "a.txt").write_text(TEXT)
     return where
 
 
 def build(folder: Path, seeds: Seeds | None = None, name: str = "a.txt", **settings: Any) -> Any:
-    settings = {"batch_size": 4, "context_length": 16, "lr": 3e-3, **settings}
-    config = InnerConfig(loop="supervised", model="tiny", text=name, **settings)
+    usual = {"batch_size": 4, "data": {"text": name, "context_length": 16}, "lr": 3e-3}
+    config = InnerConfig(loop="supervised", model="tiny", **merge_tables(usual, settings))
     return build_inner(config, folder, {"text": folder / name}, seeds or Seeds(data=0, noise=0))
 
 
@@ -137,7 +138,7 @@ def test_token_files_give_the_same_training_as_the_text(folder: Path) -> None:
 
 def test_bad_texts_are_refused(folder: Path) -> None:
     (folder / "short.txt").write_text("tiny")
-    with pytest.raises(InnerError, match=r"4 tokens.*lower inner\.context_length"):
+    with pytest.raises(InnerError, match=r"4 tokens.*lower inner\.data\.context_length"):
         build(folder, name="short.txt")
     np.save(folder / "large.npy", np.full(99, 300))
     with pytest.raises(InnerError, match="0 to 256"):
@@ -146,5 +147,5 @@ def test_bad_texts_are_refused(folder: Path) -> None:
     with pytest.raises(InnerError, match="one line of integers"):
         build(folder, name="float.npy")
     with pytest.raises(InnerError, match="could not be loaded"):
-        config = InnerConfig(loop="supervised", model="tiny", text="a.txt")
+        config = InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"})
         build_inner(config, folder / "nothing", {"text": folder / "a.txt"}, Seeds(data=0, noise=0))

@@ -17,10 +17,11 @@ from inner.build import build_inner, publish_model
 from inner.check import tool_names
 from inner.worlds.tiny import tiny_tokenizer
 from inner.worlds.toolworld import ToolWorld, final_answer
+from tests.tables import merge_tables
 
 torch.set_num_threads(1)
 
-SMALL: dict[str, Any] = {"world_kinds": 2, "world_names": 4, "warm_start_steps": 250, "batch_size": 16}
+SMALL: dict[str, Any] = {"toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 250}, "batch_size": 16}
 WORLD = ToolWorld(kinds=2, names=4)
 
 
@@ -125,7 +126,7 @@ def test_tiny_tokenizer_is_bytes() -> None:
 
 
 def test_publish_writes_the_same_bytes_twice(tmp_path: Path) -> None:
-    config = InnerConfig(**{**SMALL, "warm_start_steps": 3})
+    config = InnerConfig(**merge_tables(SMALL, {"toolworld": {"warm_start_steps": 3}}))
     for name in ("a", "b"):
         publish_model(config, tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
@@ -157,7 +158,7 @@ def test_a_wrong_name_gets_trls_own_error_turn() -> None:
     """Through TRL's real tool loop: the unknown name becomes an error turn, the right one a result, in ids and text."""
     from inner.spans import read_turns
 
-    loop: Any = build_inner(InnerConfig(**SMALL, alpha_sdpo=0.1), small_folder(), {}, Seeds(data=0, noise=0))
+    loop: Any = build_inner(InnerConfig(**SMALL, sdpo={"weight": 0.1}), small_folder(), {}, Seeds(data=0, noise=0))
     seen: list[Any] = []
     original = loop.trainer._tool_call_loop
 

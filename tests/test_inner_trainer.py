@@ -15,6 +15,7 @@ from inner.base import InnerConfig, InnerError, Seeds
 from inner.grpo import _silence_libraries, trainer_arguments
 from inner.spans import Turn
 from inner.trainer import LESSONS, ComposerReplicationTrainer
+from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
 
 torch.set_num_threads(1)
@@ -31,7 +32,7 @@ def make(cls: type = ComposerReplicationTrainer, steps: int = 2, reward: Any = W
     config: changes to the loop's settings."""
     task = {"environment_factory": options.pop("environment_factory", WORLD.environment())}
     iterations = options.pop("max_tool_calling_iterations", 2)
-    config = InnerConfig(**{**SMALL, **options.pop("config", {})})
+    config = InnerConfig(**merge_tables(SMALL, options.pop("config", {})))
     own = {"hint": WORLD.hint, **options} if cls is ComposerReplicationTrainer else {}
     arguments = trainer_arguments(config, Seeds(data=0, noise=11), FOLDER.name)
     arguments.max_steps, arguments.max_tool_calling_iterations = steps, iterations
@@ -275,9 +276,9 @@ def test_alpha_with_nothing_that_can_fail_is_refused() -> None:
 def test_refusals() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"beta_replay": 0.1}, "no pairs to learn from"),
-        ({"alpha_sdpo": -1.0}, "0 .off. or more"),
-        ({"beta_replay": -1.0}, "0 .off. or more"),
-        ({"policy_weight": -1.0}, "0 .off. or more"),
+        ({"alpha_sdpo": -1.0}, "must be at least 0"),
+        ({"beta_replay": -1.0}, "must be at least 0"),
+        ({"policy_weight": -1.0}, "must be at least 0"),
         ({"sdpo_teacher": "old"}, "round, frozen, ema, live"),
         ({"sdpo_wrapper": "jsd"}, "none, taid, entropy_opd, eopd"),
         ({"dpo_variant": "ipo"}, "dpo, simpo"),

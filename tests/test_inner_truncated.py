@@ -18,11 +18,15 @@ from inner.trainer import LESSONS, ComposerReplicationTrainer
 from tests.audit import check_run
 from tests.fleet import Fleet
 from tests.scripted import ENDS, ENVIRONMENT, LENGTH, questions, scripted, scripted_folder, scripted_task
+from tests.tables import merge_tables
 from tests.test_inner_trainer import FOLDER, make, measure, rollouts
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-SHORT = {"objective": "dapo", "max_completion_length": 17, "dynamic_sampling": 0}  # ToolWorld's second turn is cut off
+SHORT = {
+    "grpo": {"objective": "dapo", "dynamic_sampling": 0},
+    "sampling": {"max_completion_length": 17},
+}  # ToolWorld's second turn is cut off
 
 
 def lessons_of(batch: dict[str, Any]) -> list[tuple[int, Any]]:
@@ -51,7 +55,9 @@ def test_a_lesson_of_a_truncated_rollout_is_that_of_the_whole_one() -> None:
     """The same rollouts, with and without TRL's mask over the truncated ones: the same lessons, value and gradient."""
     found = {}
     for objective in ("dapo", "dr_grpo"):
-        trainer = make(alpha_sdpo=0.5, sdpo_teacher="live", config={**SHORT, "objective": objective})
+        trainer = make(
+            alpha_sdpo=0.5, sdpo_teacher="live", config=merge_tables(SHORT, {"grpo": {"objective": objective}})
+        )
         batch = rollouts(trainer)
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
@@ -73,7 +79,9 @@ def test_the_policy_loss_of_truncated_rollouts_is_trls(objective: str) -> None:
     """TRL's mask hides them from the attention, ours does not; nothing else in the policy loss may differ."""
     found = []
     for alpha in (0.0, 0.5):
-        trainer = make(alpha_sdpo=alpha, config={**SHORT, "objective": objective, "steps_per_generation": 1})
+        trainer = make(
+            alpha_sdpo=alpha, config=merge_tables(SHORT, {"grpo": {"objective": objective, "steps_per_generation": 1}})
+        )
         trainer.mask_truncated_completions |= alpha == 0 and objective != "dapo"
         trainer._masks_truncated |= alpha > 0 and objective != "dapo"
         batch = rollouts(trainer)
@@ -95,7 +103,7 @@ def test_without_the_channel_trl_masks_them_itself() -> None:
 
 def test_old_logprobs_of_a_truncated_rollout_are_those_of_its_own_tokens() -> None:
     """Before the first step π = π_old, so the importance weight of "rollout" is 1 everywhere, or the mask was wrong."""
-    config = {**SHORT, "steps_per_generation": 2, "num_generations": 8}
+    config = merge_tables(SHORT, {"grpo": {"steps_per_generation": 2}, "sampling": {"num_generations": 8}})
     trainer = make(
         alpha_sdpo=0.5,
         policy_weight=0.0,
@@ -114,11 +122,11 @@ def test_old_logprobs_of_a_truncated_rollout_are_those_of_its_own_tokens() -> No
         batch["completion_ids"].size(1),
     )[0]
     torch.testing.assert_close(batch["old_per_token_logps"][rows], now[rows].detach(), rtol=1e-4, atol=1e-4)
-    assert now[rows].shape[1] == SHORT["max_completion_length"]  # no padding in rows that were cut off
+    assert now[rows].shape[1] == SHORT["sampling"]["max_completion_length"]  # no padding in rows that were cut off
 
 
 def test_dynamic_sampling_keeps_the_lessons_with_their_rollouts() -> None:
-    trainer = make(alpha_sdpo=0.5, config={**SHORT, "dynamic_sampling": 2})
+    trainer = make(alpha_sdpo=0.5, config=merge_tables(SHORT, {"grpo": {"dynamic_sampling": 2}}))
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     torch.manual_seed(5)
@@ -184,9 +192,14 @@ def test_lessons_in_a_real_chat_template_are_aligned(template: str, tmp_path: Pa
     scope: dict[str, Any] = {}
     exec(ENVIRONMENT, scope)
     config = InnerConfig(
-        model="m", prompts="p.jsonl", reward="r.py:f", environment="w.py:World", objective="dapo", dynamic_sampling=0,
-        max_completion_length=LENGTH, num_generations=2, batch_size=16, alpha_sdpo=0.5,
-    )  # fmt: skip
+        model="m",
+        data={"prompts": "p.jsonl"},
+        rewards={"function": "r.py:f"},
+        sampling={"environment": "w.py:World", "max_completion_length": LENGTH, "num_generations": 2},
+        grpo={"objective": "dapo", "dynamic_sampling": 0},
+        batch_size=16,
+        sdpo={"weight": 0.5},
+    )
     folder = scripted_folder(tmp_path, template)
     with _silence_libraries(), scripted():
         trainer = ComposerReplicationTrainer(
@@ -218,16 +231,20 @@ def test_lessons_in_a_real_chat_template_are_aligned(template: str, tmp_path: Pa
 
 
 TOOLWORLD: dict[str, Any] = {
-    "loop": "grpo", "model": "toolworld", "text": None, "batch_size": 16, "world_kinds": 2, "world_names": 4,
-    "warm_start_steps": 250, "max_completion_length": 17,
-}  # fmt: skip
-CHANNEL: dict[str, Any] = {"objective": "dapo", "dynamic_sampling": 1, "alpha_sdpo": 0.5}
+    "loop": "grpo",
+    "model": "toolworld",
+    "data": {"text": None},
+    "batch_size": 16,
+    "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 250},
+    "sampling": {"max_completion_length": 17},
+}
+CHANNEL: dict[str, Any] = {"grpo": {"objective": "dapo", "dynamic_sampling": 1}, "sdpo": {"weight": 0.5}}
 
 
 def run_fleet(folder: Path, inner: dict[str, Any], **environ: str) -> list[dict[str, bool]]:
     """Three replicas to the end -> what tests/victim.py noted of every lesson of every loss."""
     fleet = Fleet(
-        folder, inner={**inner, **CHANNEL}, outer={"sync_every": 2, "snapshot_every": 2},
+        folder, inner=merge_tables(inner, CHANNEL), outer={"sync_every": 2, "snapshot_every": 2},
         fleet={"steps": 3, "give_up_s": 120.0},
     )  # fmt: skip
     for slot in ("r00", "r01", "r02"):

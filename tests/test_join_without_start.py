@@ -105,8 +105,8 @@ def test_a_model_with_frozen_weights_gets_them_after_all(
 
 @pytest.mark.parametrize(
     ("settings", "compares"),
-    [({}, False), ({"alpha_sdpo": 0.1}, False), ({"alpha_sdpo": 0.1, "sdpo_teacher": "frozen"}, True),
-     ({"beta_replay": 0.1, "pairs": "pairs.jsonl"}, True)],
+    [({}, False), ({"sdpo": {"weight": 0.1}}, False), ({"sdpo": {"weight": 0.1, "teacher": "frozen"}}, True),
+     ({"replay": {"weight": 0.1, "pairs": "pairs.jsonl"}}, True)],
 )  # fmt: skip
 def test_a_reference_and_a_frozen_teacher_are_the_start_model(settings: dict[str, Any], compares: bool) -> None:
     assert InnerConfig(**settings).compares_with_start is compares

@@ -145,7 +145,7 @@ def wait_for(condition, what: str, seconds: float = 60.0) -> None:
 def found(folder: Path) -> Run:
     raw = {
         "outer": {"sync_every": 1},
-        "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt"},
+        "inner": {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}},
         "fleet": {"replicas": REPLICAS, "steps": 100_000},
     }
     (folder / "text.txt").write_text("a text that nobody reads")

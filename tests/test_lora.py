@@ -46,7 +46,7 @@ LORA = {"r": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 
 def supervised(**changes: Any) -> InnerConfig:
     return InnerConfig(
-        **{"loop": "supervised", "model": "tiny", "text": "a.txt", "lora": LoraSettings(**LORA), **changes}
+        **{"loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}, "lora": LoraSettings(**LORA), **changes}
     )
 
 
@@ -241,8 +241,8 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[s
 
 
 def test_vllm_would_rewrite_the_base(tmp_path: Path) -> None:
-    with pytest.raises(InnerError, match=r"vllm = True with \[inner\.lora\].*Leave inner\.vllm out"):
-        grpo(vllm=True)
+    with pytest.raises(InnerError, match=r"vllm = true with \[inner\.lora\].*Leave inner\.sampling\.vllm out"):
+        grpo(sampling={"vllm": True})
 
 
 def test_a_config_with_an_adapter_survives_json(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ steps = {steps}
 [inner]
 loop = "supervised"
 model = "tiny"
-text = "text.txt"
+data.text = "text.txt"
 batch_size = 4
-context_length = 16
+data.context_length = 16
 """
 
 

@@ -153,9 +153,9 @@ steps = 2
 [inner]
 loop = "supervised"
 model = "tiny"
-text = "text.txt"
+data.text = "text.txt"
 batch_size = 4
-context_length = 16
+data.context_length = 16
 """
 
 
@@ -181,7 +181,7 @@ def test_plan_says_the_limits_the_packages_and_the_price(platform, bucket, tmp_p
 
 def config(tmp_path: Path, **inner: Any) -> RunConfig:
     (tmp_path / "text.txt").write_text("a text that nobody reads")
-    raw = {"loop": "supervised", "model": "tiny", "text": "text.txt", **inner}
+    raw = {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}, **inner}
     return RunConfig.from_dict({"inner": raw, "fleet": {"replicas": 2, "steps": 2}}, tmp_path)
 
 

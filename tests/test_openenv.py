@@ -285,8 +285,8 @@ def test_a_grpo_step_through_a_real_server(server: str, tmp_path: Path) -> None:
         f"from inner.worlds.openenv import openenv_environment\nWorld = openenv_environment({server!r})\n"
     )
     files = {"environment": tmp_path / "env.py"}
-    settings = {**SMALL, "batch_size": 16, "max_completion_length": 64}  # the errors have room
-    config = InnerConfig(**settings, environment="env.py:World", alpha_sdpo=0.1)
+    sampling = {"environment": "env.py:World", "max_completion_length": 64}  # the errors have room
+    config = InnerConfig(**{**SMALL, "batch_size": 16}, sampling=sampling, sdpo={"weight": 0.1})
     check_inner(config, files)
     loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
     before = [p.detach().clone() for p in loop.model.parameters()]

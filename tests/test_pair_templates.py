@@ -14,6 +14,7 @@ from inner import InnerConfig, InnerError, ToolWorld
 from inner.check import check_pairs
 from inner.pair_ids import encode_fitting_pairs
 from inner.rehearse import rehearse
+from tests.tables import merge_tables
 
 DEEPSEEK = (
     "{%- for m in messages %}"
@@ -81,7 +82,7 @@ def test_a_pair_that_a_template_cannot_write_is_named(name: str) -> None:
     template, messages, why = TEMPLATES[name]
     with pytest.raises(InnerError, match="pair p7: this model's chat template cannot write it") as refused:
         encode_for(template, [pair("p1", [ASKED]), pair("p7", messages)])
-    assert why in str(refused.value) and "inner.replay_skip_unfit = true" in str(refused.value)
+    assert why in str(refused.value) and "inner.replay.skip_unfit = true" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -106,7 +107,7 @@ def replay_run(tmp_path: Path) -> tuple[InnerConfig, dict[str, Path], Path]:
     )
     tokenizer(template).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 512}')
-    config = InnerConfig(beta_replay=0.1, pairs="pairs.jsonl")
+    config = InnerConfig(replay={"weight": 0.1, "pairs": "pairs.jsonl"})
     return config, {"pairs": tmp_path / "pairs.jsonl"}, tmp_path / "model"
 
 
@@ -117,9 +118,9 @@ def test_the_look_on_the_laptop_finds_it(replay_run: tuple[InnerConfig, dict[str
 
 def test_the_look_goes_by_the_setting(replay_run: tuple[InnerConfig, dict[str, Path], Path]) -> None:
     config, files, folder = replay_run
-    check_pairs(InnerConfig(**{**config.to_dict(), "replay_skip_unfit": True}), files, str(folder))
+    check_pairs(InnerConfig(**merge_tables(config.to_dict(), {"replay": {"skip_unfit": True}})), files, str(folder))
 
 
 def test_the_setting_is_refused_where_nothing_replays() -> None:
-    with pytest.raises(InnerError, match="replay_skip_unfit = True does nothing here"):
-        InnerConfig(replay_skip_unfit=True)
+    with pytest.raises(InnerError, match=r"replay\.skip_unfit = True does nothing here"):
+        InnerConfig(replay={"skip_unfit": True})

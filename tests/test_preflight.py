@@ -39,8 +39,8 @@ steps = 4
 sync_every = 6
 [inner]
 model = "toolworld"
-reward = "reward.py:score"
-prompts = "prompts.jsonl"
+rewards.function = "reward.py:score"
+data.prompts = "prompts.jsonl"
 """
 REWARD = """
 def score(completions, answer, **columns):
@@ -155,19 +155,19 @@ def lines(*rows: object) -> str:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
-REPLAY = ("beta_replay = 0.1", 'pairs = "pairs.jsonl"')
+REPLAY = ("replay.weight = 0.1", 'replay.pairs = "pairs.jsonl"')
 MISTAKES = (
     Mistake("a config that is empty", ("run.toml is empty", "diloco demo"), (("run.toml", ""),)),
     Mistake("a setting that is none", ("run.toml", "inner.modle", "did you mean inner.model?"), inner=('modle = "x"',)),
     Mistake("no TOML", ("run.toml cannot be read as TOML", "line 2"), (("run.toml", '\nname = "x\n'),)),
     Mistake(
         "a reward that Python cannot compile",
-        ("run.toml: inner.reward = 'reward.py:score'", "reward.py, line 2: def score(:", "SyntaxError", "mend"),
+        ("run.toml: inner.rewards.function = 'reward.py:score'", "reward.py, line 2: def score(:", "SyntaxError"),
         (("reward.py", "import os\ndef score(:\n"),),
     ),
     Mistake(
         "a typo that shows when the file is read",
-        ("run.toml", "reward = 'reward.py:score' could not be imported", "reward.py, line 2: LIMIT = lenn([1])",
+        ("run.toml", "function = 'reward.py:score' could not be imported", "reward.py, line 2: LIMIT = lenn([1])",
          "NameError: name 'lenn' is not defined", "mend the line"),
         (("reward.py", "import os\nLIMIT = lenn([1])\n" + REWARD),),
     ),
@@ -178,7 +178,8 @@ MISTAKES = (
         (("reward.py", "def score(completions, **columns):\n    return [flaot(1) for c in completions]\n"),),
     ),
     Mistake(
-        "a reward that is not in the file", ("'reward.py:score'", "defines no 'score'", "grade", "inner.reward"),
+        "a reward that is not in the file",
+        ("'reward.py:score'", "defines no 'score'", "grade", "inner.rewards.function"),
         (("reward.py", "def grade(completions, **columns):\n    return [0.0 for c in completions]\n"),),
     ),
     Mistake(
@@ -203,20 +204,23 @@ MISTAKES = (
         (("reward.py", "import no_such_package_xyz\n" + REWARD),),
     ),
     Mistake(
-        "a prompt that is no JSON", ("run.toml", "prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
+        "a prompt that is no JSON",
+        ("run.toml", "data.prompts = 'prompts.jsonl', line 2 is not JSON", "One JSON object"),
         (("prompts.jsonl", lines(PROMPT, '{"prompt": ')),),
     ),
     Mistake(
-        "a line without a prompt", ("prompts = 'prompts.jsonl', line 3 has no `prompt`", 'Write {"prompt"'),
+        "a line without a prompt", ("inner.data.prompts = 'prompts.jsonl', line 3 has no `prompt`", 'Write {"prompt"'),
         (("prompts.jsonl", lines(PROMPT, PROMPT, {"promt": "x"})),),
     ),
     Mistake(
-        "a column that one line lacks", ("prompts = 'prompts.jsonl', line 2: column answer", "Write it everywhere"),
+        "a column that one line lacks",
+        ("inner.data.prompts = 'prompts.jsonl', line 2: column answer", "Write it everywhere"),
         (("prompts.jsonl", lines(PROMPT, {"prompt": "x"})),),
     ),
-    Mistake("prompts that are empty", ("prompts = 'prompts.jsonl' is empty",), (("prompts.jsonl", ""),)),
+    Mistake("prompts that are empty", ("inner.data.prompts = 'prompts.jsonl' is empty",), (("prompts.jsonl", ""),)),
     Mistake(
-        "a file that is not there", ("run.toml: inner.prompts: there is no file",), inner=('prompts = "p.jsonl"',)
+        "a file that is not there",
+        ("run.toml: inner.data.prompts: there is no file",), inner=('data.prompts = "p.jsonl"',)
     ),
     Mistake(
         "a pair that is none", ("pairs.jsonl, line 2", "rejected", "Mend the line, or take it out"),
@@ -244,7 +248,9 @@ MISTAKES = (
         on=("hf-jobs",),
     ),
     Mistake(
-        "vLLM where it is not", ("inner.vllm = true", "vllm==0.31.0", "transformers==5.17"), inner=("vllm = true",)
+        "vLLM where it is not",
+        ("inner.sampling.vllm = true", "vllm==0.31.0", "transformers==5.17"),
+        inner=("sampling.vllm = true",)
     ),
     Mistake(
         "a run key that replicas do not get", ("DILOCO_RUN_KEY", "--secret DILOCO_RUN_KEY"),
@@ -337,7 +343,7 @@ def test_a_package_that_the_image_brings_is_no_mistake(folder: Path) -> None:
 
 def test_a_reward_that_takes_long_is_not_waited_for(folder: Path) -> None:
     (folder / "reward.py").write_text("import time\ntime.sleep(600)\n" + REWARD)
-    config = InnerConfig(reward="reward.py:score", prompts="prompts.jsonl")
+    config = InnerConfig(rewards={"function": "reward.py:score"}, data={"prompts": "prompts.jsonl"})
     files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
     assert rehearse(config, files, None, time_s=2.0).late
 
@@ -345,7 +351,12 @@ def test_a_reward_that_takes_long_is_not_waited_for(folder: Path) -> None:
 def test_a_crash_in_c_is_told_as_the_rewards(folder: Path) -> None:
     (folder / "reward.py").write_text("import os\ndef score(completions, **columns):\n    os._exit(7)\n")
     files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
-    found = rehearse(InnerConfig(reward="reward.py:score", prompts="prompts.jsonl"), files, None, time_s=60.0)
+    found = rehearse(
+        InnerConfig(rewards={"function": "reward.py:score"}, data={"prompts": "prompts.jsonl"}),
+        files,
+        None,
+        time_s=60.0,
+    )
     assert "reward.py:score: the code ended its process with exit code 7" in found.refused
 
 
@@ -383,7 +394,7 @@ def model(tmp_path: Path) -> Path:
 
 def known(model: object, ask=None, **settings: object) -> str:
     """What is said of it; "" if all is well."""
-    files = {"reward": "reward.py:score", "prompts": "prompts.jsonl"}
+    files = {"rewards": {"function": "reward.py:score"}, "data": {"prompts": "prompts.jsonl"}}
     try:
         return known_model(InnerConfig(model=str(model), **files, **settings), ask).note  # type: ignore[arg-type]
     except InnerError as error:

@@ -389,7 +389,7 @@ def test_whatever_has_no_reward_advantages_are_finite_and_zero_there(objective: 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         return [None if i < count else float(i % 3) for i in range(len(completions))]
 
-    trainer = make(reward=reward, reward_calls=forgiving()[0], config={"objective": objective})
+    trainer = make(reward=reward, reward_calls=forgiving()[0], config={"grpo": {"objective": objective}})
     advantages = rollouts(trainer)["advantages"]
     assert advantages.isfinite().all() and (advantages[:count] == 0).all()
     assert missing != "one" or advantages.abs().sum() > 0
@@ -442,5 +442,5 @@ def test_a_hint_that_raises_costs_the_hint_and_is_told() -> None:
 def test_the_settings_are_no_part_of_what_a_run_learns(tmp_path: Any) -> None:
     from diloco.config import RunConfig
 
-    one, other = (RunConfig(inner=InnerConfig(reward_retries=n, reward_timeout_s=n)) for n in (1, 7))
+    one, other = (RunConfig(inner=InnerConfig(rewards={"retries": n, "timeout_s": n})) for n in (1, 7))
     assert one.mathematics() == other.mathematics() and "reward_retries" not in one.mathematics()["inner"]

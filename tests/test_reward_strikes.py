@@ -30,11 +30,11 @@ sync_every = 2
 loop = "grpo"
 model = "toolworld"
 batch_size = 16
-world_kinds = 2
-world_names = 4
-warm_start_steps = 1
-reward = "reward.py:score"
-reward_retries = 0
+toolworld.kinds = 2
+toolworld.names = 4
+toolworld.warm_start_steps = 1
+rewards.function = "reward.py:score"
+rewards.retries = 0
 [fleet]
 replicas = 2
 steps = 6

@@ -15,6 +15,7 @@ from executors.cli.status import status_table
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fleet import Fleet
+from tests.tables import merge_tables
 
 REWARD = '''
 import os, random, sys, time
@@ -42,9 +43,13 @@ def score(completions, **columns):
     return values
 '''
 INNER: dict[str, Any] = {
-    "loop": "grpo", "model": "toolworld", "text": None, "batch_size": 16, "world_kinds": 2, "world_names": 4,
-    "warm_start_steps": 250, "reward": "reward.py:score",
-}  # fmt: skip
+    "loop": "grpo",
+    "model": "toolworld",
+    "data": {"text": None},
+    "batch_size": 16,
+    "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 250},
+    "rewards": {"function": "reward.py:score"},
+}
 RARELY = "if any(random.Random(f'{c} {calls}').random() < 0.01 for c in completions): raise ConnectionError('429')"
 HANGS = "if calls == 3 and once('hung'): time.sleep(600)"
 NAN = "if calls == 3 and once('nan'): values[2] = float('nan')"
@@ -56,7 +61,7 @@ def fleet_with(tmp_path: Path, body: str, min_replicas: int = 2, **inner: Any) -
     (tmp_path / "reward.py").write_text(REWARD.replace("{body}", body))
     os.environ["TEST_MARKS"] = str(tmp_path / "marks")  # publishing checks the reward in this process
     return Fleet(
-        tmp_path, environ={"TEST_MARKS": str(tmp_path / "marks")}, inner={**INNER, **inner},
+        tmp_path, environ={"TEST_MARKS": str(tmp_path / "marks")}, inner=merge_tables(INNER, inner),
         outer={"sync_every": 2, "snapshot_every": 2},
         fleet={"steps": 6, "give_up_s": 120.0, "min_replicas": min_replicas},
     )  # fmt: skip
@@ -88,7 +93,7 @@ def test_a_reward_that_raises_one_time_in_a_hundred_ends_nothing(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_that_hangs_once_is_interrupted_and_status_says_so_while_it_waits(tmp_path: Path) -> None:
-    fleet = fleet_with(tmp_path, HANGS, min_replicas=3, reward_timeout_s=12.0)  # or two end the run meanwhile
+    fleet = fleet_with(tmp_path, HANGS, min_replicas=3, rewards={"timeout_s": 12.0})  # or two end the run meanwhile
     fleet.start_all()
     fleet.wait_for(lambda: status_says(fleet, "waits for the reward score, 4 s so far; interrupted after 12 s"), 200.0)
     assert fleet.wait(240.0) == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
@@ -110,7 +115,7 @@ def test_a_reward_that_returns_nan_once_loses_one_completion_and_says_so(tmp_pat
 
 @pytest.mark.timeout(400)
 def test_a_reward_that_is_gone_for_one_replica_costs_its_session_and_nobody_elses(tmp_path: Path) -> None:
-    fleet = fleet_with(tmp_path, ONE_SLOT_DOWN, reward_retries=0)
+    fleet = fleet_with(tmp_path, ONE_SLOT_DOWN, rewards={"retries": 0})
     fleet.start("r00")
     fleet.start("r01", TEST_DOWN="1")
     fleet.start("r02")
@@ -147,7 +152,7 @@ def test_a_hint_that_raises_costs_hints_and_a_tool_server_that_is_away_one_sessi
     tmp_path: Path,
 ) -> None:
     (tmp_path / "world.py").write_text(ENVIRONMENT)
-    fleet = fleet_with(tmp_path, "pass", environment="world.py:World", alpha_sdpo=0.1)
+    fleet = fleet_with(tmp_path, "pass", sampling={"environment": "world.py:World"}, sdpo={"weight": 0.1})
     fleet.start("r00")
     fleet.start("r02")
     fleet.wait_for(lambda: fleet.commit(0) is not None, 200.0)

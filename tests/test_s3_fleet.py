@@ -156,7 +156,8 @@ def test_the_command_from_train_to_export(
     config(tmp_path)  # writes the text
     (tmp_path / "run.toml").write_text(
         "[outer]\nsync_every = 4\n[fleet]\nreplicas = 2\nsteps = 3\n"
-        '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "text.txt"\nbatch_size = 4\ncontext_length = 16\n'
+        '[inner]\nloop = "supervised"\nmodel = "tiny"\nbatch_size = 4\n'
+        '[inner.data]\ntext = "text.txt"\ncontext_length = 16\n'
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "executors.cli.main", "train", str(tmp_path / "run.toml"), "--run", URL]

@@ -171,7 +171,8 @@ def test_the_command_under_a_key(tmp_path: Path, key: dict[str, str], monkeypatc
     config(tmp_path)  # writes the text
     (tmp_path / "run.toml").write_text(
         "[outer]\nsync_every = 4\n[fleet]\nreplicas = 2\nsteps = 3\n"
-        '[inner]\nloop = "supervised"\nmodel = "tiny"\ntext = "text.txt"\nbatch_size = 4\ncontext_length = 16\n'
+        '[inner]\nloop = "supervised"\nmodel = "tiny"\nbatch_size = 4\n'
+        '[inner.data]\ntext = "text.txt"\ncontext_length = 16\n'
     )
     url, out = str(tmp_path / "run"), tmp_path / "out.txt"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -41,7 +41,7 @@ NAME = "tester/tiny"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubModels]:
     """A Hub with one model, and a cache of our own."""
-    made(InnerConfig(loop="supervised", model="tiny", text="a.txt"), tmp_path / "there")
+    made(InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"}), tmp_path / "there")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
@@ -51,7 +51,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubModels]:
 
 
 def from_hub(**changes: Any) -> InnerConfig:
-    return InnerConfig(**{"loop": "supervised", "model": NAME, "text": "text.txt", **changes})
+    return InnerConfig(**{"loop": "supervised", "model": NAME, "data": {"text": "text.txt"}, **changes})
 
 
 def hub_fleet(folder: Path, hub: HubModels, **changes: Any) -> Fleet:

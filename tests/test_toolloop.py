@@ -11,13 +11,14 @@ from inner.base import InnerConfig, Seeds
 from inner.build import build_inner
 from inner.worlds.toolworld import ToolWorld
 from tests.benchmarks.bench_tools import as_shipped, run
+from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, small_folder
 
 torch.set_num_threads(1)
 
 
 def loop_of(**settings: Any) -> Any:
-    config = InnerConfig(**{**SMALL, "batch_size": 16, **settings})
+    config = InnerConfig(**merge_tables(SMALL, {"batch_size": 16}, settings))
     return build_inner(config, small_folder(), {}, Seeds(data=0, noise=0))
 
 

@@ -23,6 +23,7 @@ from inner.rollout_sample import MOST, MOST_BYTES, RolloutSample, rollout_states
 from rendezvous import layout
 from rendezvous.stores.memory import MemoryStore
 from tests.fakes import ManualClock
+from tests.tables import merge_tables
 from tests.test_inner_toolworld import SMALL, WORLD, small_folder
 
 torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def test_a_run_without_rollouts_says_what_to_do(tmp_path: Path) -> None:
 
 
 def trained(n: int, files: Any = None, takes: bool = False, **settings: Any) -> Any:
-    config = InnerConfig(**{**SMALL, "batch_size": 8, **settings})
+    config = InnerConfig(**merge_tables(SMALL, {"batch_size": 8}, settings))
     loop: Any = build_inner(config, small_folder(), files or {}, Seeds(data=0, noise=0))
     samples, numbers = [], []
 
@@ -217,7 +218,7 @@ def test_rollouts_to_replay_to_pairs_to_training(tmp_path: Path) -> None:
         kind = int(pair["state_messages"][0]["content"][2])  # "op1 4 5"
         assert f'"{WORLD.right_name(kind)}"' in pair["chosen"] and f'"{WORLD.right_name(kind)}"' not in pair["rejected"]
     save_pairs(pairs, tmp_path / "pairs.jsonl")
-    _, _, learned = trained(4, {"pairs": tmp_path / "pairs.jsonl"}, pairs="pairs.jsonl", beta_replay=0.3)
+    _, _, learned = trained(4, {"pairs": tmp_path / "pairs.jsonl"}, replay={"pairs": "pairs.jsonl", "weight": 0.3})
     assert all(n["replay_coverage"] == 1.0 for n in learned)
     assert learned[-1]["loss/trace_replay_dpo"] < learned[0]["loss/trace_replay_dpo"]
 

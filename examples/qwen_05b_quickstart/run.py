@@ -75,7 +75,7 @@ def train(model: Any, batch: Any, steps: int, lr: float) -> tuple[list[float], b
 def load(name: str) -> tuple[Any, Any]:
     if name == "tiny":
         with tempfile.TemporaryDirectory() as folder:
-            publish_model(InnerConfig(loop="supervised", model="tiny", text="none.txt"), Path(folder))
+            publish_model(InnerConfig(loop="supervised", model="tiny", data={"text": "none.txt"}), Path(folder))
             return read(folder)
     return read(name)
 

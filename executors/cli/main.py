@@ -468,9 +468,12 @@ def _objectives(args: Namespace) -> int:
     about = []
     if args.config:
         inner = load_config(args.config).inner
-        chosen = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-        settings = {name: getattr(inner, name) for name in chosen}
-        about = [f"{args.config} has objective = {inner.objective!r}\n"]
+        settings = {
+            "gradient_accumulation_steps": inner.gradient_accumulation_steps,
+            "steps_per_generation": inner.grpo.steps_per_generation,
+            "num_iterations": inner.grpo.num_iterations,
+        }
+        about = [f"{args.config} has inner.grpo.objective = {inner.grpo.objective!r}\n"]
     _print_answer(args, {name: asdict(o) for name, o in PO_OBJECTIVES.items()}, *about, format_menu(settings))
     return 0
 

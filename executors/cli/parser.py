@@ -187,7 +187,7 @@ def _add_checking_verbs(verbs: Any) -> None:
         "--secret", default="diloco-storage", metavar="NAME", help="Modal's secret with the store's keys"
     )
     setup.add_argument("--yes", "-y", action="store_true", help="make what is missing without asking")
-    objectives = _add_verb(verbs, "objectives", "inner.objective's menu: formulas, knobs, when to use which")
+    objectives = _add_verb(verbs, "objectives", "inner.grpo.objective's menu: formulas, knobs, when to use which")
     objectives.add_argument("config", nargs="?", metavar="CONFIG", help="a run.toml: what would be inert there")
     demo = _add_verb(verbs, "demo", "the whole thing on this machine, with a kill -9 on the way")
     demo.add_argument("--run", metavar="DIR", help="default runs/demo; once that is done runs/demo-2, …")

@@ -49,15 +49,15 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
 
 def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> list[str]:
     """-> notes.  Raises InnerError for what cannot work."""
-    replays = config.inner.uses_replay
+    replays = config.inner.replay.is_used
     notes = list[str]()
     if replays and known.folder is None:
         notes.append(f"not checked: whether {config.inner.model}'s chat template can write the pairs (it is not here)")
     found = rehearse(config.inner, config.user_files(), known.folder if replays else None)
-    code = config.inner.reward or config.inner.environment
+    code = config.inner.rewards.function or config.inner.sampling.environment
     if found.late:
         notes.append(
-            f"not checked: {code or config.inner.pairs} took longer than {TIME_S:.0f} s when it was tried here"
+            f"not checked: {code or config.inner.replay.pairs} took longer than {TIME_S:.0f} s when it was tried here"
         )
     elif found.missing:
         notes.append(about_missing(found.missing, str(code), found.refused, places))
@@ -69,15 +69,15 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
 def _check_template(config: RunConfig, known: KnownModel) -> None:
     """Prompts that are chats need a chat template."""
     inner = config.inner
-    if known.folder is None or inner.loop == "supervised" or inner.prompts is None:
+    if known.folder is None or inner.loop == "supervised" or inner.data.prompts is None:
         return
     from inner.userfiles import load_prompts
 
-    (row,) = load_prompts(inner.prompts, config.user_files(), limit=1)
+    (row,) = load_prompts(inner.data.prompts, config.user_files(), limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:
         raise InnerError(
-            f"prompts = {inner.prompts!r} are chats, and the tokenizer of {inner.model} has no chat template. Write "
-            "each prompt as one text, or use the -Instruct model."
+            f"inner.data.prompts = {inner.data.prompts!r} are chats, and the tokenizer of {inner.model} has no "
+            "chat template. Write each prompt as one text, or use the -Instruct model."
         )
 
 

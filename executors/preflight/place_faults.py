@@ -1,7 +1,7 @@
 """Mistakes in the chosen places: pure functions of config, places and environment.
 
     idle_devices    --gpu H100:8 while a replica uses one device
-    vllm_missing    inner.vllm = true where no image will have it
+    vllm_missing    inner.sampling.vllm = true where no image will have it
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
     model_far       the model is a folder of this machine, and is published from somewhere else
     image_fault     an image's name that is none
@@ -58,7 +58,7 @@ def notes_about(
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
         if image := place.options.get("image"):
             yield _image_words(place, str(image))
-        if config.inner.vllm and any(key in place.options for key in PACKAGES):
+        if config.inner.sampling.vllm and any(key in place.options for key in PACKAGES):
             yield f"not checked: that vLLM is there on {place.executor}, since that image is not looked at from here"
     far = sorted({p.executor for p in places if p.executor in FAR})
     endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
@@ -94,7 +94,7 @@ def one_device(executor: str, gpu: str) -> str:
 
 
 def vllm_missing(config: RunConfig, place: Place) -> str:
-    if not config.inner.vllm or any(key in place.options for key in PACKAGES):
+    if not config.inner.sampling.vllm or any(key in place.options for key in PACKAGES):
         return ""
     if place.executor not in FAR:
         if importlib.util.find_spec("vllm") is not None:
@@ -106,8 +106,8 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
             f"0.31 wants transformers below 5.18 (here: {_installed_version('transformers')})"
         )
     return (
-        f"inner.vllm = true, and vLLM {where}. Leave inner.vllm out, or run from an environment with vllm==0.31.0, "
-        "transformers==5.17.* and huggingface_hub==1.33.*"
+        f"inner.sampling.vllm = true, and vLLM {where}. Leave inner.sampling.vllm out, or run from an "
+        "environment with vllm==0.31.0, transformers==5.17.* and huggingface_hub==1.33.*"
     )
 
 

@@ -119,8 +119,8 @@ def run_in_memory() -> Iterator[Run]:
         config = RunConfig.from_dict(
             {
                 "outer": {"sync_every": SYNC_EVERY},
-                "inner": {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4}
-                | {"context_length": 16},
+                "inner": {"loop": "supervised", "model": "tiny", "batch_size": 4}
+                | {"data": {"text": "text.txt", "context_length": 16}},
                 "fleet": {"replicas": REPLICAS, "steps": 100_000, "keep": "window"},
             },
             Path(root),

@@ -83,7 +83,7 @@ def replica(url: str, slot: str, feedback: bool) -> None:
 
 def founded(folder: Path, codec: str, seed: int, steps: int, sync_every: int) -> Run:
     (folder / "text.txt").write_text(TEXT)
-    inner = {"loop": "supervised", "model": "tiny", "text": "text.txt", "batch_size": 4, "context_length": 32}
+    inner = {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt", "context_length": 32}, "batch_size": 4}
     config = {
         "seed": seed,
         "outer": {"sync_every": sync_every, "codec": codec, "snapshot_every": max(1, steps // 12)},

@@ -1,0 +1,71 @@
+"""The name that a setting has outside its table, and where it stands in a run.toml.
+
+    alpha_sdpo = 0.1     a keyword of ComposerReplicationTrainer and compose_loss          (the channels' settings)
+                         in [inner] of a run.toml: refused, "write weight in the table [inner.sdpo]"
+
+Not promised: that every setting has such a name; those that were made later stand in their tables alone.
+"""
+
+FLAT_NAMES: dict[str, str] = {
+    "schedule_steps": "schedule.weight_steps",
+    "text": "data.text",
+    "context_length": "data.context_length",
+    "prompts": "data.prompts",
+    "reward": "rewards.function",
+    "reward_retries": "rewards.retries",
+    "reward_timeout_s": "rewards.timeout_s",
+    "environment": "sampling.environment",
+    "num_generations": "sampling.num_generations",
+    "max_completion_length": "sampling.max_completion_length",
+    "max_tool_calling_iterations": "sampling.max_tool_calling_iterations",
+    "temperature": "sampling.temperature",
+    "vllm": "sampling.vllm",
+    "policy_weight": "grpo.weight",
+    "objective": "grpo.objective",
+    "loss_type": "grpo.loss_type",
+    "scale_rewards": "grpo.scale_rewards",
+    "epsilon": "grpo.epsilon",
+    "epsilon_high": "grpo.epsilon_high",
+    "dynamic_sampling": "grpo.dynamic_sampling",
+    "soft_overlong_tokens": "grpo.soft_overlong_tokens",
+    "steps_per_generation": "grpo.steps_per_generation",
+    "num_iterations": "grpo.num_iterations",
+    "alpha_sdpo": "sdpo.weight",
+    "alpha_sdpo_end": "sdpo.weight_end",
+    "sdpo_context": "sdpo.context",
+    "sdpo_teacher": "sdpo.teacher",
+    "sdpo_ema_rate": "sdpo.ema_rate",
+    "sdpo_wrapper": "sdpo.wrapper",
+    "sdpo_jsd_beta": "sdpo.jsd_beta",
+    "sdpo_temperature": "sdpo.temperature",
+    "sdpo_token_clip": "sdpo.token_clip",
+    "sdpo_top_k": "sdpo.top_k",
+    "sdpo_success": "sdpo.success",
+    "taid_t_start": "sdpo.taid_t_start",
+    "taid_t_end": "sdpo.taid_t_end",
+    "entropy_opd_h_max": "sdpo.entropy_opd_h_max",
+    "eopd_threshold": "sdpo.eopd_threshold",
+    "beta_replay": "replay.weight",
+    "beta_replay_end": "replay.weight_end",
+    "pairs": "replay.pairs",
+    "dpo_variant": "replay.variant",
+    "replay_batch_size": "replay.batch_size",
+    "replay_skip_unfit": "replay.skip_unfit",
+    "replay_dpo_beta": "replay.dpo_beta",
+    "replay_label_smoothing": "replay.label_smoothing",
+    "replay_nll_weight": "replay.nll_weight",
+    "replay_dpop_lambda": "replay.dpop_lambda",
+    "simpo_beta": "replay.simpo_beta",
+    "simpo_gamma": "replay.simpo_gamma",
+    "world_kinds": "toolworld.kinds",
+    "world_names": "toolworld.names",
+    "warm_start_steps": "toolworld.warm_start_steps",
+}
+
+# the user's own files: how `files`, run.json and errors call one ─▶ its setting
+FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
+
+
+def setting_of(kind: str) -> str:
+    """As a person writes it: "inner.rewards.function" for "reward"."""
+    return f"inner.{FILE_SETTINGS[kind]}"

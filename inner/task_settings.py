@@ -1,0 +1,137 @@
+"""What a run learns from, how it samples, and by which objective: the tables of [inner] beside those of the channels.
+
+    [inner.data] ──▶ prompts ──▶ [inner.sampling] ──▶ completions ──▶ [inner.rewards] ──▶ [inner.grpo]     loss
+         └ text ──▶ next-token loss                    [inner.toolworld]: all of it built in
+    [inner.schedule]    what moves with the committed outer step
+
+Not promised: that a sentence here says all there is to say of a setting; docs/channels.md and `diloco objectives` do.
+No torch here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from inner.errors import InnerError
+from inner.objectives import find_objective
+from inner.tables import Table, setting
+
+
+@dataclass(frozen=True)
+class ScheduleSettings(Table):
+    """What moves with the committed outer step, so that a replica that comes later is where the others are."""
+
+    path: ClassVar[str] = "inner.schedule"
+
+    weight_steps: int | None = setting(
+        None, "Outer steps over which `weight_end` of the channels and TAID's t are reached.", above=0
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings(Table):
+    """What a run learns from."""
+
+    path: ClassVar[str] = "inner.data"
+
+    prompts: str | None = setting(None, 'A .jsonl file with a `prompt` in each line; `loop = "grpo"`.')
+    text: str | None = setting(
+        None, 'A .txt file, or .npy or .bin (uint16) of token ids; `loop = "supervised"` learns to continue it.'
+    )
+    context_length: int = setting(64, 'Tokens per sequence of `loop = "supervised"`.', above=0)
+
+    def check(self) -> None:
+        if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
+            raise InnerError(
+                f"inner.data.text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. "
+                "Convert it, or rename it if it is plain text."
+            )
+
+
+@dataclass(frozen=True)
+class RewardSettings(Table):
+    """What an answer is worth."""
+
+    path: ClassVar[str] = "inner.rewards"
+
+    function: str | None = setting(
+        None, '"file.py:function", called as f(completions, **columns of the prompts) -> list[float | None].'
+    )
+    retries: int = setting(3, "Further tries of a call that failed, before its completions count as None.", least=0)
+    timeout_s: float = setting(300.0, "Seconds of one call, for a whole batch; 0 for no limit.", least=0)
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Table):
+    """How answers come about."""
+
+    path: ClassVar[str] = "inner.sampling"
+
+    num_generations: int = setting(8, "Completions per prompt: the group within which rewards are compared.")
+    max_completion_length: int | None = setting(
+        None, "Tokens of all turns together, tool results included (default: 512, ToolWorld 24).", above=0
+    )
+    temperature: float = setting(1.0, "Of the sampling.", above=0)
+    environment: str | None = setting(
+        None, '"file.py:Class", TRL\'s environment: reset(**row); its public methods are the tools.'
+    )
+    max_tool_calling_iterations: int = setting(2, "Turns in which tools may be called.", least=0)
+    vllm: bool = setting(False, "Generate with vLLM, in the replica's own process.")
+
+    def check(self) -> None:
+        if self.num_generations < 2:
+            raise InnerError(
+                f"inner.sampling.num_generations = {self.num_generations}: a reward is compared within its group, so a "
+                "group needs 2 or more completions. Set inner.sampling.num_generations to 8."
+            )
+
+
+@dataclass(frozen=True)
+class GrpoSettings(Table):
+    """The policy gradient: an objective of the menu, and what of it a run changes."""
+
+    path: ClassVar[str] = "inner.grpo"
+
+    objective: str = setting(
+        "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
+    )
+    weight: float = setting(
+        1.0, "Of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
+    )
+    loss_type: str | None = setting(None, "TRL's loss_type, where the objective leaves a choice.")
+    scale_rewards: str | None = setting(None, '"group", "batch" or "none": what advantages are divided by.')
+    epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
+    epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
+    dynamic_sampling: int | None = setting(
+        None, "Further generations per batch, at most, to replace groups whose rewards all agree."
+    )
+    soft_overlong_tokens: int | None = setting(
+        None, "The last tokens before max_completion_length, which cost up to 1 of reward."
+    )
+    steps_per_generation: int | None = setting(
+        None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
+    )
+    num_iterations: int = setting(1, "How often each generation is learned from.", above=0)
+
+    def check(self) -> None:
+        find_objective(self.objective)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The objective's settings that the run overrides."""
+        return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
+
+
+POLICY_KNOBS = ("loss_type", "scale_rewards", "epsilon", "epsilon_high")
+OBJECTIVE_KNOBS = (*POLICY_KNOBS, "dynamic_sampling", "soft_overlong_tokens")
+
+
+@dataclass(frozen=True)
+class ToolworldSettings(Table):
+    """The built-in task: ask for the right one of many tools."""
+
+    path: ClassVar[str] = "inner.toolworld"
+
+    kinds: int = setting(6, "Kinds of task.", above=0)
+    names: int = setting(32, "Tool names for each kind; one of them works.", above=0)
+    warm_start_steps: int = setting(450, "Supervised steps that teach the start model the format.", above=0)

@@ -1,0 +1,83 @@
+"""docs/configuration.md is what the dataclasses say, and each key has a sentence."""
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+
+from diloco import reference
+from diloco.config import RunConfig
+from inner.base import MOVED, InnerConfig, InnerError
+from inner.flat_names import FILE_SETTINGS, FLAT_NAMES
+from inner.tables import Table, list_settings
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    page = reference.PAGE.read_text(encoding="utf-8")
+    assert page == reference.reference_page(), "python -m diloco.reference writes it anew"
+    for name in list_settings(RunConfig):
+        assert f"| `{name.rpartition('.')[2]}` |" in page
+
+
+def test_every_key_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reference.missing_sentences() == []
+
+    @dataclass(frozen=True)
+    class Silent(Table):
+        """A table."""
+
+        key: int = 3
+
+    @dataclass(frozen=True)
+    class Run:
+        name: str = field(default="x", metadata={"sentence": "A name."})
+        silent: Silent = field(default_factory=Silent)
+
+    monkeypatch.setattr(reference, "RunConfig", Run)
+    assert reference.missing_sentences() == ["silent.key"]
+
+
+def test_no_key_stands_twice_and_every_moved_one_has_a_place() -> None:
+    known = list_settings(RunConfig)
+    assert set(MOVED.values()) <= set(known) and not set(MOVED) & set(known)
+    assert set(FILE_SETTINGS.values()) <= set(FLAT_NAMES.values())
+    tables = [path for path, _ in reference.list_tables(RunConfig)]
+    assert len(tables) == len(set(tables)) <= 16
+
+
+@pytest.mark.parametrize("name", sorted(FLAT_NAMES))
+def test_an_old_flat_key_is_refused_with_its_new_place(name: str) -> None:
+    table, _, key = FLAT_NAMES[name].rpartition(".")
+    with pytest.raises(InnerError) as said:
+        InnerConfig.from_dict({name: 1})
+    words = f"inner.{name} has moved: write {key} in the table [inner.{table}]"
+    assert words in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "guess"),
+    [
+        ({"temprature": 1}, "inner.sampling.temperature"),
+        ({"smapling": {}}, "inner.sampling"),
+        ({"sampling": {"jsd_beta": 1}}, "inner.sdpo.jsd_beta"),
+        ({"sampling": {"lr": 1}}, "inner.lr"),
+        ({"sdpo": {"wieght": 1}}, "inner.sdpo.weight"),
+        ({"alpha_sdp": 1}, "inner.sdpo.weight"),
+        ({"lora": {"rank_": 1, "dropuot": 1}}, None),
+        ({"lora": {"dropuot": 1}}, "inner.lora.dropout"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_of_all_tables(raw: dict, guess: str | None) -> None:
+    with pytest.raises(InnerError) as said:
+        InnerConfig.from_dict(raw)
+    if guess is not None:
+        assert re.search(rf"did you mean {re.escape(guess)}\?", str(said.value)), str(said.value)
+
+
+def test_a_run_asks_its_outer_tables_too() -> None:
+    from diloco.config import ConfigError
+
+    with pytest.raises(ConfigError, match=r"unknown setting inner\.sync_every; did you mean outer\.sync_every"):
+        RunConfig.from_dict({"inner": {"sync_every": 3}})
+    with pytest.raises(ConfigError, match=r"unknown setting fleet\.codec; did you mean outer\.codec"):
+        RunConfig.from_dict({"fleet": {"codec": "int8"}})
