@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +25,8 @@ from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
 from inner.known import cached_snapshot, known_model
 from inner.rehearse import missing_package, rehearse
+from tests import test_pair_templates as pair_templates
+from tests.hf_server import HFServer
 from tests.test_cli import ROOT
 
 WITHIN_S = 10.0
@@ -319,6 +322,54 @@ def test_what_is_right_is_planned(folder: Path) -> None:
     assert not (folder / "run").exists()
 
 
+TEMPLATES = ("DeepSeek", "Gemma, system", "Cohere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_pair_that_the_models_template_cannot_write_is_refused_on_every_platform(folder: Path, name: str) -> None:
+    """The model is one of the Hub, in this machine's cache; the fast half is tests/test_pair_templates.py."""
+    template, messages, why = pair_templates.TEMPLATES[name]
+    cache = folder / "hf" / "hub" / "models--me--mine"
+    snapshot = cache / "snapshots" / "abc"
+    pair_templates.tokenizer(template).save_pretrained(snapshot)
+    (snapshot / "config.json").write_text('{"max_position_embeddings": 512}')
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    (folder / "pairs.jsonl").write_text(lines(PAIR, {**PAIR, "state_id": "p7", "state_messages": messages}))
+    made(Mistake("", (), inner=('model = "me/mine"', *REPLAY)), folder)
+    told, heavy = plans(folder, *[where(executor, folder) for executor in ALL])
+    for answer in told:
+        err = refused(answer, folder)
+        assert "pair p7: this model's chat template cannot write it" in err and why in err, err
+        assert "inner.replay_skip_unfit = true" in err
+    assert heavy == []
+
+
+def test_a_partition_that_sinfo_does_not_list_is_refused_by_plan(folder: Path) -> None:
+    (folder / "bin").mkdir()
+    for name, does in (("sinfo", "echo gpu; echo cpu"), ("sbatch", "exit 1")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / "bin" / name).chmod(0o755)
+    argv = ["--run", str(folder / "run"), "--executor", "slurm", "--option", "partition=gpus"]
+    told = plan(folder, *argv, PATH=f"{folder / 'bin'}:{os.environ['PATH']}")
+    assert "this cluster has no partition 'gpus'; did you mean gpu?" in refused(told, folder)
+
+
+def test_a_gpu_that_the_platform_has_not_is_refused_by_plan(folder: Path) -> None:
+    modal, sky = (
+        [*where(executor, folder), "--gpu", gpu] for executor, gpu in (("modal", "H9000"), ("sky", "H9000:1"))
+    )
+    told, _ = plans(folder, modal, sky)
+    assert "Modal has no GPU called 'H9000'. It has T4" in refused(told[0], folder)
+    assert "SkyPilot does not take --gpu H9000:1" in refused(told[1], folder)
+    with HFServer() as server:
+        flavor = [word.replace("a10g-small", "h9000") for word in where("hf-jobs", folder)]
+        keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_TOKEN": server.token}
+        told = plan(folder, *flavor, HF_ENDPOINT=server.endpoint, HF_HUB_OFFLINE="0", **keys)
+    assert "no hardware is called h9000; there are" in refused(told, folder)
+
+
 def test_a_price_needs_no_bucket(folder: Path) -> None:
     """Before: --run was required, and a bucket without keys was the answer."""
     told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder))[0]
@@ -477,6 +528,17 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -486,20 +548,30 @@ class Hub(BaseHTTPRequestHandler):
         ("me/good", ""),
     ],
 )
-def test_what_the_hub_says_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+def test_what_the_hub_says_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: str, name: str, said: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    try:
-        found = known(name, revision="v9")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    found = known(name, revision="v9")
     assert found.startswith(said) and bool(found) == bool(said), found
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (('model = "me/unknown"',), "inner.model = 'me/unknown': the Hub knows no such model"),
+        (('model = "me/old"', 'revision = "v9"'), "inner.model = 'me/old' has no revision 'v9' on the Hub"),
+        (('model = "me/gated"',), "inner.model = 'me/gated' is gated"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_on_every_platform(
+    folder: Path, hub: str, inner: tuple[str, ...], said: str
+) -> None:
+    made(Mistake("", (), inner=inner), folder)
+    told, heavy = plans(folder, *[where(e, folder) for e in ALL], HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
+    assert all(said in refused(answer, folder) for answer in told) and len(told) == 5 and heavy == []
 
 
 # -------------------------------------------------------------------- places

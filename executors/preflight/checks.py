@@ -56,9 +56,8 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
     found = rehearse(config.inner, config.user_files(), known.folder if replays else None)
     code = config.inner.rewards.function or config.inner.sampling.environment
     if found.late:
-        notes.append(
-            f"not checked: {code or config.inner.replay.pairs} took longer than {TIME_S:.0f} s when it was tried here"
-        )
+        tried = " and ".join(filter(None, [code, config.inner.replay.pairs if replays and known.folder else None]))
+        notes.append(f"not checked: {tried}: trying that here took longer than {TIME_S:.0f} s")
     elif found.missing:
         notes.append(about_missing(found.missing, str(code), found.refused, places))
     elif found.refused:

@@ -28,3 +28,5 @@ class Resources:
     ):
         if infra not in (None, "aws", "gcp", "k8s"):
             raise ValueError(f"Cloud {infra!r} is not a valid cloud among ['aws', 'gcp', 'kubernetes']")
+        if str(accelerators or "").startswith("H9000"):
+            raise ValueError(f"Invalid accelerator {accelerators!r}")
