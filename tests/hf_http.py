@@ -105,12 +105,12 @@ class Handler(BaseHTTPRequestHandler):
     def _about_bucket(self, what: str) -> Callable[[], Any]:
         if what != "POST" and self.bucket not in self.hub.buckets:
             return self._missing
-        token = {"casUrl": self.hub.cas, "accessToken": "x", "exp": int(time.time()) + 3600}
+        token = lambda: {"casUrl": self.hub.new_store(), "accessToken": "x", "exp": int(time.time()) + 3600}  # noqa: E731
         return {
             "GET": lambda: {"id": self.bucket, "private": True, **NEW},
             "POST": self._create_bucket,
             "POST/paths-info": self._paths,
-            "GET/xet-write-token": lambda: token,
+            "GET/xet-write-token": token,
             "POST/batch": self._batch,
         }.get(what, self._missing)
 
@@ -193,6 +193,7 @@ class Handler(BaseHTTPRequestHandler):
         for line in self.body.splitlines():
             told = json.loads(line)
             assert told["type"] == "addFile", told
+            self.hub.blob(told["xetHash"])  # while the client that has uploaded it still lives
             self.hub.buckets[self.bucket][told["path"]] = told["xetHash"]
         return {"success": True}
 

@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,6 +140,7 @@ class HFServer:
         self.buckets: dict[str, dict[str, str]] = {}  # path -> hash
         self._lock, self.closed = threading.RLock(), False
         self.root = Path(tempfile.mkdtemp(prefix="hf-"))
+        self._stores: list[str] = []
         self._install_uv()
         self._http = Http(("127.0.0.1", 0), Handler)
         self._http.hub = self
@@ -324,24 +326,32 @@ class HFServer:
 
     # ------------------------------------------------------------------ buckets
 
-    @property
-    def cas(self) -> str:
-        return f"local://{self.root / 'cas'}"
+    def new_store(self) -> str:
+        """For one upload: a client that is killed leaves its own folder half written, and never the Hub's store."""
+        with self._lock:
+            self._stores.append(f"local://{self.root / 'cas'}{len(self._stores)}")
+            return self._stores[-1]
 
     def _mount(self, bucket: str, place: Path) -> None:
         for path, digest in self.buckets[bucket].items():
             (place / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self._blob(digest), place / path)
+            shutil.copyfile(self.blob(digest), place / path)
 
-    def _blob(self, digest: str) -> Path:
+    def blob(self, digest: str) -> Path:
         """The bytes behind a hash, as hf_xet itself reads them back."""
         from hf_xet import XetFileInfo, XetSession  # pyright: ignore[reportAttributeAccessIssue]
 
         found = self.root / "blobs" / digest
         with self._lock:
-            if not found.exists():
-                with XetSession().new_file_download_group(endpoint=self.cas) as group:
-                    group.start_download_file(XetFileInfo(digest), str(found))
+            for number, store in reversed([*enumerate(self._stores)]):
+                if found.exists():
+                    break
+                part = found.with_name(f"{digest}.{number}")
+                with suppress(Exception):  # the store of somebody who was killed has no file, or an empty one
+                    with XetSession().new_file_download_group(endpoint=store) as group:
+                        group.start_download_file(XetFileInfo(digest), str(part))
+                    if part.stat().st_size:
+                        part.replace(found)
         return found
 
 

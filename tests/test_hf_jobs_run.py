@@ -32,6 +32,7 @@ from rendezvous.membership import write_control
 from rendezvous.stores.open import open_store
 from tests.audit import Audit, check_run
 from tests.entrypoints import marks
+from tests.fleet import ENDLESS
 from tests.hf_server import HFServer
 from tests.s3_server import S3Server
 
@@ -90,13 +91,17 @@ def founded(folder: Path, s3: S3Server, n: int = 3) -> Run:
 
 
 def preempt(hub: HFServer, slot: str, from_step: int) -> Callable[[Supervisor, Report], None]:
-    """Once, in the middle of an outer step."""
+    """Once, in the middle of an outer step.  The run ends two steps after the one that takes its place has joined."""
+    ended = list[int]()
 
     def tick(supervisor: Supervisor, report: Report) -> None:
         handle, beat = supervisor.handle(slot), report.beats.get(slot)
         if handle and beat and beat.host == handle.place and beat.step >= from_step and not report.of_kind("preempted"):
             hub.preempt(handle.native)
             supervisor.emit("preempted", slot=slot, step=beat.step)
+        if not ended and any(x.name == f"{slot}-2" and x.joined for x in report.sessions):
+            ended.append(report.head + 2)
+            write_control(supervisor.run.store, SystemClock(), steps=ended[0])
 
     return tick
 
@@ -125,12 +130,14 @@ def outputs(hub: HFServer) -> str:
 @pytest.mark.timeout(600)
 def test_three_replicas_one_of_them_preempted_finish_the_run(tmp_path: Path, hub: HFServer, s3: S3Server) -> None:
     run = founded(tmp_path, s3)
+    write_control(run.store, SystemClock(), steps=ENDLESS)
     executor = build_executor([Place("hf-jobs")])
     outcome = Supervisor(run, executor, SystemClock(), each_tick=preempt(hub, "r01", 1)).supervise()
     assert outcome.code == exitcodes.DONE, (outcome.text, outputs(hub))
-    report, found = read_report(run.store), audited(tmp_path / "bucket", STEPS)
+    report = read_report(run.store)
+    found = audited(tmp_path / "bucket", report.head)
     assert all(c.ok for c in checks(report)), checks(report)
-    assert len(found.listed) >= 3 * STEPS
+    assert len(found.listed) >= 3 * report.head
     lives = {x.name: x for x in report.sessions}
     assert lives["r01-2"].commits, "the one that replaced it has worked"
     ends = {s.handle.slot: s.state for s in executor.poll(executor.find(URL))}
