@@ -256,8 +256,18 @@ def test_report_draws_into_the_runs_folder(capsys, run):
 
 def test_stop_of_a_run_where_nobody_runs(capsys, run):
     code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
-    assert code == 0 and "nobody runs any more" in out and "r01-2" in out
+    assert code == 0 and "nobody runs any more, and all outer steps are committed" in out and "r01-2" in out
     assert read_control(run.store).stop
+
+
+def test_more_replicas_for_a_run_that_is_done(capsys, run):
+    """Before: `diloco resume` was to look after it, which had nothing to do."""
+    code, out, _ = say(capsys, "scale", run.url, "3")
+    assert code == 0 and f"all 6 outer steps are committed, so nobody is started; `diloco resume {run.url}" in out
+
+
+def test_logs_without_a_slot_names_the_slots(capsys, run):
+    assert "of whom? This run has r00, r01, as in `diloco logs" in complaint(capsys, "logs", run.url)
 
 
 def test_a_supervised_run_is_not_started_twice(capsys, run, config):

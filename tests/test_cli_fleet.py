@@ -248,7 +248,7 @@ def test_resume_with_fewer_replicas_than_a_step_needs(capsys, run):  # noqa: F81
 
 def test_scale_up_and_down(capsys, run):  # noqa: F811
     code, out, _ = say(capsys, "scale", run.url, "4")
-    assert code == 0 and "2 -> 4 replicas" in out and "nobody supervises this run now" in out
+    assert code == 0 and "2 -> 4 replicas" in out and "so nobody is started" in out
     assert read_control(run.store).replicas == 4
     lease = Lease.take(run.store, SystemClock())
     code, out, _ = say(capsys, "scale", run.url, "2", "--json")

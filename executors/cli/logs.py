@@ -92,7 +92,10 @@ AnyLog = ReplicaLog | SupervisorLog | BucketLog
 
 @contextmanager
 def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
-    """slot: r01, r01-2 or supervisor."""
+    """slot: r01, r01-2 or supervisor.   Raises UsageError where there is none of that name, or none is given."""
+    if not slot:
+        there = ", ".join(slots_of(wanted.replicas))
+        raise UsageError(f"of whom? This run has {there}, as in `diloco logs {url} r00`, and supervisor if detached")
     executor = build_executor(wanted.places, wanted.former)
     try:
         if SESSION.fullmatch(slot):

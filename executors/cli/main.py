@@ -353,6 +353,7 @@ def _drain(args: Namespace) -> int:
 
 def _stop(args: Namespace) -> int:
     from diloco.launch import store_of
+    from executors.cli import scale
     from executors.supervision.purge import purge_run
     from executors.supervision.shutdown import stop_run
     from rendezvous.clock import SystemClock
@@ -362,7 +363,7 @@ def _stop(args: Namespace) -> int:
     found = stop_run(store_of(url), SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
     live = [end.name for end in found if end.live]
     ends = [{"name": e.name, "live": e.live, "text": e.text} for e in found]
-    over = "nobody runs any more; `diloco resume` goes on" if found else "nobody ever ran here"
+    over = scale.after_stop_words(store_of(url), found=bool(found))
     rows = [f"  {end.name:12s} {end.text}" for end in found]
     purged = purge_run(store_of(url)) if args.purge and not live else []
     _print_answer(

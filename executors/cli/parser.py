@@ -123,6 +123,8 @@ def _add_looking_verbs(verbs: Any) -> None:
     which = ("SLOT", "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor")
     logs = _add_verb(verbs, "logs", "what a replica prints", run, which)
     _set_completion(logs._actions[2], SLOTS)
+    logs._actions[2].nargs = "?"  # without one, the run's slots are named
+    logs._actions[2].default = ""
     logs.add_argument("--follow", "-f", action="store_true", help="and what comes, until it ends")
     logs.add_argument("--tail", type=natural, metavar="N", help="the last N lines only")
     _add_verb(verbs, "costs", "what a run has cost so far, by replica and place", run)

@@ -6,14 +6,19 @@
 Not promised: that anything happens at once; whoever supervises reads the control records every few moments.
 """
 
+from contextlib import suppress
+
 from diloco.launch import Run
 from executors.platforms.multi import places_of
 from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import supervisor_of
+from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock
+from rendezvous.errors import RendezvousError
 from rendezvous.membership import Wanted, read_control, write_control
+from rendezvous.store import Store
 
 
 def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Quote | None:
@@ -61,7 +66,24 @@ def _check_quorum(replicas: int, quorum: int) -> None:
         )
 
 
+def after_stop_words(store: Store, *, found: bool) -> str:
+    """The last line of `diloco stop`, once nobody runs any more.   found: did anybody ever run?"""
+    if not found:
+        return "nobody ever ran here"
+    with suppress(RendezvousError):  # control records that are damaged; a run can be stopped all the same
+        if _is_done(store, read_control(store)):
+            return "nobody runs any more, and all outer steps are committed"
+    return "nobody runs any more; `diloco resume` goes on"
+
+
+def _is_done(store: Store, wanted: Wanted) -> bool:
+    return 0 < wanted.steps <= first_open_step(store)
+
+
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:
-    if before.stop or supervisor_of(run.store) is None:
-        return [f"nobody supervises this run now; `diloco resume {run.url}` does it"]
-    return []
+    if not before.stop and supervisor_of(run.store) is not None:
+        return []
+    if _is_done(run.store, before):
+        more = f"`diloco resume {run.url} --steps {2 * before.steps}`"
+        return [f"all {before.steps} outer steps are committed, so nobody is started; {more} goes on to more of them"]
+    return [f"nobody supervises this run now; `diloco resume {run.url}` does it"]

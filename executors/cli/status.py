@@ -266,7 +266,7 @@ def remark_lines(report: Report, now: float) -> list[str]:
     """Lines about what the run waits for, and the latest warnings."""
     loud = [e for e in report.of_kind(*LOUD) if not found_room(e, report)]
     lines = [f"! {e['who']}: {_event_in_words(e)}" for e in loud[-2:]]
-    lines += [f"  {b.slot} {b.note}" for b in report.beats.values() if b.note and _is_listening(b, report, now)]
+    lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and _is_listening(b, report, now)]
     lines += [f"! {text}" for text in open_outages(report.events, now)]
     lines[:0] = [f"! {text}" for text in reward_waits(report, now)]
     if full := full_words(report.url):
