@@ -111,7 +111,7 @@ def together_on(store: object) -> Together:
 
 
 class Worker:
-    """One thread, started with the first job.   tell: hears of a job that failed for a reason nobody foresaw."""
+    """One thread, started with the first job.   emit: hears of a job that failed for a reason nobody foresaw."""
 
     def __init__(self, emit: Emit = no_emit) -> None:
         self._emit = emit
@@ -141,7 +141,7 @@ class Worker:
         if self._ended is not None:
             raise RendezvousError(
                 f"the thread that writes snapshots and announced means has ended ({_describe_error(self._ended)}). "
-                "This life ends; run the same command again to go on"
+                "This replica ends; run the same command again to go on"
             ) from self._ended
 
     def _run(self) -> None:
@@ -172,7 +172,7 @@ class Worker:
 class Parts:
     """Runs the parts of a turn so that no part hinders another one, now or in a later turn.
 
-    tell: hears of a failure that nobody foresaw, once for each part and kind of error.
+    emit: hears of a failure that nobody foresaw, once for each part and kind of error.
     """
 
     def __init__(self, emit: Emit = no_emit) -> None:
@@ -200,8 +200,8 @@ class Parts:
         if self._failures[name] >= TRIES:
             raise HeartbeatLost(
                 f"'{name}' of the heartbeat failed {TRIES} times in a row, last with {_describe_error(error)}. Without "
-                "it a replica does not hear of its successor, of a stop or of its budget's end, so this life ends; run "
-                "the same command again to go on"
+                "it a replica does not hear of its successor, of a stop or of its budget's end, so this replica ends; "
+                "run the same command again to go on"
             ) from error
         if (name, type(error).__name__) not in self._reported:
             self._reported.add((name, type(error).__name__))

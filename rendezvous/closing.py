@@ -13,7 +13,7 @@ lead: they look again when it may be time (rules.resolved_in).  The others ask b
 and from then on only for commit.json.  LIST is a hint: before a commit every absent offer is asked for by GET.
 put_once picks one of several that close.
 
-Not promised: that the closer lives to read its own decision.  Nobody needs it for that.
+Not promised: that the committer survives to read its own commit.  Nobody needs it for that.
 """
 
 from collections.abc import Iterable

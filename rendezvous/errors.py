@@ -8,13 +8,13 @@
     │   │   ├── StoreReadOnly     the folder or bucket cannot be written
     │   │   └── StoreFull         no space left
     │   └── StoreUnclear          indefinite: it may have happened; read back before you believe anything
-    ├── Terminal                  this replica's life is over; the run is not
+    ├── Terminal                  this replica ends; the run does not
     │   ├── Fenced                a higher generation holds the slot
     │   ├── Leaving               asked to go; its work is durable
-    │   ├── Diverged              its θ is not the chain's; a new life heals from the bucket
+    │   ├── Diverged              its θ is not the chain's; the next generation heals from the bucket
     │   ├── GaveUp                nothing moved for too long; the same command resumes the run
     │   ├── HeartbeatLost         its heartbeat cannot go on, and it must not train without
-    │   └── Collected             what it needs was collected as garbage; a new life heals (rendezvous/garbage.py)
+    │   └── Collected             what it needs was collected as garbage; the next generation heals (garbage.py)
     ├── ChainBroken               a commit does not follow the one before it
     ├── Forged                    a commit or manifest that was not written with the run's key
     ├── BadCommit                 a commit that does not follow the run's rules
@@ -62,7 +62,7 @@ class StoreUnclear(StoreError):
 
 
 class Terminal(RendezvousError):
-    """This replica's life is over; the run is not."""
+    """This replica ends; the run does not."""
 
 
 class Fenced(Terminal):

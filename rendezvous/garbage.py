@@ -20,7 +20,7 @@ its register) goes with the rest of its step.
 
 A reader that was slower than two snapshots finds nothing where a register points.  `refuse_collected` turns that
 into `Collected`: a joiner looks again from the newer snapshot (`look_again`), a replica that stalled in the
-middle of its life ends it, and its next one heals.
+middle of its work ends, and the slot's next generation heals.
 
 Any number of collectors may run, and die, at any moment: all of them delete the same keys, in ascending order.
 
@@ -140,7 +140,7 @@ class Collector:
 
     budget: bytes of blobs that are kept.   elements(fragment): of a fragment's flat vector.
     store: asked without patience, since nothing depends on an answer; what fails is tried again at the next call.
-    tell(event, **fields): where remarks for people go.
+    emit(event, **fields): where remarks for people go.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Collector:
         self.floor = 0
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
-        self._heard = 0  # the newest snapshot that anybody told us of
+        self._heard = 0  # the newest snapshot of any call of `sweep`
         self._news: deque[tuple[int, Sizes]] = deque()  # of commits, from another thread
         self._known: dict[int, Sizes] = {}
         self._head = 0  # the newest commit that was heard of, and one
@@ -236,12 +236,12 @@ class Collector:
         while self._news:
             t, sizes = self._news.popleft()
             if t > self._head:
-                self._known.clear()  # a life that healed anew has skipped some
+                self._known.clear()  # a replica that healed anew has skipped some
             self._known[t] = sizes
             self._head = max(self._head, t + 1)
 
     def _read_back(self, steps: range) -> None:
-        """Learn of earlier commits than those that this life has read."""
+        """Learn of earlier commits than those that this replica has read."""
         for t in reversed(steps):
             try:
                 body = self._store.get(layout.commit_key(t))
@@ -383,7 +383,7 @@ def _newest_unless_refused(store: Store, t: int) -> int:
         if can_heal_from(store, snapshot):
             raise Collected(
                 f"step {t} cannot be read any more (its blobs were collected, or lost), but snapshot {snapshot.t} can. "
-                "This life ends; the next heals from there",
+                "This replica ends; its slot's next generation heals from there",
                 snapshot.t,
             )
         newest = max(newest, snapshot.t)

@@ -191,7 +191,7 @@ def log_key(slot: str, generation: int, n: int) -> str:
 
 
 def logs_prefix(slot: str, generation: int) -> str:
-    """The prefix of one life's logs."""
+    """The prefix of the logs of one generation of a slot."""
     return f"{LOGS}{slot}-{generation}/"
 
 

@@ -6,7 +6,7 @@
 
 `Membership.tick` is one turn of a loop that its owner runs beside the training (a thread, or a simulated one).
 The parts of a tick do not hinder each other.  One that the store refuses is skipped: beats are advisory.  One that
-fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the life ends.
+fails otherwise is reported and tried again; when it cannot go on, `tick` raises HeartbeatLost, and the replica ends.
 Every tick beats; it asks for everything else as rarely as it may, because a fleet asks all day:
 
     control       every 2 beats: a stop may take so long to be heard
@@ -294,7 +294,7 @@ class BeatStatus:
 
 
 class Membership:
-    """One replica's view of the others, kept fresh by `tick`.   tell: hears of failures that nobody foresaw."""
+    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures that nobody foresaw."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class Membership:
 
     @property
     def name(self) -> str:
-        """This life: slot and generation."""
+        """This replica: slot and generation."""
         return f"{self.slot}-{self.generation}"
 
     def check_alive(self) -> None:
@@ -381,7 +381,7 @@ class Membership:
 
     @property
     def awake_s(self) -> float:
-        """Seconds since this life began, without its own pauses: at most four beats per tick."""
+        """Seconds since this replica began, without its own pauses: at most four beats per tick."""
         awake, ticked = self._ticked
         return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
 

@@ -1,4 +1,4 @@
-"""Which steps can still be told: what collectors (rendezvous/garbage.py) have left of a run.
+"""Which steps can still be computed: what collectors (rendezvous/garbage.py) have left of a run.
 
     snapshots   8      16              32       40  ●  50
     means and deltas                         ├──────────────▶ head
@@ -20,7 +20,7 @@ from rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Reach:
-    """since: every step from this one on can be told.   before: earlier ones that have a snapshot."""
+    """since: every step from this one on can be computed.   before: earlier ones that have a snapshot."""
 
     since: int
     before: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ def read_reach(store: Store) -> Reach:
     found = _readable_snapshots(store)
     if not found:
         return Reach(0)
-    first = _first_told(store, found[-1])
+    first = _first_computable(store, found[-1])
     since = min((t for t in found if t >= first), default=found[-1])
     return Reach(since, tuple(t for t in found if t < since))
 
@@ -57,8 +57,8 @@ def _is_there(store: Store, snapshot: Snapshot) -> bool:
     return not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size)
 
 
-def _first_told(store: Store, end: int) -> int:
-    """The first step before `end` from which on all means can be told."""
+def _first_computable(store: Store, end: int) -> int:
+    """The first step before `end` from which on all means can be computed."""
     low = 0
     high = end
     while low < high:
@@ -71,7 +71,7 @@ def _first_told(store: Store, end: int) -> int:
 
 
 def mean_stands(store: Store, t: int) -> bool:
-    """Can the mean of a committed step be told, from what was announced or from what was offered?"""
+    """Can the mean of a committed step be computed, from what was announced or from what was offered?"""
     body = store.get(layout.commit_key(t))
     if body is None:
         return False

@@ -1,4 +1,4 @@
-"""The residual that a codec has not sent yet, from one life of a slot to the next.
+"""The residual that a codec has not sent yet, from one generation of a slot to the next.
 
     r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
     r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer

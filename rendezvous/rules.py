@@ -186,12 +186,12 @@ def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
     who is wrong.  Nor is anybody suspected for being long in a fleet that hardly moves: where rewards are rare, most
     have next to nothing, and the one that is long is the one that learned.
     """
-    told = [o for o in offers if o.norm > 0]
-    if limit <= 0 or len(told) < 3:
+    moving = [o for o in offers if o.norm > 0]
+    if limit <= 0 or len(moving) < 3:
         return [1.0] * len(offers)
-    length = median(o.norm for o in told)
-    per_step = median(o.norm / o.h for o in told)
-    floor = UNSUSPICIOUS * median(o.scale for o in told)
+    length = median(o.norm for o in moving)
+    per_step = median(o.norm / o.h for o in moving)
+    floor = UNSUSPICIOUS * median(o.scale for o in moving)
     typical = [max(length, per_step * o.h) for o in offers]
     return [
         round_to_fp32(usual / o.norm) if o.norm > limit * max(usual, floor) else 1.0

@@ -2,7 +2,7 @@
 
     replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
     replica ◀── record ── SealedStore ◀── record + tag ── bucket
-                 └─ a tag that is wrong:   claim, offer, leave, control, beat, log ─▶ VOID: passed over, told once
+                 └─ a tag that is wrong:   claim, offer, leave, control, beat, log ─▶ VOID: passed over, reported once
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
     replica ◀── blob ──── its SHA-256 stands in a sealed record
 
@@ -14,7 +14,7 @@ record is worth nothing under another key, in another slot, step or run.  The ot
 its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
 
 Not promised: secrecy (records are plain text); a run that cannot be stopped: who may overwrite or delete objects can
-halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as life.
+halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as a beat.
 """
 
 import hmac
@@ -58,7 +58,7 @@ def _say_nothing(event: str, **fields: Any) -> None:
 
 
 class VerifiedStore:
-    """The records of a sealed run, each verified when it is read.   tell: hears of those that were passed over."""
+    """The records of a sealed run, each verified when it is read.   emit: hears of those that were passed over."""
 
     digests = SHA256  # of blobs: who can overwrite them must not be able to make another one with the same digest
 

@@ -59,8 +59,8 @@ class ShardedMean:
         """The commit's mean into `out`; on the way, what this replica owes to the others.
 
         A replica that meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them
-        back or takes over.  When nobody has them any more, and no part was announced, it ends this
-        life after `dead_after`.
+        back or takes over.  When nobody has them any more, and no part was announced, this
+        replica ends after `dead_after`.
         """
         parts = self._reducer.split_into_parts(commit, out.size)
         missing = set(range(len(parts)))

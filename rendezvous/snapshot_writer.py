@@ -131,7 +131,8 @@ class _Writing:
 class SnapshotWriter:
     """One replica's snapshots, one at a time.
 
-    uploads: where a blob is written.   later: where a manifest is.   wrote(step): told of each that stands.
+    uploads: where a blob is written.   run_in_background(job): where a manifest is.
+    on_written(step): called with each that stands.
     """
 
     def __init__(

@@ -7,7 +7,7 @@
 An outer step moves one fragment.  So one sync digests that fragment alone, three times: before its pseudogradient is
 offered, before it is stepped (both compare with what it should be), and after.  The digests of the others are
 remembered; their bytes are compared when their turn comes, and all are before anything that is about all of them: a
-snapshot, the first inner step of a life, the end of a run.  In H inner steps that is 3 times the state, whatever F is.
+snapshot, a replica's first inner step, the end of a run.  In H inner steps that is 3 times the state, whatever F is.
 
 Digests are hexadecimal text, in ASCII where they are digested again.  Not promised: that they find a forger.
 """
@@ -91,8 +91,8 @@ class Digests:
             if now != right:
                 raise Diverged(
                     f"θ of {self._name} changed between outer steps (fragment {fragment} has digest {now}, was "
-                    f"{right}): bad memory, or code that writes to the fragments. This life ends; the next heals from "
-                    "the bucket"
+                    f"{right}): bad memory, or code that writes to the fragments. This replica ends; the next heals "
+                    "from the bucket"
                 )
 
     def _digest_now(self, fragment: int) -> str:

@@ -96,7 +96,7 @@ class Written:
 class Encoder:
     """One replica's pseudogradients as bodies.   The loss of a body stays in the fragment's residual and is sent later.
 
-    A residual lives as long as its replica, and goes to the next life of the slot by a graceful goodbye alone: after
+    A residual lives as long as its replica, and goes to the slot's next generation by a graceful goodbye alone: after
     `kill -9` it starts from zero.
     """
 

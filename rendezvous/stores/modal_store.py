@@ -168,7 +168,7 @@ class ModalStore:
             wire.remove_file(body.path)
         self._listed[1].discard(key)
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ opening, closing
 
     @property
     def _wire(self) -> Wire:

@@ -50,13 +50,13 @@ def encode_each(
     square = ctypes.c_double()
     align = _ALIGN[name]
     width = rows.shape[1]
-    told = ctypes.byref(square)
+    result = ctypes.byref(square)
     from_ = x.data_ptr()
     left = 0 if e is None else e.data_ptr()
     to = rows.data_ptr()
     for a, b in ranges:
         square.value = 0.0
-        bad = run(from_ + 4 * a, left and left + 4 * a, to + a // align * width, b - a, most, told)
+        bad = run(from_ + 4 * a, left and left + 4 * a, to + a // align * width, b - a, most, result)
         yield None if bad else square.value
 
 
