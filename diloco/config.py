@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
 from inner.base import MOVED
 from inner.flat_names import FILE_SETTINGS
@@ -145,6 +146,26 @@ class FleetConfig(Table):
 
 
 @dataclass(frozen=True)
+class LogConfig(Table):
+    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/trackers.md)."""
+
+    path: ClassVar[str] = "log"
+    error: ClassVar[type[Exception]] = ConfigError
+
+    to: list = setting(list, "wandb, trackio, tensorboard: any of them, none by default.")
+    project: str = setting("", "Of wandb and trackio; without it WANDB_PROJECT, or diloco.")
+    folder: str = setting(FOLDER, "Of TensorBoard's event files, where the supervisor runs.")
+    samples: int = setting(
+        SAMPLES, "Completions per outer step in a table, over all replicas; 0 for none.", least=0, most=64
+    )
+
+    def check(self) -> None:
+        for name in self.to:
+            if name not in TRACKERS:
+                raise ConfigError(f"log.to has {name!r}, which is no tracker. Use any of: {', '.join(TRACKERS)}")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run.   folder: where relative paths in [inner] start (not part of the run)."""
 
@@ -157,6 +178,7 @@ class RunConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     folder: Path = field(default=Path(), compare=False)
 
     def mathematics(self) -> dict[str, Any]:
@@ -168,6 +190,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
+        parts |= {"log": asdict(self.log)} if self.log.to else {}
         return {"name": self.name, "seed": self.seed, "rendezvous": self.rendezvous, **parts}
 
     @classmethod

@@ -153,8 +153,9 @@ def executor():
     made.close()
 
 
-def found(folder: Path, **fleet) -> Run:
+def found(folder: Path, log: dict | None = None, **fleet) -> Run:
     raw = {
+        "log": log or {},
         "outer": {"sync_every": 1},
         "inner": {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}},
         "fleet": {"replicas": 2, "steps": 6, **fleet},

@@ -325,3 +325,25 @@ def test_wandb_has_samples_as_a_table_the_config_and_the_commits_time(fleet: Fle
     shown = json.loads((path.parent / "files" / samples["path"]).read_text())
     assert shown["columns"] == ["step", "replica", "prompt", "completion", "reward"]
     assert shown["data"][1] == [4, "r00", "q two of 3", "two of 3", 0.5]
+
+
+# -------------------------------------------------------------------- in a supervisor
+
+
+def test_a_supervisor_writes_every_step_of_its_run(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("tensorboard")
+    from diloco.runlog.trackers.on_tensorboard import newest_step
+    from executors.platforms.on_host.executor import LocalProcessExecutor
+    from tests import test_executors_supervisor as toys
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    log = {"to": ["tensorboard"], "folder": str(tmp_path / "tensorboard")}
+    run = toys.found(tmp_path, log=log)
+    executor = LocalProcessExecutor([toys.HERE])
+    try:
+        assert toys.supervisor_for(run, executor).supervise().code == 0
+    finally:
+        executor.close()
+    (folder,) = (tmp_path / "tensorboard").iterdir()
+    assert newest_step(folder) == 6
+    assert "6 rows written" in (tmp_path / "run" / "processes" / "track.log").read_text()

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from diloco import exitcodes
+from diloco.config import ConfigError, RunConfig
+from diloco.runlog.report import read_report
+from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.processes import is_alive, start_ticks
+from executors.preflight.checks import preflight
+from executors.preflight.run_url import UsageError
 from executors.supervision import tracking
-from executors.supervision.tracking import TrackerChild, pause_after
+from executors.supervision.tracking import TrackerChild, pause_after, track_command
 from rendezvous.clock import SystemClock
+from tests import test_executors_supervisor as toys
 
 LONG_S = 120.0
 
@@ -82,6 +88,46 @@ def test_a_run_without_trackers_has_no_child(tmp_path) -> None:
     child.tick()
     child.end(done=True)
     assert not list(tmp_path.iterdir())
+
+
+def config(folder: Path, **log: object) -> RunConfig:
+    (folder / "text.txt").write_text("a text that nobody reads")
+    inner = {"loop": "supervised", "model": "tiny", "data": {"text": "text.txt"}}
+    return RunConfig.from_dict({"inner": inner, "log": log}, folder)
+
+
+def test_log_to_is_checked_where_the_config_is_read_and_by_plan(tmp_path, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"log.to has 'mlflow'.*wandb, trackio, tensorboard"):
+        config(tmp_path, to=["mlflow"])
+    with pytest.raises(ConfigError, match=r"log.samples"):
+        config(tmp_path, samples=65)
+    monkeypatch.setattr("diloco.runlog.trackers.make.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"run.toml: log.to has wandb: .*pip install 'serverless-diloco\[wandb\]'"):
+        preflight(config(tmp_path, to=["wandb"]), "run.toml", "", [])
+
+
+def test_log_to_is_in_run_json_where_there_is_any(tmp_path) -> None:
+    assert "log" not in config(tmp_path).to_dict()
+    with_log = config(tmp_path, to=["wandb"], project="sums")
+    assert RunConfig.from_dict(with_log.to_dict(), tmp_path).log == with_log.log
+    assert with_log.mathematics() == config(tmp_path).mathematics()
+    words = track_command("s3://b/mine", with_log.log)
+    assert words[3:7] == ["track", "s3://b/mine", "--to", "wandb"] and "--follow" in words and "sums" in words
+
+
+@pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 9)", "import sys; sys.exit('no login')", "0"])
+def test_a_run_ends_as_it_would_whatever_its_tracker_does(tmp_path, monkeypatch, code) -> None:
+    monkeypatch.setattr(tracking, "track_command", lambda url, log: [sys.executable, "-c", code])
+    run = toys.found(tmp_path, log={"to": ["tensorboard"]})
+    executor = LocalProcessExecutor([toys.HERE])
+    try:
+        outcome = toys.supervisor_for(run, executor).supervise()
+    finally:
+        executor.close()
+    report = read_report(run.store)
+    assert outcome.code == exitcodes.DONE and report.head == 6
+    warned = [e for e in report.of_kind("warning") if e.get("kind") == "trackers"]
+    assert len(warned) == (code != "0")
 
 
 WRITES = """

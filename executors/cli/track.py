@@ -3,7 +3,8 @@
     names ─▶ package and login there? ─▶ lock ─▶ open each ─▶ look, write, look …    --follow: until the run is done
                  └─ TrackerError, nothing written                └─ SIGTERM, Ctrl-C: what is written is handed over
 
-No replica and no supervisor waits for it, so a tracker that hangs or crashes touches nothing of the run.
+A supervisor runs the same command as a child (executors/supervision/tracking.py), so a tracker that hangs or crashes
+touches nothing of the run.
 
 Not promised: that --follow ends for a run that was stopped and never goes on; `diloco resume` may come.
 """

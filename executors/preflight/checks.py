@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import RunConfig
+from diloco.runlog.trackers.make import check_tracker
+from diloco.runlog.trackers.tracker import TrackerError
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import about_missing, notes_about, place_faults
 from executors.preflight.run_url import UsageError
@@ -35,6 +37,7 @@ class Checked:
 
 def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> Checked:
     """name: of the config file.   url: of the run, "" if none is named.   Raises UsageError for the first mistake."""
+    _check_trackers(config, name)
     try:
         check_data(config.inner, config.user_files())
         for fault in place_faults(config, url, places):
@@ -45,6 +48,17 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
     return Checked(known.folder, tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n))
+
+
+def _check_trackers(config: RunConfig, name: str) -> None:
+    """The supervisor writes to them: on this machine, unless it is detached to a platform."""
+    for tracker in config.log.to:
+        try:
+            check_tracker(tracker)
+        except TrackerError as error:
+            raise UsageError(
+                f"{name}: log.to has {tracker}: {error}. Or leave it out, and run `diloco track` on another machine"
+            ) from None
 
 
 def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> list[str]:

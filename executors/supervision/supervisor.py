@@ -44,6 +44,7 @@ from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, Gi
 from executors.supervision.slot_state import LOST_LEASE, SlotState
 from executors.supervision.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
+from executors.supervision.tracking import end_with_run, tracker_child
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
@@ -125,6 +126,9 @@ class Supervisor:
         self._said_at = float("-inf")  # when we last spoke of it
         former = former_places(wanted.former)
         self._spend_limit = SpendLimit(self.run.store, self.clock, self.executor, self.places, former)
+        self._trackers = tracker_child(
+            self.run, self.clock, lambda text: self.emit("warning", kind="trackers", text=text)
+        )
         self._starts = Starts(
             self.slots, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
         )
@@ -159,7 +163,9 @@ class Supervisor:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
                 self.lease.keep_while(self._sweep_once_more, "launching")
+            end_with_run(self._trackers, self.lease, outcome.code)
         except Exception as error:
+            self._trackers.end(done=False)
             self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
             raise
         self._emit_end("stopped", outcome.code, outcome.text)
@@ -210,6 +216,7 @@ class Supervisor:
         if self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
         self.lease.beat(WATCHING if self._ticked else "starting", self.slots.outages.note)
+        self._trackers.tick()
         report = self._reader.refresh()
         self.slots.look(report)
         self._report_outages()

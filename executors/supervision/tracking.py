@@ -20,12 +20,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco import exitcodes
+from diloco.config import LogConfig
+from diloco.launch import Run
 from diloco.runlog.feed import RETRY_MOST_S, RETRY_S
 from executors.platforms import processes
+from executors.platforms.on_host.executor import process_folder
+from executors.supervision.lease import Lease
+from executors.supervision.slot_state import LOST_LEASE
 from rendezvous.clock import Clock
 
 FINISH_S, LEAVE_S = 60.0, 20.0
 LOOK_S = 0.1
+LOG = "track.log"
+COMMAND = "import sys; from executors.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def pause_after(code: int, failures: int) -> float | None:
@@ -106,6 +113,25 @@ class TrackerChild:
         assert self._child is not None
         with suppress(OSError):
             os.killpg(self._child.pid, number)
+
+
+def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> TrackerChild:
+    """What log.to in the run's config asks for."""
+    log = run.config.log
+    return TrackerChild(track_command(run.url, log) if log.to else [], process_folder(run.url) / LOG, clock, warn)
+
+
+def end_with_run(child: TrackerChild, lease: Lease, code: int) -> None:
+    """Its last rows may take a while; the lease is kept, unless it is another's by now.   code: of the run's end."""
+    end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
+    return end() if code == LOST_LEASE else lease.keep_while(end, "launching")
+
+
+def track_command(url: str, log: LogConfig) -> list[str]:
+    to = [word for name in log.to for word in ("--to", name)]
+    project = ["--project", log.project] if log.project else []
+    more = ["--follow", "--samples", str(log.samples), "--folder", log.folder, *project]
+    return [sys.executable, "-c", COMMAND, "track", url, *to, *more, "--parent", processes.process_name(os.getpid())]
 
 
 def _last_line(file: Path) -> str:
