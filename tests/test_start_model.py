@@ -113,7 +113,7 @@ def test_weights_that_were_not_asked_for_are_when_the_snapshot_turns_out_to_be_d
 ) -> None:
     fleet = hub_fleet(tmp_path, hub, outer={"snapshot_every": 4}, fleet={"replicas": 1, "min_replicas": 1})
     fleet.start("r00", die="after:create:/offer/@6", HF_HOME=str(tmp_path / "cache"))
-    fleet.wait_for(lambda: fleet.lives["r00"][0].exitcode is not None)
+    fleet.wait_for(lambda: fleet.sessions["r00"][0].exitcode is not None)
     newest = next(snapshots.newest_first(fleet.store))
     assert newest.t == 4
     fleet.store.put(newest.blob, b"damaged")
