@@ -35,8 +35,9 @@ from diloco.launch import (
     refuse_layout,
 )
 from diloco.output import survive_full_disk
+from diloco.processes import is_named_alive
 from diloco.runlog.learning import step_line
-from diloco.session import Session, process_alive
+from diloco.session import Session
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
 from rendezvous import layout, snapshots
@@ -362,8 +363,7 @@ def _parent_check(parent: str) -> Callable[[], bool]:
     """ "PID:STARTTIME" -> is that process still there?"""
     if not parent:
         return lambda: True
-    pid, _, started = parent.partition(":")
-    return lambda: process_alive(int(pid), started)
+    return lambda: is_named_alive(parent)
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -210,24 +210,3 @@ def ensure_slot(
         write_control(store, clock, replicas=count, min_replicas=quorum, steps=steps)
     elif needed > desired.universe:
         write_control(store, clock, replicas=needed)
-
-
-def process_alive(pid: int, started: str) -> bool:
-    """Is the process with this pid still the one that started then?  started: `start_time` of it, or ""."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return not started or start_time(pid) in ("", started)
-
-
-def start_time(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" where that cannot be known.  A zombie counts as gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            after_name = f.read().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "gone" if after_name[0] in "ZX" else after_name[19]

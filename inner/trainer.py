@@ -372,12 +372,20 @@ class ComposerReplicationTrainer(GenerationTrainer):
 
 
 def _rollouts_of(rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float]) -> list[Rollout]:
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    assert len(rows) == len(turns) == len(rewards) == len(batch["completion_ids"])
     lengths = batch["completion_mask"].sum(1).tolist()  # whole: _take_over_truncation
-    written = batch.get("tool_mask", batch["completion_mask"]).tolist()
-    ids = batch["completion_ids"].tolist()
-    each = zip(rows, prompts, ids, written, lengths, turns, rewards, strict=True)
-    return [Rollout(row, p, i[:n], tuple(w[:n]), t, r) for row, p, i, w, n, t, r in each]
+    written = batch.get("tool_mask", batch["completion_mask"])
+    return [
+        Rollout(
+            row=row,
+            prompt=batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist(),
+            ids=batch["completion_ids"][i, : lengths[i]].tolist(),
+            written=tuple(written[i, : lengths[i]].tolist()),
+            turns=turns[i],
+            reward=rewards[i],
+        )
+        for i, row in enumerate(rows)
+    ]
 
 
 def written_tokens(batch: Any) -> int:

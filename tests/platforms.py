@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self
 
+from diloco import processes
 from examples.toy_platform.toy import ToyExecutor
-from executors.platforms import processes
 from executors.platforms.base import Handle, ReplicaSpec, ServerlessExecutor
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor

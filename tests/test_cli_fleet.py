@@ -352,7 +352,7 @@ def test_json_of_stop_report_and_objectives(capsys, run):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_runs_whole_session_from_other_processes(config, tmp_path):  # noqa: F811
+def test_a_runs_whole_life_from_other_processes(config, tmp_path):  # noqa: F811
     (tmp_path / "text.txt").write_text(TEXT)
     config.write_text(CONFIG.replace("steps = 6", "steps = 2000"))
     url, environ = tmp_path / "run", {"OMP_NUM_THREADS": "1"}

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from diloco import exitcodes
-from executors.platforms import processes
+from diloco import exitcodes, processes
 from executors.platforms.base import REPLICA, ReplicaSpec
 from executors.platforms.container import (
     CRASHED,

@@ -67,7 +67,7 @@ def test_status_shows_the_last_end_of_each_slot_with_its_reason() -> None:
     assert max(map(len, lines)) < 80
 
 
-def test_a_launch_that_followed_and_sessions_takes_the_failed_one_off_the_table() -> None:
+def test_a_launch_that_followed_and_lives_takes_the_failed_one_off_the_table() -> None:
     b = out_of_memory()
     lived(b, "r01", 1, 2, 35.0)
     assert "before it joined" not in "\n".join(status_table(read_report(b.store), now=T0 + 40))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from executors.platforms import processes
+from diloco import processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, ServerlessExecutor, State, Status
 from executors.platforms.container import ENDED
 from tests.entrypoints import marks

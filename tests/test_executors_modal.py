@@ -542,7 +542,7 @@ def bodies(run: Run, prefix: str) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_detached_supervisor_sessions_on_modal_and_outlives_its_time_limit(
+def test_a_detached_supervisor_lives_on_modal_and_outlives_its_time_limit(
     platform, executor, run, bucket, tmp_path
 ) -> None:
     """Nobody of this machine is needed: a small function launches, watches, and is followed by the next one."""

@@ -106,7 +106,7 @@ def test_sums_per_slot_and_per_executor():
     assert json.loads(json.dumps(found.to_dict()))["unknown_price"] == ["r02"]
 
 
-def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_session():
+def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_life():
     beat = Beat("r00", 1, 9, "train", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
     assert costs(report(launched(), sessions=[session()], beats={"r00": beat})).usd == pytest.approx(2.0)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco import exitcodes
-from executors.platforms import processes
+from diloco import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.on_slurm.job import CANCELLED, CARD, END, ended_as

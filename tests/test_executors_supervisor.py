@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco import exitcodes
+from diloco import exitcodes, processes
 from diloco.config import RunConfig
 from diloco.journal import Journal
 from diloco.launch import ModelRecord, Run, open_run, read_run
 from diloco.runlog.report import SUPERVISOR, Report, checks, read_report
-from executors.platforms import processes
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.lease import Lease, Supervised, supervisor_of
@@ -414,7 +413,7 @@ def test_a_supervisor_that_said_goodbye_is_succeeded_at_once():
     assert clock.now() == 1000.0
 
 
-def test_a_silent_supervisor_of_this_machine_keeps_its_run_while_its_process_sessions():
+def test_a_silent_supervisor_of_this_machine_keeps_its_run_while_its_process_lives():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # loading something heavy
     store, clock = MemoryStore(), SlowClock()
     claim(store, SystemClock(), SUPERVISOR, host=socket.gethostname(), pid=child.pid)
@@ -444,7 +443,6 @@ def test_our_own_lease_is_seen_by_others():
 
 
 def test_a_process_name_is_what_a_replica_can_check():
-    from diloco.session import process_alive
-
-    pid, _, started = processes.process_name(os.getpid()).partition(":")
-    assert process_alive(int(pid), started) and not process_alive(int(pid), "1")
+    name = processes.process_name(os.getpid())
+    assert processes.is_named_alive(name) and processes.is_named_alive(f"{os.getpid()}:")
+    assert not processes.is_named_alive(f"{os.getpid()}:1")

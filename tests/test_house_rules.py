@@ -15,7 +15,7 @@ ROOMS = ("diloco", "executors", "inner", "rendezvous")
 MOST_METHODS, MOST_LINES, MOST_POSITIONAL = 25, 60, 6
 LARGE: dict[str, str] = {}
 CIRCLES_LEFT = {"inner.objectives", "rendezvous.codecs"}  # by the first file of each
-CALLS_BY_POSITION = {"zip", "_encode", "_add"}  # zip takes what there is; the last two are Triton kernels
+CALLS_BY_POSITION = {"_encode", "_add"}  # Triton kernels
 
 
 def _trees() -> Iterator[tuple[Path, ast.Module]]:

@@ -22,13 +22,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco import exitcodes
+from diloco import exitcodes, processes
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run, read_run
 from diloco.replica import _parent_check
 from diloco.runlog.report import checks, read_report
 from diloco.session import Session
-from executors.platforms import processes
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Supervisor

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executors.platforms import oom, processes
+from diloco import processes
+from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status
 from executors.platforms.container import ENDED, STARTED, read_end
 from executors.platforms.executor import Executor

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco import exitcodes
+from diloco import exitcodes, processes
 from diloco.launch import Run
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.cli.status import StatusView, view_for
-from executors.platforms import processes
 from executors.platforms.multi import build_executor
 from executors.supervision.lease import Supervised, supervisor_of
 from executors.supervision.supervisor import Outcome, Supervisor

@@ -33,10 +33,10 @@ from typing import Any, NoReturn
 from diloco import exitcodes
 from diloco.disk_space import full_disk_words, is_full
 from diloco.host import PLACE_ENV
+from diloco.processes import describe_exit
 from executors.platforms import entrypoint as entry
 from executors.platforms import oom
 from executors.platforms.base import REPLICA, ReplicaSpec
-from executors.platforms.processes import describe_exit
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log

@@ -26,9 +26,9 @@ from typing import Any
 
 from diloco import exitcodes
 from diloco.host import DEVICE_ENV
+from diloco.processes import start_ticks
 from executors.platforms import gpu
 from executors.platforms.base import REPLICA, load_name
-from executors.platforms.processes import start_ticks
 
 MARGIN = 0.9  # of its time: the rest is for a last offer
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"

@@ -24,7 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from executors.platforms import oom, processes
+from diloco import processes
+from executors.platforms import oom
 from executors.platforms.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
 from executors.platforms.container import read_end, replica_lines
 from executors.platforms.executor import Executor

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
+from diloco import processes
 from diloco.host import host_name
 from diloco.runlog.report import SUPERVISOR
-from executors.platforms import processes
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError

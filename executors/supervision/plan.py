@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco import exitcodes
+from diloco.processes import describe_exit
 from executors.platforms.base import State
-from executors.platforms.processes import describe_exit
 from executors.supervision.strikes import ENOUGH
 
 Holder = Literal["none", "unknown", "beating", "silent", "left"]

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from diloco import exitcodes
+from diloco import exitcodes, processes
 from diloco.journal import Journal
 from diloco.runlog.report import SUPERVISOR
-from executors.platforms import processes
 from executors.platforms.base import Handle, ServerlessExecutor, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims
 from executors.supervision.launches import LAG_S, Launches

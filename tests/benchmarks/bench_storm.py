@@ -33,8 +33,8 @@ from typing import Any
 
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run
+from diloco.processes import process_name
 from diloco.runlog.report import Report, read_report
-from diloco.session import start_time
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
@@ -132,7 +132,7 @@ def main(minutes: float = 10.0, seed: int = 0) -> None:
     storm = Storm(60 * minutes, max(20.0, 6 * minutes), random.Random(seed))
     with run_in_memory() as run:
         executor = LocalProcessExecutor([*PRELOAD, "tests.benchmarks.bench_storm"])
-        me = f"{os.getpid()}:{start_time(os.getpid())}"
+        me = process_name(os.getpid())
         try:
             Supervisor(run, executor, SystemClock(), parent=me, entrypoint=ENTRY, each_tick=storm).supervise()
         finally:

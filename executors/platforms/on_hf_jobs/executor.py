@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from diloco import processes
 from diloco.runlog.report import SUPERVISOR
-from executors.platforms import oom, processes
+from executors.platforms import oom
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable
 from executors.platforms.container import ENDED, STARTED, TAIL, read_end, replica_lines
 from executors.platforms.executor import Executor, Launch, launch_of

@@ -29,8 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco import processes
 from executors.platforms import entrypoint as child
-from executors.platforms import oom, processes
+from executors.platforms import oom
 from executors.platforms.base import Handle, ReplicaSpec, State, Status, unanswered
 from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait, room_for

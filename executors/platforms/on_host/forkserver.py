@@ -34,9 +34,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NoReturn
 
+from diloco.processes import start_ticks
 from executors.platforms import entrypoint
 from executors.platforms.full_disk import launches_wait
-from executors.platforms.processes import start_ticks
 
 START = "from executors.platforms.on_host.forkserver import serve; serve()"
 

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executors.platforms import processes
+from diloco import processes
 from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
 from executors.platforms.entrypoint import write_json
 from executors.platforms.executor import Executor

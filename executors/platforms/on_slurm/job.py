@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diloco import exitcodes
-from executors.platforms import oom, processes
+from diloco import exitcodes, processes
+from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.entrypoint import write_json
 

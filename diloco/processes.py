@@ -60,6 +60,13 @@ def process_name(pid: int) -> str:
     return f"{pid}:{start_ticks(pid) or 0}"
 
 
+def is_named_alive(name: str) -> bool:
+    """Is the process of this "PID:START" there?  Where its start was not known, any process of that pid counts."""
+    pid, _, started = name.partition(":")
+    ticks = int(started or 0)
+    return is_alive(int(pid), ticks) if ticks else start_ticks(int(pid)) is not None
+
+
 def send_signal(pid: int, started: int, sig: int, group: bool = False) -> bool:
     """Signal that process (or its whole group); False if it is gone."""
     if not is_alive(pid, started):
