@@ -17,7 +17,7 @@ from rendezvous.records import WIRE, Control
 from rendezvous.stores.memory import MemoryStore
 from tests.cloud import Cloud, CloudExecutor
 from tests.fakes import ManualClock
-from tests.test_executors_rented import LIMITS, Beating, World
+from tests.world import LIMITS, Beating, World
 
 RUN = "memory://run"
 SLOTS = [f"r{i:02d}" for i in range(6)]

@@ -23,7 +23,7 @@ from rendezvous import layout
 from rendezvous.membership import read_control, write_control
 from rendezvous.store import Body, Buffer, Store
 from tests.cloud import CloudExecutor
-from tests.test_executors_rented import LIMITS, World
+from tests.world import LIMITS, World
 
 LEAVES_S = 60  # from the end of the lease until nobody runs
 GPUS = [Place("modal", gpu=("H100",)).to_dict()]

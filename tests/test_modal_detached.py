@@ -28,8 +28,8 @@ from rendezvous.clock import SystemClock
 from rendezvous.membership import read_beat, write_control
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
+from tests.modal_fixtures import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
 from tests.modal_server import ModalPlatform
-from tests.test_executors_modal import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
 from tests.test_s3_fleet import downloaded
 
 CONFIG = """

@@ -30,7 +30,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.membership import write_control
 from rendezvous.stores.open import open_store
 from tests.entrypoints import marks
-from tests.test_executors_modal import (  # noqa: F401
+from tests.modal_fixtures import (  # noqa: F401
     ROOT,
     WAIT_S,
     bucket,
@@ -43,7 +43,7 @@ from tests.test_executors_modal import (  # noqa: F401
     state,
     until,
 )
-from tests.test_executors_rented import World
+from tests.world import World
 
 TRIES = 4  # of the client, of one request
 

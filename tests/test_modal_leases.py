@@ -31,8 +31,8 @@ from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control, write_control
 from rendezvous.store import Store
+from tests.modal_fixtures import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
 from tests.modal_server import ModalPlatform
-from tests.test_executors_modal import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
 
 SHORT_S = 30.0  # the lease that a laptop's supervisor gives here
 LEAVES_S = ORPHAN_GRACE_S + 30.0  # from its end until the container is gone, on a machine with other work

@@ -40,8 +40,7 @@ from rendezvous.errors import StoreUnclear
 from rendezvous.membership import read_control, write_control
 from rendezvous.stores.open import open_store
 from tests.fakes import ManualClock
-from tests.modal_server import TERMINATED, ModalPlatform
-from tests.test_executors_modal import (  # noqa: F401
+from tests.modal_fixtures import (  # noqa: F401
     ROOT,
     WAIT_S,
     bucket,
@@ -54,6 +53,7 @@ from tests.test_executors_modal import (  # noqa: F401
     state,
     until,
 )
+from tests.modal_server import TERMINATED, ModalPlatform
 
 NOT_PINNED = "iniconfig"  # installed here with pytest, and nothing that the project needs
 

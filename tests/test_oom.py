@@ -18,7 +18,7 @@ from executors.platforms.on_modal import calls as modal_calls
 from executors.platforms.on_sky import SkyExecutor, SkyJob
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.on_slurm.job import ended_as
-from tests.test_executors_rented import World
+from tests.world import World
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 KILLED = {"exit_code": -9, "reason": "killed by SIGKILL", "value": None, "tail": []}

@@ -16,7 +16,7 @@ from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from tests.entrypoints import marks
-from tests.test_executors_modal import bucket, executor, founded, platform, run, spec, started, until
+from tests.modal_fixtures import bucket, executor, founded, platform, run, spec, started, until
 
 __all__ = ["bucket", "executor", "platform", "run"]  # fixtures
 
