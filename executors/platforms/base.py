@@ -13,7 +13,9 @@ An executor reports; only the supervisor replaces.
 Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket tells.
 """
 
+import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -53,6 +55,16 @@ class State(StrEnum):
     @property
     def ended(self) -> bool:
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.LOST)
+
+
+def short_name(run: str, digits: int = 8) -> str:
+    """A run's URL in letters, digits and dashes, as names and labels may have them: its end for people, its digest."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", run.partition("://")[2] or run).strip("-")[-40:].strip("-")
+    return f"{words}-{run_digest(run, digits)}".lstrip("-")
+
+
+def run_digest(run: str, digits: int) -> str:
+    return hashlib.sha256(run.encode()).hexdigest()[:digits]
 
 
 def load_name(name: str) -> Any:

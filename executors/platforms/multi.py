@@ -33,6 +33,7 @@ from executors.platforms.base import (
     load_name,
     unanswered,
 )
+from executors.platforms.executor import total_price
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.fields import Within, from_json
@@ -193,8 +194,7 @@ class Mixed(ServerlessExecutor):
 
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
         plans = [executor.plan(part) for executor, part in self._shared_out(specs, lambda s: self._for_slot(s.slot))]
-        prices = [p.usd_per_hour for p in plans]
-        total = None if None in prices else sum(p for p in prices if p is not None)
+        total = total_price(p.usd_per_hour for p in plans)
         refused = tuple(why for p in plans for why in p.refused)
         return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
 

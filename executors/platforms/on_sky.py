@@ -12,7 +12,6 @@ generation.  It does not start a job again that failed.
 Not promised: anything that only a cloud can show.  docs/executors.md lists what was checked without one.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -26,7 +25,17 @@ from typing import Any
 
 from diloco import processes
 from executors.platforms import oom
-from executors.platforms.base import REPLICA, ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
+from executors.platforms.base import (
+    REPLICA,
+    ExecutorError,
+    Handle,
+    Refused,
+    ReplicaSpec,
+    State,
+    Status,
+    Unavailable,
+    run_digest,
+)
 from executors.platforms.container import read_end, replica_lines
 from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait
@@ -237,7 +246,7 @@ class SkyExecutor(Executor):
 
     def _handles_of(self, run: str, jobs: Iterable[SkyJob]) -> list[Handle]:
         """The jobs whose names say that they are the run's."""
-        named = [(re.fullmatch(rf"diloco-{_run_digest(run)}-(\w+)-(\d+)", job.name), job) for job in jobs]
+        named = [(re.fullmatch(rf"diloco-{run_digest(run, 8)}-(\w+)-(\d+)", job.name), job) for job in jobs]
         return [self._handle_for(run, found[1], int(found[2]), job) for found, job in named if found]
 
 
@@ -279,11 +288,7 @@ def sky() -> Any:
 
 
 def job_name(spec: ReplicaSpec) -> str:
-    return f"diloco-{_run_digest(spec.run)}-{spec.slot}-{spec.attempt}"
-
-
-def _run_digest(run: str) -> str:
-    return hashlib.sha256(run.encode()).hexdigest()[:8]
+    return f"diloco-{run_digest(spec.run, 8)}-{spec.slot}-{spec.attempt}"
 
 
 def _whole_lines(pieces: Iterable[str | None]) -> list[str]:

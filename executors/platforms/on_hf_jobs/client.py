@@ -11,16 +11,14 @@
 Not promised: that a job which was just started is listed at once; `start` and its caller allow for that.
 """
 
-import hashlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from executors.platforms.base import ExecutorError, Refused, Unavailable
+from executors.platforms.base import ExecutorError, Refused, Unavailable, short_name
 from executors.platforms.wheel import Shipment
 from rendezvous.clock import Clock
 
@@ -285,9 +283,8 @@ def as_executor_error(what: str, error: Exception) -> ExecutorError:
 
 
 def run_label(run: str) -> str:
-    """A run's URL in the characters that labels may have: its end for people, its digest for us."""
-    words = re.sub(r"[^A-Za-z0-9]+", "-", run.partition("://")[2] or run).strip("-")[-40:]
-    return f"{words}-{hashlib.sha256(run.rstrip('/').encode()).hexdigest()[:16]}".lstrip("-")
+    """The same for a URL with and without a slash at its end."""
+    return short_name(run.rstrip("/"), 16)
 
 
 def at_once(requests: Sequence[Callable[[], T]], within_s: float = ENOUGH_S) -> list[T | Exception]:

@@ -20,8 +20,6 @@ that dies again and again ends: a deployed app would start it for ever.
 Not promised: that a call which lost costs nothing; its container starts, reads one key and goes.
 """
 
-import hashlib
-import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from diloco import exitcodes
-from executors.platforms.base import Plain, ReplicaSpec, load_name
+from executors.platforms.base import Plain, ReplicaSpec, load_name, short_name
 from executors.platforms.container import run_replica
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk
 from executors.platforms.on_modal.kinds import Kind
@@ -44,8 +42,7 @@ CRASHES = 3  # containers of one launch that may die without a word
 
 def app_name(run: str) -> str:
     """Of the app and of the dict.  At most 64 letters, digits, dots and dashes."""
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", run.partition("://")[2]).strip("-")[-40:].strip("-")
-    return f"diloco-{slug}-{hashlib.sha256(run.encode()).hexdigest()[:8]}".replace("--", "-")
+    return f"diloco-{short_name(run)}"
 
 
 @dataclass(frozen=True)
