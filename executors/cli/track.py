@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from diloco.log_config import PROJECT
+from diloco.processes import is_alive
 from diloco.runlog.feed import Feed, hold_alone
 from diloco.runlog.opening import open_view
 from diloco.runlog.report import Reader, Report
@@ -27,7 +28,6 @@ from diloco.runlog.samples import SampleReader
 from diloco.runlog.scope import EVERYTHING
 from diloco.runlog.trackers.make import check_tracker, make_tracker
 from diloco.runlog.trackers.tracker import TrackedRun
-from executors.platforms.processes import is_alive
 from rendezvous.clock import Clock
 
 LOOK_S = 5.0  # between two looks at a run that goes on
