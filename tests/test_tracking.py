@@ -8,9 +8,9 @@ import pytest
 
 from diloco import exitcodes
 from diloco.config import ConfigError, RunConfig
+from diloco.processes import is_alive, start_ticks
 from diloco.runlog.report import read_report
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.platforms.processes import is_alive, start_ticks
 from executors.preflight.checks import preflight
 from executors.preflight.run_url import UsageError
 from executors.supervision import tracking

@@ -19,11 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from diloco import exitcodes
+from diloco import exitcodes, processes
 from diloco.config import LogConfig
 from diloco.launch import Run
 from diloco.runlog.feed import RETRY_MOST_S, RETRY_S
-from executors.platforms import processes
 from executors.platforms.on_host.executor import process_folder
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import LOST_LEASE
