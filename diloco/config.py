@@ -13,14 +13,15 @@ Unknown or contradictory settings are errors that name the next thing to do.  No
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
-from inner.base import MOVED
+from inner.base import MOVED, TRL_NAMES
 from inner.flat_names import FILE_SETTINGS
 from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
 from rendezvous.codecs import NAMES as CODECS
@@ -167,7 +168,10 @@ class LogConfig(Table):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.   folder: where relative paths in [inner] start (not part of the run)."""
+    """One run.   folder: where relative paths in [inner] start (not part of the run).
+
+    overrides: dotted name -> value of what `--set` put into the place of the file's; run.json names them.
+    """
 
     name: str = setting("run", "What `status` and the report call the run.")
     seed: int = setting(0, "Of data order and sampling; each slot and session has its own, made from this one.")
@@ -180,6 +184,7 @@ class RunConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     log: LogConfig = field(default_factory=LogConfig)
     folder: Path = field(default=Path(), compare=False)
+    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def mathematics(self) -> dict[str, Any]:
         """The settings that may never change under one URL: digests of the user's files, not their names."""
@@ -191,13 +196,14 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
         parts |= {"log": asdict(self.log)} if self.log.to else {}
-        return {"name": self.name, "seed": self.seed, "rendezvous": self.rendezvous, **parts}
+        overrides = {"overrides": dict(self.overrides)} if self.overrides else {}
+        return {"name": self.name, "seed": self.seed, "rendezvous": self.rendezvous, **parts, **overrides}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
         """Raises ConfigError."""
         raw = with_keep(raw)
-        refuse_unknown(raw, cls, error=ConfigError, prefix="", known=list_settings(cls), moved=MOVED)
+        refuse_unknown(raw, cls, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
         hints = field_types(cls)
         try:
             config = cls(**{k: as_type(v, hints[k], k, ConfigError) for k, v in raw.items()}, folder=folder)
@@ -225,8 +231,14 @@ class RunConfig:
                 raise ConfigError(f"{name}: there is no file {path}. Give a path relative to the config file")
 
 
-def load_config(path: str | Path) -> RunConfig:
-    """Read a run.toml.  Raises ConfigError with the reason and the next thing to do."""
+KNOWN = (*list_settings(RunConfig), *TRL_NAMES)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run.toml.  Raises ConfigError with the reason and the next thing to do.
+
+    overrides: "inner.lr=2e-6", …: settings that go before the file's (`--set`).
+    """
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -236,10 +248,46 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     if not raw:
         raise ConfigError(f"{path} is empty: it names no model and no data. `diloco demo` writes one that works")
+    changes = dict(_read_override(text) for text in overrides)
+    with_changes = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
     try:
-        return RunConfig.from_dict(raw, path.parent)
+        raw = reduce(_with_setting, changes.items(), raw)
+        return replace(RunConfig.from_dict(raw, path.parent), overrides=changes)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{with_changes}: {error}") from None
+
+
+def _read_override(text: str) -> tuple[str, Any]:
+    """ "inner.lr=2e-6" -> ("inner.lr", 2e-06).   Raises ConfigError for a name that is none, or no value of TOML."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    try:
+        if not equals or "\n" in value:
+            raise ValueError("a name, an = and a value belong there")
+        found = tomllib.loads(f"value = {value}")["value"]
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {text} cannot be read ({error}). Write NAME=VALUE with a value of TOML: --set inner.lr=2e-6, and "
+            "text in quotes: --set 'outer.codec=\"int8\"'"
+        ) from None
+    try:
+        refuse_unknown(_nested(name.split("."), found), RunConfig, error=ConfigError, prefix="",
+                       known=KNOWN, moved=MOVED)  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(f"--set {text}: {error}") from None
+    return name, found
+
+
+def _nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
+    return {parts[0]: _nested(parts[1:], value) if len(parts) > 1 else value}
+
+
+def _with_setting(raw: Mapping[str, Any], change: tuple[str, Any]) -> dict[str, Any]:
+    """The tables with one setting more.   change: (dotted name, value)."""
+    name, value = change
+    key, _, rest = name.partition(".")
+    below = raw.get(key)
+    table = below if isinstance(below, Mapping) else {}
+    return {**raw, key: _with_setting(table, (rest, value)) if rest else value}
 
 
 def _check_schedule(outer: OuterConfig) -> None:

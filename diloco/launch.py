@@ -156,7 +156,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """As launched; the user's files are read with `fetch_files`."""
-        raw = self.record.config
+        raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the settings have them
         if "inner" not in raw:
             raise ConfigError(
                 f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "

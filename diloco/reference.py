@@ -15,6 +15,8 @@ from typing import Any
 
 from diloco.config import RunConfig
 from inner.tables import Bounds, Table, default_of, field_types, table_class
+from inner.trl_fields import TRL_FIELDS, TRL_VERSION
+from inner.trl_settings import HANDED_THROUGH, OWNED
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Every setting of a run.toml
@@ -27,7 +29,7 @@ that there is none, or that it depends on the model. TOML takes dotted keys, too
 
 
 def reference_page() -> str:
-    return "\n".join([HEAD, *(_section(*found) for found in list_tables(RunConfig))])
+    return "\n".join([HEAD, *(_section(*found) for found in list_tables(RunConfig)), _trl_section()])
 
 
 def list_tables(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
@@ -43,6 +45,31 @@ def _section(path: str, cls: type) -> str:
     about = f"\n{(cls.__doc__ or '').strip().splitlines()[0]}\n" if path else ""
     rows = [_row(f, field_types(cls)[f.name]) for f in fields(cls) if f.metadata.get("sentence")]
     return "\n".join([title, about, "| key | type | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def _trl_section() -> str:
+    """What [inner.trl] hands through, and what sets the rest in a run."""
+    rows = [f"| `{name}` | {TRL_FIELDS[name].replace(' | ', ' or ')} |" for name in HANDED_THROUGH]
+    owned: dict[str, list[str]] = {}
+    for name, instead in OWNED.items():
+        owned.setdefault(instead, []).append(f"`{name}`")
+    others = [f"- {instead}: {', '.join(names)}" for instead, names in owned.items()]
+    about = f"Handed through to GRPOConfig of TRL {TRL_VERSION}, whose documentation says what each does."
+    table = ["| key | type |", "|---|---|", *rows]
+    return "\n".join(
+        [
+            "## `[inner.trl]`",
+            "",
+            about,
+            "",
+            *table,
+            "",
+            "The run sets all others itself. In their place:",
+            "",
+            *others,
+            "",
+        ]
+    )
 
 
 def _row(f: Field[Any], hint: Any) -> str:
@@ -72,7 +99,7 @@ def missing_sentences() -> list[str]:
     missing = []
     for path, cls in list_tables(RunConfig):
         for f in fields(cls):
-            plain = table_class(field_types(cls)[f.name]) is None and f.name != "folder"
+            plain = table_class(field_types(cls)[f.name]) is None and f.name not in ("folder", "overrides")
             if plain and not f.metadata.get("sentence", "").strip().endswith((".", ")")):
                 missing.append(f"{path}.{f.name}" if path else f.name)
         if issubclass(cls, Table) and not cls.__doc__:

@@ -40,6 +40,7 @@ from inner.task_settings import (
     ScheduleSettings,
     ToolworldSettings,
 )
+from inner.trl_settings import HANDED_THROUGH, check_trl
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
+OPTIMIZERS = ("adamw", "muon", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
 
 # "reward" | "environment" | "prompts" | "pairs" | "text" -> the local copy of the user's file
@@ -95,7 +97,14 @@ class InnerConfig(Table):
         above=0,
     )  # fmt: skip
     lr_warmup_steps: int = setting(0, "Inner steps, from the first of the data order, over which lr rises.", least=0)
-    weight_decay: float = setting(0.0, "AdamW's.", least=0)
+    optimizer: str = setting(
+        "adamw",
+        '"muon": torch.optim.Muon for matrices, at AdamW\'s size of step, and AdamW for embeddings, head, norms and '
+        "biases. "
+        '"adamw8bit": bitsandbytes\', moments in 8 bits, on CUDA.',
+        one_of=OPTIMIZERS,
+    )
+    weight_decay: float = setting(0.0, "Of the optimizer, decoupled.", least=0)
     adam_beta1: float = setting(0.9, "AdamW's mean of gradients.", least=0, below=1)
     adam_beta2: float = setting(0.95, "AdamW's mean of squared gradients.", least=0, below=1)
     max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0 for no clip.", least=0)
@@ -114,6 +123,10 @@ class InnerConfig(Table):
     sdpo: SdpoSettings = field(default_factory=SdpoSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
+    trl: dict = setting(
+        dict,
+        "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end).",
+    )
 
     @property
     def channels(self) -> ChannelSettings:
@@ -146,9 +159,14 @@ class InnerConfig(Table):
         return self.batch_size * (self.generation_steps // self.grpo.num_iterations)
 
     @property
+    def objective_settings(self) -> dict[str, Any]:
+        """The objective's settings as this run has them.   Raises ObjectiveError."""
+        return po_settings(self.grpo.objective, {**self.trl, **self.grpo.overrides})
+
+    @property
     def compares_with_start(self) -> bool:
         """Does the loss need θ₀ all along?   The reference of DPO, a KL term, a frozen teacher."""
-        if self.loop != "supervised" and po_settings(self.grpo.objective, self.grpo.overrides).get("beta"):
+        if self.loop != "supervised" and self.objective_settings.get("beta"):
             return True
         reference = self.replay.is_used and self.replay.variant == "dpo"
         return reference or (self.sdpo.is_used and self.sdpo.teacher == "frozen")
@@ -168,7 +186,7 @@ class InnerConfig(Table):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Raises InnerError, for a key that is none with the nearest one of all tables."""
-        refuse_unknown(values, cls, error=InnerError, moved=MOVED)
+        refuse_unknown(values, cls, error=InnerError, known=(*list_settings(cls, "inner."), *TRL_NAMES), moved=MOVED)
         return cls(**values)
 
     def check(self) -> None:
@@ -178,6 +196,7 @@ class InnerConfig(Table):
         if self.dtype not in DTYPES:
             raise InnerError(f"inner.dtype = {self.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
         self.channels  # noqa: B018  (it checks itself)
+        check_trl(self.trl)
         self._check_pairs()
         if self.loop == "supervised":
             self._check_supervised()
@@ -232,7 +251,7 @@ class InnerConfig(Table):
                 f"inner.gradient_accumulation_steps = {ga} do not divide each other, so generations would end inside "
                 "an inner step. Make one a multiple of the other."
             )
-        po_settings(self.grpo.objective, self.grpo.overrides)
+        self.objective_settings  # noqa: B018  (it checks itself)
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
 
@@ -296,10 +315,11 @@ def _keys_of(table: type[Table]) -> tuple[str, ...]:
     return tuple(name.removeprefix("inner.") for name in list_settings(table, f"{table.path}."))
 
 
+TRL_NAMES = tuple(f"inner.trl.{name}" for name in HANDED_THROUGH)
 MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in FLAT_NAMES.items()}
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
-    "gradient_checkpointing", "data.prompts", *_keys_of(RewardSettings), *_keys_of(SamplingSettings),
+    "gradient_checkpointing", "trl", "data.prompts", *_keys_of(RewardSettings), *_keys_of(SamplingSettings),
     *(key for key in _keys_of(GrpoSettings) if key != "grpo.weight"),
 )  # fmt: skip
 WORLD_ONLY = _keys_of(ToolworldSettings)

@@ -31,7 +31,7 @@ from inner.host import Host
 from inner.lora import drop_reference_copy
 from inner.metric_means import MetricMeans
 from inner.objectives import make_po_config
-from inner.optim import make_optimizer, warm_up
+from inner.optim import RunSchedule, make_optimizer
 from inner.poconfig import POConfig
 from inner.reward_calls import RewardCalls
 from inner.rollout_sample import RolloutSample, secrets_here
@@ -118,13 +118,14 @@ class GrpoLoop:
         warmup_steps: int,
     ) -> ComposerReplicationTrainer:
         config = self.config
+        self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
         trainer = ComposerReplicationTrainer(
             model=model,
             reward_funcs=task.reward,
             args=trainer_arguments(config, seeds, self._folder),
             train_dataset=_to_dataset(task.rows),
             processing_class=tokenizer,
-            optimizers=(self.optimizer, warm_up(self.optimizer, config, seeds.start, warmup_steps)),
+            optimizers=(self.optimizer, self._schedule),
             environment_factory=task.environment,
             objective=config.grpo.objective,
             **config.channels.to_keywords(),
@@ -152,6 +153,7 @@ class GrpoLoop:
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
         self.trainer.follow(step, theta)
+        self._schedule.follow(step)
 
     def sample(self, n: int) -> dict[str, Any]:
         """{"rollouts", "tools"}, {} if there are none."""
@@ -213,6 +215,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         temperature=config.sampling.temperature,
         use_vllm=config.sampling.vllm,
         vllm_mode="colocate",
+        **config.trl,
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,

@@ -1,30 +1,107 @@
-"""The inner optimizer: AdamW at a constant rate, with a linear warm-up.
+"""The inner optimizer, and its rate as a function of the committed outer step.
 
-    rate(s) = lr · min(1, (s + 1) / warmup_steps, (start + s + 1) / lr_warmup_steps)      s = steps of this session
+    rate = lr · factor(t) · min(1, (s + 1) / warmup_steps, (start + s + 1) / lr_warmup_steps)
 
-`lr_warmup_steps` belongs to the data order (a later session is past it), `warmup_steps` to this session (fresh Adam
-state).
-No decay: a schedule over a session would anneal once per session.
+    t   the committed outer step: [inner.schedule] says what factor is; a replacement is where the others are
+    s   inner steps of this session; `warmup_steps` belongs to it (fresh moments), `lr_warmup_steps` to the data order
+
+    adamw       torch's, in the parameters' own dtype; fp32 parameters are their own masters
+    muon        matrices: torch.optim.Muon, each step as long as AdamW's would be; all else: AdamW
+    adamw8bit   bitsandbytes'
+
+Not promised: that moments survive a session.
 """
 
-from torch import nn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from inner.base import InnerConfig
+from inner.errors import InnerError
+
+NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in the names of matrices that Muon is not for
 
 
-def make_optimizer(config: InnerConfig, model: nn.Module) -> AdamW:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return AdamW(
-        trainable,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.weight_decay,
-    )
+def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
+    """Raises InnerError where it cannot run here."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    adam: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "weight_decay": config.weight_decay,
+    }
+    if config.optimizer == "muon":
+        matrices = [p for name, p in trained if p.ndim == 2 and not any(word in name for word in NOT_HIDDEN)]
+        held = {id(p) for p in matrices}
+        return MuonAndAdamW(matrices, [p for _, p in trained if id(p) not in held], adam)
+    if config.optimizer == "adamw8bit":
+        return _adamw_8bit([p for _, p in trained], adam)
+    return AdamW([p for _, p in trained], **adam)
 
 
-def warm_up(optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> LambdaLR:
-    session = max(1, warmup_steps)
-    run = max(1, config.lr_warmup_steps)
-    return LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / session, (start + s + 1) / run))
+class MuonAndAdamW(Optimizer):
+    """One optimizer to its hooks and its schedule; two inside, which share its groups and its state."""
+
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
+        super().__init__([*matrices, *others], {"lr": adam["lr"]})
+        parts: list[Optimizer] = []
+        if matrices:
+            from torch.optim import Muon
+
+            muon = {"lr": adam["lr"], "weight_decay": adam["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
+            parts.append(Muon(matrices, **muon))
+        if others:
+            parts.append(AdamW(others, **adam))
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = closure() if closure is not None else None
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def _adamw_8bit(parameters: Iterable[Tensor], adam: dict[str, Any]) -> Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as missing:
+        raise InnerError(
+            f'inner.optimizer = "adamw8bit" needs bitsandbytes, which is not installed here ({missing}). Next: '
+            "`pip install bitsandbytes`"
+            ' on this machine, `--pip bitsandbytes` for replicas elsewhere, or inner.optimizer = "adamw".'
+        ) from missing
+    if not torch.cuda.is_available():
+        raise InnerError(
+            'inner.optimizer = "adamw8bit" needs a CUDA device, and there is none here. Set inner.optimizer = "adamw".'
+        )
+    return AdamW8bit(parameters, **adam)
+
+
+class RunSchedule(LambdaLR):
+    """Without a run, the committed step is the number of inner steps."""
+
+    def __init__(self, optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> None:
+        session = max(1, warmup_steps)
+        first = max(1, config.lr_warmup_steps)
+        committed: list[Callable[[], int]] = []
+        self._committed = committed
+
+        def factor(s: int) -> float:
+            t = committed[0]() if committed else start + s
+            return config.schedule.lr_factor(t) * min(1.0, (s + 1) / session, (start + s + 1) / first)
+
+        super().__init__(optimizer, factor)
+
+    def follow(self, step: Callable[[], int]) -> None:
+        """From now on the committed outer step is `step()`: the rate of the next inner step is that of the run."""
+        self._committed[:] = [step]
+        for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
+            group["lr"] = base * factor(self.last_epoch)

@@ -4,7 +4,8 @@
     bfloat16   8 bits of significand: an AdamW step that is smaller than about |w| / 256 is rounded away      warns
     float16    AdamW's epsilon, 1e-8, is 0 there: 0 / 0 in the first steps, and then every weight is NaN      refused
 
-The optimizer steps the weights in their own dtype; there is no fp32 copy of them yet. Frozen weights (a base model
+The optimizer steps the weights in their own dtype: float32 weights are their own masters, and the outer loop reads
+them. Frozen weights (a base model
 under LoRA) may have any dtype.
 
 Not promised: that an optimizer which keeps fp32 copies of its own is recognised; bfloat16 warns there, too.
@@ -36,13 +37,13 @@ def lost_updates(parameters: Iterable[tuple[str, Tensor]], lr: float | None = No
     small = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
     if not small:
         return None
-    above = (
-        "" if lr is None else f" At lr = {lr:g} AdamW's steps are about that: lost on every |w| above {256 * lr:.2g}."
-    )
+    above = ""
+    if lr is not None:
+        above = f" (at lr = {lr:g}, where AdamW's steps are about that long, on every |w| above {256 * lr:.2g})"
     return (
         f"{small:,} of {sum(p.numel() for p in trained):,} trained weights are bfloat16, and the optimizer steps them "
-        f"as they are: an update smaller than about |w| / 256 is rounded away.{above} Use float32, unless "
-        "the lr is large."
+        f"as they are, so an update smaller than about |w| / 256 is rounded away{above}; with inner.dtype = "
+        '"float32" none is lost.'
     )
 
 

@@ -229,7 +229,7 @@ def _reward_name(reward: Any) -> str:
 
 
 def _explain_end(reward: Any, scored: Scored, batches: int) -> str:
-    often = "the first batch of this life" if batches == 1 else f"{batches} batches in a row"
+    often = "the first batch of this session" if batches == 1 else f"{batches} batches in a row"
     shown = f"  {scored.why}"
     if scored.failure is not None:
         shown = user_lines(scored.failure.error, _file_of(reward))

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from inner.base import InnerConfig, InnerError, Seeds, Theta
 from inner.host import Host
 from inner.metric_means import MetricMeans
-from inner.optim import make_optimizer, warm_up
+from inner.optim import RunSchedule, make_optimizer
 from inner.order import window_starts
 from inner.precision import check_precision
 
@@ -51,7 +51,7 @@ class SupervisedLoop:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: nn.Module = model.to(self.device)
         self.optimizer: Optimizer = make_optimizer(config, self.model)
-        self._schedule = warm_up(self.optimizer, config, seeds.start, warmup_steps)
+        self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
         self._next = seeds.start
         self._means = MetricMeans()
 
@@ -67,7 +67,8 @@ class SupervisedLoop:
         return self._means.pop_metrics()
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
-        """Nothing here depends on where the run stands."""
+        """The rate alone depends on where the run stands."""
+        self._schedule.follow(step)
 
     def report_to(self, host: Host) -> None:
         """No code of the user's runs here."""

@@ -201,8 +201,9 @@ def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
 def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
     """The same key in another table, else the likeliest in this one, else in any; old names count as well."""
     same = [n for n in known if n.rpartition(".")[2] == key]
-    if len(same) == 1:
-        return same[0]
+    near_by = [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]
+    if len(same) == 1 or len(near_by) == 1:
+        return (near_by or same)[0]
     start = prefix and f"{prefix}."
     here = {k: start + k for n in known if n.startswith(start) and (k := n[len(start) :].partition(".")[0])}
     if near := get_close_matches(key, here, n=1):

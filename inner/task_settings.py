@@ -9,12 +9,15 @@ No torch here.
 """
 
 from dataclasses import dataclass
+from math import cos, pi
 from pathlib import Path
 from typing import Any, ClassVar
 
 from inner.errors import InnerError
 from inner.objectives import find_objective
 from inner.tables import Table, setting
+
+LR_SHAPES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,37 @@ class ScheduleSettings(Table):
 
     path: ClassVar[str] = "inner.schedule"
 
+    lr_shape: str = setting("constant", "How inner.lr goes to `lr_end` of itself, once it has risen.", one_of=LR_SHAPES)
+    lr_warmup: int = setting(0, "Outer steps over which inner.lr rises in equal parts.", least=0)
+    lr_steps: int | None = setting(
+        None, 'Outer steps until the end of "linear" and "cosine", warm-up included; then constant.', above=0
+    )
+    lr_end: float = setting(0.0, 'What is left of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
     weight_steps: int | None = setting(
         None, "Outer steps over which `weight_end` of the channels and TAID's t are reached.", above=0
     )
+
+    def check(self) -> None:
+        if self.lr_shape != "constant" and (self.lr_steps is None or self.lr_steps <= self.lr_warmup):
+            raise InnerError(
+                f'inner.schedule.lr_shape = "{self.lr_shape}" ends after inner.schedule.lr_steps = '
+                f"{self.lr_steps} outer steps, which must be more than inner.schedule.lr_warmup = {self.lr_warmup}. "
+                "Set it to the run's fleet.steps, say."
+            )
+        if self.lr_shape == "constant" and (self.lr_steps is not None or self.lr_end != 0):
+            raise InnerError(
+                f"inner.schedule.lr_steps = {self.lr_steps} and lr_end = {self.lr_end} do nothing with "
+                'inner.schedule.lr_shape = "constant". Set that to "linear" or "cosine", or leave them out.'
+            )
+
+    def lr_factor(self, step: int) -> float:
+        """What inner.lr is multiplied by at committed outer step `step`."""
+        rise = min(1.0, (step + 1) / (self.lr_warmup + 1))
+        if self.lr_shape == "constant" or self.lr_steps is None:
+            return rise
+        done = min(1.0, max(0, step - self.lr_warmup) / (self.lr_steps - self.lr_warmup))
+        fall = done if self.lr_shape == "linear" else (1 - cos(pi * done)) / 2
+        return rise * (1 - (1 - self.lr_end) * fall)
 
 
 @dataclass(frozen=True)

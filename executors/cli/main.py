@@ -102,7 +102,7 @@ def _train(args: Namespace) -> int:
     from rendezvous.membership import read_control
     from rendezvous.stores.open import open_store
 
-    config = load_config(args.config)
+    config = load_config(args.config, args.set)
     url = run_url.shareable_url(args.run)
     for note in _preflight_checked(args, config, url, read_control(open_store(url))).notes:
         say(note)
@@ -146,7 +146,7 @@ def _plan(args: Namespace) -> int:
     from executors.preflight import outlook, quote
     from executors.supervision.costs import Costs
 
-    config = load_config(args.config)
+    config = load_config(args.config, args.set)
     url = run_url.shareable_url(args.run) if args.run else ""
     bucket = outlook.look_into_bucket(url)
     url = bucket.url

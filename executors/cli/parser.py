@@ -73,6 +73,9 @@ def _add_starting_verbs(verbs: Any) -> None:
     for parser in (train, plan):
         needed = parser is train
         parser.add_argument("--run", required=needed, metavar="URL", help="where the run sessions: runs/mine, s3://…")
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="NAME=VALUE", help="in the place of CONFIG's: inner.lr=2e-6"
+        )
         parser.add_argument("--no-preflight", action="store_true", help="do not look for mistakes first")
     resume = _add_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", ("RUN", ""))
     for parser in (train, plan, resume):
