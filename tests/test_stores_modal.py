@@ -419,7 +419,8 @@ def test_all_die_and_a_week_later_the_run_goes_on_from_what_was_decided(
     fleet = Fleet(tmp_path, "modal://runs/week", platform.environ, outer={"sync_every": 4, "snapshot_every": 2})
     for slot in ("r00", "r01", "r02"):
         fleet.start(slot, die=die)
-    fleet.wait_for(lambda: any((b := fleet.beat(slot)) and b.step for slot in ("r00", "r01", "r02")))  # written after
+    # somebody has read commit 0, and written something after that
+    fleet.wait_for(lambda: fleet.store.list(f"steps/{1:010d}/offer/"))
     fleet.kill_all()
     before = [commit.encode() for commit in fleet.commits()]
     platform.server.ahead_s = 8 * DAY
