@@ -19,10 +19,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
+from diloco.eval_config import EvalConfig
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
 from inner.base import MOVED, TRL_NAMES
-from inner.flat_names import FILE_SETTINGS
+from inner.flat_names import EVAL, FILE_SETTINGS, setting_of
 from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing
@@ -183,19 +184,23 @@ class RunConfig:
     inner: InnerConfig = field(default_factory=InnerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig | None = None
     folder: Path = field(default=Path(), compare=False)
     overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def mathematics(self) -> dict[str, Any]:
         """The settings that may never change under one URL: digests of the user's files, not their names."""
         inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), *NOT_LEARNED))
-        entry_points = {kind: _entry_point(name) for kind, name in self._named_files().items()}
+        entry_points = {kind: _entry_point(name) for kind, name in self._named_files().items() if kind != EVAL}
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
+        if self.eval is not None:  # it moves no weight, but two settings under one URL would make two curves of one
+            fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k != "prompts"}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
         parts |= {"log": asdict(self.log)} if self.log.to else {}
+        parts |= {"eval": self.eval.to_dict()} if self.eval is not None else {}
         overrides = {"overrides": dict(self.overrides)} if self.overrides else {}
         return {"name": self.name, "seed": self.seed, "rendezvous": self.rendezvous, **parts, **overrides}
 
@@ -218,17 +223,21 @@ class RunConfig:
                 for k, v in self._named_files().items()}  # fmt: skip
 
     def _named_files(self) -> dict[str, str]:
-        return {kind: name for kind in FILE_SETTINGS if (name := self.inner.file_setting(kind))}
+        named = {kind: name for kind in FILE_SETTINGS if (name := self.inner.file_setting(kind))}
+        return named if self.eval is None else {**named, EVAL: self.eval.prompts}
 
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
         check_boundary(self.outer, self.inner.boundary)
         _check_rendezvous(self.rendezvous, self.outer)
         check_fleet(self.fleet)
+        if self.eval is not None and self.inner.loop == "supervised":
+            raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
         for kind, path in self.user_files().items():
             if not path.is_file():
-                name = f"inner.{FILE_SETTINGS[kind]}"
-                raise ConfigError(f"{name}: there is no file {path}. Give a path relative to the config file")
+                raise ConfigError(
+                    f"{setting_of(kind)}: there is no file {path}. Give a path relative to the config file"
+                )
 
 
 KNOWN = (*list_settings(RunConfig), *TRL_NAMES)

@@ -45,7 +45,7 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
     With [inner.lora] it is the folder of the adapter, as PEFT loads it.   merge: the whole model, adapter included.
     """
     run = read_run(url)
-    record = _model_record(run)
+    record = model_record(run)
     inner = run.config.inner
     if merge and inner.lora is None:
         raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
@@ -151,7 +151,7 @@ def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
         raise ConfigError(f"{error}. {next_steps_text(record.hub_model)}") from error
 
 
-def _model_record(run: Run) -> ModelRecord:
+def model_record(run: Run) -> ModelRecord:
     body = run.store.get(layout.MODEL_MANIFEST)
     if body is None:
         name = run.config.name  # raises for a run that has no model of its own

@@ -22,7 +22,7 @@ from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
-from inner.flat_names import FILE_SETTINGS
+from inner.flat_names import EVAL, FILE_SETTINGS
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
@@ -163,11 +163,14 @@ class Run:
                 "are in that program. `diloco status` and `diloco report` read it; start and export from there"
             )
         entry = self.record.mathematics["entry_points"]
-        inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in self.record.files))
-        for kind, stored in self.record.files.items():
+        files = {**self.record.files}
+        held_out = files.pop(EVAL, None)
+        evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out is not None else {}
+        inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in files))
+        for kind, stored in files.items():
             table, _, key = FILE_SETTINGS[kind].partition(".")
             inner[table][key] = stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "")
-        return StoredConfig.from_dict({**raw, "inner": inner})
+        return StoredConfig.from_dict({**raw, "inner": inner, **evaluation})
 
     @property
     def timing(self) -> Timing:

@@ -19,6 +19,7 @@ Not promised: anything about inner steps after the last sync when the `with` end
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol, cast
@@ -171,6 +172,15 @@ class OuterLoop:
     def committed(self) -> int:
         """Outer steps taken."""
         return self.manager.current_step()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work that is no inner step, an evaluation say: its seconds count neither for the pace nor `sync_seconds`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._mark += time.monotonic() - began
 
     def log(self, **numbers: "float | Tensor") -> None:
         """Numbers of this inner step, e.g. loss=loss: shown by `diloco status` and the report, as means between two

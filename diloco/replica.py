@@ -9,7 +9,6 @@ The exit code says why it ended (diloco/exitcodes.py).  Not promised: several de
 """
 
 import argparse
-import hashlib
 import math
 import os
 import signal
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from diloco import exitcodes
 from diloco.config import BUCKET, ConfigError, RunConfig, keep_bytes
@@ -37,6 +36,7 @@ from diloco.launch import (
 from diloco.output import survive_full_disk
 from diloco.processes import is_named_alive
 from diloco.runlog.learning import step_line
+from diloco.seeds import derive_seed
 from diloco.session import Session
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
@@ -61,8 +61,10 @@ from rendezvous.records import WireError
 from rendezvous.seal import VerifiedStore
 
 if TYPE_CHECKING:
+    from diloco.evaluator import Evaluator, Scorer
     from diloco.lighthouse import LighthouseManager
     from diloco.manager import StoreManager
+    from diloco.outer import OuterLoop
     from inner import InnerLoop
 
 ZEROS = "zeros"  # the folder of a start model without its weights
@@ -254,7 +256,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
             session.emit("warning", kind="bf16", text=text)
         loop.follow(outer.committed, outer.theta)
-        _run_inner(loop, manager)
+        _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
@@ -282,20 +284,50 @@ def _build_loop(
     return loop, model_dir
 
 
-def _run_inner(loop: "InnerLoop", manager: "StoreManager | LighthouseManager") -> None:
+def _run_inner(
+    loop: "InnerLoop",
+    manager: "StoreManager | LighthouseManager",
+    evaluator: "Evaluator | None",
+    outer: "OuterLoop",
+) -> None:
+    def evaluate_if_due() -> None:
+        if evaluator is not None and evaluator.is_due():
+            with outer.aside():
+                evaluator.evaluate()
+
+    def stop() -> bool:
+        evaluate_if_due()  # right after the outer step, θ_T's included
+        return manager.done
+
+    evaluate_if_due()
     if not manager.done:
-        loop.train(lambda: manager.done)
+        loop.train(stop)
+
+
+def _make_evaluator(
+    run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
+) -> "Evaluator | None":
+    """None without [eval]."""
+    from diloco.evaluator import Evaluator
+    from inner.flat_names import EVAL
+    from inner.userfiles import load_prompts
+
+    config = run.config.eval
+    if config is None:
+        return None
+    rows = load_prompts(config.prompts, inputs.files, kind=EVAL)
+    must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731
+    return Evaluator(
+        config, rows, cast("Scorer", loop), session, batch=run.config.inner.generation_size, seed=run.config.seed,
+        stands_at=outer.committed, must_go=must_go,
+    )  # fmt: skip
 
 
 def seeds_of(config: RunConfig, session: Session, at: int) -> Seeds:
     """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this session."""
     slot = session.rv.slot
     start = at * (config.outer.sync_every // config.outer.fragments)
-    return Seeds(_derive_seed(config.seed, slot), _derive_seed(config.seed, slot, session.rv.generation), start)
-
-
-def _derive_seed(*parts: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little") >> 1
+    return Seeds(derive_seed(config.seed, slot), derive_seed(config.seed, slot, session.rv.generation), start)
 
 
 def _wait_for_model(run: Run, session: Session) -> ModelRecord:

@@ -64,8 +64,9 @@ FLAT_NAMES: dict[str, str] = {
 
 # the user's own files: how `files`, run.json and errors call one ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
+EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]
 
 
 def setting_of(kind: str) -> str:
     """As a person writes it: "inner.rewards.function" for "reward"."""
-    return f"inner.{FILE_SETTINGS[kind]}"
+    return "eval.prompts" if kind == EVAL else f"inner.{FILE_SETTINGS[kind]}"

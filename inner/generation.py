@@ -8,6 +8,7 @@ Work that TRL's tool loop repeats is done once (toolloop.py): whole runs are TRL
 Not promised: several processes, image prompts in the caches.
 """
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -114,6 +115,7 @@ class GenerationTrainer(LeanToolLoop):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         by_function = super()._calculate_rewards(*args, **kwargs)
+        self._rewards_by_function = by_function
         if self.reads_turns:
             self._rewards = total_rewards(by_function, self.reward_weights)
         return by_function
@@ -136,6 +138,12 @@ class GenerationTrainer(LeanToolLoop):
     def _generate_rollouts(self, inputs: Any) -> Any:
         self._turns = None
         return super()._generate_and_score_completions(inputs)
+
+    def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
+        """Generate one completion per row, as the trainer stands; -> rewards (rows, functions), NaN: not known."""
+        with self._reward_calls.uncounted() if self._reward_calls is not None else nullcontext():
+            super()._generate_and_score_completions(rows)
+        return self._rewards_by_function
 
     # numbers and templates
 

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from inner.optim import RunSchedule, make_optimizer
 from inner.poconfig import POConfig
 from inner.reward_calls import RewardCalls
 from inner.rollout_sample import RolloutSample, secrets_here
+from inner.scoring import committed_weights, score_rows
 from inner.task import Task
 from inner.trainer import ComposerReplicationTrainer
 
@@ -96,6 +97,7 @@ class GrpoLoop:
         self.model: nn.Module = model
         self.optimizer: Optimizer = make_optimizer(config, model)
         self._means = MetricMeans()
+        self._theta: Theta | None = None
         self._reward_calls = RewardCalls(
             config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic
         )
@@ -152,8 +154,14 @@ class GrpoLoop:
         return self._means.pop_metrics()
 
     def follow(self, step: Callable[[], int], theta: Theta) -> None:
+        self._theta = theta
         self.trainer.follow(step, theta)
         self._schedule.follow(step)
+
+    def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
+        """Rewards of one completion per row under θ as committed (inner/scoring.py)."""
+        with _silence_libraries(), committed_weights(self.model, self._theta):
+            return score_rows(self.trainer, rows, greedy=greedy, seed=seed)
 
     def sample(self, n: int) -> dict[str, Any]:
         """{"rollouts", "tools"}, {} if there are none."""

@@ -14,7 +14,8 @@ Not promised: an end of an async reward that blocks its event loop; the watchdog
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,15 @@ class RewardCalls:
         missing = self._missing
         self._missing = 0
         return missing
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Completions without a reward inside are not training's: `take_missing` does not count them."""
+        missing = self._missing
+        try:
+            yield
+        finally:
+            self._missing = missing
 
     # one step of a batch
 

@@ -251,3 +251,26 @@ def test_a_step_of_one_replica_alone_is_said_while_it_is_the_newest():
     b.claim("r01", 1, 2.5)
     b.commit(1, 4.0, [b.offer(1, "r00", 1, 0.1), b.offer(1, "r01", 1, 0.1)])
     assert solo_words(read_report(b.store)) == "" and solo_words(read_report(Bucket().store)) == ""
+
+
+def held_out_event(step: int, mean: float, *, share: int = 0) -> dict[str, object]:
+    sums = [10, 10 * mean, 10 * mean * mean + 1.0]
+    return {"step": step, "share": share, "shares": 2, "prompts": 10, "total": 20, "greedy": {"reward": sums}}
+
+
+def test_held_out_rewards_are_told_and_drawn_beside_those_of_training(tmp_path):
+    b = killed_and_replaced()
+    b.tell("r00", 1, 5.0, "evaluated", **held_out_event(0, 0.125))
+    b.tell("r01", 1, 5.1, "evaluated", **held_out_event(0, 0.125, share=1))
+    b.tell("r00", 1, 16.0, "evaluated", **held_out_event(STEPS, 0.75))  # r01 was lost before it scored its share
+    report = read_report(b.store)
+    text = summary(report)
+    assert f"held out @{STEPS}: greedy 0.750 ± 0.105, 10/20 prompts" in text
+    assert "held out     0.125 ▁█ 0.750" in text
+    assert all(check.ok for check in checks(report))
+    figure = draw_figure(report)
+    (drawn,) = figure.axes[0].containers
+    assert drawn.get_label() == "held out, greedy"
+    assert list(drawn.lines[0].get_xdata()) == [0, STEPS] and figure.axes[0].get_xlim()[1] > STEPS
+    page, _ = write_report(report, tmp_path)
+    assert "held out, greedy" in page.read_text()

@@ -179,5 +179,5 @@ def replica(url: str, slot: str, log: str, die: str = "", environ: dict[str, str
     from diloco import replica
 
     if os.environ.get("TEST_ONE_SEED"):
-        replica._derive_seed = lambda *parts: 1
+        replica.derive_seed = lambda *parts: 1
     os._exit(replica.main([url, "--slot", slot]))

@@ -10,7 +10,7 @@ matplotlib is imported when something is drawn.  Not promised: a picture of a ru
 import html
 import io
 from collections.abc import Sequence
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,7 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
         _unit_scale(ax, line)
     else:
         ax.text(0.5, 0.5, "no reward and no loss was measured", transform=ax.transAxes, ha="center", color=INK)
+    _draw_evaluations(ax, report)
     marks = _mark_interruptions(report)
     for place, text, side in marks:
         ax.axvline(place, color=ALARM, lw=1, ls=(0, (4, 3)), zorder=0)
@@ -111,10 +112,24 @@ def _draw_curve(ax: "Axes", report: Report) -> None:
     _style_axes(ax, f"{line.name} by outer step", "outer step", f"{line.name}, mean of its samples")
     if any(text for _, text, _ in marks):  # the words stand between the curve and its title
         ax.set_title(ax.get_title(loc="left"), loc="left", fontsize=10, color=INK, pad=18)
-    ax.set_xlim(-0.5, max(report.wanted.steps, report.head, 1) - 0.5)
+    steps = max(report.wanted.steps, report.head, 1)
+    ax.set_xlim(-0.5, steps + 0.3 if report.evaluations else steps - 0.5)
     ax.locator_params(axis="x", integer=True)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=INK)
+
+
+def _draw_evaluations(ax: "Axes", report: Report) -> None:
+    """Rewards on held-out prompts, with two standard errors to each side."""
+    for kind, face in (("greedy", INK), ("sampled", "white")):
+        found = [(e.step, score) for e in report.evaluations if (score := e.scores.get(kind, {}).get("reward"))]
+        if found:
+            steps, scores = zip(*found, strict=True)
+            errors = [0.0 if isnan(score.error) else 2 * score.error for score in scores]
+            ax.errorbar(
+                steps, [score.mean for score in scores], yerr=errors, label=f"held out, {kind}", color=INK, lw=1,
+                ls=":", marker="D", ms=5, mfc=face, capsize=3, zorder=5,
+            )  # fmt: skip
 
 
 def _with_gaps(values: Sequence[float | None]) -> list[float]:

@@ -21,6 +21,7 @@ from diloco.runlog.ahead import Ahead, Answer
 from diloco.runlog.cache import Cache
 from diloco.runlog.commits import Decision, kept_commit, read_commit
 from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS, joined_words, observed_words, own_words, restarted_by
+from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers
 from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
@@ -188,6 +189,11 @@ class Report:
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] in kinds]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """Rewards on held-out prompts, as far as the logs that were read tell them."""
+        return read_evaluations(self.of_kind("evaluated"))
 
 
 # -------------------------------------------------------------------- reading
@@ -604,13 +610,21 @@ def nice_time(seconds: float) -> str:
 def _curve_lines(report: Report) -> list[str]:
     line = curve_of(report)
     if not (known := line.known):
-        return ["  no reward and no loss yet"]
+        return ["  no reward and no loss yet", *_held_out_lines(report)]
     lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(known[-48:])} {known[-1]:.3f}"]
     if numbers := learning_words(newest_numbers(report.steps), without=line.name):
         lines.append(f"  newest step  {numbers}")
     if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
         lines.append(f"  counted later than their step: {', '.join(late)}")
-    return lines
+    return lines + _held_out_lines(report)
+
+
+def _held_out_lines(report: Report) -> list[str]:
+    if not (found := report.evaluations):
+        return []
+    means = [evaluation.headline[1].mean for evaluation in found]
+    curve = [f"  held out     {means[0]:.3f} {sparkline(means[-48:])} {means[-1]:.3f}"] if len(found) > 1 else []
+    return [*curve, f"  held out {evaluation_words(found)}"]
 
 
 def channel_words(report: Report) -> str:

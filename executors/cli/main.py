@@ -384,11 +384,45 @@ def _export(args: Namespace) -> int:
     run = read_run(run_url.checked_url(args.run))  # before the heavy import: a wrong path is told at once
     from diloco.history import export
 
-    step = export(run.url, args.step, Path(args.to), args.merge)
+    step = export(run.url, _best_step(run, args.step) if args.best else args.step, Path(args.to), args.merge)
     is_adapter = run.config.inner.lora is not None and not args.merge
     what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
     text = f"wrote the {what} after {step} outer steps to {args.to}; {reader} from_pretrained reads it"
     _print_answer(args, {"run": run.url, "outer_step": step, "to": args.to}, text)
+    return 0
+
+
+def _best_step(run: "Run", step: int | None) -> int:
+    """The step whose θ did best on the held-out prompts.   Raises ConfigError where nothing was evaluated."""
+    from diloco.config import ConfigError
+    from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words
+    from diloco.runlog.report import read_report
+
+    if step is not None:
+        raise ConfigError("--best and --step both name a step. Leave one of them out")
+    best = best_evaluation(read_report(run.store).evaluations)
+    if best is None:
+        raise ConfigError(
+            "no step of this run was evaluated on held-out prompts. Use --step T, or set [eval] in the next run"
+        )
+    kind, score = best.headline
+    print(f"best: step {best.step}, held out {kind} {score_words(score)} on {prompts_words(best)}", file=sys.stderr)
+    return best.step
+
+
+def _eval(args: Namespace) -> int:
+    from diloco.launch import read_run
+
+    run = read_run(run_url.checked_url(args.run))
+    prompts = Path(args.prompts) if args.prompts else None
+    if prompts is not None and not prompts.is_file():
+        raise run_url.UsageError(f"--prompts: there is no file {prompts}")
+    from diloco.offline_eval import evaluate_step
+    from diloco.runlog.evaluation import evaluation_dict, evaluation_words
+
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    found = evaluate_step(run, args.step, prompts=prompts, samples=args.samples, report_progress=say)
+    _print_answer(args, {"run": run.url, **evaluation_dict(found)}, f"held out {evaluation_words([found])}")
     return 0
 
 
@@ -509,8 +543,8 @@ def _completion(args: Namespace) -> int:
 
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
-    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "report": _report, "traces": _traces,
-    "track": _track, "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo,
+    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "eval": _eval, "report": _report,
+    "traces": _traces, "track": _track, "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo,
     "completion": _completion,
 }  # fmt: skip
 

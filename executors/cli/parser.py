@@ -152,8 +152,15 @@ def _add_writing_verbs(verbs: Any) -> None:
     run = ("RUN", "")
     export = _add_verb(verbs, "export", "write a step's model as a from_pretrained folder", run)
     export.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
+    export.add_argument("--best", action="store_true", help="the step with the highest reward on held-out prompts")
     export.add_argument("--to", required=True, metavar="DIR")
     export.add_argument("--merge", action="store_true", help="of a LoRA run: the whole model, not the adapter alone")
+    evaluate = _add_verb(verbs, "eval", "the reward of a step's model on held-out prompts, on this machine", run)
+    evaluate.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
+    evaluate.add_argument("--prompts", metavar="FILE", help="a .jsonl (default: the prompts of the run's [eval])")
+    evaluate.add_argument(
+        "--samples", type=natural, metavar="N", help="completions per prompt at the run's temperature"
+    )
     report = _add_verb(verbs, "report", "draw report.html and report.png", run)
     report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
     traces = _add_verb(

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from diloco.runlog.ends import never_began, observed_words
+from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
 from diloco.runlog.report import (
@@ -167,6 +168,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
         lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} starting"]
     learning = learning_words(newest_numbers(report.steps), without=curve_of(report).name)
     numbers = [f"  {learning}"] if learning else []
+    numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []
     outer = outer_words(report)
     numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
     kept = [f"  {words}" for words in kept_words(report)]
@@ -305,6 +307,7 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "min_replicas": report.wanted.min_replicas,
         "mean_reward": None if ends is None else ends[1],
         "learning": newest_numbers(report.steps),
+        "held_out": [evaluation_dict(evaluation) for evaluation in report.evaluations],
         "solo": bool(solo_words(report)),
         "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
         "lives": [_session_status(x, report, now) for x in report.sessions],

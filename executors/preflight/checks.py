@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import RunConfig
+from diloco.eval_config import check_held_out
 from diloco.runlog.trackers.make import check_tracker
 from diloco.runlog.trackers.tracker import TrackerError
 from executors.platforms.multi import Place
@@ -40,6 +41,8 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     _check_trackers(config, name)
     try:
         check_data(config.inner, config.user_files())
+        if config.eval is not None:
+            check_held_out(config.eval, config.inner, config.user_files())
         for fault in place_faults(config, url, places):
             raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
         known = known_model(config.inner)

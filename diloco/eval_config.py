@@ -1,0 +1,72 @@
+"""[eval] of a run.toml: held-out prompts, and when they are answered.  No torch here.
+
+    θ₀ ─ every ─▶ θ₅ ─ every ─▶ θ₁₀ …  θ_T         each evaluated by all replicas together, a share each
+
+Not promised: that `check_held_out` finds prompts that differ in a space: it compares them as they are.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from inner.base import Files, InnerConfig
+from inner.errors import InnerError
+from inner.tables import Table, setting
+from inner.userfiles import load_prompts
+
+
+class EvalError(InnerError):
+    """[eval] cannot be used as it stands."""
+
+
+@dataclass(frozen=True)
+class EvalConfig(Table):
+    """The reward on prompts that training never sees, by outer step (evaluation.md)."""
+
+    path: ClassVar[str] = "eval"
+    error: ClassVar[type[Exception]] = EvalError
+
+    prompts: str = setting("", "A .jsonl file with the columns of the training prompts; it must be given.")
+    every: int = setting(5, "Outer steps between two evaluations; θ₀ and the last step are evaluated too.", least=1)
+    samples: int = setting(1, "Completions per prompt at the training temperature; 0 for none.", least=0, most=64)
+    greedy: bool = setting(True, "And one completion of the likeliest tokens.")
+
+    def check(self) -> None:
+        if not self.prompts:
+            raise EvalError("[eval] has no prompts. Set eval.prompts to a .jsonl file that training does not read.")
+        if not (self.samples or self.greedy):
+            raise EvalError("eval.samples = 0 with eval.greedy = false measures nothing. Set one of them.")
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Is θ_step to be evaluated?   last: the run's outer steps, 0 if nobody knows."""
+        return step % self.every == 0 or step == last
+
+
+def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
+    """Raises InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
+    held_out = load_prompts(config.prompts, files, kind="eval")
+    if inner.data.prompts is not None:
+        training = load_prompts(inner.data.prompts, files)
+        if missing := sorted(set(training[0]) - set(held_out[0])):
+            raise EvalError(
+                f"eval.prompts = {config.prompts!r} has no column {', '.join(missing)}, which the training prompts "
+                "have and the reward may ask for. Write it in every line."
+            )
+        refuse_overlap(training, held_out)
+
+
+def refuse_overlap(training: Iterable[Mapping[str, Any]], held_out: Iterable[Mapping[str, Any]]) -> None:
+    """EvalError if held-out prompts are among those of training: their rewards would show what was memorised."""
+    known = {_as_text(row["prompt"]) for row in training}
+    held_out = list(held_out)
+    shared = [row for row in held_out if _as_text(row["prompt"]) in known]
+    if shared:
+        raise EvalError(
+            f"{len(shared)} of the {len(held_out)} prompts of eval.prompts are among the training prompts, the first: "
+            f"{_as_text(shared[0]['prompt'])[:80]}. Take them out of one of the two files."
+        )
+
+
+def _as_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)

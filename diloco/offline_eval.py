@@ -1,0 +1,79 @@
+"""`diloco eval`: θ of any committed step on held-out prompts, on this machine, after the fact.
+
+    θ_t (diloco/history.py) ──▶ the run's own inner loop: its tokenizer, reward, tools ──▶ every prompt ──▶ Evaluation
+
+It runs the reward that the run was launched with.  Not promised: the very samples of the run; greedy ones are the same
+where the arithmetic is.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from diloco.config import ConfigError
+from diloco.eval_config import EvalConfig, EvalError
+from diloco.evaluator import Scorer, score_prompts
+from diloco.history import model_record, put_into, start_folder, state_at
+from diloco.launch import Run, fetch_files
+from diloco.runlog.evaluation import Evaluation, read_evaluations
+from diloco.seeds import derive_seed
+from inner import Seeds, build_inner
+from inner.flat_names import EVAL
+from inner.userfiles import load_prompts
+
+
+def evaluate_step(
+    run: Run,
+    step: int | None,
+    *,
+    prompts: Path | None = None,
+    samples: int | None = None,
+    report_progress: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """Score θ_step (default: the newest) on `prompts` (default: those of the run's [eval]).   Raises ConfigError."""
+    config = _settings(run, prompts, samples)
+    inner = run.config.inner
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        files = fetch_files(run, folder / "code")
+        files |= {EVAL: prompts} if prompts is not None else {}
+        rows = load_prompts(config.prompts, files, kind=EVAL)
+        record = model_record(run)
+        at, state = state_at(run, record, step)
+        start = start_folder(run, record, folder / "model")
+        loop = build_inner(inner, start, files, Seeds(0, 0), scratch=_made(folder / "inner"))
+        put_into(loop.model, state)
+        scored, found = score_prompts(
+            cast(Scorer, loop), rows, config, batch=inner.generation_size,
+            seed=derive_seed(run.config.seed, "eval", at),
+            may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
+        )  # fmt: skip
+    event = {"event": "evaluated", "step": at, "share": 0, "shares": 1, "prompts": scored, "total": len(rows), **found}
+    return _only(read_evaluations([event]))
+
+
+def _settings(run: Run, prompts: Path | None, samples: int | None) -> EvalConfig:
+    if run.config.inner.loop == "supervised":
+        raise ConfigError('this run learns from text (loop = "supervised"): it has no rewards to evaluate')
+    config = run.config.eval
+    if config is None and prompts is None:
+        raise ConfigError("this run has no [eval]. Name held-out prompts with --prompts FILE")
+    try:
+        config = config or EvalConfig(prompts=str(prompts))
+        config = config if samples is None else replace(config, samples=samples)
+    except EvalError as error:
+        raise ConfigError(str(error)) from error
+    return config
+
+
+def _only(found: list[Evaluation]) -> Evaluation:
+    if not found:
+        raise ConfigError("the reward gave no number for any of these prompts. Look at what it returns for one of them")
+    return found[0]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
