@@ -202,6 +202,62 @@ def test_row_0_is_nothing_where_nothing_is_evaluated() -> None:
     assert curve_point(report, read_said(report.events), 0) is None
 
 
+class Evaluated(Uneven):
+    """Held-out prompts are scored every two outer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = {"name": "n", "outer": {}, "eval": {"every": 2}}
+        self.store.put(layout.RUN, RunRecord(config, {"outer": {}}, {}, "n", T0).encode())
+
+    def score(self, step: int, slot: str, at: float, total: float) -> None:
+        share = {
+            "share": int(slot[1:]),
+            "shares": 2,
+            "prompts": 10,
+            "total": 20,
+            "greedy": {"reward": [10, total, total]},
+        }
+        self.tell(slot, 1, at, "evaluated", step=step, **share)
+
+
+def test_a_row_has_the_evaluation_of_the_weights_that_its_commit_made_and_waits_for_all_shares() -> None:
+    b = Evaluated()
+    for slot, total in (("r00", 2.0), ("r01", 4.0)):
+        b.score(0, slot, 2.0, total)
+    for t in range(2):
+        b.take(t)
+        for slot in ("r00", "r01"):
+            b.log(t, slot)
+    assert rows_of(b.store, T0 + 21) == 2, "row 2 is to be evaluated"
+    b.score(2, "r00", 22.0, 7.0)
+    assert rows_of(b.store, T0 + 23) == 2
+    b.score(2, "r01", 23.0, 8.0)
+    assert rows_of(b.store, T0 + 24) == 3
+    report = read_report(b.store)
+    said = read_said(report.events)
+    first, second, third = (curve_point(report, said, row) for row in range(3))
+    assert first is not None and second is not None and third is not None
+    assert first.numbers["eval/greedy/reward"] == pytest.approx(0.3) and set(first.numbers) == {
+        "eval/greedy/reward", "eval/greedy/reward_error", "eval/prompts"
+    }  # fmt: skip
+    assert not [name for name in second.numbers if name.startswith("eval/")]
+    assert third.numbers["eval/greedy/reward"] == pytest.approx(0.75) and third.numbers["eval/prompts"] == 20
+
+
+def test_an_evaluation_that_lost_a_replica_is_written_with_the_prompts_that_it_rests_on() -> None:
+    b = Evaluated()
+    for t in range(2):
+        b.take(t)
+        for slot in ("r00", "r01"):
+            b.log(t, slot)
+    b.score(2, "r00", 22.0, 7.0)
+    assert rows_of(b.store, T0 + 23, frozenset({"r01-1"})) == 3
+    report = read_report(b.store)
+    point = curve_point(report, read_said(report.events), 2)
+    assert point is not None and point.numbers["eval/prompts"] == 10
+
+
 # -------------------------------------------------------------------- each row once
 
 

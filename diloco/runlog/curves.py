@@ -17,12 +17,13 @@ where a reader's clock is ahead by so much.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.runlog.learning import COUNTS
 from diloco.runlog.report import NUMBERS, Report, SessionSummary, Step
 
@@ -47,14 +48,15 @@ class CurvePoint:
 class Said:
     """What the logs say.   newest: session -> the newest outer step that it logged.   steps: step -> its events.
 
-    evaluated: (session, step) -> it has scored its share of θ_step."""
+    evaluated: (session, step) -> it has scored its share of θ_step.   evaluations: step -> the mean of all shares."""
 
     newest: Mapping[str, int] = field(default_factory=dict[str, int])
     steps: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict[int, list[dict[str, Any]]])
     evaluated: AbstractSet[tuple[str, int]] = frozenset()
+    evaluations: Mapping[int, Evaluation] = field(default_factory=dict[int, Evaluation])
 
 
-def read_said(events: Iterable[dict[str, Any]]) -> Said:
+def read_said(events: Sequence[dict[str, Any]]) -> Said:
     newest = dict[str, int]()
     steps = dict[int, list[dict[str, Any]]]()
     evaluated = set[tuple[str, int]]()
@@ -65,7 +67,7 @@ def read_said(events: Iterable[dict[str, Any]]) -> Said:
             steps.setdefault(step, []).append(event)
         elif event["event"] == "evaluated" and step is not None:
             evaluated.add((event["who"], step))
-    return Said(newest, steps, evaluated)
+    return Said(newest, steps, evaluated, {found.step: found for found in read_evaluations(events)})
 
 
 # -------------------------------------------------------------------- which rows are complete
@@ -126,9 +128,9 @@ def is_over(report: Report, written: int) -> bool:
 
 def curve_point(report: Report, said: Said, row: int) -> CurvePoint | None:
     """Row `row`, which is complete; None for row 0 of a run that evaluates nothing."""
-    numbers = _evaluation_numbers(report, row)
+    numbers = _evaluation_numbers(said.evaluations.get(row))
     if row == 0:
-        return CurvePoint(0, report.began, numbers) if numbers else None
+        return CurvePoint(0, report.began, _finite(numbers)) if numbers else None
     step = report.steps[row - 1]
     by_slot = {slot: _replica_numbers(step, slot, said.steps.get(step.t, [])) for slot in _slots(step, said)}
     flat = {f"{slot}/{name}": value for slot, found in by_slot.items() for name, value in found.items()}
@@ -169,9 +171,15 @@ def _fleet_numbers(report: Report, step: Step, fresh: Sequence[Mapping[str, floa
     }
 
 
-def _evaluation_numbers(report: Report, row: int) -> dict[str, float]:
-    """The mean of held-out prompts, by what was scored."""
-    return {}
+def _evaluation_numbers(evaluation: Evaluation | None) -> dict[str, float]:
+    """The means over held-out prompts, by what was scored."""
+    if evaluation is None:
+        return {}
+    found = {"eval/prompts": float(evaluation.headline[1].prompts)}
+    for kind, scores in evaluation.scores.items():
+        for name, score in scores.items():
+            found |= {f"eval/{kind}/{name}": score.mean, f"eval/{kind}/{name}_error": score.error}
+    return found
 
 
 def _is_number(value: object) -> bool:
