@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from inner.losses.preference import dpo_loss, sequence_logprobs, simpo_loss
     from inner.losses.sdpo import sdpo_loss
     from inner.losses.taid import TAIDScheduler, taid_loss
-    from inner.objectives import PO_OBJECTIVES, make_dr_grpo_config, make_po_config
+    from inner.objectives import PO_OBJECTIVES
+    from inner.poconfig import make_dr_grpo_config, make_po_config
     from inner.replay.ask import Replay, ReplayStopped, replay_trace
     from inner.replay.normalize import (
         DJNormalizer,
@@ -130,8 +131,8 @@ _HOME = {
     "hinted_spans": "inner.spans",
     "load_pairs": "inner.replay.pairs",
     "load_states": "inner.replay.states",
-    "make_dr_grpo_config": "inner.objectives",
-    "make_po_config": "inner.objectives",
+    "make_dr_grpo_config": "inner.poconfig",
+    "make_po_config": "inner.poconfig",
     "openhands_states": "inner.replay.traces",
     "pair_outcomes": "inner.replay.pairs",
     "publish_model": "inner.build",

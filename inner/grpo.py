@@ -30,9 +30,8 @@ from inner.base import InnerConfig, Seeds, Theta
 from inner.host import Host
 from inner.lora import drop_reference_copy
 from inner.metric_means import MetricMeans
-from inner.objectives import make_po_config
 from inner.optim import RunSchedule, make_optimizer
-from inner.poconfig import POConfig
+from inner.poconfig import POConfig, make_po_config
 from inner.reward_calls import RewardCalls
 from inner.rollout_sample import RolloutSample, secrets_here
 from inner.scoring import committed_weights, score_rows

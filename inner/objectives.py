@@ -2,7 +2,7 @@
 
     r = π / π_old per token    s = exp(mean_t log r) per sequence    A = (R - mean of the group) / scale
 
-    make_po_config("gspo", learning_rate=1e-6)
+    make_po_config("gspo", learning_rate=1e-6)                inner/poconfig.py
         │ fixed      loss_type, importance_sampling_level, …    what makes it GSPO: another value is refused
         │ values     epsilon = 3e-4, …                          the paper's, yours to change
         │ stale      4 steps per generation                     without it r = 1, and GSPO is GRPO
@@ -18,16 +18,12 @@ ComposerReplicationTrainer's.
 No torch here: the menu is read on machines that never train.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inner.errors import InnerError
-
-if TYPE_CHECKING:
-    from inner.poconfig import POConfig
 
 SCALE_REWARDS = ("batch", "group", "none")
 NEVER_CLIPS = 0.05  # a sequence's ratio is a mean over its tokens: it moves by thousandths
@@ -288,48 +284,6 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
         f"{'do' if len(knobs) > 1 else 'does'} nothing; what is left is {find_objective(name).on_policy}. Set "
         "steps_per_generation to 4 · gradient_accumulation_steps, or num_iterations = 2, for stale steps."
     )
-
-
-def _warn_if_inert(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    if knobs := inert_knobs(name, settings, asked):
-        warnings.warn(inert_text(name, knobs), stacklevel=3)
-    if name in ("gspo", "luspo") and settings["epsilon"] >= NEVER_CLIPS:
-        warnings.warn(
-            f"objective = {name!r}: epsilon = {settings['epsilon']} never clips, since a sequence's ratio stays within "
-            f"a few thousandths of 1. Set epsilon = {PO_OBJECTIVES[name].values['epsilon']}.",
-            stacklevel=3,
-        )
-
-
-# The config
-
-
-def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> "POConfig":
-    """A POConfig (TRL's GRPOConfig and three fields) that holds the objective, with `overrides` on any setting that
-    does not make it another one. Warns where the run leaves the objective without effect."""
-    from inner.poconfig import POConfig
-
-    known = POConfig.__dataclass_fields__
-    if unknown := sorted(set(overrides) - set(known)):
-        near = get_close_matches(unknown[0], known, n=1)
-        guess = f" Did you mean {near[0]!r}?" if near else ""
-        raise ObjectiveError(f"TRL's GRPOConfig has no setting {', '.join(unknown)}.{guess}")
-    overrides.setdefault("max_completion_length", known["max_completion_length"].default)
-    settings = po_settings(objective, overrides)
-    config = POConfig(**settings, objective=objective)
-    for knob in {*PO_OBJECTIVES[objective].fixed, *PO_OBJECTIVES[objective].values, *RATIO_KNOBS} & set(settings):
-        if (held := getattr(config, knob)) != settings[knob]:
-            raise ObjectiveError(
-                f"objective = {objective!r} did not apply: {knob} = {settings[knob]!r} was asked for and TRL holds "
-                f"{held!r}. This TRL version is not supported; use trl 1.16."
-            )
-    _warn_if_inert(objective, vars(config), overrides)
-    return config
-
-
-def make_dr_grpo_config(**overrides: Any) -> "POConfig":
-    """Dr. GRPO, the default objective."""
-    return make_po_config("dr_grpo", **overrides)
 
 
 # The menu

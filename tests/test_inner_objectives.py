@@ -21,11 +21,9 @@ from inner.objectives import (
     exactly_on_policy,
     format_menu,
     inert_knobs,
-    make_dr_grpo_config,
-    make_po_config,
     po_settings,
 )
-from inner.poconfig import POConfig
+from inner.poconfig import POConfig, make_dr_grpo_config, make_po_config
 from inner.trainer import ComposerReplicationTrainer
 
 pytestmark = [
