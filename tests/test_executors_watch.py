@@ -76,7 +76,7 @@ def test_the_table_says_what_is_waited_for_who_is_silent_and_what_is_wrong():
     beating(b, "r01", 30.0, phase="train")
     b.tell("r00", 1, 59.0, "nothing_learned", steps=3, cause="all rewards are equal")
     text = "\n".join(status_table(read_report(b.store), now=T0 + 60.5))
-    assert "r00 has offers of ['r00'], needs min_replicas=2" in text
+    assert "r00: has offers of ['r00'], needs min_replicas=2" in text
     assert "r01-1     silent" in text and "30.5 s" in text
     assert "r02       starting" in text
     assert "! r00-1: nothing learned: all rewards are equal" in text

@@ -133,7 +133,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
         fleet.start("r01", **own_disk)
         words = "no space left on this machine's disk for "
         said = fleet.wait_for(lambda: text if words in (text := status_of(fleet.url)) else "")
-        assert f"r01 {words}" in said and str(scratch.folder) in said
+        assert f"r01: {words}" in said and str(scratch.folder) in said
         stood = len(fleet.commits())
         fleet.wait_for(lambda: fleet.head() >= stood + 3)
         assert not counted_since(stood + 1), "the others go on without it"

@@ -426,7 +426,7 @@ def test_where_the_writer_of_the_last_snapshot_ended_last_and_was_killed_somebod
         a.join()
         b.join()
         rounds(a, b, 9)
-        with patch.object(Rendezvous, "_sweep_garbage", lambda self: None):
+        with patch.object(SnapshotDuty, "sweep", lambda self: None):
             a.rv.finish("done")
             b.rv.finish("done")
         assert blobs(store.inner, "delta/") == [8] and blobs(store.inner, "snapshots/")[-2:] == [8, 9]
