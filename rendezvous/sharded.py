@@ -4,8 +4,8 @@
 
     my part:      GET my range of every body ─▶ mean ─▶ PUT ─▶ mean/{j}.json (put_once)
     the others':  poll mean/{j}.json ─▶ GET
-                  its owner is gone and we are the next that waits, or we waited long (at most 2 × patience, shorter for
-                  who is sooner in line) ─▶ compute it here: same bits
+                  its owner is gone, or silent for longer than `patience` ─▶ compute it here: same bits, and the first
+                  register counts
     bad blob:     its writer puts it back or takes over; who could? nobody any more ─▶ Corrupt, after `dead_after`
 
 Not promised: that a part is computed once.  Its register says which copy is fetched.
@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rendezvous import layout
 from rendezvous.body_reader import OwnBody, Shard
 from rendezvous.clock import Clock
 from rendezvous.errors import Corrupt
@@ -74,7 +73,7 @@ class ShardedMean:
             wait.count_time()
             missing -= {j for j in sorted(ours & missing) if made_here(j)}
             missing -= {j for j in sorted(missing) if self._reducer.take_part(commit, j, parts[j], out)}
-            missing -= {j for j in sorted(missing - ours) if self._is_our_turn(commit, j, wait.idle) and made_here(j)}
+            missing -= {j for j in sorted(missing - ours) if self._is_overdue(commit, j, wait.idle) and made_here(j)}
             if not missing:
                 return
             self._read_owner_beats(commit, missing, wait.idle)
@@ -101,46 +100,27 @@ class ShardedMean:
         return True
 
     def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats that `_is_our_turn` needs: of owners that are later than we were with ours, every two beats
-        and when one may have died by now; if one is gone or very late, of all, who may be in line before us."""
+        """Read the beats of owners that are later than we were with ours, every two beats, and when one may have died
+        by now."""
         owners = {commit.owners[j] for j in missing} - {self._members.slot}
         if waited > min(self._needed + 4 * self._timing.poll, self._owner_patience(commit) / 2):
             self._members.read_beats(owners, apart=2 * self._timing.beat)
-        overdue = waited > self._owner_patience(commit) / 2
-        if overdue or any(self._will_not_announce(layout.slot_index(owner), commit.t) for owner in owners):
-            self._members.read_beats(self._members.wanted.slot_names)
 
-    def _is_our_turn(self, commit: Commit, j: int, waited: float) -> bool:
-        """Is it on us to compute a part that somebody else owns and has not announced?"""
-        owner = layout.slot_index(commit.owners[j])
-        us = layout.slot_index(self._members.slot)
-        patience = self._owner_patience(commit)
-        gone = self._will_not_announce(owner, commit.t)
-        if not gone and waited <= patience:
-            return False
-        rank = rank_in_line(
-            us, owner, max(2, self._members.wanted.universe), lambda i: self._waits_for_part(i, commit.t)
-        )
-        return (gone and rank == 1) or waited > patience * min(2.0, 0.75 + rank / 4)
+    def _is_overdue(self, commit: Commit, j: int, waited: float) -> bool:
+        """Is a part that somebody else owns to be computed here?
+
+        By every replica that waits for it: taking turns saved a fiftieth of the bytes, and made all wait for the first.
+        """
+        return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 
     def _owner_patience(self, commit: Commit) -> float:
         """Seconds that an owner may take for a part before others do it."""
         return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
-    def _will_not_announce(self, index: int, t: int) -> bool:
+    def _will_not_announce(self, slot: str, t: int) -> bool:
         """Will that slot announce no part of step t any more?
 
         A dead one will not; nor one at a later step: it announced its parts before, or replayed t from its bodies.
         """
-        peer = self._members.peers.get(layout.slot_name(index))
+        peer = self._members.peers.get(slot)
         return peer is not None and (peer.is_dead(self._timing.dead_after) or peer.beat.step > t)
-
-    def _waits_for_part(self, index: int, t: int) -> bool:
-        """Does somebody in that slot wait for the same part, as far as its beat tells, which may be late?"""
-        peer = self._members.peers.get(layout.slot_name(index))
-        return peer is not None and peer.is_beating(self._timing.dead_after) and t - 1 <= peer.beat.step <= t
-
-
-def rank_in_line(slot: int, owner: int, universe: int, waits: Callable[[int], bool]) -> int:
-    """The turn in which `slot` takes over from a late owner: 1 for the first slot after it that waits, then 2, …"""
-    return 1 + sum(waits((owner + k) % universe) for k in range(1, (slot - owner) % universe))

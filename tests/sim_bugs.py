@@ -491,7 +491,7 @@ BUGS: dict[str, Bug] = {
     "no patience": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
     "no catch-up": Bug(lambda: [patch.object(Rendezvous, "is_behind", property(lambda rv: False))], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
-    "no takeover": Bug(attr(ShardedMean, "_is_our_turn", lambda sharer, commit, j, waited: False), sharded),
+    "no takeover": Bug(attr(ShardedMean, "_is_overdue", lambda sharer, commit, j, waited: False), sharded),
     "stale wishes": Bug(attr(Committer, "_check_wishes", lambda closer, wishes: ""), restless),
     "shard overwritten": Bug(attr(Announcements, "announce", announces_again), sharded),
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),

@@ -15,7 +15,7 @@ from rendezvous.records import Beat, Commit, Listed
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import no_emit
 from rendezvous.rules import Peer, Rules, Timing, reduces_sharded
-from rendezvous.sharded import ShardedMean, rank_in_line
+from rendezvous.sharded import ShardedMean
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
 from tests.fakes import ManualClock
@@ -190,13 +190,6 @@ def test_when_to_reduce_in_shards(sizes: list[int], codec: str, sharded: bool) -
     assert reduces_sharded(sizes, codec, shard_from=8) is sharded
 
 
-def test_the_next_slot_that_waits_takes_over_from_an_owner_who_is_gone() -> None:
-    """Of five slots; seed 2019688 waited 43 s for parts whose owner had left, as had the next in line."""
-    cases = [(2, 1, {2, 3}, 1), (3, 1, {2, 3}, 2), (3, 1, {0, 3}, 1), (0, 3, {0, 1}, 1), (4, 0, {1, 3, 4}, 3)]
-    for slot, owner, waiting, place in cases:
-        assert rank_in_line(slot, owner, 5, waiting.__contains__) == place
-
-
 def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step() -> None:
     """Seed 7006052: both owners had replayed the step from its bodies, and the third waited for their parts."""
     commit, _, rules = commit_of(MemoryStore(), "fp32", 5000, 3, 3)
@@ -209,8 +202,8 @@ def test_a_part_is_taken_over_at_once_from_an_owner_who_is_dead_or_past_the_step
         reducer = Reducer(MemoryStore(), SystemClock(), lambda *_, **__: None, rules)
         sharer = ShardedMean(SystemClock(), reducer, cast(Any, members), Timing(), lambda *_: None, lambda *_: False)
         sharer._needed = 20.0  # a slow request, when our own part was made
-        assert [sharer._is_our_turn(commit, j, 1.0) for j in (0, 1)] == [soon, soon]
-        assert all(sharer._is_our_turn(commit, j, 121.0) for j in (0, 1)), "late is late"
+        assert [sharer._is_overdue(commit, j, 1.0) for j in (0, 1)] == [soon, soon]
+        assert all(sharer._is_overdue(commit, j, 121.0) for j in (0, 1)), "late is late"
 
 
 @pytest.mark.parametrize("seconds", [(0.2, 18.0), (18.0, 0.2)])
@@ -228,4 +221,4 @@ def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[
         sharer._make_part(commit, 1, [Shard(0, 0, 1)], np.zeros(1, np.float32), None, 0.0)
     sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
     assert sharer._needed == pytest.approx(0.2)
-    assert sharer._is_our_turn(commit, 0, 10.0)
+    assert sharer._is_overdue(commit, 0, 10.0)
