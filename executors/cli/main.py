@@ -493,6 +493,21 @@ def _setup(args: Namespace) -> int:
     return 0 if good else 2
 
 
+def _init(args: Namespace) -> int:
+    from executors.cli.init import init
+
+    names = init(Path(args.folder), model=args.model, task=args.task)
+    steps = [
+        f"cd {args.folder}",
+        "python test_rewards.py                         # the reward, without a model",
+        "diloco plan run.toml --run runs/first          # what it would do; starts nothing",
+        "diloco train run.toml --run runs/first",
+    ]
+    lines = [f"wrote {', '.join(names)}. Next:", *(f"  {step}" for step in steps)]
+    _print_answer(args, {"folder": args.folder, "files": names}, *lines)
+    return 0
+
+
 def _objectives(args: Namespace) -> int:
     from dataclasses import asdict
 
@@ -544,8 +559,8 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "eval": _eval, "report": _report,
-    "traces": _traces, "track": _track, "doctor": _doctor, "setup": _setup, "objectives": _objectives, "demo": _demo,
-    "completion": _completion,
+    "traces": _traces, "track": _track, "init": _init, "doctor": _doctor, "setup": _setup, "objectives": _objectives,
+    "demo": _demo, "completion": _completion,
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export report traces track setup doctor objectives demo completion
+    export eval report traces track init setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from executors.cli.completion import SLOTS
+from executors.cli.init import MODEL, TASKS
 from executors.platforms import EXECUTORS
 from executors.preflight.mistyped import Parser
 
@@ -191,6 +192,10 @@ def _add_checking_verbs(verbs: Any) -> None:
     size.add_argument("--parameters", type=count, metavar="N", help="of the model, e.g. 600M or 1.7B")
     size.add_argument("--config", metavar="CONFIG", help="a run.toml: its model, codec and replicas")
     doctor.add_argument("--replicas", type=positive, metavar="N", help="default: as in CONFIG, else 4")
+    start = _add_verb(verbs, "init", "a small project that runs as it stands: config, prompts, reward, its test")
+    start.add_argument("folder", metavar="FOLDER", help="a new one")
+    start.add_argument("--model", default=MODEL, metavar="MODEL", help=f"on the Hub, a folder or .gguf ({MODEL})")
+    start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: to write over")
     text = "from an account to the command that starts a run: login, store, secret; makes what it may"
     setup = _add_verb(verbs, "setup", text)
     setup.add_argument("place", metavar="PLACE", choices=("modal", "hf"), help="modal or hf")
