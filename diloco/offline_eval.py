@@ -19,7 +19,9 @@ from diloco.history import model_record, put_into, start_folder, state_at
 from diloco.launch import Run, fetch_files
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.seeds import derive_seed
+from diloco.start_model import refuse_other_base
 from inner import Seeds, build_inner
+from inner.errors import RewardFailed
 from inner.flat_names import EVAL
 from inner.userfiles import load_prompts
 
@@ -39,17 +41,25 @@ def evaluate_step(
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
         files |= {EVAL: prompts} if prompts is not None else {}
-        rows = load_prompts(config.prompts, files, kind=EVAL)
+        rows = load_prompts(str(prompts or config.prompts), files, kind=EVAL)
         record = model_record(run)
         at, state = state_at(run, record, step)
         start = start_folder(run, record, folder / "model")
         loop = build_inner(inner, start, files, Seeds(0, 0), scratch=_made(folder / "inner"))
+        refuse_other_base(record.base, loop.model)
         put_into(loop.model, state)
-        scored, found = score_prompts(
-            cast(Scorer, loop), rows, config, batch=inner.generation_size,
-            seed=derive_seed(run.config.seed, "eval", at),
-            may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
-        )  # fmt: skip
+        try:
+            scored, found = score_prompts(
+                cast(Scorer, loop), rows, config, batch=inner.generation_size,
+                seed=derive_seed(run.config.seed, "eval", at),
+                may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
+            )  # fmt: skip
+        except RewardFailed as error:  # its own words are for a fleet, which starts the session again
+            columns = ", ".join(sorted(rows[0]))
+            raise ConfigError(
+                f"the reward gave no number for any of these prompts: {error.__cause__ or error}. They have columns "
+                f"{columns}; give them those that the reward asks for, or wait until it answers"
+            ) from error
     event = {"event": "evaluated", "step": at, "share": 0, "shares": 1, "prompts": scored, "total": len(rows), **found}
     return _only(read_evaluations([event]))
 

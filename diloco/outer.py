@@ -39,7 +39,7 @@ from rendezvous.errors import Leaving
 
 
 class OuterRounds(Protocol):
-    """What an OuterLoop needs of a Manager's side beside torchft's eight names; rounds.py and lighthouse.py have it.
+    """The side of a Manager that an OuterLoop calls, beside torchft's eight names; rounds.py and lighthouse.py have it.
 
     leaving, fenced: this session should end soon; why: in words.   behind: the next sync is due at once.
     h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.

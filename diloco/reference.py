@@ -48,7 +48,7 @@ def _section(path: str, cls: type) -> str:
 
 
 def _trl_section() -> str:
-    """What [inner.trl] hands through, and what sets the rest in a run."""
+    """List the settings that [inner.trl] hands through, and the keys that set the rest in a run."""
     rows = [f"| `{name}` | {TRL_FIELDS[name].replace(' | ', ' or ')} |" for name in HANDED_THROUGH]
     owned: dict[str, list[str]] = {}
     for name, instead in OWNED.items():

@@ -209,8 +209,8 @@ class Inputs:
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
     """Is θ₀ of no use to a replica that starts now?  Then the newest snapshot is all that it loads.
 
-    What it falls back on is snapshot 0, which is in the bucket too; of a model on the Hub, its weights, which are asked
-    for then.   An adapter stands on weights of its own.
+    It falls back on snapshot 0, which is in the bucket too; of a model on the Hub, on its weights, which are asked for
+    then.   An adapter stands on weights of its own.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
         return False

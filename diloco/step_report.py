@@ -1,4 +1,4 @@
-"""What one replica says of each outer step: an event with its numbers, and a warning where less was done than it seems.
+"""One replica reports each outer step: an event with its numbers, and a warning where less was done than it seems.
 
     commit, mean ──note_mean──▶ ρ, norms, cosines (safety.py) ──emit_step──▶ log: step … warning … nothing_learned
 

@@ -1,4 +1,4 @@
-"""What a run learns from, how it samples, and by which objective: the tables of [inner] beside those of the channels.
+"""The tables of [inner] beside those of the channels: data, sampling, rewards, objective, schedule.
 
     [inner.data] ──▶ prompts ──▶ [inner.sampling] ──▶ completions ──▶ [inner.rewards] ──▶ [inner.grpo]     loss
          └ text ──▶ next-token loss                    [inner.toolworld]: all of it built in
@@ -22,7 +22,7 @@ LR_SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class ScheduleSettings(Table):
-    """What moves with the committed outer step, so that a replica that comes later is where the others are."""
+    """Settings that move with the committed outer step, so that a replica that comes later is where the others are."""
 
     path: ClassVar[str] = "inner.schedule"
 
@@ -50,7 +50,7 @@ class ScheduleSettings(Table):
             )
 
     def lr_factor(self, step: int) -> float:
-        """What inner.lr is multiplied by at committed outer step `step`."""
+        """The factor of inner.lr at committed outer step `step`."""
         rise = min(1.0, (step + 1) / (self.lr_warmup + 1))
         if self.lr_shape == "constant" or self.lr_steps is None:
             return rise
@@ -61,7 +61,7 @@ class ScheduleSettings(Table):
 
 @dataclass(frozen=True)
 class DataSettings(Table):
-    """What a run learns from."""
+    """The data that a run learns from."""
 
     path: ClassVar[str] = "inner.data"
 
@@ -81,7 +81,7 @@ class DataSettings(Table):
 
 @dataclass(frozen=True)
 class RewardSettings(Table):
-    """What an answer is worth."""
+    """The worth of an answer."""
 
     path: ClassVar[str] = "inner.rewards"
 

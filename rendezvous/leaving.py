@@ -85,7 +85,7 @@ def hand_over_residual(
 
 
 def take_residual(store: Store, members: Membership, sizes: Sequence[int], emit: Emit) -> dict[str, np.ndarray] | None:
-    """What the codec of the generation directly before this one had not sent, if that one left it.
+    """Take over the values that the codec of the generation directly before this one had not sent, if it left them.
 
     Nobody else ever reads it: should this replica die without a goodbye, it is gone.   sizes: elements per fragment.
     """

@@ -112,7 +112,7 @@ def load(
     """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
 
     like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
-    Those that snapshot 0 does not have are zeros.
+    Arrays that snapshot 0 does not have are zeros.
     in_place: overwrite those of `like`, also where the bytes turn out to be bad; else each is read into its own memory.
     """
     found = ""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.launch import RunRecord
 from diloco.runlog import feed as feeding
-from diloco.runlog.curves import PATIENCE_S, SILENT_S, complete_rows, curve_point, is_over, read_said
+from diloco.runlog.curves import PATIENCE_S, SILENT_S, complete_rows, curve_point, is_over, read_logged_steps
 from diloco.runlog.feed import RETRY_S, Feed, hold_alone
 from diloco.runlog.report import Reader, read_report
 from diloco.runlog.samples import MOST_CHARACTERS, SampleReader
@@ -68,7 +68,7 @@ def feed_of(store: Store, *trackers: ListTracker, wall: float = LATER, samples: 
 
 def rows_of(store: Store, now: float, over: frozenset[str] = frozenset()) -> int:
     report = read_report(store)
-    return complete_rows(report, read_said(report.events), start=0, now=now, over=over)
+    return complete_rows(report, read_logged_steps(report.events), start=0, now=now, over=over)
 
 
 # -------------------------------------------------------------------- when a row is complete
@@ -84,7 +84,7 @@ class Uneven(Bucket):
             self.tell(slot, 1, 1.0, "joined", step=0)
 
     def step_event(self, t: int, at: float, slot: str, generation: int, theta: str | None = None) -> None:
-        """Said by `log`, when it is time."""
+        """LoggedSteps by `log`, when it is time."""
 
     def take(self, t: int, *slots: str) -> None:
         self.commit(t, 10.0 * (t + 1), [self.offer(t, slot, 1, 0.5) for slot in slots or ("r00", "r01")])
@@ -153,7 +153,7 @@ def test_a_late_replica_is_awaited_while_it_beats_and_a_silent_one_is_not() -> N
     b.take(1, "r00")
     b.log(1, "r00")
     assert rows_of(b.store, T0 + 21) == 2, "its last beat is of a moment ago"
-    assert rows_of(b.store, T0 + 21 + SILENT_S) == 3, "it was killed, and nobody has said so"
+    assert rows_of(b.store, T0 + 21 + SILENT_S) == 3, "it was killed, and nobody has logged so"
 
 
 # -------------------------------------------------------------------- a row's numbers
@@ -161,9 +161,9 @@ def test_a_late_replica_is_awaited_while_it_beats_and_a_silent_one_is_not() -> N
 
 def test_a_row_has_each_replica_the_fleet_and_the_outer_step() -> None:
     report = read_report(long_run(6, 2).store)
-    said = read_said(report.events)
-    assert complete_rows(report, said, start=0, now=LATER, over=frozenset()) == 7
-    point = curve_point(report, said, 3)
+    logged = read_logged_steps(report.events)
+    assert complete_rows(report, logged, start=0, now=LATER, over=frozenset()) == 7
+    point = curve_point(report, logged, 3)
     assert point is not None and point.step == 3 and point.at == T0 + 90
     n = point.numbers
     assert n["r00/reward"] == n["fleet/reward"] == pytest.approx(0.1016)
@@ -183,23 +183,23 @@ def test_a_number_that_a_later_release_measures_is_there_too() -> None:
     for slot, value in (("r00", 0.25), ("r01", 0.75)):
         b.tell(slot, 1, 10.1, "step", step=0, h=6, **{"reward_format": value})
     report = read_report(b.store)
-    point = curve_point(report, read_said(report.events), 1)
+    point = curve_point(report, read_logged_steps(report.events), 1)
     assert point is not None
     assert point.numbers["r01/reward_format"] == 0.75 and point.numbers["fleet/reward_format"] == 0.5
 
 
 def test_a_late_offer_is_its_replicas_and_not_the_fleets() -> None:
     report = read_report(killed_and_replaced().store)
-    point = curve_point(report, read_said(report.events), 3)
+    point = curve_point(report, read_logged_steps(report.events), 3)
     assert point is not None and point.numbers["fleet/reward"] == point.numbers["r00/reward"]
     assert point.numbers["r01/reward"] == 0.5 and point.numbers["fleet/replicas"] == 1
-    after = curve_point(report, read_said(report.events), 4)
+    after = curve_point(report, read_logged_steps(report.events), 4)
     assert after is not None and after.numbers["fleet/late"] == 1
 
 
 def test_row_0_is_nothing_where_nothing_is_evaluated() -> None:
     report = read_report(long_run(2, 2).store)
-    assert curve_point(report, read_said(report.events), 0) is None
+    assert curve_point(report, read_logged_steps(report.events), 0) is None
 
 
 class Evaluated(Uneven):
@@ -235,8 +235,8 @@ def test_a_row_has_the_evaluation_of_the_weights_that_its_commit_made_and_waits_
     b.score(2, "r01", 23.0, 8.0)
     assert rows_of(b.store, T0 + 24) == 3
     report = read_report(b.store)
-    said = read_said(report.events)
-    first, second, third = (curve_point(report, said, row) for row in range(3))
+    logged = read_logged_steps(report.events)
+    first, second, third = (curve_point(report, logged, row) for row in range(3))
     assert first is not None and second is not None and third is not None
     assert first.numbers["eval/greedy/reward"] == pytest.approx(0.3) and set(first.numbers) == {
         "eval/greedy/reward", "eval/greedy/reward_error", "eval/prompts"
@@ -254,7 +254,7 @@ def test_an_evaluation_that_lost_a_replica_is_written_with_the_prompts_that_it_r
     b.score(2, "r00", 22.0, 7.0)
     assert rows_of(b.store, T0 + 23, frozenset({"r01-1"})) == 3
     report = read_report(b.store)
-    point = curve_point(report, read_said(report.events), 2)
+    point = curve_point(report, read_logged_steps(report.events), 2)
     assert point is not None and point.numbers["eval/prompts"] == 10
 
 

@@ -28,7 +28,7 @@ def score(completions, answer, held_out, **columns):
 INNER = {
     **SMALL, "loop": "grpo", "model": "toolworld",
     "data": {"prompts": "prompts.jsonl", "text": None, "context_length": 64},
-    "rewards": {"function": "rewards.py:score"}, "batch_size": 16,
+    "rewards": {"function": "rewards.py:score", "retries": 0}, "batch_size": 16,
 }  # fmt: skip
 
 
@@ -39,7 +39,9 @@ def write_files(folder: Path, held_out: int = 48) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({**row, "held_out": flag}) + "\n" for row in some))
 
 
-def test_a_replica_evaluates_where_it_began_and_where_it_ended(tmp_path: Path) -> None:
+def test_a_replica_evaluates_where_it_began_and_where_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_files(tmp_path, held_out=16)
     fleet = Fleet(
         tmp_path, inner=INNER, outer={"sync_every": 1}, fleet={"replicas": 1, "steps": 1, "min_replicas": 1},
@@ -51,6 +53,15 @@ def test_a_replica_evaluates_where_it_began_and_where_it_ended(tmp_path: Path) -
     assert [(e.step, e.scores["greedy"]["reward"].prompts, list(e.scores)) for e in found] == [
         (0, 16, ["greedy"]), (1, 16, ["greedy"]),
     ]  # fmt: skip
+
+    others = tmp_path / "others.jsonl"
+    others.write_text(json.dumps({"prompt": [{"role": "user", "content": "op1 2 3"}], "kind": 1, "a": 2, "b": 3}))
+    assert main(["eval", fleet.url, "--prompts", str(others)]) == 2
+    told = capsys.readouterr().err
+    assert "missing 2 required positional arguments" in told and "columns a, b, kind, prompt" in told
+    others.write_text("{")
+    assert main(["eval", fleet.url, "--prompts", str(others)]) == 2
+    assert f"eval.prompts = '{others}', line 1 is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.slow

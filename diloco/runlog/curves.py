@@ -45,8 +45,8 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the logs say.   newest: session -> the newest outer step that it logged.   steps: step -> its events.
+class LoggedSteps:
+    """The logs, by outer step.   newest: session -> the newest outer step that it logged.   steps: step -> its events.
 
     evaluated: (session, step) -> it has scored its share of θ_step.   evaluations: step -> the mean of all shares."""
 
@@ -56,7 +56,7 @@ class Said:
     evaluations: Mapping[int, Evaluation] = field(default_factory=dict[int, Evaluation])
 
 
-def read_said(events: Sequence[dict[str, Any]]) -> Said:
+def read_logged_steps(events: Sequence[dict[str, Any]]) -> LoggedSteps:
     newest = dict[str, int]()
     steps = dict[int, list[dict[str, Any]]]()
     evaluated = set[tuple[str, int]]()
@@ -67,39 +67,39 @@ def read_said(events: Sequence[dict[str, Any]]) -> Said:
             steps.setdefault(step, []).append(event)
         elif event["event"] == "evaluated" and step is not None:
             evaluated.add((event["who"], step))
-    return Said(newest, steps, evaluated, {found.step: found for found in read_evaluations(events)})
+    return LoggedSteps(newest, steps, evaluated, {found.step: found for found in read_evaluations(events)})
 
 
 # -------------------------------------------------------------------- which rows are complete
 
 
-def complete_rows(report: Report, said: Said, *, start: int, now: float, over: AbstractSet[str]) -> int:
+def complete_rows(report: Report, logged: LoggedSteps, *, start: int, now: float, over: AbstractSet[str]) -> int:
     """Rows start … n−1 are complete; -> n.   now: Unix time.   over: sessions that had ended before the last look.
 
     A session's last log may be written between a reader's look at logs and its look at ends, hence the earlier look.
     """
     n = start
-    while n <= len(report.steps) and is_complete(report, said, n, now=now, over=over):
+    while n <= len(report.steps) and is_complete(report, logged, n, now=now, over=over):
         n += 1
     return n
 
 
-def is_complete(report: Report, said: Said, row: int, *, now: float, over: AbstractSet[str]) -> bool:
+def is_complete(report: Report, logged: LoggedSteps, row: int, *, now: float, over: AbstractSet[str]) -> bool:
     if row == 0:  # θ₀ was evaluated by replicas before they offered for commit 0
-        return is_complete(report, said, 1, now=now, over=over)
+        return is_complete(report, logged, 1, now=now, over=over)
     if row > len(report.steps):
         return False
     step = report.steps[row - 1]
     awaited = [
         session for session in report.sessions if session.name not in over and _is_awaited(session, step, report, now)
     ]
-    silent = [session for session in awaited if said.newest.get(session.name, -1) < step.t]
+    silent = [session for session in awaited if logged.newest.get(session.name, -1) < step.t]
     if silent and now - step.at <= PATIENCE_S:
         return False
     if not _is_evaluation_due(report, row) or now - step.at > EVALUATION_S:
         return True
-    scored = {name for name, s in said.evaluated if s == row}
-    return all(session.name in scored or said.newest.get(session.name, -1) >= row for session in awaited)
+    scored = {name for name, s in logged.evaluated if s == row}
+    return all(session.name in scored or logged.newest.get(session.name, -1) >= row for session in awaited)
 
 
 def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float) -> bool:
@@ -126,13 +126,13 @@ def is_over(report: Report, written: int) -> bool:
 # -------------------------------------------------------------------- a row's numbers
 
 
-def curve_point(report: Report, said: Said, row: int) -> CurvePoint | None:
+def curve_point(report: Report, logged: LoggedSteps, row: int) -> CurvePoint | None:
     """Row `row`, which is complete; None for row 0 of a run that evaluates nothing."""
-    numbers = _evaluation_numbers(said.evaluations.get(row))
+    numbers = _evaluation_numbers(logged.evaluations.get(row))
     if row == 0:
         return CurvePoint(0, report.began, _finite(numbers)) if numbers else None
     step = report.steps[row - 1]
-    by_slot = {slot: _replica_numbers(step, slot, said.steps.get(step.t, [])) for slot in _slots(step, said)}
+    by_slot = {slot: _replica_numbers(step, slot, logged.steps.get(step.t, [])) for slot in _slots(step, logged)}
     flat = {f"{slot}/{name}": value for slot, found in by_slot.items() for name, value in found.items()}
     fleet = _fleet_numbers(report, step, [by_slot[slot] for slot in step.fresh if slot in by_slot])
     outer = {f"outer/{name}": value for name, value in step.numbers.items() if name in OUTER}
@@ -140,9 +140,9 @@ def curve_point(report: Report, said: Said, row: int) -> CurvePoint | None:
     return CurvePoint(row, step.at, _finite({**fleet, **numbers, **outer, **flat}))
 
 
-def _slots(step: Step, said: Said) -> list[str]:
-    logged = {e["slot"] for e in said.steps.get(step.t, [])}
-    return sorted({*step.fresh, *step.reward, *step.learned, *logged})
+def _slots(step: Step, logged: LoggedSteps) -> list[str]:
+    by_event = {e["slot"] for e in logged.steps.get(step.t, [])}
+    return sorted({*step.fresh, *step.reward, *step.learned, *by_event})
 
 
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from diloco.runlog.cache import cache_root
-from diloco.runlog.curves import CurvePoint, Said, complete_rows, curve_point, is_over, read_said
+from diloco.runlog.curves import CurvePoint, LoggedSteps, complete_rows, curve_point, is_over, read_logged_steps
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.samples import SampleReader
 from diloco.runlog.trackers.tracker import CurveTracker, TrackedRun, TrackerBusy, TrackerError
@@ -61,16 +61,16 @@ class Feed:
     def look(self) -> Report:
         """One look at the run; every complete row goes to each tracker that has not got it."""
         report = self.reader.refresh()
-        said = read_said(report.events)
+        logged = read_logged_steps(report.events)
         for state in self.states:
             if state.next_row is None and self.clock.now() >= state.again_at:
                 self._open(state)
         open_rows = [state.next_row for state in self.states if state.next_row is not None]
         if open_rows:
             first = min(open_rows)
-            end = complete_rows(report, said, start=first, now=self.clock.wall(), over=self._over)
+            end = complete_rows(report, logged, start=first, now=self.clock.wall(), over=self._over)
             self.waiting = len(report.steps) + 1 - end
-            self._write_rows(report, said, first, end)
+            self._write_rows(report, logged, first, end)
         self._over = frozenset(s.name for s in report.sessions if s.how != "running")
         return report
 
@@ -81,11 +81,11 @@ class Feed:
         for state in self.states:
             self._close(state)
 
-    def _write_rows(self, report: Report, said: Said, first: int, end: int) -> None:
+    def _write_rows(self, report: Report, logged: LoggedSteps, first: int, end: int) -> None:
         if first < end:
             self.samples.read_from(first)
         for row in range(first, end):
-            point = curve_point(report, said, row)
+            point = curve_point(report, logged, row)
             for state in self.states:
                 if state.next_row == row and (point is None or self._write(state, point)):
                     state.next_row = row + 1

@@ -49,7 +49,7 @@ class Starts:
         self._short_of = ""  # why the budget refused a launch
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
-        """Those that need not wait for the model on somebody else's GPU; the platform hears of the others already."""
+        """Leave out starts that would wait for the model on a rented GPU; the platform hears of them already."""
         early = [state for state, _ in starts if self._bills_a_gpu(state)]
         if early:
             self._slots.executor.expect([self._spec_for(state) for state in early])

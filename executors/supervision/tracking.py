@@ -115,7 +115,7 @@ class TrackerChild:
 
 
 def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> TrackerChild:
-    """What log.to in the run's config asks for."""
+    """Make the child that the run's log.to asks for; it starts with the first `tick`."""
     log = run.config.log
     return TrackerChild(track_command(run.url, log) if log.to else [], process_folder(run.url) / LOG, clock, warn)
 
