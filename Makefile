@@ -45,7 +45,7 @@ test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-trackers: $(TRACKERS)/.installed
-	$(TRACKERS)/bin/python -m pytest -q tests/test_trackers.py
+	$(TRACKERS)/bin/python -m pytest -q tests/test_diloco_trackers.py
 
 # trackio's pillow is not ours, so what it and the others need comes first, and everything else from .venv behind it
 $(TRACKERS)/.installed: pyproject.toml | install

@@ -2,8 +2,8 @@
 
     python -m tests.golden_vectors        only after a deliberate change of a format (then records.WIRE changes, too)
 
-All is made by the product.  tests/test_golden_vectors.py makes it again and compares; tests/independent_reader.py
-reads it.
+All is made by the product.  tests/test_rendezvous_golden_vectors.py makes it again and compares;
+tests/independent_reader.py reads it.
 
 Inputs can be made in any language:   x_i = fl32( ((2654435761·i + seed) mod 2^32) / 2^31 − 1 ) · 2^exponent
 

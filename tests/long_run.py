@@ -17,7 +17,7 @@ from rendezvous.records import Beat, Claim, Listed
 from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 from tests.s3_server import S3Server
-from tests.test_report import BYTES, T0, Bucket
+from tests.test_diloco_report import BYTES, T0, Bucket
 
 STEP_S = 30.0
 NUMBERS = {  # of a GRPO replica's outer step, beside what Bucket.step_event says

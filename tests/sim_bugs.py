@@ -1,6 +1,6 @@
 """Planted bugs: one rule of the protocol broken at a time, and a world in which that must come to light.
 
-    BUGS["no carry"] = Bug(patch, schedules)        tests/test_sim.py: some seed of `schedules` turns red
+    BUGS["no carry"] = Bug(patch, schedules)        tests/test_rendezvous_sim.py: some seed of `schedules` turns red
     python -m tests.sim 200 --bug "no carry"        the same with the ordinary schedules
 
 A simulator that finds none of these would find nothing.

@@ -3,8 +3,8 @@
     work ─┐                    ┌─▶ body ──▶ what an offer names, what everybody averages
     kept ─┴─▶ written(…) ──────┴─▶ kept: residual and ages; all of a body that no offer names goes back into it
 
-bf16 is spelled out here.  The other formats have references of their own (tests/test_codecs.py), so their codecs are
-called; what the observer keeps for itself is whose residual goes where, and that it goes there once.
+bf16 is spelled out here.  The other formats have references of their own (tests/test_rendezvous_codecs.py), so their
+codecs are called; what the observer keeps for itself is whose residual goes where, and that it goes there once.
 
 Not promised: anything about the formats.
 """

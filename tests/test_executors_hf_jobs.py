@@ -352,7 +352,7 @@ def test_killed_preempted_and_out_of_memory(hub, executor, tmp_path) -> None:
 
 def test_a_value_that_is_longer_than_the_tail_of_a_log(hub, executor) -> None:
     length = 4000 * (END_LINES + 5) // len(r"\u00e9")
-    wanted = ReplicaSpec(RUN, "r00", 1, "tests.test_container:long_answer", kwargs={"length": length})
+    wanted = ReplicaSpec(RUN, "r00", 1, "tests.test_executors_container:long_answer", kwargs={"length": length})
     assert ended(executor, only(executor.launch_replicas([wanted]))).value == "é" * length
 
 

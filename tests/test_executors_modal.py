@@ -56,7 +56,7 @@ from tests.modal_fixtures import (  # noqa: F401
 )
 from tests.modal_server import Line, ModalPlatform, forget_client
 from tests.s3_server import S3Server
-from tests.test_s3_fleet import downloaded
+from tests.test_diloco_s3_fleet import downloaded
 
 # -------------------------------------------------------------------- the app
 

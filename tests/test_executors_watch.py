@@ -13,7 +13,7 @@ from executors.cli.status import Lines, Screen, status_table, view_for
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
-from tests.test_report import T0, Bucket, killed_and_replaced
+from tests.test_diloco_report import T0, Bucket, killed_and_replaced
 
 
 def fields(line: str) -> dict[str, str]:

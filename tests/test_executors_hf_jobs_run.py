@@ -213,7 +213,7 @@ def test_stop_from_another_process_ends_every_job(tmp_path: Path, hub: HFServer,
 
 SUPERVISOR = """
 import sys
-from tests.test_hf_jobs_run import idle
+from tests.test_executors_hf_jobs_run import idle
 idle(sys.argv[1]).supervise()
 """
 

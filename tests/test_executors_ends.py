@@ -16,8 +16,8 @@ from executors.platforms.base import Handle
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat, Claim
-from tests.test_cli import complaint, config, run, say  # noqa: F401
-from tests.test_report import T0, Bucket, killed_and_replaced
+from tests.test_diloco_report import T0, Bucket, killed_and_replaced
+from tests.test_executors_cli import complaint, config, run, say  # noqa: F401
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB of which 1 GiB is free"
 TAIL = ["step 7", "Traceback (most recent call last):", '  File "x.py", line 3', OOM, "warning: leaked semaphores"]

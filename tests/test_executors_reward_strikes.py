@@ -20,7 +20,7 @@ from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
-from tests.test_cli_fleet import outcome
+from tests.test_executors_cli_fleet import outcome
 
 CONFIG = """
 name = "judge"

@@ -26,7 +26,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.membership import read_beat
 from tests.cloud import CloudExecutor
 from tests.fakes import ManualClock
-from tests.test_hf_jobs_run import URL, founded, hub, outputs, s3
+from tests.test_executors_hf_jobs_run import URL, founded, hub, outputs, s3
 from tests.world import World
 
 __all__ = ["hub", "s3"]  # fixtures

@@ -21,7 +21,7 @@ from rendezvous.records import WireError
 from rendezvous.rendezvous import Commit
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
-from tests.test_cli import CONFIG, complaint, config, run, say  # noqa: F401  (fixtures)
+from tests.test_executors_cli import CONFIG, complaint, config, run, say  # noqa: F401  (fixtures)
 
 CLOCK = SystemClock()
 

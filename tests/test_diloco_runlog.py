@@ -39,7 +39,7 @@ from rendezvous.stores.memory import MemoryStore
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import STEP_S, LongRun, copied, copy, long_run
 from tests.s3_server import S3Server
-from tests.test_report import T0, FixedClock, killed_and_replaced
+from tests.test_diloco_report import T0, FixedClock, killed_and_replaced
 
 NOW = T0 + 10_000.0
 

@@ -20,7 +20,7 @@ from executors.supervision.slot_state import LOST_LEASE
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import newest_claim
-from tests.test_hf_jobs_run import URL, founded, hub, idle, outputs, s3, wait_for
+from tests.test_executors_hf_jobs_run import URL, founded, hub, idle, outputs, s3, wait_for
 
 __all__ = ["hub", "s3"]  # fixtures
 

@@ -20,9 +20,9 @@ from rendezvous.rendezvous import Commit
 from rendezvous.seal import KEY, SignedStore, open_signed
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
-from tests.test_again import founded as founded_in_a_folder
-from tests.test_again import mended
-from tests.test_cli import complaint, config, run, say  # noqa: F401  (fixtures)
+from tests.test_executors_again import founded as founded_in_a_folder
+from tests.test_executors_again import mended
+from tests.test_executors_cli import complaint, config, run, say  # noqa: F401  (fixtures)
 
 CLOCK = SystemClock()
 SECRET = "a key of sixteen characters"

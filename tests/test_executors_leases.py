@@ -3,7 +3,7 @@
     lease   control's `until`: a moment in the future, at most half an hour away, at which replicas leave by themselves
 
 What is checked is what would happen if everybody else died now: whoever bills, or waits for a machine, ends by itself.
-The same with containers and the real client is tests/test_modal_leases.py.
+The same with containers and the real client is tests/test_executors_modal_leases.py.
 """
 
 import random

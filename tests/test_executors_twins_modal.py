@@ -1,6 +1,7 @@
-"""Two calls of one launch on Modal: billed, ended, and none left after `stop` (tests/test_twins.py has the Hub's).
+"""Two calls of one launch on Modal: billed, ended, and none left after `stop`.
 
-The real client, and its real container runtime, against tests/modal_server.py.
+tests/test_executors_twins.py has the Hub's.   Here the real client and its real container runtime run against
+tests/modal_server.py.
 """
 
 import pytest

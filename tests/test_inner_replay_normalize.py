@@ -23,8 +23,8 @@ from inner import (
 )
 from inner.replay.normalize import INSTALL, PairsWarning, load_recipe, normalized_pair, pair_kind, passes_of
 from tests.teacher_server import TeacherServer, says
-from tests.test_replay_pairs import call
-from tests.test_replay_teachers import states
+from tests.test_inner_replay_pairs import call
+from tests.test_inner_replay_teachers import states
 
 GOOD = "read the failing test first, then run it with pytest -x to see the trace"
 OTHER = "rewrite the whole file now"

@@ -29,7 +29,7 @@ from inner.replay.teachers import NANO, read_response, request_body, retry_after
 from inner.replay.untrusted import DEEPEST, is_deeper, load_json, printable_start, unfit_text
 from tests.hostile_server import HostileServer, Script, response
 from tests.teacher_server import Reply, TeacherServer, refuses, says
-from tests.test_replay_teachers import ROOT, ask, states, teacher
+from tests.test_inner_replay_teachers import ROOT, ask, states, teacher
 
 T = Teacher("m", 1.0, 2.0, base_url="http://127.0.0.1:9/v1", key_env=None, max_tokens=100)
 WORST = worst_cost_nano(T, request_body(T, states(1)[0]))
@@ -467,8 +467,8 @@ KILLED_AT = """
 import asyncio, os, signal, sys
 from inner import replay_trace
 from inner.replay import ask, ledger
-from tests.test_replay_exchange import killed_teacher
-from tests.test_replay_teachers import states
+from tests.test_inner_replay_exchange import killed_teacher
+from tests.test_inner_replay_teachers import states
 
 point, written = sys.argv[3], ledger.Ledger._write
 

@@ -25,6 +25,7 @@ from executors.cli import main as cli
 from rendezvous.store import Store
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
+from tests.test_diloco_s3_fleet import audited
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`
     test_a_stream_is_written_as_its_pieces_come,
     test_a_stream_that_breaks_off_passes_its_error_on_and_changes_nothing,
@@ -36,7 +37,6 @@ from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here 
     test_one_of_sixteen_threads_wins,
     test_put_and_get,
 )
-from tests.test_s3_fleet import audited
 
 ROOT = Path(__file__).parent.parent
 ACCOUNT = "devstoreaccount1"  # Azurite's, with its key, as its README gives them

@@ -10,8 +10,8 @@ import pytest
 from executors.cli import main as cli
 from executors.platforms import EXECUTORS
 from executors.preflight import mistyped
-from tests.test_cli import config, run, say  # noqa: F401  (fixtures)
-from tests.test_cli_fleet import completed
+from tests.test_executors_cli import config, run, say  # noqa: F401  (fixtures)
+from tests.test_executors_cli_fleet import completed
 
 
 def refusal(capsys, *argv: object) -> str:

@@ -323,7 +323,7 @@ def test_a_price_below_zero_is_refused() -> None:
 CHILD = """
 import asyncio, sys
 from inner import Teacher, replay_trace
-from tests.test_replay_teachers import states
+from tests.test_inner_replay_teachers import states
 t = [Teacher(m, 1.0, 2.0, base_url=sys.argv[1], key_env=None, max_tokens=100) for m in ("a", "b")]
 asyncio.run(replay_trace(states(40), t, 1.0, ledger=sys.argv[2], concurrency=4, progress=False))
 """

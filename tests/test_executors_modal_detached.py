@@ -30,7 +30,7 @@ from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.modal_fixtures import ROOT, bucket, executor, founded, platform, run, until  # noqa: F401
 from tests.modal_server import ModalPlatform
-from tests.test_s3_fleet import downloaded
+from tests.test_diloco_s3_fleet import downloaded
 
 CONFIG = """
 name = "test"

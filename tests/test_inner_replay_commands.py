@@ -16,8 +16,8 @@ from inner.replay.ask import is_settled
 from inner.replay.commands import KEYS, form_of, key_of
 from inner.replay.pairs import checked_pair
 from tests.teacher_server import TeacherServer, says
-from tests.test_replay_pairs import USER, call, teacher_actions
-from tests.test_replay_teachers import ask, teacher
+from tests.test_inner_replay_pairs import USER, call, teacher_actions
+from tests.test_inner_replay_teachers import ask, teacher
 
 DATA = Path(__file__).parent / "data" / "traces"
 

@@ -294,7 +294,7 @@ def broken(completions: list[int], **columns: Any) -> list[float]:
 def test_the_first_batch_of_a_life_without_any_reward_ends_it_and_shows_the_line() -> None:
     with pytest.raises(RewardFailed, match="the first batch of this session") as caught:
         score_batch(broken)
-    assert "test_reward_calls.py, line" in str(caught.value) and "the judge is gone" in str(caught.value)
+    assert "test_inner_reward_calls.py, line" in str(caught.value) and "the judge is gone" in str(caught.value)
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 

@@ -81,7 +81,7 @@ def test_it_names_the_line_where_the_main_thread_stands() -> None:
     thread = threading.Thread(target=lambda: found.append(where_it_stands()))
     thread.start()
     thread.join()
-    assert "test_watchdog.py" in found[0] and "test_it_names_the_line" in found[0]
+    assert "test_diloco_watchdog.py" in found[0] and "test_it_names_the_line" in found[0]
 
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])

@@ -38,7 +38,7 @@ from rendezvous.stores.memory import MemoryStore
 from tests.audit import check_run
 from tests.fleet import Fleet
 from tests.test_diloco_lighthouse import Replica, held, lighthouse, theta_after, together  # noqa: F401
-from tests.test_outer_safety import warned
+from tests.test_diloco_outer_safety import warned
 
 RNG = np.random.default_rng(23)
 NEGATIVE = np.float32(-0.0)

@@ -6,7 +6,7 @@
         └─▶ before each launch on a GPU, and ten times a second: control's `until` covers whoever has a GPU
         └─▶ at last everybody else is dead: all GPUs are given back within the lease
 
-The same after each single request, in virtual time, is tests/test_leases.py.
+The same after each single request, in virtual time, is tests/test_executors_leases.py.
 """
 
 # ruff: noqa: F811

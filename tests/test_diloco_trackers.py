@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.runlog.curves import curve_point, read_said
+from diloco.runlog.curves import curve_point, read_logged_steps
 from diloco.runlog.report import read_report
 from rendezvous.stores.files import FileStore
 from tests.long_run import LongRun
-from tests.test_curves import rollouts
+from tests.test_diloco_curves import rollouts
 
 ROOT = Path(__file__).parent.parent
 STEPS = 16
@@ -69,7 +69,7 @@ class Fleet:
     def expected(self) -> Rows:
         """By the bucket."""
         report = read_report(self.run.store)
-        points = [curve_point(report, read_said(report.events), row) for row in range(1, self.head + 1)]
+        points = [curve_point(report, read_logged_steps(report.events), row) for row in range(1, self.head + 1)]
         return [(p.step, p.numbers) for p in points if p is not None]
 
 

@@ -27,6 +27,7 @@ from rendezvous.stores.modal_wire import Wire
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 from tests.modal_server import ModalPlatform, ModalServer
+from tests.test_diloco_s3_fleet import audited
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`
     BIG,
     test_bodies_of_every_size,
@@ -37,7 +38,6 @@ from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here 
     test_one_of_sixteen_threads_wins,
     test_put_and_get,
 )
-from tests.test_s3_fleet import audited
 
 
 @pytest.fixture

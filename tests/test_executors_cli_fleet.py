@@ -25,7 +25,7 @@ from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control, write_control
 from tests.fleet import TEXT
-from tests.test_cli import CONFIG, ROOT, complaint, config, run, say  # noqa: F401  (fixtures)
+from tests.test_executors_cli import CONFIG, ROOT, complaint, config, run, say  # noqa: F401  (fixtures)
 
 BASH = "/bin/bash"
 PAID = ("--executor", "slurm", "--option", "cluster=local", "--option", "usd_per_hour=4")  # submitit's local mode

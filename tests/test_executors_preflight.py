@@ -25,9 +25,9 @@ from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
 from inner.known import cached_snapshot, known_model
 from inner.rehearse import missing_package, rehearse
-from tests import test_pair_templates as pair_templates
+from tests import test_executors_pair_templates as pair_templates
 from tests.hf_server import HFServer
-from tests.test_cli import ROOT
+from tests.test_executors_cli import ROOT
 
 WITHIN_S = 10.0
 FAR = ("modal", "hf-jobs", "sky")
@@ -328,7 +328,7 @@ TEMPLATES = ("DeepSeek", "Gemma, system", "Cohere")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_pair_that_the_models_template_cannot_write_is_refused_on_every_platform(folder: Path, name: str) -> None:
-    """The model is one of the Hub, in this machine's cache; the fast half is tests/test_pair_templates.py."""
+    """The model is one of the Hub, in this machine's cache; the fast half is tests/test_executors_pair_templates.py."""
     template, messages, why = pair_templates.TEMPLATES[name]
     cache = folder / "hf" / "hub" / "models--me--mine"
     snapshot = cache / "snapshots" / "abc"

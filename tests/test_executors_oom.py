@@ -85,7 +85,7 @@ def test_a_replica_that_the_kernel_kills_at_its_memory_limit(tmp_path: Path) -> 
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(200 << 20))
-        spec = ReplicaSpec("x://none", "r00", 1, "tests.test_oom:swallow", kwargs={"mib": 600})
+        spec = ReplicaSpec("x://none", "r00", 1, "tests.test_executors_oom:swallow", kwargs={"mib": 600})
         code = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
         code += "import sys; from executors.platforms.container import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, json.dumps(spec.to_dict()), "hf-jobs"]
@@ -172,7 +172,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = [0]
     monkeypatch.setattr(oom.Kills.__init__, "__defaults__", (lambda: count[0],))
     executor = LocalProcessExecutor(method="spawn", folder=tmp_path)
-    spec = {"entrypoint": "tests.test_oom:die", "kwargs": {}}
+    spec = {"entrypoint": "tests.test_executors_oom:die", "kwargs": {}}
     for kernel, state in [(0, State.LOST), (1, State.FAILED)]:
         count[0] = kernel
         (handle,) = executor.launch_replicas([ReplicaSpec(f"file://{tmp_path}", f"r0{kernel}", **spec)])

@@ -26,7 +26,7 @@ from rendezvous.clock import SystemClock
 from tests.hf_server import HFServer
 from tests.test_executors_hf_jobs import JOBS, RUN, made, only, started, waiting
 from tests.test_executors_hf_jobs import wait_for as until
-from tests.test_hf_jobs_run import URL, founded, hub, idle, outputs, s3
+from tests.test_executors_hf_jobs_run import URL, founded, hub, idle, outputs, s3
 
 __all__ = ["hub", "s3"]  # fixtures
 

@@ -18,7 +18,7 @@ from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_control
-from tests.test_report import killed_and_replaced
+from tests.test_diloco_report import killed_and_replaced
 
 ROOT = Path(__file__).parent.parent
 VERBS = tuple(cli.VERBS)

@@ -1,5 +1,5 @@
 """The rows of a run's curves: when one is complete, its numbers, and each written once into a tracker that forgets
-nothing but is killed at any point.  Trackers here are lists; tests/test_trackers.py has the real ones."""
+nothing but is killed at any point.  Trackers here are lists; tests/test_diloco_trackers.py has the real ones."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from rendezvous.records import Beat, Leave
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
 from tests.long_run import LongRun, long_run
-from tests.test_report import T0, Bucket, FixedClock, killed_and_replaced
+from tests.test_diloco_report import T0, Bucket, FixedClock, killed_and_replaced
 
 LATER = T0 + 1e6  # everybody's patience is over
 

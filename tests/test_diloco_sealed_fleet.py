@@ -28,7 +28,7 @@ from rendezvous.records import Claim, Control, Offer
 from rendezvous.stores.files import FileStore
 from tests.audit import Audit, check_run
 from tests.fleet import Fleet, config
-from tests.test_bad_input import events
+from tests.test_executors_bad_input import events
 
 ROOT = Path(__file__).parent.parent
 SECRET = "31415926535897932384626433832795"
