@@ -73,7 +73,7 @@ def _add_starting_verbs(verbs: Any) -> None:
     plan = _add_verb(verbs, "plan", "say what `train` would start and what it costs; nothing is started", config)
     for parser in (train, plan):
         needed = parser is train
-        parser.add_argument("--run", required=needed, metavar="URL", help="where the run sessions: runs/mine, s3://…")
+        parser.add_argument("--run", required=needed, metavar="URL", help="where the run lies: runs/mine, s3://…")
         parser.add_argument(
             "--set", action="append", default=[], metavar="NAME=VALUE", help="in the place of CONFIG's: inner.lr=2e-6"
         )

@@ -24,6 +24,7 @@ from executors.preflight.place_faults import about_missing, notes_about, place_f
 from executors.preflight.run_url import UsageError
 from inner.base import InnerError
 from inner.check import check_data
+from inner.gguf_header import is_gguf_file
 from inner.known import KnownModel, chat_template, known_model
 from inner.rehearse import TIME_S, rehearse
 
@@ -69,7 +70,8 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
     replays = config.inner.replay.is_used
     notes = list[str]()
     if replays and known.folder is None:
-        notes.append(f"not checked: whether {config.inner.model}'s chat template can write the pairs (it is not here)")
+        why = "the run reads it out of the file" if is_gguf_file(config.inner.model) else "it is not here"
+        notes.append(f"not checked: whether {config.inner.model}'s chat template can write the pairs ({why})")
     found = rehearse(config.inner, config.user_files(), known.folder if replays else None)
     code = config.inner.rewards.function or config.inner.sampling.environment
     if found.late:

@@ -114,7 +114,7 @@ def still_holding(holder: Claim | None, beat: Beat | None) -> Claim | None:
 
 
 def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> Claim | None:
-    """The claim of a supervisor that sessions: its process is on this machine, or its beat moves within `fresh_s`.
+    """The claim of a supervisor that still runs: its process is on this machine, or its beat moves within `fresh_s`.
 
     A claim without a goodbye is no sign of life: its process may have been killed long ago.
     """

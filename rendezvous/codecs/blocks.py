@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import FLT_MAX, Rows, all_finite, not_finite_error, scratch_tensor
+from rendezvous.codecs.rows import FLT_MAX, RowFormat, all_finite, not_finite_error, scratch_tensor
 from rendezvous.errors import Corrupt
 
 _TINY = torch.finfo(torch.float32).tiny  # 1/scale must not overflow
 
 
-class Blocks(Rows):
+class Blocks(RowFormat):
     """levels: the largest code."""
 
     levels: int

@@ -9,13 +9,13 @@ Not promised: bf16 within 2⁻⁹·|x| for denormals, where a step is 2⁻¹³³
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import Rows, all_finite, not_finite_error
+from rendezvous.codecs.rows import RowFormat, all_finite, not_finite_error
 from rendezvous.errors import Corrupt
 
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
-class Fp32(Rows):
+class Fp32(RowFormat):
     name = "fp32"
     align = 1
     row_bytes = 4
@@ -29,7 +29,7 @@ class Fp32(Rows):
         _copy_finite(out, rows.view(torch.float32), self.name)
 
 
-class Bf16(Rows):
+class Bf16(RowFormat):
     name = "bf16"
     align = 1
     row_bytes = 2

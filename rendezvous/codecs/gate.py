@@ -19,17 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs import Array, Body
+from rendezvous.codecs.codec import Array, Body
 from rendezvous.codecs.pieces import (
     Pieces,
     add_residual,
-    all_finite,
     bytes_of,
     first_bytes,
     flat_tensor,
-    not_finite_error,
     tensor_of,
 )
+from rendezvous.codecs.rows import all_finite, not_finite_error
 from rendezvous.errors import Corrupt
 
 _BLOCK = 1 << 18

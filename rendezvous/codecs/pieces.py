@@ -12,23 +12,21 @@ Not promised: speed beside a busy Python thread, because each torch call hands o
 thread or in a helper process.
 """
 
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from math import isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rendezvous.codecs import Array, Body
+from rendezvous.codecs.codec import Array, Body
 from rendezvous.codecs.kernels import load_kernels
+from rendezvous.codecs.rows import SCRATCH, RowFormat, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import BadDelta, Corrupt
 
-FLT_MAX = float(np.finfo(np.float32).max)
-_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 24  # elements; multiples of every codec's align
+_CPU_PIECE, _CUDA_PIECE = SCRATCH, 1 << 24  # elements; multiples of every codec's align
 
 
 class Pieces(ABC):
@@ -58,32 +56,19 @@ class Pieces(ABC):
                 target[a:b].add_(piece)
 
 
-class Rows(ABC):
-    """A codec whose every `align` elements become one row of `row_bytes`; the last row is padded with zeros."""
+class RowCodec:
+    """A codec made of a format in rows.   ages: beside a residual it wants to know how long each element has waited."""
 
-    name: str
-    align: int
-    row_bytes: int
     exact = True
     ages = False
-    decay = 1.0
+    decay = 1.0  # of the residual, once per encoding
 
-    @abstractmethod
-    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
-        """(r, align) fp32 -> (r, row_bytes) uint8.  Raises BadDelta for what is not finite."""
-
-    @abstractmethod
-    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
-        """(r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for what `pack_rows` never writes."""
-
-    def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
-        """rows <- pack(s);  s <- s − unpack(rows).   t: scratch of s's shape."""
-        self.pack_rows(s, rows)
-        self.unpack_rows(rows, t)
-        s.sub_(t)
+    def __init__(self, rows: RowFormat) -> None:
+        self._rows = rows
+        self.name, self.align, self.row_bytes = rows.name, rows.align, rows.row_bytes
 
     def max_body_size(self, n: int) -> int:
-        return -(-n // self.align) * self.row_bytes
+        return self._rows.max_body_size(n)
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         if start % self.align:
@@ -180,11 +165,11 @@ class Rows(ABC):
             return square
         square = float(torch.dot(x, x))
         if e is None:
-            self.pack_rows(pad_to_rows(x, self.align), rows)
+            self._rows.pack_rows(pad_to_rows(x, self.align), rows)
         else:
             s = add_residual(x, e, self.decay)
             whole = pad_to_rows(s, self.align)
-            self.pack_and_subtract(whole, rows, scratch_tensor(whole.numel(), x.device).view(whole.shape))
+            self._rows.pack_and_subtract(whole, rows, scratch_tensor(whole.numel(), x.device).view(whole.shape))
             if whole.numel() != s.numel():
                 s.copy_(whole.view(-1)[: s.numel()])
         return square
@@ -210,7 +195,7 @@ class Rows(ABC):
     def _unpack_elements(self, rows: Tensor, into: Tensor | None, n: int) -> Tensor:
         """The n elements in these rows; in scratch if `into` is None."""
         t = scratch_tensor(len(rows) * self.align, rows.device) if into is None else into
-        self.unpack_rows(rows, t.view(-1, self.align))
+        self._rows.unpack_rows(rows, t.view(-1, self.align))
         if t.numel() > n and t[n:].any():
             raise Corrupt(f"this {self.name} body has values after its last element, {n}")
         return t[:n]
@@ -262,44 +247,9 @@ def piece_size(device: torch.device) -> int:
     return _CPU_PIECE if device.type == "cpu" else _CUDA_PIECE
 
 
-_own = threading.local()
-
-
-def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
-    """n elements of rubbish, valid until this thread asks for that name again.  On the CPU the same memory every time,
-    because fresh pages cost more than the work; CUDA keeps memory by itself."""
-    if device.type != "cpu" or n > _CPU_PIECE:
-        return torch.empty(n, device=device)
-    kept: dict[str, Tensor] = _own.__dict__
-    if name not in kept:
-        with torch.inference_mode(False):
-            kept[name] = torch.empty(_CPU_PIECE)
-    return kept[name][:n]
-
-
-def pad_to_rows(s: Tensor, align: int) -> Tensor:
-    """s as (r, align), with zeros after its end."""
-    missing = -s.numel() % align
-    return (torch.nn.functional.pad(s, (0, missing)) if missing else s).view(-1, align)
-
-
 def add_residual(x: Tensor, e: Tensor, decay: float) -> Tensor:
     """e <- x + decay·e"""
     return (e if decay == 1 else e.mul_(decay)).add_(x)
-
-
-def all_finite(t: Tensor) -> bool:
-    """One cheap pass where there is nothing to find: a sum is finite only if all its terms are."""
-    return isfinite(float(t.sum())) or bool(t.isfinite().all())
-
-
-def not_finite_error(v: Tensor) -> BadDelta:
-    """The error for a v that is not finite."""
-    return BadDelta(
-        f"{int((~v.isfinite()).sum())} of {v.numel()} elements around here are not finite, in the pseudogradient or "
-        "after its residual was added, so it was not encoded. Lower the inner learning rate or clip gradients; "
-        "start again with a residual of zeros"
-    )
 
 
 def tensor_of(array: np.ndarray) -> Tensor:

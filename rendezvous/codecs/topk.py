@@ -27,7 +27,8 @@ Not promised: anything without a residual, and ages; the published runs, and our
 import torch
 from torch import Tensor
 
-from rendezvous.codecs.pieces import Rows, all_finite, not_finite_error, pad_to_rows, scratch_tensor
+from rendezvous.codecs.pieces import RowCodec
+from rendezvous.codecs.rows import RowFormat, all_finite, not_finite_error, pad_to_rows, scratch_tensor
 from rendezvous.errors import Corrupt
 
 _CHUNK = 64
@@ -37,12 +38,10 @@ _FORGETS, _LONGEST = 0.5, 8  # of a residual with ages: in a round; rounds after
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
-class TopK(Rows):
+class TopKRows(RowFormat):
     name = "topk"
     align = _CHUNK * _CHUNKS
     row_bytes = 4 + _KEPT * _CHUNKS
-    decay = 0.95
-    ages = True
 
     def pack_rows(self, v: Tensor, rows: Tensor) -> None:
         table = v.view(-1, _CHUNK, _CHUNKS)
@@ -66,6 +65,14 @@ class TopK(Rows):
         value = torch.where((entry >> 6 & 1).bool(), -magnitude, magnitude)
         out.zero_().view(-1, _CHUNK, _CHUNKS).scatter_(1, place, value.view_as(place))
 
+
+class TopK(RowCodec):
+    decay = 0.95
+    ages = True
+
+    def __init__(self) -> None:
+        super().__init__(TopKRows())
+
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
         if e is None or age is None:
             return super()._encode_piece(x, e, None, rows)
@@ -73,9 +80,9 @@ class TopK(Rows):
         rounds = s.view(torch.int32).copy_(age.add_(1).clamp_(max=_LONGEST))
         torch.index_select(_gain_table(x.device), 0, rounds, out=gain)
         whole = pad_to_rows(torch.mul(e.mul_(_FORGETS).add_(x), gain, out=s), self.align)
-        self.pack_rows(whole, rows)
+        self._rows.pack_rows(whole, rows)
         sent = scratch_tensor(whole.numel(), x.device).view(whole.shape)
-        self.unpack_rows(rows, sent)
+        self._rows.unpack_rows(rows, sent)
         sent = sent.view(-1)[: len(x)]
         age.masked_fill_(sent != 0, 0)
         e.sub_(sent.div_(gain))

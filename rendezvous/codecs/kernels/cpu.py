@@ -24,7 +24,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rendezvous.codecs.blocks import largest_scale
+from rendezvous.codecs.blocks import Int4, Int8, largest_scale
+from rendezvous.codecs.dense import Bf16, Fp32
+from rendezvous.codecs.rows import RowFormat, pad_to_rows
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -126,12 +128,12 @@ for _f in _ADD.values():
     _f.argtypes = (_POINTER, _REAL, _POINTER, _FLAG, _COUNT, _REAL)
 
 
+_FORMATS: dict[str, RowFormat] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8(), "int4": Int4()}
+
+
 def _rows_match_torch(name: str, size: float) -> bool:
     """The same bits as torch's operations: rows, residual, sum."""
-    from rendezvous.codecs.blocks import Int4, Int8
-    from rendezvous.codecs.dense import Bf16
-
-    c = {"int8": Int8, "int4": Int4, "bf16": Bf16}[name]()
+    c = _FORMATS[name]
     x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
     rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes)
     e = x / 3
@@ -153,30 +155,37 @@ def _rows_match_torch(name: str, size: float) -> bool:
 
 def _mean_matches_torch(name: str, weight: float) -> bool:
     """The same bits as adding one body after the other, and dividing."""
-    from rendezvous.codecs import get_codec
-
     x = np.linspace(-3, 5, 3000, dtype=np.float32)
-    c = get_codec(name)
-    bodies = [np.zeros(c.max_body_size(x.size), np.uint8) for _ in range(3)]
-    for body, v in zip(bodies, (x, x[::-1].copy(), x * x), strict=True):
-        c.encode(v, body)
+    c = _FORMATS[name]
+    bodies = [_pack_by_torch(c, v) for v in (x, x[::-1].copy(), x * x)]
     weights = (0.3, 1.0, 0.7)
     total = np.empty_like(x)
     out = np.empty_like(x)
-    t = np.empty_like(x)
     for body, w in zip(bodies, weights, strict=True):
-        c.decode(body, t)
-        t *= np.float32(w)
-        total = t.copy() if body is bodies[0] else total + t
+        t = _unpack_by_torch(c, body, x.size) * np.float32(w)
+        total = t if body is bodies[0] else total + t
     total /= np.float32(weight)
     fine = weighted_mean(name, bodies, weights, weight, out) and out.tobytes() == total.tobytes()
     if name == "fp32":
         return fine
-    rows, packed = (np.zeros_like(bodies[0]) for _ in range(2))
-    c.encode(total, packed)
-    c.decode(packed, t)
+    rows, packed = np.zeros_like(bodies[0]), _pack_by_torch(c, total)
     fine = fine and weighted_mean(name, bodies, weights, weight, out, rows)
-    return fine and (out.tobytes(), rows.tobytes()) == (t.tobytes(), packed.tobytes())
+    return fine and (out.tobytes(), rows.tobytes()) == (_unpack_by_torch(c, packed, x.size).tobytes(), packed.tobytes())
+
+
+def _pack_by_torch(c: RowFormat, x: np.ndarray) -> np.ndarray:
+    """fp32 -> its body, as bytes."""
+    body = torch.zeros(c.max_body_size(x.size), dtype=torch.uint8)
+    c.pack_rows(pad_to_rows(torch.from_numpy(x), c.align), body.view(-1, c.row_bytes))  # pyright: ignore[reportUnknownMemberType]
+    return body.numpy()
+
+
+def _unpack_by_torch(c: RowFormat, body: np.ndarray, n: int) -> np.ndarray:
+    """A body of n elements -> fp32."""
+    rows = torch.from_numpy(body).view(-1, c.row_bytes)  # pyright: ignore[reportUnknownMemberType]
+    out = torch.empty(len(rows), c.align)
+    c.unpack_rows(rows, out)
+    return out.view(-1)[:n].numpy()
 
 
 def _all_trials_pass() -> bool:

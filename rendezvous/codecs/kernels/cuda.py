@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rendezvous.codecs.blocks import largest_scale
+
 _LEVELS = {"int8": 127, "int4": 7}
 _PER_ROW = {"int8": 1024, "int4": 512}
 
@@ -45,8 +47,6 @@ def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
 
 
 def _largest_scale(name: str) -> float:
-    from rendezvous.codecs.blocks import largest_scale
-
     return largest_scale(_LEVELS[name])
 
 

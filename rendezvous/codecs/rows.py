@@ -1,0 +1,81 @@
+"""A codec's format where it lies in rows: elements into bytes and back, by torch's operations alone.
+
+    align elements ──pack_rows──▶ one row of row_bytes ──unpack_rows──▶ align elements
+
+pieces.py drives a format over a long vector; kernels/ does the same arithmetic in one pass, and is tried against it.
+
+Not promised: anything about residuals beyond `pack_and_subtract`; speed.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from math import isfinite
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rendezvous.errors import BadDelta
+
+FLT_MAX = float(np.finfo(np.float32).max)
+SCRATCH = 1 << 19  # elements of a thread's scratch memory on the CPU
+
+
+class RowFormat(ABC):
+    """Every `align` elements become one row of `row_bytes`; the last row is padded with zeros."""
+
+    name: str
+    align: int
+    row_bytes: int
+
+    @abstractmethod
+    def pack_rows(self, v: Tensor, rows: Tensor) -> None:
+        """(r, align) fp32 -> (r, row_bytes) uint8.  Raises BadDelta for what is not finite."""
+
+    @abstractmethod
+    def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
+        """(r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for what `pack_rows` never writes."""
+
+    def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
+        """rows <- pack(s);  s <- s − unpack(rows).   t: scratch of s's shape."""
+        self.pack_rows(s, rows)
+        self.unpack_rows(rows, t)
+        s.sub_(t)
+
+    def max_body_size(self, n: int) -> int:
+        return -(-n // self.align) * self.row_bytes
+
+
+_own = threading.local()
+
+
+def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
+    """n elements of rubbish, valid until this thread asks for that name again.  On the CPU the same memory every time,
+    because fresh pages cost more than the work; CUDA keeps memory by itself."""
+    if device.type != "cpu" or n > SCRATCH:
+        return torch.empty(n, device=device)
+    kept: dict[str, Tensor] = _own.__dict__
+    if name not in kept:
+        with torch.inference_mode(False):
+            kept[name] = torch.empty(SCRATCH)
+    return kept[name][:n]
+
+
+def pad_to_rows(s: Tensor, align: int) -> Tensor:
+    """s as (r, align), with zeros after its end."""
+    missing = -s.numel() % align
+    return (torch.nn.functional.pad(s, (0, missing)) if missing else s).view(-1, align)
+
+
+def all_finite(t: Tensor) -> bool:
+    """One cheap pass where there is nothing to find: a sum is finite only if all its terms are."""
+    return isfinite(float(t.sum())) or bool(t.isfinite().all())
+
+
+def not_finite_error(v: Tensor) -> BadDelta:
+    """The error for a v that is not finite."""
+    return BadDelta(
+        f"{int((~v.isfinite()).sum())} of {v.numel()} elements around here are not finite, in the pseudogradient or "
+        "after its residual was added, so it was not encoded. Lower the inner learning rate or clip gradients; "
+        "start again with a residual of zeros"
+    )
