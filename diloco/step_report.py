@@ -1,6 +1,7 @@
 """One replica reports each outer step: an event with its numbers, and a warning where less was done than it seems.
 
     commit, mean ──note_mean──▶ ρ, norms, cosines (safety.py) ──emit_step──▶ log: step … warning … nothing_learned
+                                LoRA's cross term (cross_term.py)
 
 A replica warns of its own offer, and the committer of the commit, so each is said once in a fleet.
 
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diloco.cross_term import cross_term, first_pair, trains_only_b
+from diloco.flat import trainable_parameters
 from diloco.host import device_name
 from diloco.safety import Finding, Tracker, replica_findings
 from diloco.session import Session
+from rendezvous.body_sample import BodySample
 from rendezvous.records import Commit, Offer
 
 if TYPE_CHECKING:
@@ -30,10 +34,12 @@ class StepReport:
         outer = loop.state.optimizers
         sizes = [loop.state.size(f) for f in range(len(outer))]
         self._tracker = Tracker(sizes, outer[0].param_groups[0]["momentum"], loop.rules)
+        self._factors = FactorWatch(session, loop)
 
     def note_mean(self, commit: Commit, mean: np.ndarray) -> None:
         """Look at a committed mean, before the outer step is taken with it."""
         self._tracker.mean(commit, mean)
+        self._factors.note_mean(commit)
 
     def emit_step(self, commit: Commit, spent: Mapping[str, float]) -> None:
         """Write a step that was just taken into the log.   spent: seconds, by what they went into."""
@@ -49,7 +55,7 @@ class StepReport:
             listed=commit.lists_offer(commit.t, rv.slot), theta=rv.base,
             bytes_up=mine.size if mine else 0, bytes_down=sum(o.size for o in commit.offers),
             delta_norm=mine.norm if mine else 0.0,
-            **numbers, **({"empty": True} if outer.stood else {}), **spent, **stats,
+            **numbers, **self._factors.take_number(), **({"empty": True} if outer.stood else {}), **spent, **stats,
         )  # fmt: skip
         if rv.idle_steps in (3, 6, 12, 24) or (rv.idle_steps and rv.idle_steps % 50 == 0):
             self._session.emit("nothing_learned", steps=rv.idle_steps, cause=likely_cause(stats))
@@ -71,6 +77,36 @@ class StepReport:
         for finding, steps in self._tracker.findings(commit, rv.wanted.replicas, own):
             if finding in own or commit.by == rv.name:
                 self._session.emit("warning", kind=finding.kind, step=commit.t, steps=steps, text=finding.text)
+
+
+class FactorWatch:
+    """The cross term of LoRA's averaged factors, where this replica has all bodies of the layer in its hands."""
+
+    def __init__(self, session: Session, loop: "OuterLoop") -> None:
+        layout = [(name, tuple(p.shape)) for name, p in trainable_parameters(loop.model)]
+        pair = first_pair(layout)
+        self._pair = pair if pair is not None and pair.stop <= loop.state.size(0) else None
+        self._is_exact = trains_only_b([name for name, _ in layout])
+        self._theta = loop.thetas[0]
+        self._reducer = session.rv.reducer
+        self._number: float | None = None
+        if self._pair is not None:
+            self._reducer.sample = BodySample(
+                loop.rules.codec, fragments=loop.rules.fragments, start=self._pair.start, stop=self._pair.stop
+            )
+
+    def note_mean(self, commit: Commit) -> None:
+        """Compute it, before the outer step is taken."""
+        self._number = 0.0 if self._is_exact else None
+        if self._pair is None or (sample := self._reducer.sample.take(commit)) is None:
+            return
+        weights, deltas = sample
+        theta = self._theta.numpy()[self._pair.start : self._pair.stop]
+        self._number = cross_term(*self._pair.split(theta - deltas), weights)
+
+    def take_number(self) -> dict[str, float]:
+        """{} where there is none."""
+        return {} if self._number is None else {"cross_term": self._number}
 
 
 def likely_cause(stats: dict[str, float]) -> str:

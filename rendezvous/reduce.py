@@ -25,6 +25,7 @@ from rendezvous.announcements import Announcements
 from rendezvous.background import Together, in_turn
 from rendezvous.body_checks import divide_by_weight, is_valid_body, zero_non_finite
 from rendezvous.body_reader import BodyReader, OwnBody, Shard, elements_slice, has_shard_digests
+from rendezvous.body_sample import BodySample
 from rendezvous.clock import Clock
 from rendezvous.codecs import get_codec
 from rendezvous.codecs.kernels import load_mean_kernel
@@ -58,6 +59,7 @@ class Reducer:
         self._codec = self.rules.codec
         self.bodies = BodyReader(store, clock, self.rules, together)
         self.announcements = Announcements(store, clock, emit)
+        self.sample = BodySample(self._codec)  # of nothing; an owner who wants one puts another there
         self._one_pass = load_mean_kernel(self._codec)
         self._reported_blobs = set[str]()
 
@@ -106,11 +108,13 @@ class Reducer:
         packed: where the codec writes the mean once more; `out` holds what that decodes to, as for every reader.
         """
         offers = self._fitting_offers(commit, out.size)
+        self.sample.begin(commit)
         for group in self.bodies.groups(commit, shards):
             rows = None if packed is None else packed[self.bodies.place_in_part(shards, group)]
             try:
                 trouble = self._mean_of_all(offers, group, out, mine, rows)
             except Corrupt:
+                self.sample.clear()
                 trouble = self._mean_of_valid(commit, offers, group, out, mine)
                 if trouble is None:
                     self._pack_mean(out[elements_slice(group)], rows)
@@ -129,6 +133,7 @@ class Reducer:
         for listed, body in zip(offers, read, strict=True):
             if isinstance(body, str):
                 return body
+            self.sample.note_body(listed, body, group[0].start, group[-1].stop)
             if self._one_pass is None:
                 self._add_body(total, body, listed.weight, first=listed is offers[0])
             else:

@@ -133,9 +133,9 @@ class Rendezvous:
             emit=self.emit, collects=self._keep is not None,
             newest_snapshot=lambda: self.step if self.is_done else self._snapshots.newest,
         )  # fmt: skip
-        self._reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
+        self.reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
         self._averager = Averager(
-            self.store, self.clock, self._reducer, self.members, self.own_blobs, self.timing,
+            self.store, self.clock, self.reducer, self.members, self.own_blobs, self.timing,
             check_before_pause=self._departure.check_before_pause,
         )  # fmt: skip
         self._snapshots = SnapshotDuty(

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -38,6 +39,7 @@ from rendezvous.errors import Diverged, WrongRun
 from tests.audit import check_run
 from tests.fleet import TEXT, Fleet, config
 from tests.gguf_files import write_gguf
+from tests.test_diloco_outer_safety import events
 from tests.test_inner_toolworld import SMALL, WORLD
 
 torch.set_num_threads(1)
@@ -79,7 +81,27 @@ def test_three_replicas_train_the_adapter_one_is_killed_and_all_hold_the_same_bi
     trained = sum(math.prod(shape) for _, shape, _ in fleet.model.layout)
     for body in (tmp_path / "run" / "steps").rglob("delta/*"):
         assert body.stat().st_size < 4 * trained + 1024, "a sync moves the adapter alone"
+    check_cross_terms(fleet)
     check_adapter_export(fleet, tmp_path)
+
+
+def check_cross_terms(fleet: Fleet) -> None:
+    """Every replica has logged ‖mean(BA) − mean(B) mean(A)‖ / ‖mean(BA)‖ of the first layer, as the blobs give it."""
+    (_, a_shape, _), (_, b_shape, _) = fleet.model.layout[:2]
+    cut, stop = math.prod(a_shape), math.prod(a_shape) + math.prod(b_shape)
+    by_step: dict[int, list[float]] = {}
+    for event in events(fleet, "step"):
+        by_step.setdefault(event["step"], []).append(event["cross_term"])
+    for commit in fleet.commits():
+        theta = state_at(read_run(fleet.url), fleet.model, commit.t)[1].all_arrays()["theta.0"]
+        local = [theta - np.frombuffer((fleet.store.get(o.blob) or b""), np.float32) for o in commit.offers]
+        w = np.array([o.weight for o in commit.offers]) / sum(o.weight for o in commit.offers)
+        a = [x[:cut].reshape(a_shape).astype(float) for x in local]
+        b = [x[cut:stop].reshape(b_shape).astype(float) for x in local]
+        products = sum(w_i * b_i @ a_i for w_i, a_i, b_i in zip(w, a, b, strict=True))
+        of_means = np.tensordot(w, b, 1) @ np.tensordot(w, a, 1)
+        found = np.linalg.norm(products - of_means) / np.linalg.norm(products)
+        assert by_step[commit.t] == pytest.approx([found] * len(by_step[commit.t]), rel=1e-6) and 0 < found < 1
 
 
 def check_adapter_export(fleet: Fleet, tmp_path: Path) -> None:
@@ -121,6 +143,13 @@ def test_a_b_that_is_trained_alone_halves_what_travels(tmp_path: Path) -> None:
         run = open_run(config(where, inner={"lora": {**LORA, "freeze_a": freeze}}), str(where / "run"), SystemClock())
         names = [name for name, _, _ in publish_model(run, SystemClock()).layout]
         assert any(".lora_A." in name for name in names) is not freeze and any(".lora_B." in n for n in names)
+
+
+def test_where_a_is_frozen_the_cross_term_is_zero(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, inner={"lora": {**LORA, "freeze_a": True}, "lr": 1e-2}, fleet={"replicas": 2, "steps": 2})
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    assert [e["cross_term"] for e in events(fleet, "step")] == [0.0] * 4
 
 
 def test_the_first_values_are_published_and_loaded_by_everybody(tmp_path: Path) -> None:

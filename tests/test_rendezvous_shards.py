@@ -1,5 +1,6 @@
 """The grid that bodies are digested on, the parts that owners reduce, and the choice between direct and sharded."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +10,9 @@ import pytest
 
 from rendezvous.background import Together, at_once, in_turn
 from rendezvous.body_reader import Shard
+from rendezvous.body_sample import BodySample
 from rendezvous.clock import SystemClock
+from rendezvous.codecs import get_codec
 from rendezvous.errors import BadDelta, Corrupt
 from rendezvous.records import Beat, Commit, Listed
 from rendezvous.reduce import Reducer
@@ -222,3 +225,69 @@ def test_one_slow_request_is_no_measure_of_how_long_a_part_takes(seconds: tuple[
     sharer._make_part(commit, 2, [], np.zeros(1, np.float32), None, 0.0)  # a part without shards is no measure either
     assert sharer._needed == pytest.approx(0.2)
     assert sharer._is_overdue(commit, 0, 10.0)
+
+
+# ---------------------------------------------------------------------- a sample of the bodies
+
+
+def sampling_reducer(store: MemoryStore, rules: Rules, together: Together, start: int, stop: int) -> Reducer:
+    reducer = Reducer(store, SystemClock(), no_emit, rules, together=together)
+    reducer.sample = BodySample(rules.codec, start=start, stop=stop)
+    return reducer
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize(("start", "stop"), [(0, 700), (1000, 3333), (10_000, 10_007)])
+@pytest.mark.parametrize("together", [in_turn, at_once])
+def test_a_sample_is_what_the_bodies_decode_to(codec: str, start: int, stop: int, together: Together) -> None:
+    store, n = MemoryStore(), 10_007
+    commit, _, rules = commit_of(store, codec, n, 3, 0)
+    reducer = sampling_reducer(store, rules, together, start, stop)
+    mean = np.empty(n, np.float32)
+    for _ in range(2):  # a second reading of the same step changes nothing
+        reducer.mean(commit, mean)
+    found = reducer.sample.take(commit)
+    assert found is not None and found[0] == [o.weight for o in commit.offers]
+    for i, values in enumerate(found[1]):
+        whole = np.empty(n, np.float32)
+        get_codec(codec).decode(store.get(f"blob/{i}") or b"", whole)
+        assert values.tobytes() == whole[start:stop].tobytes()
+    assert reducer.sample.take(commit) is None, "once"
+
+
+def test_a_sample_is_with_the_owner_of_its_part_alone() -> None:
+    store, n = MemoryStore(), 10_007
+    commit, _, rules = commit_of(store, "int8", n, 3, 2)
+    for j, has in ((0, True), (1, False)):
+        reducer = sampling_reducer(store, rules, at_once, 10, 500)
+        reducer.make_part(commit, reducer.split_into_parts(commit, n)[j], np.empty(n, np.float32))
+        assert (reducer.sample.take(commit) is not None) is has
+
+
+def test_there_is_no_sample_of_another_step_or_fragment_or_of_bodies_that_cannot_be_cut() -> None:
+    store, n = MemoryStore(), 10_007
+    commit, _, rules = commit_of(store, "fp32", n, 3, 0)
+    reducer = sampling_reducer(store, rules, in_turn, 0, 5)
+    reducer.mean(commit, np.empty(n, np.float32))
+    assert reducer.sample.take(replace(commit, t=1)) is None
+    reducer.sample = BodySample("fp32", fragment=1, fragments=2, start=0, stop=5)
+    reducer.mean(commit, np.empty(n, np.float32))
+    assert reducer.sample.take(commit) is None
+    store = MemoryStore()
+    commit, _, rules = commit_of(store, "bf16-gate", n, 3, 0)
+    reducer = sampling_reducer(store, rules, in_turn, 0, 5)
+    reducer.mean(commit, np.empty(n, np.float32))
+    assert reducer.sample.take(commit) is None
+
+
+def test_a_body_that_counts_for_nothing_leaves_no_sample() -> None:
+    store, n = MemoryStore(), 10_007
+    commit, _, rules = commit_of(store, "fp32", n, 3, 0)
+    poisoned = np.full(n, np.nan, np.float32)
+    store.put("blob/1", as_bytes(poisoned))
+    whole, shards = body_digests(poisoned.view(np.uint8), "fp32", shard_grid(n, 1, rules.shard_elements))
+    offers = tuple(replace(o, digest=whole, shards=shards) if o.blob == "blob/1" else o for o in commit.offers)
+    commit = replace(commit, offers=offers)
+    reducer = sampling_reducer(store, rules, in_turn, 0, n)
+    reducer.mean(commit, np.empty(n, np.float32))
+    assert reducer.sample.take(commit) is None

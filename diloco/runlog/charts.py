@@ -42,6 +42,10 @@ INK, FAINT = "#1f2329", "#c9d1d8"  # in report.html these two follow the reader'
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31")  # Okabe and Ito: colour-blind safe
 MARKERS = "osD^vP"
 ALARM = "#d55e00"
+OUTER_HEADS = {
+    "rho": "ρ", "effective_step": "η_eff", "cos_pair": "cos of replicas", "cross_term": "LoRA cross term",
+    "mean_norm": "‖ḡ‖",
+}  # fmt: skip
 BOOT = "#9aa4ae"
 
 
@@ -306,7 +310,8 @@ def _step_table(report: Report) -> str:
     slots = report.slots
     head = ["step", "mean reward", *slots, *(name.replace("_", " ") for name in shown)]
     head += ["inner steps", "closed by", "later work", "gated"]
-    head += ["ρ", "η_eff", "cos of replicas", "‖ḡ‖", "s", "up", "down"]
+    outer = [k for k in NUMBERS if k != "cross_term" or any(k in s.numbers for s in report.steps)]  # LoRA's alone
+    head += [OUTER_HEADS[k] for k in outer] + ["s", "up", "down"]
     rows = []
     before = report.began
     for s, numbers_of_step in zip(report.steps, measured, strict=True):
@@ -314,7 +319,7 @@ def _step_table(report: Report) -> str:
         late = ", ".join(f"{slot}@{t}" for slot, t in s.carried)
         inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
         up, down = (nice_bytes(sum(b.values())) for b in (s.up, s.down))
-        numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in NUMBERS]
+        numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in outer]
         if s.empty:
             numbers[-1] = "0, θ stays"
         learning = [f"{numbers_of_step[name]:.3g}" if name in numbers_of_step else "–" for name in shown]

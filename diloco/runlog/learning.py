@@ -22,8 +22,8 @@ SECONDS = {"inner_s": "train {:.1f} s", "wait_s": "wait {:.1f} s"}
 TAKEN = frozenset(
     {
         "at", "event", "slot", "generation", "step", "h", "listed", "theta", "bytes_up", "bytes_down", "delta_norm",
-        "empty", "moved", "participants", "rho", "effective_step", "cos_pair", "mean_norm", "outer_lr", "inner_s",
-        "offer_s", "wait_s", "mean_s", "device",
+        "empty", "moved", "participants", "rho", "effective_step", "cos_pair", "cross_term", "mean_norm", "outer_lr",
+        "inner_s", "offer_s", "wait_s", "mean_s", "device",
     }
 )  # fmt: skip
 

@@ -38,7 +38,7 @@ PARTS = ("inner_s", "offer_s", "wait_s", "mean_s")
 PART_NAMES = ("train", "offer", "wait", "mean")
 NUMBERS = {
     "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
-    "mean_norm": "‖ḡ‖ {:.2g}",
+    "cross_term": "LoRA cross term {:.2g}", "mean_norm": "‖ḡ‖ {:.2g}",
 }  # fmt: skip
 BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 

@@ -1,0 +1,78 @@
+"""How far LoRA's averaged factors are from the average of its products: one layer, at every outer step.
+
+    Aᵢ = A − ΔAᵢ      Bᵢ = B − ΔBᵢ      of each body that the commit lists, as every reader decodes it;  Σ wᵢ = 1
+    C  = Σ wᵢ BᵢAᵢ − B̄Ā = Σ wᵢ (Bᵢ − B̄)(Aᵢ − Ā)
+    cross term = ‖C‖_F / ‖Σ wᵢ BᵢAᵢ‖_F                 0 with freeze_a, whatever the replicas do
+
+The layer is the first one with an adapter.  Its elements are the first of fragment 0, so they are in the first part of
+a sharded step, whose owner alone logs the number there; in a direct step all replicas do, the same one.  No request is
+made for it, and no matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), with all replicas' columns side by side in U.
+
+Not promised: a number for each step (rendezvous/body_sample.py says when there is none), or that other layers are
+like the first.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+A_NAME = ".lora_A."
+B_NAME = ".lora_B."
+
+
+@dataclass(frozen=True)
+class FactorPair:
+    """Where A (r × in) and then B (out × r) of one layer are in the flat vector of a fragment."""
+
+    a_shape: tuple[int, int]
+    b_shape: tuple[int, int]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.a_shape) + math.prod(self.b_shape)
+
+    def split(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(…, elements) -> A, B."""
+        cut = math.prod(self.a_shape)
+        lead = values.shape[:-1]
+        return values[..., :cut].reshape(*lead, *self.a_shape), values[..., cut:].reshape(*lead, *self.b_shape)
+
+
+def first_pair(layout: Sequence[tuple[str, Sequence[int]]]) -> FactorPair | None:
+    """The first layer whose factors are both trained.   layout: names and shapes in flat order."""
+    start = 0
+    for (name, shape), (next_name, next_shape) in pairwise(layout):
+        if A_NAME in name and next_name == name.replace(A_NAME, B_NAME) and len(shape) == len(next_shape) == 2:
+            return FactorPair((shape[0], shape[1]), (next_shape[0], next_shape[1]), start)
+        start += math.prod(shape)
+    return None
+
+
+def trains_only_b(names: Sequence[str]) -> bool:
+    """Is A frozen in every layer?"""
+    return any(B_NAME in name for name in names) and not any(A_NAME in name for name in names)
+
+
+def cross_term(a: np.ndarray, b: np.ndarray, weights: Sequence[float]) -> float | None:
+    """a: (N, r, in), b: (N, out, r), of each replica.   None where the mean product is zero or not finite."""
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return None
+    w = np.asarray(weights, np.float64)
+    w = (w / w.sum())[:, None, None]
+    a = a.astype(np.float64)
+    b = b.astype(np.float64)
+    whole = _norm_of_sum(w * b, a)
+    if whole == 0.0:
+        return None
+    return _norm_of_sum(w * (b - (w * b).sum(0)), a - (w * a).sum(0)) / whole
+
+
+def _norm_of_sum(b: np.ndarray, a: np.ndarray) -> float:
+    """‖Σ bᵢ aᵢ‖_F."""
+    u = np.concatenate(list(b), axis=1)
+    v = np.concatenate(list(a), axis=0)
+    return math.sqrt(max(0.0, float(np.sum((u.T @ u) * (v @ v.T)))))
