@@ -25,6 +25,7 @@ from diloco.config import AUTO, OuterConfigError
 from diloco.flat import layout_of
 from diloco.launch import agree_on_run, solo_warning
 from diloco.model_checks import frozen_digest
+from diloco.moments import moments_digest, read_moments, write_moments
 from diloco.safety import moved_share
 from diloco.session import Session
 from diloco.step_report import StepReport
@@ -125,9 +126,32 @@ class StoreRounds:
         self._report = StepReport(self.session, loop)
         self._samples = [0.0] * loop.rules.fragments
         rv.join(loop.state, self._theta_0)
+        rv.baggage = self._pack_moments
         self.session.emit("joined", step=rv.step)
+        self._unpack_moments(loop)
         self.session.flush()
         self._round_began = self.session.clock.now()
+
+    def _pack_moments(self) -> dict[str, np.ndarray]:
+        """The optimizer's moments, for the next session of this slot."""
+        assert self.loop is not None, "join comes first"
+        moments = read_moments(self.loop.model, self.loop.optimizer)
+        if moments:
+            self.session.emit("moments_left", digest=moments_digest(moments))
+        return moments
+
+    def _unpack_moments(self, loop: "OuterLoop") -> None:
+        """Those that the session before has left, if it has."""
+        found = self.session.rv.inherited
+        if not found:
+            return
+        if why := write_moments(loop.model, loop.optimizer, found):
+            self.session.emit("bad_moments", text=f"moments of the session before: {why}; the optimizer starts fresh")
+        else:
+            taken = read_moments(loop.model, loop.optimizer)
+            self.session.emit(
+                "moments_taken", digest=moments_digest(taken), bytes=sum(a.nbytes for a in taken.values())
+            )
 
     def _found_run(self, loop: "OuterLoop") -> None:
         """Write run.json, or compare with the one that stands, which names the codec."""

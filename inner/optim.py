@@ -9,7 +9,8 @@
     muon        matrices: torch.optim.Muon, each step as long as AdamW's would be; all else: AdamW
     adamw8bit   bitsandbytes'
 
-Not promised: that moments survive a session.
+Not promised: that moments survive a session; those of an adapter do where its replica leaves with notice
+(diloco/moments.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence

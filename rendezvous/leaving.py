@@ -1,19 +1,20 @@
 """How a replica goes: in time, with what it has, and with what others need from it.
 
-    asked ──▶ offer what there is ──▶ own blobs ──▶ residual ──▶ leave/{slot}-{g}.json ──▶ θ_T ──▶ last beat
-      └───────────────────────── grace ─────────────────────────┘
+    asked ──▶ offer what there is ──▶ own blobs ──▶ residual, baggage ──▶ leave/{slot}-{g}.json ──▶ θ_T ──▶ last beat
+      └───────────────────────────── grace ──────────────────────────────┘
 
     asked while it waits or heals                  Leaving, at the next pause
     asked while work is not durable yet            it may use the whole grace, then Leaving
     a later generation holds the slot              Fenced, at the next pause
 
-The leave record is the last write of a generation.  It names the codec's residual, which only the next generation of
-the slot takes (residuals.py), and the digest of the state: two that left with the same one confirm the last snapshot.
+The leave record is the last write of a generation.  It names a file with the codec's residual and the owner's baggage,
+which only the next generation of the slot takes (residuals.py), and the digest of the state: two that left with the
+same one confirm the last snapshot.  Baggage is arrays that the engine carries and does not understand.
 
 Not promised: that a goodbye is said.  A replica that was killed has said none, and everything goes on without.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from rendezvous.clock import Clock
 from rendezvous.errors import Leaving
 from rendezvous.membership import Membership, read_leave
 from rendezvous.records import Leave, new_nonce
+from rendezvous.residuals import BAGGAGE
+from rendezvous.snapshots import Arrays
 from rendezvous.store import Store, put_once
 
 
@@ -62,42 +65,49 @@ class Departure:
             raise Leaving(f"{self._members.name} was asked to go; what it offered is durable")
 
 
-def hand_over_residual(
+def hand_over(
     store: Store,
     members: Membership,
-    unsent: Mapping[str, np.ndarray],
+    unsent: Arrays,
+    baggage: Arrays,
     *,
     bytes_per_s: float,
     left_s: float,
     emit: Emit,
 ) -> tuple[str, str]:
-    """-> key and digest of what the codec has not sent, for the next generation of this slot; ("", "") for none.
+    """-> key and digest of what the next generation of this slot may take over; ("", "") for nothing.
 
-    It may take half of the time that is left, by the rate of the last upload; else it is lost, and reported.
+    unsent: values that the codec has not sent.   baggage: the owner's own arrays, which go along if there is time.
+    All may take half of the time that is left, by the rate of the last upload; else it is lost, and reported.
     """
-    size = sum(e.nbytes for e in unsent.values())
-    if not size:
-        return "", ""
-    if size > bytes_per_s * left_s / 2:
-        emit("residual_dropped", bytes=size, rate=bytes_per_s, left_s=left_s)
-        return "", ""
-    return residuals.put_residuals(store, members.slot, members.generation, dict(unsent))
+    arrays = dict[str, np.ndarray]()
+    named = {BAGGAGE + name: array for name, array in baggage.items()}
+    for event, more in (("residual_dropped", unsent), ("baggage_dropped", named)):
+        size = sum(a.nbytes for a in (*arrays.values(), *more.values()))
+        if more and size > bytes_per_s * left_s / 2:
+            emit(event, bytes=size, rate=bytes_per_s, left_s=left_s)
+        else:
+            arrays |= more
+    return residuals.put_residuals(store, members.slot, members.generation, arrays) if arrays else ("", "")
 
 
-def take_residual(store: Store, members: Membership, sizes: Sequence[int], emit: Emit) -> dict[str, np.ndarray] | None:
-    """Take over the values that the codec of the generation directly before this one had not sent, if it left them.
+def take_over(
+    store: Store, members: Membership, sizes: Sequence[int], emit: Emit
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Take what the generation directly before this one left: -> values that its codec had not sent, and its baggage.
 
     Nobody else ever reads it: should this replica die without a goodbye, it is gone.   sizes: elements per fragment.
     """
     left = read_leave(store, members.slot, members.generation - 1)
     if left is None or not left.residual:
-        return None
-    unsent = residuals.take_residuals(store, left, sizes)
-    if unsent is None:
-        emit("bad_residual", text=f"{left.residual} is missing or damaged; the codec starts from zero")
-        return None
-    emit("inherited", of=left.generation, bytes=sum(e.nbytes for e in unsent.values()))
-    return unsent
+        return {}, {}
+    arrays = residuals.take_residuals(store, left, sizes)
+    if arrays is None:
+        emit("bad_residual", text=f"{left.residual} is missing or damaged; codec and optimizer start from zero")
+        return {}, {}
+    emit("inherited", of=left.generation, bytes=sum(a.nbytes for a in arrays.values()))
+    baggage = {name.removeprefix(BAGGAGE): a for name, a in arrays.items() if name.startswith(BAGGAGE)}
+    return {name: a for name, a in arrays.items() if not name.startswith(BAGGAGE)}, baggage
 
 
 def write_goodbye(

@@ -101,6 +101,8 @@ class Rendezvous:
         self.step = 0
         self.base = ""
         self.last_offer: Offer | None = None
+        self.baggage: Callable[[], snapshots.Arrays] = dict  # what the next generation of this slot is to be given
+        self.inherited: dict[str, np.ndarray] = {}  # what the one before has given us; there once we have joined
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.set_rules(rules_)
 
@@ -164,7 +166,8 @@ class Rendezvous:
         self._heal()
         self._committer.refuse_lower_quorum()
         sizes = [state.size(f) for f in range(self.rules.fragments)]
-        if (unsent := leaving.take_residual(self.store, self.members, sizes, self.emit)) is not None:
+        unsent, self.inherited = leaving.take_over(self.store, self.members, sizes, self.emit)
+        if unsent:
             self.own_blobs.encoder.restore_residuals(unsent)
         while not self.is_done and self.offers.has_offered(self.slot):
             self.emit("adopted", step=self.step)
@@ -408,8 +411,9 @@ class Rendezvous:
             self._digests.check_unchanged()  # our digest may confirm the last snapshot
         try:
             self.own_blobs.mend_missed()
-            residual = leaving.hand_over_residual(
-                self.store, self.members, {} if self.is_done else self.own_blobs.encoder.unsent_residuals,
+            unsent = {} if self.is_done else self.own_blobs.encoder.unsent_residuals
+            residual = leaving.hand_over(
+                self.store, self.members, unsent, {} if self.is_done else self.baggage(),
                 bytes_per_s=self.own_blobs.bytes_per_s, left_s=self._departure.left_s, emit=self.emit,
             )  # fmt: skip
             step = self.step

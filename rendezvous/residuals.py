@@ -3,6 +3,8 @@
     r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
     r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer
 
+Beside the residual the file may hold baggage of whoever runs the engine, `own.…` (an optimizer's moments).
+
 Only generation g reads what g − 1 left.  So it is used once, whatever happens: if r01-2 is killed, r01-3 looks for
 leave/r01-2.json, finds nothing, and starts from zero.
 
@@ -22,6 +24,8 @@ from rendezvous.errors import StoreError
 from rendezvous.records import Leave, new_nonce
 from rendezvous.store import Store
 from rendezvous.tensors import TensorFile
+
+BAGGAGE = "own."  # begins the names of arrays that are the owner's
 
 
 def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
@@ -52,5 +56,6 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str,
 def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
     """Could an encoder of these fragments hold it?"""
     kinds = {"residual": np.float32, "age": np.uint8}
+    codecs = {n: a for n, a in unsent.items() if not n.startswith(BAGGAGE)}
     due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}
-    return all(due.get(n) == (a.dtype, a.shape) and np.isfinite(a).all() for n, a in unsent.items())
+    return all(due.get(n) == (a.dtype, a.shape) and np.isfinite(a).all() for n, a in codecs.items())

@@ -105,6 +105,37 @@ def test_with_no_grace_left_it_is_dropped(clock: ManualClock) -> None:
     assert seat.events("residual_dropped")
 
 
+def with_baggage(seat: Seat, n: int = 4) -> Seat:
+    seat.rv.baggage = lambda: {"m": np.arange(n, dtype=np.float32)}
+    return seat
+
+
+def test_baggage_goes_along_once_and_residuals_go_first(clock: ManualClock) -> None:
+    _, life = solo(clock)
+    seat = with_baggage(life())
+    work(seat, DELTAS[0])
+    seat.rv.finish("asked to leave")
+    after = life()
+    assert (
+        after.rv.inherited["m"].tolist() == [0, 1, 2, 3]
+        and np.array_equal(held(after), held(seat))
+        and held(seat).any()
+    )
+    assert not life().rv.inherited, "2 was killed"
+
+
+def test_baggage_that_does_not_fit_the_time_is_dropped_and_the_residual_is_not(clock: ManualClock) -> None:
+    store, life = solo(clock)
+    seat = with_baggage(life(), 1 << 20)
+    slow = Fault("put", "/delta/", error=None, before=lambda: clock.sleep(0.01))
+    store.faults.append(slow)
+    work(seat, DELTAS[0])
+    seat.rv.finish("asked to leave")
+    assert seat.events("baggage_dropped") and not seat.events("residual_dropped")
+    after = life()
+    assert held(after).any() and not after.rv.inherited
+
+
 @pytest.mark.parametrize("harm", ["missing", "damaged"])
 def test_a_bad_blob_is_told_and_not_used(clock: ManualClock, harm: str) -> None:
     store, life = solo(clock)
