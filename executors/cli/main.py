@@ -500,11 +500,25 @@ def _init(args: Namespace) -> int:
     steps = [
         f"cd {args.folder}",
         "python test_rewards.py                         # the reward, without a model",
+        "diloco check run.toml                          # the reward on three prompts, with the model's tokenizer",
         "diloco plan run.toml --run runs/first          # what it would do; starts nothing",
         "diloco train run.toml --run runs/first",
     ]
     lines = [f"wrote {', '.join(names)}. Next:", *(f"  {step}" for step in steps)]
     _print_answer(args, {"folder": args.folder, "files": names}, *lines)
+    return 0
+
+
+def _check(args: Namespace) -> int:
+    from dataclasses import asdict
+
+    from diloco.config import load_config
+    from executors.cli.check import check_lines
+    from inner.trial import try_reward
+
+    config = load_config(args.config, args.set)
+    found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
+    _print_answer(args, asdict(found), *check_lines(found, str(config.inner.rewards.function)))
     return 0
 
 
@@ -559,8 +573,8 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "eval": _eval, "report": _report,
-    "traces": _traces, "track": _track, "init": _init, "doctor": _doctor, "setup": _setup, "objectives": _objectives,
-    "demo": _demo, "completion": _completion,
+    "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor, "setup": _setup,
+    "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export eval report traces track init setup doctor objectives demo completion
+    export eval report traces track init check setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -196,6 +196,14 @@ def _add_checking_verbs(verbs: Any) -> None:
     start.add_argument("folder", metavar="FOLDER", help="a new one")
     start.add_argument("--model", default=MODEL, metavar="MODEL", help=f"on the Hub, a folder or .gguf ({MODEL})")
     start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: to write over")
+    check = _add_verb(
+        verbs, "check", "ask the reward about the first prompts; nothing is started", ("CONFIG", "the run.toml")
+    )
+    check.add_argument("--rows", type=positive, default=3, metavar="N", help="prompts (default 3)")
+    check.add_argument(
+        "--completion", action="append", default=[], metavar="TEXT", help="score this one too; again for more"
+    )
+    check.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="in the place of CONFIG's")
     text = "from an account to the command that starts a run: login, store, secret; makes what it may"
     setup = _add_verb(verbs, "setup", text)
     setup.add_argument("place", metavar="PLACE", choices=("modal", "hf"), help="modal or hf")

@@ -1,0 +1,180 @@
+"""The user's reward on the first prompts, asked as a run asks it, with the model's own tokenizer (`diloco check`).
+
+    row ── chat template, tokenizer ──▶ prompt, its tokens
+     └── completions: each other column's value (the answer is often one) · the caller's own · an empty one
+               └──▶ reward(prompts, completions, completion_ids, columns) ──▶ numbers
+
+    parent ── {"inner", "files", "rows", "given", "answer"} ──▶ python -m inner.trial ──▶ {"trials"} or {"refused"}
+
+A process of its own, as in rehearse.py: the user's code may hang, exit, or crash it.  Its prints go to stderr.
+
+Not promised: anything about an environment's tools, whose state only a rollout has; that other prompts do as well.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from inner.base import Files, InnerConfig, InnerError
+from inner.gguf_header import is_gguf_file
+
+MOST_PROMPTS = 1000  # are measured
+TIME_S = 120.0
+
+
+@dataclass(frozen=True)
+class TriedCompletion:
+    """source: a column of the row, "given" or "empty".   reward: None for "cannot say"."""
+
+    source: str
+    completion: str
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class PromptTrial:
+    """prompt: the newest message's text."""
+
+    prompt: str
+    scored: tuple[TriedCompletion, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """tokens: of the shortest and of the longest prompt.   seconds: that the reward took in all.
+
+    template: the chat template wrote the prompts; else they are plain text.
+    """
+
+    prompts: int
+    tokens: tuple[int, int]
+    template: bool
+    seconds: float
+    trials: tuple[PromptTrial, ...]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [scored.reward for trial in self.trials for scored in trial.scored]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "Trial":
+        trials = tuple(
+            PromptTrial(t["prompt"], tuple(TriedCompletion(**s) for s in t["scored"])) for t in raw["trials"]
+        )
+        return cls(raw["prompts"], (raw["tokens"][0], raw["tokens"][1]), raw["template"], raw["seconds"], trials)
+
+
+def try_reward(
+    config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
+) -> Trial:
+    """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError for what cannot work."""
+    if config.rewards.function is None or config.data.prompts is None:
+        raise InnerError(
+            "there is no reward function with prompts to try: set inner.rewards.function and inner.data.prompts"
+        )
+    if config.sampling.environment is not None:
+        raise InnerError(
+            "inner.sampling.environment is set, and an environment's state cannot be made without a rollout: "
+            "`diloco plan` builds it and checks its tools; `diloco train` with --steps 1 tries it"
+        )
+    with tempfile.TemporaryDirectory(prefix="trial-") as scratch:
+        answer = Path(scratch) / "answer.json"
+        asked = {"inner": config.to_dict(), "files": {k: str(Path(v).absolute()) for k, v in files.items()}}
+        asked |= {"rows": rows, "given": list(given), "answer": str(answer)}
+        command = [sys.executable, "-m", "inner.trial", json.dumps(asked)]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), timeout=time_s)
+        except subprocess.TimeoutExpired:
+            raise InnerError(
+                f"{config.rewards.function} and the tokenizer took longer than {time_s:.0f} s; see what it waits for"
+            ) from None
+        if not answer.is_file():
+            raise InnerError(
+                f"{config.rewards.function} ended its process with exit code {done.returncode}; take the exit out"
+            )
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    if "refused" in found:
+        raise InnerError(found["refused"])
+    return Trial.from_dict(found)
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
+    from inner.userfiles import load_prompts, load_reward
+
+    reward = load_reward(str(config.rewards.function), files)
+    prompts = load_prompts(str(config.data.prompts), files)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
+    began = time.perf_counter()
+    trials = [_try_row(reward, tokenizer, row, given) for row in prompts[:rows]]
+    seconds = time.perf_counter() - began
+    template = any(isinstance(row["prompt"], list) for row in prompts)
+    return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials))
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer that the run will have.  A model on the Hub: its small files, from the cache or fetched."""
+    from transformers import AutoTokenizer
+
+    path = Path(name)
+    where = (str(path.parent), {"gguf_file": path.name}) if is_gguf_file(name) else (name, {})
+    try:
+        return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}") from error
+
+
+def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> int:
+    """Tokens of a prompt as the model reads it; messages go through the chat template."""
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise InnerError(
+            "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
+            "write each prompt as text"
+        )
+    return len(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, add_generation_prompt=True))
+
+
+def _try_row(reward: Any, tokenizer: Any, row: dict[str, Any], given: Sequence[str]) -> PromptTrial:
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    tried = [(name, str(value)) for name, value in columns.items() if isinstance(value, str | int | float)]
+    tried += [*(("given", text) for text in given), ("empty", "")]
+    texts = [text for _, text in tried]
+    chat = isinstance(row["prompt"], list)
+    values = reward(
+        prompts=[row["prompt"]] * len(texts),
+        completions=[[{"role": "assistant", "content": text}] if chat else text for text in texts],
+        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
+        trainer_state=None,
+        log_extra=lambda column, values: None,
+        log_metric=lambda name, value: None,
+        **{name: [value] * len(texts) for name, value in columns.items()},
+    )
+    shown = row["prompt"][-1].get("content", "") if chat else row["prompt"]
+    return PromptTrial(str(shown), tuple(TriedCompletion(*t, v) for t, v in zip(tried, values, strict=True)))
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    files = {k: Path(v) for k, v in asked["files"].items()}
+    try:
+        found = asdict(
+            run_trial(InnerConfig.from_dict(asked["inner"]), files, rows=asked["rows"], given=asked["given"])
+        )
+    except InnerError as error:
+        found = {"refused": str(error)}
+    Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

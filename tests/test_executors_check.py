@@ -1,0 +1,123 @@
+"""`diloco check`: the reward, asked about the first prompts with the model's own tokenizer, in a process of its own."""
+
+import atexit
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executors.cli.check import check_lines
+from executors.cli.main import main
+from inner import InnerConfig, InnerError
+from inner.trial import PromptTrial, Trial, TriedCompletion, count_tokens, load_tokenizer, run_trial, try_reward
+from inner.worlds.toolworld import ToolWorld
+
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "answer": str(n + 1)} for n in range(5)]
+GOOD = """def score(completions, answer, **_):
+    return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
+"""
+
+
+@cache
+def model_folder() -> Path:
+    """A tokenizer with a chat template: all that a check reads of a model."""
+    folder = tempfile.TemporaryDirectory(prefix="test-check-")
+    atexit.register(folder.cleanup)
+    ToolWorld(kinds=2, names=4).tokenizer().save_pretrained(folder.name)
+    return Path(folder.name)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "rewards.py").write_text(GOOD)
+    (tmp_path / "run.toml").write_text(
+        f'name = "x"\n[inner]\nmodel = "{model_folder()}"\n[inner.data]\nprompts = "prompts.jsonl"\n'
+        '[inner.rewards]\nfunction = "rewards.py:score"\n'
+    )
+    return tmp_path
+
+
+def tried(project: Path, **more: Any) -> Trial:
+    config = InnerConfig.from_dict(
+        {
+            "model": str(model_folder()),
+            "data": {"prompts": "prompts.jsonl"},
+            "rewards": {"function": "rewards.py:score"},
+        }
+    )
+    files = {"prompts": project / "prompts.jsonl", "reward": project / "rewards.py"}
+    return run_trial(config, files, rows=more.get("rows", 2), given=more.get("given", ()))
+
+
+def test_it_scores_the_rows_answers_the_given_text_and_nothing(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(project / "run.toml"), "--completion", "2", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["prompts"], told["template"], len(told["trials"])) == (5, True, 3)
+    found = [[(s["source"], s["reward"]) for s in t["scored"]] for t in told["trials"]]
+    assert found == [[("answer", 1.0), ("given", float(n == 1)), ("empty", 0.0)] for n in range(3)]
+
+
+def test_tokens_are_those_of_the_chat_template(project: Path) -> None:
+    found = tried(project)
+    tokenizer = load_tokenizer(str(model_folder()))
+    text = tokenizer.apply_chat_template(ROWS[0]["prompt"], tokenize=False, add_generation_prompt=True)
+    assert found.tokens == (len(tokenizer(text, add_special_tokens=False)["input_ids"]),) * 2
+
+
+def test_messages_need_a_template() -> None:
+    tokenizer = load_tokenizer(str(model_folder()))
+    tokenizer.chat_template = None
+    with pytest.raises(InnerError, match="no chat template"):
+        count_tokens(tokenizer, [{"role": "user", "content": "x"}])
+    assert count_tokens(tokenizer, "1 plus 2") > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(completions, reference, **_):\n    return []\n", "reference"),
+        ("def score(completions, **_):\n    return [0.0]\n", "returned 1 values for 2 completions"),
+        ("import nothing_of_this_name\n", "nothing_of_this_name"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_shown_with_its_line(project: Path, code: str, words: str) -> None:
+    (project / "rewards.py").write_text(code)
+    with pytest.raises(InnerError, match=words):
+        tried(project)
+
+
+def test_a_reward_that_ends_its_process(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (project / "rewards.py").write_text("import os\nos._exit(3)\n")
+    assert main(["check", str(project / "run.toml")]) == 2
+    assert "exit code 3" in capfd.readouterr().err
+
+
+def test_a_model_without_a_tokenizer(project: Path, tmp_path: Path) -> None:
+    with pytest.raises(InnerError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_nothing_to_try() -> None:
+    with pytest.raises(InnerError, match="no reward function"):
+        try_reward(InnerConfig(model="toolworld"), {})
+
+
+def trial_with(*rewards: float | None) -> Trial:
+    return Trial(
+        1, (3, 4), False, 0.001, (PromptTrial("p" * 90, tuple(TriedCompletion("a", "b", r) for r in rewards)),)
+    )
+
+
+def test_the_words() -> None:
+    lines = check_lines(trial_with(1.0, None), "r.py:f")
+    assert lines[0] == "1 prompts of 3 to 4 tokens, as plain text"
+    assert lines[1].endswith("ppp…") and [line.split("  ")[-1] for line in lines[2:4]] == [" a: b", " a: b"]
+    assert "cannot say" in lines[3] and "2 completions in 1 ms" in lines[4] and len(lines) == 5
+    assert "teaches nothing" in check_lines(trial_with(0.5, 0.5), "r.py:f")[-1]
+    assert "learns nothing" in check_lines(trial_with(None, None), "r.py:f")[-1]
