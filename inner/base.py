@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from inner.errors import FLOAT16, InnerError
-from inner.flat_names import FILE_SETTINGS, FLAT_NAMES
+from inner.flat_names import FILE_SETTINGS, FLAT_NAMES, GONE
 from inner.lora_settings import LoraSettings
 from inner.objectives import find_objective, po_settings
 from inner.settings import ChannelSettings, ReplaySettings, SdpoSettings, refuse_unread
@@ -96,7 +96,6 @@ class InnerConfig(Table):
         None, "Learning rate of the inner optimizer (default: 1e-6, with [inner.lora] 1e-4, built-in models 1e-3).",
         above=0,
     )  # fmt: skip
-    lr_warmup_steps: int = setting(0, "Inner steps, from the first of the data order, over which lr rises.", least=0)
     optimizer: str = setting(
         "adamw",
         '"muon": torch.optim.Muon for matrices, at AdamW\'s size of step, and AdamW for embeddings, head, norms and '
@@ -316,7 +315,7 @@ def _keys_of(table: type[Table]) -> tuple[str, ...]:
 
 
 TRL_NAMES = tuple(f"inner.trl.{name}" for name in HANDED_THROUGH)
-MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in FLAT_NAMES.items()}
+MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()}
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
     "gradient_checkpointing", "trl", "data.prompts", *_keys_of(RewardSettings), *_keys_of(SamplingSettings),

@@ -62,6 +62,9 @@ FLAT_NAMES: dict[str, str] = {
     "warm_start_steps": "toolworld.warm_start_steps",
 }
 
+# a setting that another one has taken the place of, and a remark about that one; no keyword has its name any more
+GONE = {"lr_warmup_steps": "schedule.lr_warmup which counts outer steps"}
+
 # the user's own files: how `files`, run.json and errors call one ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
 EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]

@@ -1,9 +1,9 @@
 """The inner optimizer, and its rate as a function of the committed outer step.
 
-    rate = lr · factor(t) · min(1, (s + 1) / warmup_steps, (start + s + 1) / lr_warmup_steps)
+    rate = lr · factor(t) · min(1, (s + 1) / warmup_steps)
 
     t   the committed outer step: [inner.schedule] says what factor is; a replacement is where the others are
-    s   inner steps of this session; `warmup_steps` belongs to it (fresh moments), `lr_warmup_steps` to the data order
+    s   inner steps of this session, whose moments are fresh: `warmup_steps` belongs to it
 
     adamw       torch's, in the parameters' own dtype; fp32 parameters are their own masters
     muon        matrices: torch.optim.Muon, each step as long as AdamW's would be; all else: AdamW
@@ -91,13 +91,12 @@ class RunSchedule(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> None:
         session = max(1, warmup_steps)
-        first = max(1, config.lr_warmup_steps)
         committed: list[Callable[[], int]] = []
         self._committed = committed
 
         def factor(s: int) -> float:
             t = committed[0]() if committed else start + s
-            return config.schedule.lr_factor(t) * min(1.0, (s + 1) / session, (start + s + 1) / first)
+            return config.schedule.lr_factor(t) * min(1.0, (s + 1) / session)
 
         super().__init__(optimizer, factor)
 

@@ -167,7 +167,8 @@ def refuse_unknown(
 ) -> None:
     """Raise `error` for the first key in `raw` that is no setting, with the nearest one of all tables.
 
-    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name.
+    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name, and perhaps a
+    blank and a remark.
     """
     if prefix is None:
         prefix = f"{cls.path}." if issubclass(cls, Table) and cls.path else ""
@@ -184,8 +185,10 @@ def refuse_unknown(
 
 def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
     if name in moved:
-        table, _, key = moved[name].rpartition(".")
-        return f"{name} has moved: write {key} in the table [{table}] (that is {moved[name]})"
+        place, _, remark = moved[name].partition(" ")
+        table, _, key = place.rpartition(".")
+        text = f"{name} has moved: write {key} in the table [{table}] (that is {place})"
+        return f"{text}, {remark}" if remark else text
     prefix, _, key = name.rpartition(".")
     if guess := _nearest_name(prefix, key, known, moved):
         return f"unknown setting {name}; did you mean {guess}?"
@@ -208,7 +211,9 @@ def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, s
     here = {k: start + k for n in known if n.startswith(start) and (k := n[len(start) :].partition(".")[0])}
     if near := get_close_matches(key, here, n=1):
         return here[near[0]]
-    anywhere = {n.rpartition(".")[2]: n for n in known} | {old.rpartition(".")[2]: new for old, new in moved.items()}
+    anywhere = {n.rpartition(".")[2]: n for n in known} | {
+        old.rpartition(".")[2]: new.partition(" ")[0] for old, new in moved.items()
+    }
     if near := get_close_matches(key, anywhere, n=1):
         return anywhere[near[0]]
     return same[0] if same else ""

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,6 +255,11 @@ MISTAKES = (
         "vLLM where it is not",
         ("inner.sampling.vllm = true", "vllm==0.31.0", "transformers==5.17"),
         inner=("sampling.vllm = true",)
+    ),
+    Mistake(
+        "8-bit AdamW where bitsandbytes is not",
+        ('inner.optimizer = "adamw8bit", and bitsandbytes', "bitsandbytes`, or set inner.optimizer"),
+        inner=('optimizer = "adamw8bit"',)
     ),
     Mistake(
         "a run key that replicas do not get", ("DILOCO_RUN_KEY", "--secret DILOCO_RUN_KEY"),
@@ -575,6 +581,16 @@ def test_a_model_that_the_hub_does_not_give_is_refused_on_every_platform(
 
 
 # -------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize(
+    ("options", "fine"), [({}, False), ({"pip": ["bitsandbytes"]}, True), ({"image": "me/x"}, True)]
+)
+def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: bool) -> None:
+    config = RunConfig.from_dict({"inner": {"optimizer": "adamw8bit"}})
+    said = place_faults.eight_bits(config, Place(executor="modal", options=options))
+    assert (said == "") is fine and (fine or "will not be in the image on modal. Add `--pip bitsandbytes`" in said)
+    assert place_faults.eight_bits(RunConfig(), Place(executor="modal")) == ""
 
 
 def test_devices_in_every_platforms_words() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from diloco import reference
-from diloco.config import RunConfig
+from diloco.config import ConfigError, RunConfig
 from inner.base import MOVED, InnerConfig, InnerError
 from inner.flat_names import FILE_SETTINGS, FLAT_NAMES
 from inner.tables import Table, list_settings
@@ -39,7 +39,7 @@ def test_every_key_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_key_stands_twice_and_every_moved_one_has_a_place() -> None:
     known = list_settings(RunConfig)
-    assert set(MOVED.values()) <= set(known) and not set(MOVED) & set(known)
+    assert {place.partition(" ")[0] for place in MOVED.values()} <= set(known) and not set(MOVED) & set(known)
     assert set(FILE_SETTINGS.values()) <= set(FLAT_NAMES.values())
     tables = [path for path, _ in reference.list_tables(RunConfig)]
     assert len(tables) == len(set(tables)) <= 16
@@ -52,6 +52,13 @@ def test_an_old_flat_key_is_refused_with_its_new_place(name: str) -> None:
         InnerConfig.from_dict({name: 1})
     words = f"inner.{name} has moved: write {key} in the table [inner.{table}]"
     assert words in str(said.value)
+
+
+def test_of_two_warm_ups_one_is_left_and_the_other_is_refused_with_its_unit() -> None:
+    with pytest.raises(
+        ConfigError, match=r"write lr_warmup in the table \[inner\.schedule\].*which counts outer steps"
+    ):
+        RunConfig.from_dict({"inner": {"lr_warmup_steps": 8}})
 
 
 @pytest.mark.parametrize(
@@ -75,8 +82,6 @@ def test_an_unknown_key_gets_the_nearest_of_all_tables(raw: dict, guess: str | N
 
 
 def test_a_run_asks_its_outer_tables_too() -> None:
-    from diloco.config import ConfigError
-
     with pytest.raises(ConfigError, match=r"unknown setting inner\.sync_every; did you mean outer\.sync_every"):
         RunConfig.from_dict({"inner": {"sync_every": 3}})
     with pytest.raises(ConfigError, match=r"unknown setting fleet\.codec; did you mean outer\.codec"):

@@ -172,7 +172,9 @@ def test_warm_up_of_a_life_and_of_the_run() -> None:
         return seen
 
     assert rates(warmup_steps=2) == pytest.approx([5e-4, 1e-3, 1e-3])
-    assert rates(lr_warmup_steps=4, seeds=Seeds(data=0, noise=0, start=2)) == pytest.approx([7.5e-4, 1e-3, 1e-3])
+    assert rates(schedule={"lr_warmup": 3}, seeds=Seeds(data=0, noise=0, start=2)) == pytest.approx(
+        [7.5e-4, 1e-3, 1e-3]
+    )
 
 
 def test_quiet_and_no_files(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

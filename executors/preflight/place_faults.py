@@ -2,6 +2,7 @@
 
     idle_devices    --gpu H100:8 while a replica uses one device
     vllm_missing    inner.sampling.vllm = true where no image will have it
+    eight_bits      inner.optimizer = "adamw8bit" where no bitsandbytes will be
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
     model_far       the model is a folder of this machine, and is published from somewhere else
     image_fault     an image's name that is none
@@ -41,8 +42,8 @@ def place_faults(
     """The mistakes, one sentence each, the cheapest to find first."""
     for place in places:
         found = (
-            idle_devices(place), image_fault(place), vllm_missing(config, place), keys_missing(url, place, environ),
-            options_fault(place),
+            idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
+            keys_missing(url, place, environ), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -108,6 +109,24 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
     return (
         f"inner.sampling.vllm = true, and vLLM {where}. Leave inner.sampling.vllm out, or run from an "
         "environment with vllm==0.31.0, transformers==5.17.* and huggingface_hub==1.33.*"
+    )
+
+
+def eight_bits(config: RunConfig, place: Place) -> str:
+    """The image of a place elsewhere gets what `--pip` names; without that it has what is installed here and needed."""
+    if config.inner.optimizer != "adamw8bit":
+        return ""
+    if place.executor in FAR:
+        if _may_bring(place, "bitsandbytes"):
+            return ""
+        where, next_ = f"will not be in the image on {place.executor}", "Add `--pip bitsandbytes`"
+    else:
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            return ""
+        where, next_ = "is not installed here, where replicas run", "`pip install bitsandbytes`"
+    return (
+        f'inner.optimizer = "adamw8bit", and bitsandbytes {where}. {next_}, or set inner.optimizer = "adamw" (AdamW\'s '
+        "moments of an adapter are small anyway)."
     )
 
 
