@@ -17,7 +17,7 @@ H = 10  # inner steps between two syncs
 
 def batch(slot: str, step: int) -> torch.Tensor:
     """Inner step `step` of a replica: its data are a function of where the run is, so that nothing is seen twice."""
-    return torch.randn(64, 8, generator=torch.Generator().manual_seed(int(slot[1:]) << 32 | step))
+    return torch.randn(64, 8, generator=torch.Generator().manual_seed(step * 1000 + int(slot[1:])))
 
 
 def train(url: str, slot: str) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diloco.config import RunConfig
 from inner import InnerConfig, InnerError
 from inner.trl_fields import TRL_FIELDS
 from inner.trl_settings import HANDED_THROUGH, OWNED
-from tests.test_inner_trainer import make
+from tests.test_inner_trainer import make, measure, rollouts
 from tests.trl_table import PAGE, table_source
 
 
@@ -99,27 +100,72 @@ def test_top_k_of_one_samples_greedily() -> None:
     assert answers(top_k=1) == 0 < answers()
 
 
+def test_a_small_top_p_samples_only_what_is_likely() -> None:
+    """Each token of a rollout is the likeliest where the nucleus holds one token alone."""
+
+    def share_of_likeliest(**values: Any) -> float:
+        trainer = trainer_with(**values)
+        batch = rollouts(trainer)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        with torch.no_grad():
+            best = trainer.model(input_ids=ids, attention_mask=mask).logits.argmax(-1)[:, :-1]
+        sampled = batch["tool_mask"].bool() & batch["completion_mask"].bool()
+        hits = best[:, -batch["completion_ids"].shape[1] :] == batch["completion_ids"]
+        return hits[sampled].float().mean().item()
+
+    assert share_of_likeliest(top_p=1e-6) == 1.0 > share_of_likeliest()
+
+
 def test_beta_adds_a_kl_term_and_needs_the_start_model() -> None:
     assert not InnerConfig().compares_with_start and InnerConfig(trl={"beta": 0.1}).compares_with_start
     trainer = trainer_with(beta=0.5)
     assert trainer.beta == 0.5 and trainer.args.beta == 0.5
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    assert "ref_per_token_logps" in batch and "ref_per_token_logps" not in trainer_batch()
+    batch = rollouts(trainer)
+    assert "ref_per_token_logps" in batch and "ref_per_token_logps" not in rollouts(trainer_with())
 
 
-def trainer_batch() -> Any:
-    trainer = trainer_with()
-    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+def test_beta_pulls_back_to_the_start_model() -> None:
+    """Away from θ₀ the loss without advantages is β · KL, and its gradient is not zero; without β there is none."""
+
+    def pull(beta: float) -> tuple[float, float]:
+        trainer = trainer_with(beta=beta)
+        batch = rollouts(trainer)
+        batch["advantages"].zero_()
+        with torch.no_grad():
+            for p in trainer.model.parameters():
+                p.mul_(1.01)
+        loss, gradient = measure(trainer.model, lambda: trainer._compute_loss(trainer.model, batch))
+        return loss.item(), gradient.norm().item()
+
+    off, half, whole = pull(0.0), pull(0.05), pull(0.1)
+    assert off == (0.0, 0.0) and half[0] > 0 and half[1] > 0
+    assert whole[0] == pytest.approx(2 * half[0], rel=1e-4) and whole[1] == pytest.approx(2 * half[1], rel=1e-3)
 
 
-def test_chat_template_kwargs_reach_the_template() -> None:
-    trainer = trainer_with(chat_template_kwargs={"enable_thinking": False})
-    assert trainer.chat_template_kwargs == {"enable_thinking": False}
+def test_chat_template_kwargs_change_the_prompt() -> None:
+    """The small world's template does not read any: this one writes what it is given behind each prompt."""
+
+    def prompt(**values: Any) -> str:
+        trainer = trainer_with(**values)
+        tokenizer = trainer.processing_class
+        tokenizer.chat_template += "{% if say_twice %}{{ messages[0]['content'] }}{% endif %}"
+        return tokenizer.decode(rollouts(trainer)["prompt_ids"][0], skip_special_tokens=True)
+
+    once, twice = prompt(), prompt(chat_template_kwargs={"say_twice": True})
+    assert twice.startswith(once) and len(twice) > len(once)
 
 
-def test_truncated_completions_are_masked_only_where_it_is_asked() -> None:
-    assert trainer_with(mask_truncated_completions=True).mask_truncated_completions
-    assert not trainer_with().mask_truncated_completions
+def test_a_batch_of_truncated_completions_has_no_loss_where_they_are_masked() -> None:
+    def loss_and_gradient(**values: Any) -> tuple[float, float]:
+        trainer = make(config={"trl": values, "sampling": {"max_completion_length": 2}})
+        batch = rollouts(trainer)
+        batch["advantages"] += 0.3
+        loss, gradient = measure(trainer.model, lambda: trainer._compute_loss(trainer.model, batch))
+        return loss.item(), gradient.norm().item()
+
+    assert loss_and_gradient(mask_truncated_completions=True) == (0.0, 0.0)
+    assert all(abs(value) > 1e-3 for value in loss_and_gradient())
 
 
 def test_reward_weights_scale_the_reward() -> None:
