@@ -253,7 +253,7 @@ def early_announcement() -> Iterator[None]:
 
     def eager(rv: Any, commit: Any, out: np.ndarray) -> None:
         if commit.by == rv.name and commit.mode == "direct":
-            rv._reducer.announcements.announce(commit.t, 0, out)
+            rv.reducer.announcements.announce(commit.t, 0, out)
         mean(rv, commit, out)
 
     with patch.object(Rendezvous, "mean", eager):

@@ -480,7 +480,7 @@ def test_a_mean_is_announced_once(clock: ManualClock) -> None:
     a.step()
     assert ("get", layout.mean_key(0, 0)) not in store.calls, "it was done with when step 1 opened"
     commit = a.rv.chain.known_commit(0) or pytest.fail("commit 0 is known")
-    a.rv._reducer.announcements.announce(commit.t, 0, np.zeros(3, np.float32))
+    a.rv.reducer.announcements.announce(commit.t, 0, np.zeros(3, np.float32))
     assert len([k for k in store.list("steps/0000000000/mean/") if k.endswith(".bin")]) == 1
 
 

@@ -53,7 +53,7 @@ def test_a_replica_and_a_rank_are_built_for_their_store(store: Store, way: objec
     replica.end()
     rank = ObjectStoreAllReduce("memory://unused", 0, 2, store=store)
     assert rank.step == 0
-    reducers = [replica.rv._reducer, rank._caught_up_rendezvous()._reducer]
+    reducers = [replica.rv.reducer, rank._caught_up_rendezvous().reducer]
     assert [reducer.bodies._together for reducer in reducers] == [way, way]
 
 
