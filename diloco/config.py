@@ -267,16 +267,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _read_override(text: str) -> tuple[str, Any]:
-    """ "inner.lr=2e-6" -> ("inner.lr", 2e-06).   Raises ConfigError for a name that is none, or no value of TOML."""
+    """ "inner.lr=2e-6" -> ("inner.lr", 2e-06), "inner.model=a/b" -> ("inner.model", "a/b").   Raises ConfigError."""
     name, equals, value = (part.strip() for part in text.partition("="))
     try:
-        if not equals or "\n" in value:
+        if not (name and equals and value) or "\n" in value:
             raise ValueError("a name, an = and a value belong there")
-        found = tomllib.loads(f"value = {value}")["value"]
+        found = _read_value(value)
     except ValueError as error:
         raise ConfigError(
-            f"--set {text} cannot be read ({error}). Write NAME=VALUE with a value of TOML: --set inner.lr=2e-6, and "
-            "text in quotes: --set 'outer.codec=\"int8\"'"
+            f"--set {text} cannot be read ({error}). Write NAME=VALUE: --set inner.lr=2e-6, --set outer.codec=int8; "
+            "lists and tables as TOML has them: --set 'inner.lora={r = 4}'"
         ) from None
     try:
         refuse_unknown(_nested(name.split("."), found), RunConfig, error=ConfigError, prefix="",
@@ -284,6 +284,16 @@ def _read_override(text: str) -> tuple[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"--set {text}: {error}") from None
     return name, found
+
+
+def _read_value(value: str) -> Any:
+    """A value of TOML; text needs no quotes, since its type is checked like a file's.   Raises ValueError."""
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        if value[0] in "[{\"'":
+            raise
+        return value
 
 
 def _nested(parts: Sequence[str], value: Any) -> dict[str, Any]:

@@ -22,6 +22,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_text_needs_no_quotes(file: Path) -> None:
+    config = load_config(file, ["outer.codec=int8", "name=my run", "inner.sdpo.teacher=frozen"])
+    assert (config.outer.codec, config.name, config.inner.sdpo.teacher) == ("int8", "my run", "frozen")
+
+
 def test_a_setting_goes_before_the_files(file: Path) -> None:
     sets = ["inner.lr=2e-6", 'outer.codec = "int8"', "inner.sdpo.teacher='frozen'", "inner.trl.top_p=0.9", "seed=3"]
     config = load_config(file, [*sets, "inner.lora={r = 4}"])
@@ -38,7 +43,11 @@ def test_a_setting_goes_before_the_files(file: Path) -> None:
         ("inner.temperature=0.5", r"has moved: write temperature in the table \[inner\.sampling\]"),
         ("lr=1", r"--set lr=1: unknown setting lr; did you mean (inner|outer)\.lr"),
         ("inner.lr", r"--set inner\.lr cannot be read .*NAME=VALUE"),
-        ("inner.model=Qwen/Qwen3", r"--set inner\.model=Qwen/Qwen3 cannot be read .*text in quotes"),
+        ("inner.lr=", r"--set inner\.lr= cannot be read .*NAME=VALUE"),
+        ("=3", r"--set =3 cannot be read .*NAME=VALUE"),
+        ("inner.lora={r = 4", r"--set inner\.lora=\{r = 4 cannot be read .*as TOML has them"),
+        ("inner.model='Qwen", r"--set inner\.model='Qwen cannot be read"),
+        ("inner.lr=2e-", r"inner\.lr = '2e-' must be float or nothing, not str"),
         ("inner.lr=-1.0", r"run\.toml with --set inner\.lr=-1\.0: inner\.lr = -1\.0 must be greater than 0"),
         ("inner.lr=true", r"inner\.lr = True must be float or nothing, not bool"),
         ("outer=3", r"\[outer\] must be a table, found 3"),
