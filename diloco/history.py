@@ -29,7 +29,7 @@ from rendezvous import layout
 from rendezvous.background import no_emit, together_on
 from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
-from rendezvous.reach import read_reach
+from rendezvous.reach import Reach, read_reach
 from rendezvous.records import Commit
 from rendezvous.reduce import Reducer, refuse_misweighed
 from rendezvous.replay import StateReplay
@@ -103,9 +103,15 @@ def state_at(
     return replay.step, state
 
 
+def what_is_kept(store: Store, keep: int | str) -> Reach | None:
+    """Which θ the bucket still gives; None: all of them.   keep: fleet.keep."""
+    return None if keep_bytes(keep) is None else read_reach(store)
+
+
 def refuse_gone(store: Store, step: int, keep: int | str) -> None:
     """ConfigError if what is left in the bucket does not give θ_step any more.   keep: fleet.keep."""
-    if keep_bytes(keep) is None or (left := read_reach(store)).covers_step(step):
+    left = what_is_kept(store, keep)
+    if left is None or left.covers_step(step):
         return
     raise ConfigError(
         f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep}) {left.in_words()}. Use one of "

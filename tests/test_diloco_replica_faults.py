@@ -4,6 +4,7 @@ Whatever happens: no outer step is lost, no work counts twice, and an independen
 the θ of every replica after every commit, bit for bit.
 """
 
+import json
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from diloco.footprint import footprint, in_bytes, lines
 from diloco.history import state_at
 from diloco.runlog.kept import kept_words
 from diloco.runlog.report import read_report, summary
+from executors.cli.main import _best_step
 from executors.cli.status import status_dict, status_table
 from rendezvous import layout, snapshots
 from rendezvous.clock import SystemClock
@@ -294,6 +296,16 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
         match=r"step 3 cannot be exported any more: what is kept \(fleet.keep = window\) reaches back to step",
     ):
         state_at(fleet.run, fleet.model, 3)
+    evaluated = [
+        {"at": 1.0, "event": "evaluated", "step": step, "share": 0, "shares": 1, "prompts": 1, "total": 1,
+         "greedy": {"reward": [1, reward, reward]}}
+        for step, reward in ((3, 1.0), (15, 0.5), (16, 0.25))
+    ]  # fmt: skip
+    log = run / "log" / "r00-9" / "000000.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text("".join(json.dumps(event) + "\n" for event in evaluated))
+    assert [e.step for e in read_report(fleet.run.store).evaluations] == [3, 15, 16]
+    assert _best_step(fleet.run, None) == 15, "the best of those that are kept"
 
 
 def test_bodies_go_while_replicas_die_and_means_tell_every_step_of_the_window(tmp_path: Path) -> None:

@@ -393,14 +393,23 @@ def _export(args: Namespace) -> int:
 
 
 def _best_step(run: "Run", step: int | None) -> int:
-    """The step whose θ did best on the held-out prompts.   Raises ConfigError where nothing was evaluated."""
+    """The step whose θ did best on the held-out prompts, of those that are kept.
+
+    Raises ConfigError where none was evaluated."""
     from diloco.config import ConfigError
+    from diloco.history import what_is_kept
     from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words
     from diloco.runlog.report import read_report
 
     if step is not None:
         raise ConfigError("--best and --step both name a step. Leave one of them out")
-    best = best_evaluation(read_report(run.store).evaluations)
+    kept = what_is_kept(run.store, run.config.fleet.keep)
+    evaluations = read_report(run.store).evaluations
+    best = best_evaluation([e for e in evaluations if kept is None or kept.covers_step(e.step)])
+    if best is None and evaluations:
+        raise ConfigError(
+            f"no evaluated step is kept (fleet.keep = {run.config.fleet.keep}). Leave out --best for the newest"
+        )
     if best is None:
         raise ConfigError(
             "no step of this run was evaluated on held-out prompts. Use --step T, or set [eval] in the next run"
