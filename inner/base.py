@@ -52,6 +52,7 @@ LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
 OPTIMIZERS = ("adamw", "muon", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
+AUTOCAST = ("auto", "bfloat16", "off")
 
 # "reward" | "environment" | "prompts" | "pairs" | "text" -> the local copy of the user's file
 Files = Mapping[str, Path]
@@ -92,6 +93,12 @@ class InnerConfig(Table):
         None, "Branch, tag or commit of a model on the Hub; a run keeps the commit that it names at its start."
     )
     dtype: str = setting("float32", "Of the trained weights.")
+    autocast: str = setting(
+        "auto",
+        'Matrix products of float32 weights in bfloat16: "auto" where a GPU has it, "bfloat16" on CPUs, too (faster on '
+        'those with AMX), "off" nowhere. Weights, gradients and moments stay float32.',
+        one_of=AUTOCAST,
+    )
     lr: float | None = setting(
         None, "Learning rate of the inner optimizer (default: 1e-6, with [inner.lora] 1e-4, built-in models 1e-3).",
         above=0,

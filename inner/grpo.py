@@ -32,6 +32,7 @@ from inner.lora import drop_reference_copy
 from inner.metric_means import MetricMeans
 from inner.optim import RunSchedule, make_optimizer
 from inner.poconfig import POConfig, make_po_config
+from inner.precision import casts_products, gpu_has_bfloat16
 from inner.reward_calls import RewardCalls
 from inner.rollout_sample import RolloutSample, secrets_here
 from inner.scoring import committed_weights, score_rows
@@ -209,7 +210,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         config.grpo.objective,
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,  # the model's own dtype decides
+        bf16=casts_products(config.autocast, config.dtype, gpu_has_bfloat16()),
         activation_checkpointing=config.gradient_checkpointing,
         max_steps=FOREVER,
         per_device_train_batch_size=config.batch_size,

@@ -1,12 +1,16 @@
-"""The dtypes that trained weights may have.
+"""The dtypes that trained weights may have, and the dtype of their matrix products.
 
     float32    as it should be
     bfloat16   8 bits of significand: an AdamW step that is smaller than about |w| / 256 is rounded away      warns
     float16    AdamW's epsilon, 1e-8, is 0 there: 0 / 0 in the first steps, and then every weight is NaN      refused
 
 The optimizer steps the weights in their own dtype: float32 weights are their own masters, and the outer loop reads
-them. Frozen weights (a base model
-under LoRA) may have any dtype.
+them. Frozen weights (a base model under LoRA) may have any dtype.
+
+    inner.autocast   weights      on a GPU that has bfloat16   on another device
+    "auto"           float32      bfloat16 products            float32 products
+    "bfloat16"       float32      bfloat16 products            bfloat16 products
+    "off", or weights in bfloat16: no autocast
 
 Not promised: that an optimizer which keeps fp32 copies of its own is recognised; bfloat16 warns there, too.
 """
@@ -22,6 +26,24 @@ from inner.errors import FLOAT16, InnerError
 
 class PrecisionWarning(UserWarning):
     """Training loses a part of its updates."""
+
+
+def casts_products(autocast: str, weights: str, gpu_has_bfloat16: bool) -> bool:
+    """Are matrix products of this run taken in bfloat16?   autocast, weights: inner.autocast and inner.dtype."""
+    wanted = gpu_has_bfloat16 if autocast == "auto" else autocast == "bfloat16"
+    return wanted and weights == "float32"
+
+
+def gpu_has_bfloat16() -> bool:
+    """Is there a GPU whose own arithmetic has bfloat16?   (Ampere and newer; older ones emulate it, slowly.)"""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def uncached_autocast(device: torch.device) -> torch.autocast:
+    """The autocast around it, without its cache, which knows weights by their parameter: for weights swapped in."""
+    kind = device.type
+    cast_to = torch.get_autocast_dtype(kind)
+    return torch.autocast(kind, dtype=cast_to, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
 def refuse_float16(parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -21,7 +21,7 @@ from inner.host import Host
 from inner.metric_means import MetricMeans
 from inner.optim import RunSchedule, make_optimizer
 from inner.order import window_starts
-from inner.precision import check_precision
+from inner.precision import casts_products, check_precision, gpu_has_bfloat16
 
 
 class SupervisedLoop:
@@ -52,6 +52,7 @@ class SupervisedLoop:
         self.model: nn.Module = model.to(self.device)
         self.optimizer: Optimizer = make_optimizer(config, self.model)
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
+        self._casts = casts_products(config.autocast, config.dtype, gpu_has_bfloat16())
         self._next = seeds.start
         self._means = MetricMeans()
 
@@ -100,7 +101,8 @@ class SupervisedLoop:
 
     def _backward_pass(self, micro: int) -> float:
         ids_B_T = self.batch(micro)
-        logits = self.model(input_ids=ids_B_T[:, :-1]).logits.float()
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._casts):
+            logits = self.model(input_ids=ids_B_T[:, :-1]).logits.float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids_B_T[:, 1:].flatten())
         loss = loss / self.config.gradient_accumulation_steps
         loss.backward()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from inner.base import Theta
 from inner.channels import Turns, backbone_states, causal_lm, eval_mode, logits_at, pad_rows
 from inner.errors import InnerError
+from inner.precision import uncached_autocast
 
 
 class DistillationTeacher:
@@ -57,7 +58,7 @@ class DistillationTeacher:
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:
         """(N, V) at the turns' positions: one forward without gradient."""
-        with swapped_weights(self.model, self._weights), eval_mode(self.model):
+        with swapped_weights(self.model, self._weights), eval_mode(self.model), uncached_autocast(device):
             return logits_at(self.model, backbone_states(self.model, *pad_rows(rows, device)), turns)
 
 

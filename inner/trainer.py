@@ -236,8 +236,9 @@ class ComposerReplicationTrainer(GenerationTrainer):
             with self._caught_states(model) as caught:
                 grpo = self._policy_loss(model, inputs)
             self._record_metric("grpo/coverage", (inputs["advantages"] != 0).float().mean().item())
-            sdpo = self._sdpo_loss(caught, inputs) if alpha else None
-            replay = self._replay_loss() if beta else None
+            with self.accelerator.autocast():
+                sdpo = self._sdpo_loss(caught, inputs) if alpha else None
+                replay = self._replay_loss() if beta else None
         weight = self.channels.policy_weight
         divisor = self._loss_divisor()
         total = grpo if weight == 1 else weight * grpo

@@ -27,7 +27,7 @@ _INSTEAD = {
         "activation_checkpointing_kwargs",
     ),
     "seed, at the top of the run.toml": ("seed", "data_seed", "full_determinism"),
-    "inner.dtype": ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"),
+    "inner.autocast": ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"),
     "[inner.schedule]": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     "inner.optimizer": ("optim", "optim_args", "optim_target_modules", "adam_epsilon"),
     "inner.model and inner.revision": ("model_init_kwargs", "trust_remote_code"),

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from inner.base import InnerError
-from inner.precision import PrecisionWarning, check_precision, lost_updates, refuse_float16
+from inner.precision import PrecisionWarning, casts_products, check_precision, lost_updates, refuse_float16
+from inner.teacher import DistillationTeacher
 from tests.fleet import Fleet
+from tests.test_inner_toolworld import small_folder
+from tests.test_inner_trainer import B, make, measure, rollouts
 
 
 def model(dtype: torch.dtype) -> nn.Module:
@@ -56,3 +60,52 @@ def test_each_life_says_it_once_in_its_journal(tmp_path: Path) -> None:
     said = [event for event in map(json.loads, lines) if event.get("kind") == "bf16"]
     assert len(said) == 1 and "rounded away" in said[0]["text"]
     assert fleet.logs().count("rounded away") == 1  # and once on the terminal
+
+
+@pytest.mark.parametrize(
+    ("autocast", "weights", "gpu", "casts"),
+    [
+        ("auto", "float32", True, True),
+        ("auto", "float32", False, False),
+        ("auto", "bfloat16", True, False),
+        ("bfloat16", "float32", False, True),
+        ("bfloat16", "bfloat16", True, False),
+        ("off", "float32", True, False),
+    ],
+)
+def test_where_products_are_cast(autocast: str, weights: str, gpu: bool, casts: bool) -> None:
+    assert casts_products(autocast, weights, gpu) is casts
+
+
+def test_autocast_keeps_masters_and_all_terms() -> None:
+    """GRPO and SDPO on one batch, with and without autocast: other bits, the same direction, gradients in float32."""
+    found = {}
+    batch = None
+    for autocast in ("off", "bfloat16"):
+        trainer = make(alpha_sdpo=0.5, sdpo_teacher="round", config={"autocast": autocast})
+        made = rollouts(trainer)
+        batch = batch or made
+        assert trainer.args.bf16 is (autocast == "bfloat16")
+        found[autocast] = measure(trainer.model, lambda t=trainer, b=batch: t._compute_loss(t.model, b))
+        assert all(p.dtype == torch.float32 == p.grad.dtype for p in trainer.model.parameters() if p.grad is not None)
+        assert trainer._metrics["train"]["loss/sdpo_kl"][0] > 0
+    (loss, gradient), (loss16, gradient16) = found["off"], found["bfloat16"]
+    assert len(batch["advantages"]) == B and not torch.equal(gradient, gradient16)
+    assert torch.cosine_similarity(gradient, gradient16, dim=0) > 0.999
+    torch.testing.assert_close(loss16, loss, rtol=0.02, atol=2e-3)
+
+
+def test_a_teacher_under_autocast_has_its_own_weights() -> None:
+    """Autocast's cache knows a weight by its parameter, and the teacher's are swapped into the student's."""
+    student = AutoModelForCausalLM.from_pretrained(small_folder())
+    teacher = DistillationTeacher("frozen", student, ema_rate=0.0)
+    with torch.no_grad():
+        for p in student.parameters():
+            p.mul_(1.5)
+    rows = [[1, 2, 3, 4]]
+    device = torch.device("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = teacher.logits(rows, [(0, 0, 4)], device)
+        own = student(input_ids=torch.tensor(rows)).logits[0]  # its cast weights stay in the cache of this context
+        after = teacher.logits(rows, [(0, 0, 4)], device)
+    assert torch.equal(alone, after) and not torch.allclose(after, own.to(after.dtype), atol=0.1)

@@ -52,6 +52,16 @@ def test_the_loss_falls_and_pop_metrics_says_so(folder: Path) -> None:
     assert loop.pop_metrics() == {"samples": 0}
 
 
+def test_autocast_takes_products_in_bfloat16_and_keeps_float32_weights(folder: Path) -> None:
+    losses = {}
+    for autocast in ("off", "bfloat16"):
+        loop = build(folder, autocast=autocast)
+        loop.train(after(2))
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in loop.model.parameters())
+        losses[autocast] = loop.pop_metrics()["loss"]
+    assert 0 < abs(losses["bfloat16"] - losses["off"]) < 0.02
+
+
 def test_accumulated_batches_make_the_same_step_as_one_large_batch(folder: Path) -> None:
     """GA = 2 on micro-batches 2i, 2i + 1: the gradient of their union."""
     loop = build(folder, Seeds(data=0, noise=0, start=3), gradient_accumulation_steps=2)
