@@ -133,7 +133,7 @@ class LighthouseRounds:
         self.spent: dict[str, float] = {}
         self._loop: OuterLoop | None = None
         self._committed = False
-        self._round_began = self.clock.now()
+        self.round_began = self.clock.now()
 
     def join(self, loop: "OuterLoop") -> None:
         """Begin at the newest snapshot of the bucket; a live peer that is further heals us at the first quorum."""
@@ -146,7 +146,7 @@ class LighthouseRounds:
             self._resume_from_snapshot(self.session, loop)
         self._digests = Digests(loop.state, loop.rules.fragments)
         self._set_phase("train")
-        self._round_began = self.clock.now()
+        self.round_began = self.clock.now()
 
     def _resume_from_snapshot(self, session: Session, loop: "OuterLoop") -> None:
         for snapshot in snapshots.newest_first(session.rv.store):
@@ -179,7 +179,7 @@ class LighthouseRounds:
         """The inner steps of this round are over; torchft looks for the others."""
         self._set_phase("wait")
         self._wait_began = self.clock.now()
-        self.spent = {"inner_s": self._wait_began - self._round_began}
+        self.spent = {"inner_s": self._wait_began - self.round_began}
 
     def end_wait(self) -> None:
         self.spent["wait_s"] = self.clock.now() - self._wait_began
@@ -214,7 +214,7 @@ class LighthouseRounds:
             self._report_step(self.session, step - 1)
             if step % self._joined_loop.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
                 self._write_snapshot(self.session)
-        self._round_began = self.clock.now()
+        self.round_began = self.clock.now()
         return (step - 1) % self._joined_loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:

@@ -45,9 +45,11 @@ class OuterRounds(Protocol):
     h_cap: inner steps worth doing.   done_with_delta: when an outer step is over, nothing reads or writes its Δ.
     watchdog: hears when the inner loop has the training thread, and when not.
     stats: what the inner loop has measured since it was asked last.
+    round_began: when the inner steps of this round began, by the rounds' clock; their seconds in the log are from it.
     """
 
     done_with_delta: bool
+    round_began: float
     stats: Callable[[], dict[str, float]]
     watchdog: Watchdog
 
@@ -175,12 +177,15 @@ class OuterLoop:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work that is no inner step, an evaluation say: its seconds count neither for the pace nor `sync_seconds`."""
+        """Work that is no inner step, an evaluation say: its seconds count neither for the pace nor `sync_seconds`, nor
+        in the log as seconds of inner steps."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self._mark += time.monotonic() - began
+            seconds = time.monotonic() - began
+            self._mark += seconds
+            self.rounds.round_began += seconds
 
     def log(self, **numbers: "float | Tensor") -> None:
         """Numbers of this inner step, e.g. loss=loss: shown by `diloco status` and the report, as means between two

@@ -107,7 +107,7 @@ class StoreRounds:
         self._commit: Commit | None = None  # settled, not yet advanced
         self._ahead = True  # may the next step be decided already?  If not, the beat will show it
         self._spent: dict[str, float] = {}
-        self._round_began = session.clock.now()
+        self.round_began = session.clock.now()
 
     # ---------------------------------------------------------------- before the first round
 
@@ -130,7 +130,7 @@ class StoreRounds:
         self.session.emit("joined", step=rv.step)
         self._unpack_moments(loop)
         self.session.flush()
-        self._round_began = self.session.clock.now()
+        self.round_began = self.session.clock.now()
 
     def _pack_moments(self) -> dict[str, np.ndarray]:
         """The optimizer's moments, for the next session of this slot."""
@@ -193,7 +193,7 @@ class StoreRounds:
         """Take the stats that go with Δ now; -> the call that makes it durable."""
         stats = {**self.stats(), "moved": moved_share(delta)}
         began = self.session.clock.now()
-        self._spent = {"inner_s": began - self._round_began}
+        self._spent = {"inner_s": began - self.round_began}
         theta = self.loop.thetas[self.session.rv.fragment].numpy() if self.loop else None
         samples = self._samples_inside(stats)
 
@@ -246,7 +246,7 @@ class StoreRounds:
         missed = self.session.rv.catch_up(late) if self._ahead else 0
         if missed:
             self.session.emit("caught_up", missed=missed, step=self.session.rv.step)
-        self._round_began = self.session.clock.now()
+        self.round_began = self.session.clock.now()
 
     # ---------------------------------------------------------------- between rounds, and the end
 

@@ -459,6 +459,20 @@ def test_a_sync_is_due_after_H_steps_or_some_seconds(
     manager.shutdown()
 
 
+def test_seconds_aside_are_no_seconds_of_inner_steps(fresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Seconds()
+    monkeypatch.setattr("diloco.outer.time", time)
+    model, manager = Net(), MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with make_diloco(model, optimizer, manager, sync_every=12) as loop:
+        began = manager.rounds.round_began
+        with loop.aside():  # an evaluation, say
+            time.now += 7.0
+        assert manager.rounds.round_began == began + 7.0
+        plain_steps(model, optimizer, 12)
+    manager.shutdown()
+
+
 def test_auto_lr_steps_by_the_likeness_of_the_means(fresh: str) -> None:
     """Alone, with a constant gradient: all means are parallel, so η stays at its careful end, target·(1−μ)."""
     model, manager = nn.Linear(4, 1, bias=False), MockManager(fresh, replicas=1)
