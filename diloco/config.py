@@ -30,7 +30,8 @@ from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"
-NOT_LEARNED = ("rewards.retries", "rewards.timeout_s")  # settings of [inner] that change nothing of what is learned
+# settings of [inner] that change nothing of what is learned
+NOT_LEARNED = ("rewards.retries", "rewards.timeout_s", "vllm.memory", "vllm.sleep")
 
 
 class ConfigError(ValueError):
@@ -436,7 +437,8 @@ def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str
     left = {k: dict(v) if isinstance(v, Mapping) else v for k, v in inner.items()}
     for name in names:
         table, _, key = name.partition(".")
-        left[table].pop(key, None)
+        if left[table] is not None:
+            left[table].pop(key, None)
     return left
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from inner.errors import FLOAT16, InnerError
-from inner.flat_names import FILE_SETTINGS, FLAT_NAMES, GONE
+from inner.flat_names import FILE_SETTINGS, FLAT_NAMES, GONE, NOW_TABLES
 from inner.lora_settings import LoraSettings
 from inner.objectives import find_objective, po_settings
 from inner.settings import ChannelSettings, ReplaySettings, SdpoSettings, refuse_unread
@@ -40,7 +40,8 @@ from inner.task_settings import (
     ScheduleSettings,
     ToolworldSettings,
 )
-from inner.trl_settings import HANDED_THROUGH, check_trl
+from inner.trl_settings import ENGINE_ONLY, HANDED_THROUGH, check_trl
+from inner.vllm_settings import VllmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -128,11 +129,24 @@ class InnerConfig(Table):
     grpo: GrpoSettings = field(default_factory=GrpoSettings)
     sdpo: SdpoSettings = field(default_factory=SdpoSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
+    vllm: VllmSettings | None = None
     toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
     trl: dict = setting(
         dict,
         "`[inner.trl]`: other settings of TRL's GRPOConfig, by their names there (listed at the end).",
     )
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the engine's dtype, whether it was chosen or is the weights' own."""
+        values = super().to_dict()
+        if self.vllm is not None:
+            values["vllm"]["dtype"] = self.engine_dtype
+        return values
+
+    @property
+    def engine_dtype(self) -> str | None:
+        """The dtype that vLLM computes in; None without it."""
+        return None if self.vllm is None else self.vllm.dtype or self.dtype
 
     @property
     def channels(self) -> ChannelSettings:
@@ -218,12 +232,6 @@ class InnerConfig(Table):
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
         unread(WORLD_ONLY, is_read=self.model == "toolworld", condition='inner.model = "toolworld"')
         unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="inner.model is on the Hub")
-        if self.sampling.vllm and self.lora is not None:
-            raise InnerError(
-                "inner.sampling.vllm = true with [inner.lora]: TRL merges the adapter into the base and takes it out "
-                "again at each generation, which does not give all bits of the base back. Leave inner.sampling.vllm "
-                "out, or train the whole model."
-            )
         unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
 
     def _check_supervised(self) -> None:
@@ -235,6 +243,11 @@ class InnerConfig(Table):
             raise InnerError(
                 'inner.model = "toolworld" only knows its own 200 words. For inner.loop = "supervised" set '
                 'inner.model = "tiny" (bytes), a local folder or a Hub id.'
+            )
+        if self.vllm is not None:
+            raise InnerError(
+                '[inner.vllm] generates rollouts, and inner.loop = "supervised" has none. Leave the table out, or set '
+                'inner.loop = "grpo".'
             )
         if self.sdpo.is_used or self.replay.is_used:
             raise InnerError(
@@ -258,8 +271,23 @@ class InnerConfig(Table):
                 "an inner step. Make one a multiple of the other."
             )
         self.objective_settings  # noqa: B018  (it checks itself)
+        self._check_vllm()
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
+
+    def _check_vllm(self) -> None:
+        if self.vllm is None:
+            if unread := [name for name in ENGINE_ONLY if name in self.trl]:
+                raise InnerError(
+                    f"inner.trl.{unread[0]} does nothing here: nothing generates with vLLM. Add the table [inner.vllm]."
+                )
+            return
+        mode = self.vllm.importance_mode
+        if self.objective_settings.get("loss_type") == "vespo" and mode.startswith("sequence"):
+            raise InnerError(
+                f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes weights of '
+                'tokens alone. Set inner.vllm.importance_mode = "token_truncate".'
+            )
 
     def _check_groups(self) -> None:
         """TRL scores a whole generation at once, so it is the generation that must hold whole groups."""
@@ -322,7 +350,7 @@ def _keys_of(table: type[Table]) -> tuple[str, ...]:
 
 
 TRL_NAMES = tuple(f"inner.trl.{name}" for name in HANDED_THROUGH)
-MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()}
+MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
     "gradient_checkpointing", "trl", "data.prompts", *_keys_of(RewardSettings), *_keys_of(SamplingSettings),

@@ -33,6 +33,7 @@ from inner.lora_settings import LoraSettings
 from inner.supervised import SupervisedLoop, load_tokens
 from inner.task import load_task
 from inner.userfiles import local_file
+from inner.vllm_settings import refuse_without_vllm
 from inner.worlds.tiny import tiny_model, tiny_tokenizer
 from inner.worlds.toolworld import ToolWorld
 
@@ -48,6 +49,8 @@ def build_inner(
     """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`.
 
     scratch: a folder for what its libraries write (default: a temporary one)."""
+    if config.vllm is not None:
+        refuse_without_vllm()
     model: Any
     model, tokenizer = _load_model(str(model_dir), config, revision=None, local=True)
     if config.lora is not None:

@@ -19,7 +19,6 @@ FLAT_NAMES: dict[str, str] = {
     "max_completion_length": "sampling.max_completion_length",
     "max_tool_calling_iterations": "sampling.max_tool_calling_iterations",
     "temperature": "sampling.temperature",
-    "vllm": "sampling.vllm",
     "policy_weight": "grpo.weight",
     "objective": "grpo.objective",
     "loss_type": "grpo.loss_type",
@@ -64,6 +63,8 @@ FLAT_NAMES: dict[str, str] = {
 
 # a setting that another one has taken the place of, and a remark about that one; no keyword has its name any more
 GONE = {"lr_warmup_steps": "schedule.lr_warmup which counts outer steps"}
+# the same for one whose place a table has taken; dotted names
+NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself"}
 
 # the user's own files: how `files`, run.json and errors call one ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}

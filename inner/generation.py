@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from inner.dynamic import refill_groups
+from inner.engine import MASKED, engine_instead, masked_share
 from inner.objectives import check_settings
 from inner.order import prompt_order
 from inner.reward_calls import RewardCalls
@@ -31,6 +32,7 @@ class GenerationTrainer(LeanToolLoop):
     """GRPOTrainer plus `objective`, `data_seed` and `start` (see ComposerReplicationTrainer),
 
     reward_calls   how rewards are called (inner/reward_calls.py); None: once, and a wrong answer is an InnerError
+    engine_dtype   of vLLM, if `args` ask for it (inner/engine.py); None: the model's own
 
     and for subclasses:
 
@@ -47,9 +49,11 @@ class GenerationTrainer(LeanToolLoop):
         data_seed: int | None = None,
         start: int = 0,
         reward_calls: RewardCalls | None = None,
+        engine_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        with engine_instead(engine_dtype):
+            super().__init__(*args, **kwargs)
         self._reward_calls = reward_calls
         call = guard_answers if reward_calls is None else reward_calls.wrap_reward
         self.reward_funcs = [call(function) for function in self.reward_funcs]
@@ -137,7 +141,10 @@ class GenerationTrainer(LeanToolLoop):
 
     def _generate_rollouts(self, inputs: Any) -> Any:
         self._turns = None
-        return super()._generate_and_score_completions(inputs)
+        batch = super()._generate_and_score_completions(inputs)
+        if "importance_sampling_ratio" in batch:
+            self._record_metric(MASKED, masked_share(batch))
+        return batch
 
     def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
         """Generate one completion per row, as the trainer stands; -> rewards (rows, functions), NaN: not known."""

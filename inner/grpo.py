@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from transformers.utils import logging as transformers_logging
 
 from inner.base import InnerConfig, Seeds, Theta
+from inner.engine import MASKED, MaskedShare
 from inner.host import Host
 from inner.lora import drop_reference_copy
 from inner.metric_means import MetricMeans
@@ -39,6 +40,9 @@ from inner.scoring import committed_weights, score_rows
 from inner.task import Task
 from inner.trainer import ComposerReplicationTrainer
 
+# transformers 5.17, the newest that vLLM 0.31 takes, has the older name alone; later ones warn of it
+NAMES = POConfig.__dataclass_fields__
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in NAMES else "gradient_checkpointing"
 FOREVER = 10**9  # inner steps; the real end is `stop`
 METRIC_NAMES = {
     "loss/total": "loss",
@@ -54,6 +58,12 @@ METRIC_NAMES = {
     "dynamic/generations": "further_generations",
     "grad_norm": "grad_norm",
     "entropy": "entropy",
+    "sampling/sampling_logp_difference/mean": "engine_logp_difference",
+    "sampling/sampling_logp_difference/max": "engine_logp_difference_max",
+    "sampling/importance_sampling_ratio/min": "importance_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "importance_ratio",
+    "sampling/importance_sampling_ratio/max": "importance_ratio_max",
+    MASKED: "importance_masked",
     "completions/mean_length": "completion_length",
     "tools/failure_frequency": "tool_failures",
     "sdpo/coverage": "sdpo_coverage",
@@ -136,6 +146,7 @@ class GrpoLoop:
             data_seed=seeds.data,
             start=seeds.start,
             reward_calls=self._reward_calls,
+            engine_dtype=config.engine_dtype,
         )
         drop_reference_copy(model)
         return trainer
@@ -185,6 +196,8 @@ class _Watch(TrainerCallback):
         self.means = means
         self.reward_calls = reward_calls
         self.rollouts = config.batch_size * config.gradient_accumulation_steps
+        self.generation_size = config.generation_size
+        self.masked = MaskedShare(config.vllm.importance_clip) if config.vllm is not None else None
         self.stop: Callable[[], bool] = lambda: True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -192,6 +205,9 @@ class _Watch(TrainerCallback):
         for source, name in METRIC_NAMES.items():
             for value in metrics.get(source, ()):
                 self.means.note(name, value)
+        if self.masked is not None:
+            for share in metrics.get(MASKED, ()):
+                self.masked.note(share, self.generation_size, self.reward_calls.host)
         metrics.clear()  # nobody else reads them: TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
@@ -211,7 +227,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
         bf16=casts_products(config.autocast, config.dtype, gpu_has_bfloat16()),
-        activation_checkpointing=config.gradient_checkpointing,
+        **{CHECKPOINTING: config.gradient_checkpointing},
         max_steps=FOREVER,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -221,8 +237,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         max_completion_length=config.completion_length,
         max_tool_calling_iterations=config.sampling.max_tool_calling_iterations,
         temperature=config.sampling.temperature,
-        use_vllm=config.sampling.vllm,
-        vllm_mode="colocate",
+        **(config.vllm.to_trl() if config.vllm is not None else {}),
         **config.trl,
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,

@@ -71,10 +71,12 @@ def _cast(value: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
 @contextmanager
 def _eval_settings(trainer: Any, *, greedy: bool) -> Iterator[None]:
     """Eval mode, one completion per row, and sampling or not."""
-    kept = {name: getattr(trainer, name) for name in ("num_generations_eval", "generation_config")}
+    uses_engine = hasattr(trainer, "vllm_generation")  # which has its own settings, and no generation_config
+    names = ("num_generations_eval",) if uses_engine else ("num_generations_eval", "generation_config")
+    kept = {name: getattr(trainer, name) for name in names}
     try:
         trainer.num_generations_eval = 1
-        if greedy:
+        if greedy and not uses_engine:
             trainer.generation_config = _greedy_config(trainer.generation_config)
         with _fresh_engine(trainer, greedy=greedy), eval_mode(trainer.model):
             yield

@@ -167,8 +167,8 @@ def refuse_unknown(
 ) -> None:
     """Raise `error` for the first key in `raw` that is no setting, with the nearest one of all tables.
 
-    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name, and perhaps a
-    blank and a remark.
+    known: dotted names to guess from (default: those of `cls`).   moved: dotted old name -> dotted name or [table], and
+    perhaps a blank and a remark.
     """
     if prefix is None:
         prefix = f"{cls.path}." if issubclass(cls, Table) and cls.path else ""
@@ -187,7 +187,8 @@ def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
     if name in moved:
         place, _, remark = moved[name].partition(" ")
         table, _, key = place.rpartition(".")
-        text = f"{name} has moved: write {key} in the table [{table}] (that is {place})"
+        where = f"the table {place}" if place[0] == "[" else f"{key} in the table [{table}] (that is {place})"
+        text = f"{name} has moved: write {where}"
         return f"{text}, {remark}" if remark else text
     prefix, _, key = name.rpartition(".")
     if guess := _nearest_name(prefix, key, known, moved):

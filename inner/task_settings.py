@@ -107,7 +107,6 @@ class SamplingSettings(Table):
         None, '"file.py:Class", TRL\'s environment: reset(**row); its public methods are the tools.'
     )
     max_tool_calling_iterations: int = setting(2, "Turns in which tools may be called.", least=0)
-    vllm: bool = setting(False, "Generate with vLLM, in the replica's own process.")
 
     def check(self) -> None:
         if self.num_generations < 2:

@@ -31,9 +31,11 @@ _INSTEAD = {
     "[inner.schedule]": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     "inner.optimizer": ("optim", "optim_args", "optim_target_modules", "adam_epsilon"),
     "inner.model and inner.revision": ("model_init_kwargs", "trust_remote_code"),
-    "inner.sampling.vllm": (
+    "[inner.vllm]": (
         "use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
-        "vllm_group_port", "vllm_tensor_parallel_size",
+        "vllm_group_port", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+        "vllm_enable_sleep_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap",
     ),
     "inner.grpo.steps_per_generation": ("generation_batch_size",),
     "inner.grpo.objective": ("importance_sampling_level",),
@@ -78,6 +80,7 @@ OWNED: dict[str, str] = {
     **{name: instead for instead, names in _INSTEAD.items() for name in names},
 }
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
+ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read beside [inner.vllm] alone
 
 
 def check_trl(values: Mapping[str, Any]) -> None:

@@ -281,11 +281,6 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[s
         config(tmp_path, inner={"lora": settings})
 
 
-def test_vllm_would_rewrite_the_base(tmp_path: Path) -> None:
-    with pytest.raises(InnerError, match=r"vllm = true with \[inner\.lora\].*Leave inner\.sampling\.vllm out"):
-        grpo(sampling={"vllm": True})
-
-
 def test_a_config_with_an_adapter_survives_json(tmp_path: Path) -> None:
     raw = json.loads(json.dumps(config(tmp_path, inner={"lora": LORA}).to_dict()))
     again = RunConfig.from_dict(raw, tmp_path)

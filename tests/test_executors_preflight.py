@@ -253,8 +253,8 @@ MISTAKES = (
     ),
     Mistake(
         "vLLM where it is not",
-        ("inner.sampling.vllm = true", "vllm==0.31.0", "transformers==5.17"),
-        inner=("sampling.vllm = true",)
+        ("run.toml: inner.vllm: vLLM is not installed here", "vllm==0.31.0", "transformers==5.17.0", "constraints-"),
+        inner=("vllm = {}",), on=("local", "slurm")
     ),
     Mistake(
         "8-bit AdamW where bitsandbytes is not",

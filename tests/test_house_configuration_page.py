@@ -39,10 +39,12 @@ def test_every_key_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_key_stands_twice_and_every_moved_one_has_a_place() -> None:
     known = list_settings(RunConfig)
-    assert {place.partition(" ")[0] for place in MOVED.values()} <= set(known) and not set(MOVED) & set(known)
+    tables_known = {f"[{path}]" for path, _ in reference.list_tables(RunConfig)}
+    assert {place.partition(" ")[0] for place in MOVED.values()} <= {*known, *tables_known}
+    assert not set(MOVED) & set(known)
     assert set(FILE_SETTINGS.values()) <= set(FLAT_NAMES.values())
     tables = [path for path, _ in reference.list_tables(RunConfig)]
-    assert len(tables) == len(set(tables)) <= 16
+    assert len(tables) == len(set(tables)) <= 17
 
 
 @pytest.mark.parametrize("name", sorted(FLAT_NAMES))
@@ -52,6 +54,15 @@ def test_an_old_flat_key_is_refused_with_its_new_place(name: str) -> None:
         InnerConfig.from_dict({name: 1})
     words = f"inner.{name} has moved: write {key} in the table [inner.{table}]"
     assert words in str(said.value)
+
+
+def test_a_switch_that_became_a_table_is_refused_with_that_table() -> None:
+    with pytest.raises(InnerError) as said:
+        InnerConfig.from_dict({"sampling": {"vllm": True}})
+    words = "inner.sampling.vllm has moved: write the table [inner.vllm], which is the switch by itself"
+    assert str(said.value) == words
+    with pytest.raises(InnerError, match=r"\[inner\.vllm\] must be a table, found True"):
+        InnerConfig.from_dict({"vllm": True})
 
 
 def test_of_two_warm_ups_one_is_left_and_the_other_is_refused_with_its_unit() -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from inner.base import InnerConfig, InnerError, Seeds
+from inner.base import InnerConfig, InnerError
 from inner.channels import causal_lm, scale_logits_as_model
 from inner.check import check_inner
-from inner.grpo import _silence_libraries, trainer_arguments
+from inner.grpo import _silence_libraries
 from inner.lessons import Rollout, reprompt, rollout_lessons
 from inner.losses.divergence import generalized_jsd_loss
 from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
@@ -32,7 +32,7 @@ from inner.trainer import LESSONS
 from inner.worlds.toolworld import ToolWorld
 from tests.test_inner_hints import byte_tokenizer
 from tests.test_inner_toolworld import WORLD, small_folder
-from tests.test_inner_trainer import FOLDER, B, make, measure, rollouts
+from tests.test_inner_trainer import B, make, measure, rollouts
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
@@ -514,12 +514,6 @@ def test_sdpo_proper_on_stale_rollouts_reaches_the_gradient() -> None:
     once, twice = (step_gradient(config, alpha_sdpo=alpha, **settings) for alpha in (0.4, 0.8))
     assert once.norm() > 1e-4
     torch.testing.assert_close(twice, 2 * once, rtol=1e-2, atol=1e-5)
-
-
-def test_the_settings_of_vllm_reach_trl() -> None:
-    arguments = trainer_arguments(InnerConfig(sampling={"vllm": True}), Seeds(data=0, noise=0), FOLDER.name)
-    assert arguments.use_vllm and arguments.vllm_mode == "colocate"
-    assert not trainer_arguments(InnerConfig(), Seeds(data=0, noise=0), FOLDER.name).use_vllm
 
 
 def test_a_weight_that_comes_too_late_is_refused() -> None:

@@ -40,6 +40,7 @@ from executors.platforms.container import read_end, replica_lines
 from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait
 from executors.platforms.platform import NotStarted, answer_or_error, missing_secret
+from executors.platforms.vllm_pins import check_command
 from executors.platforms.wheel import pack_code
 from rendezvous.clock import Clock
 
@@ -95,6 +96,7 @@ class SkyExecutor(Executor):
 
     setup: shell lines before the replica starts.   usd_per_hour: of one replica, if you know it; SkyPilot decides late.
     pip: packages that a reward of your own needs, beside those that the project needs.
+    vllm: replicas generate with it: they get the versions of vllm_pins.py.
     """
 
     name = NAME
@@ -109,6 +111,7 @@ class SkyExecutor(Executor):
         usd_per_hour: float | None = None,
         packages: Sequence[str] = (),
         pip: Sequence[str] = (),
+        vllm: bool = False,
         clock: Clock | None = None,
         **resources: Any,
     ) -> None:
@@ -118,6 +121,7 @@ class SkyExecutor(Executor):
         self._packages = tuple(packages)
         self._resources = resources
         self._pip = (pip,) if isinstance(pip, str) else tuple(pip)
+        self._vllm = vllm
         self._listed: list[SkyJob] = []  # all jobs, as of the newest launch or find
 
     # ------------------------------------------------------------------ starting
@@ -157,7 +161,8 @@ class SkyExecutor(Executor):
         """The sky.Task of one replica."""
         folder = self._code_folder()
         install = shlex.join(["pip", "install", "-q", "-r", f"{MOUNT}/{folder.name}/requirements.txt", *self._pip])
-        setup = f"{install}\n{self._setup}".strip()
+        check = check_command() if self._vllm else ""
+        setup = "\n".join(filter(None, [install, self._setup.strip(), check]))
         request = json.dumps({**spec.to_dict(), "secrets": []})
         task = sky().Task(
             name=job_name(spec),
@@ -172,7 +177,7 @@ class SkyExecutor(Executor):
         return task
 
     def _code_folder(self) -> Path:
-        shipment = pack_code(MOUNT, self._packages)
+        shipment = pack_code(MOUNT, self._packages, vllm=self._vllm)
         folder = Path.home() / ".diloco" / NAME / shipment.digest
         with launches_wait("the code that jobs are sent"):
             folder.mkdir(parents=True, exist_ok=True)

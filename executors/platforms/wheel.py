@@ -3,6 +3,7 @@
     diloco, executors, inner, rendezvous (+ yours) ─▶ serverless_diloco-0.1.0-py3-none-any.whl  ┐
     every distribution that is installed here      ─▶ constraints.txt    name==version          ├─▶ digest
     the wheel, with its extras                     ─▶ requirements.txt   -c constraints.txt     ┘
+    vllm: the versions of constraints-vllm.txt, and vLLM beside the wheel
 
 Same files, same bytes, same digest.  The files are those that Python imports here, so an editable tree is shipped as
 it is now, and an installed distribution as it was installed; nothing is built and no network is needed.
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from executors.platforms import vllm_pins
 from executors.platforms.base import ExecutorError
 from executors.platforms.portable import portable_requirement
 
@@ -38,14 +40,17 @@ class Shipment:
     wheel: str
 
 
-def pack_code(mount: str, packages: Sequence[str] = ()) -> Shipment:
+def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -> Shipment:
     """The files to put under `mount`/{digest}/.   packages: top-level names of your own that go along."""
     project = _own_distribution()
     wheel = f"serverless_diloco-{project.version}-py3-none-any.whl"
     code = _build_wheel(project, [*PACKAGES, *packages])
-    pins = _constraints_file()
+    pins = vllm_pins.PINS.read_bytes() if vllm else _constraints_file()
     digest = hashlib.sha256(code + pins).hexdigest()[:16]
-    needs = f"-c constraints.txt\n{PROJECT}[{EXTRAS}] @ file://{mount}/{digest}/{wheel}\n"
+    extras = vllm_pins.EXTRAS if vllm else EXTRAS
+    others = vllm_pins.NEEDS if vllm else ()
+    needs = f"-c constraints.txt\n{PROJECT}[{extras}] @ file://{mount}/{digest}/{wheel}\n"
+    needs += "".join(f"{name}\n" for name in others)
     return Shipment({wheel: code, "constraints.txt": pins, "requirements.txt": needs.encode()}, digest, wheel)
 
 

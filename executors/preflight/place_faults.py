@@ -1,7 +1,7 @@
 """Mistakes in the chosen places: pure functions of config, places and environment.
 
     idle_devices    --gpu H100:8 while a replica uses one device
-    vllm_missing    inner.sampling.vllm = true where no image will have it
+    vllm_missing    [inner.vllm] where it is not installed, on a place without a GPU, or beside what excludes it
     eight_bits      inner.optimizer = "adamw8bit" where no bitsandbytes will be
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
     model_far       the model is a folder of this machine, and is published from somewhere else
@@ -18,21 +18,24 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from diloco.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.multi import Place
+from executors.platforms.vllm_pins import pinned_version, vllm_requirements
 from executors.preflight.platform_options import options_fault
 from inner.base import InnerError
 from inner.gguf_header import is_gguf_file
+from inner.vllm_settings import INSTALL, has_vllm
 from rendezvous.seal import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> what its store reads from the environment
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-PACKAGES = ("pip", "packages", "setup", "code", "image")  # options that bring more than what is installed here
 REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 
 
@@ -59,12 +62,20 @@ def notes_about(
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
         if image := place.options.get("image"):
             yield _image_words(place, str(image))
-        if config.inner.sampling.vllm and any(key in place.options for key in PACKAGES):
-            yield f"not checked: that vLLM is there on {place.executor}, since that image is not looked at from here"
+        if config.inner.vllm is not None and place.executor in FAR:
+            yield from _notes_about_vllm(place)
     far = sorted({p.executor for p in places if p.executor in FAR})
     endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
     if far and endpoint and url.startswith("s3://") and not any(endpoint in (*p.secrets, *p.env) for p in places):
         yield f"not checked: {endpoint} is set here; replicas on {', '.join(far)} need it too, or {url}?endpoint=…"
+
+
+def _notes_about_vllm(place: Place) -> Iterator[str]:
+    if "code" in place.options:
+        yield f"not checked: that {place.options['code']} brings vLLM; without it a job ends before its replica starts"
+    else:
+        versions = f"{pinned_version('vllm')}, {pinned_version('transformers')}"
+        yield f"replicas on {place.executor} get the second set of versions ({versions}); this machine's are another"
 
 
 # -------------------------------------------------------------------- devices
@@ -95,21 +106,44 @@ def one_device(executor: str, gpu: str) -> str:
 
 
 def vllm_missing(config: RunConfig, place: Place) -> str:
-    if not config.inner.sampling.vllm or any(key in place.options for key in PACKAGES):
+    """Elsewhere the environment is made with vLLM, whose build there is for GPUs; here it is what it is."""
+    if config.inner.vllm is None:
         return ""
     if place.executor not in FAR:
-        if importlib.util.find_spec("vllm") is not None:
+        if has_vllm():
             return ""
-        where = "is not installed here, where replicas run"
-    else:
-        where = (
-            f"cannot be in the image on {place.executor}: that is built from the versions installed here, and vLLM "
-            f"0.31 wants transformers below 5.18 (here: {_installed_version('transformers')})"
+        return (
+            "inner.vllm: vLLM is not installed here, where replicas run. It needs versions of its own "
+            f"({pinned_version('vllm')}, {pinned_version('transformers')}, {pinned_version('huggingface-hub')}), so an "
+            f"environment of its own: `{INSTALL}` there, and start the run from it. Or leave [inner.vllm] out"
         )
-    return (
-        f"inner.sampling.vllm = true, and vLLM {where}. Leave inner.sampling.vllm out, or run from an "
-        "environment with vllm==0.31.0, transformers==5.17.* and huggingface_hub==1.33.*"
-    )
+    if not place.gpu and not place.options.get("hardware") and not place.options.get("accelerators"):
+        return (
+            f"inner.vllm: replicas on {place.executor} would have no GPU, and the build of vLLM that they get needs "
+            "one. Add --gpu, or leave [inner.vllm] out"
+        )
+    return _vllm_conflict(place)
+
+
+def _vllm_conflict(place: Place) -> str:
+    """Packages that are asked for beside it, at versions that exclude it."""
+    for text in _named_packages(place):
+        try:
+            need = Requirement(text)
+        except InvalidRequirement:  # a URL or a file: pip has the say
+            continue
+        pin = next((p for p in vllm_requirements() if p.startswith(f"{canonicalize_name(need.name)}==")), "")
+        if pin and not need.specifier.contains(pin.partition("==")[2], prereleases=True):
+            return (
+                f"inner.vllm: --pip {text} on {place.executor} cannot be beside vLLM, which is installed with {pin}. "
+                "Name the package without a version, or leave [inner.vllm] out"
+            )
+    return ""
+
+
+def _named_packages(place: Place) -> list[str]:
+    pip = place.options.get("pip", ())
+    return pip.split(",") if isinstance(pip, str) else list(pip)
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:
@@ -148,13 +182,6 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 def _may_bring(place: Place, package: str) -> bool:
     named = " ".join(str(place.options.get(key, "")) for key in ("pip", "packages", "setup")).replace("_", "-")
     return package.replace("_", "-") in named or any(key in place.options for key in ("image", "code"))
-
-
-def _installed_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def image_fault(place: Place) -> str:

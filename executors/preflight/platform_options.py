@@ -17,7 +17,7 @@ from executors.preflight.mistyped import nearest_hint
 
 ASK_S = 5.0
 SLURM_OWN = ("folder", "cluster", "usd_per_hour", "timeout_s")  # arguments of SlurmExecutor
-SKY_OWN = ("setup", "usd_per_hour", "packages", "pip")
+SKY_OWN = ("setup", "usd_per_hour", "packages", "pip", "vllm")
 OURS = ("time", "job_name", "gres")  # set by us, from --timeout, the slot and --gpu
 
 

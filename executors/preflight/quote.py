@@ -86,18 +86,21 @@ def _refined_place(place: Place, args: argparse.Namespace) -> Place:
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
-    """The same, with options that follow from the run's model, unless a place names them itself.
+    """The same, with options that follow from the run's settings, unless a place names them itself.
 
-    Modal bills for what is used: a memory limit.   A model on the Hub: a Volume that keeps it.
+    Modal bills for what is used: a memory limit.   A model on the Hub: a Volume that keeps it.   [inner.vllm]: versions
+    that have it, where the environment is made for the run.
     """
-    if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in places):
-        return tuple(places)
+    vllm = {"vllm": True} if config.inner.vllm is not None else {}
+    found = [replace(p, options={**vllm, **p.options}) if p.executor in FAR else p for p in places]
+    if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in found):
+        return tuple(found)
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
     try:
         options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config))}
     except ConfigError:  # nobody knows its size here: the platform's own default holds
         options = cache
-    return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in places)
+    return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)
 
 
 def replicas_in(places: Sequence[Place]) -> int | None:

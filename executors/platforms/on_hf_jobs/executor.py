@@ -54,6 +54,7 @@ class HFJobsExecutor(Executor):
     packages: top-level packages or modules of yours that the entry point needs.
     code: a requirement to run instead of what is installed here, as "serverless-diloco[train,diloco]==0.1.0".
     pip: packages that a reward of your own needs, beside those that the project needs.
+    vllm: replicas generate with it: they get the versions of vllm_pins.py.
     """
 
     name = "hf-jobs"
@@ -74,12 +75,13 @@ class HFJobsExecutor(Executor):
         packages: Sequence[str] = (),
         code: str = "",
         pip: Sequence[str] = (),
+        vllm: bool = False,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(clock)
         self._options = {"hardware": hardware, "namespace": namespace, "timeout_s": timeout_s, "image": image}
         self._options |= {"secrets": _split_names(secrets), "packages": _split_names(packages), "env": {**(env or {})}}
-        self._options |= {"code": code, "pip": _split_names(pip)}
+        self._options |= {"code": code, "pip": _split_names(pip), "vllm": vllm}
         self._hub = Hub(namespace, self._clock)
         self._recipe = Recipe(self._hub, **{k: v for k, v in self._options.items() if k != "namespace"})
         self._jobs = JobLists(self._hub)

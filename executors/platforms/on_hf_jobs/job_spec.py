@@ -3,6 +3,7 @@
     spec ─▶ checked  its flavor; or why not: unknown hardware (with what there is), a run on this machine, no secret
          ─▶ job      image    one with uv and the Python of this machine
                      command  uv run --with-requirements /code/{digest}/requirements.txt python -m …container …
+                              vLLM: the same uv run, to import it, first
                      volumes  the bucket NAMESPACE/diloco-code, read-only at /code; uploaded before the first job
                      secrets  values by name from this environment; they are nowhere else
 
@@ -11,6 +12,7 @@ Not promised: that the image has what a GPU needs beyond the wheels of torch.
 
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Mapping
@@ -20,8 +22,10 @@ from typing import Any
 
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_hf_jobs.client import Hub
+from executors.platforms.vllm_pins import check_command, pinned_version
 from executors.platforms.wheel import Shipment, pack_code
 
+CONTAINER = "executors.platforms.container"
 MOUNT = "/code"
 BUCKET = "diloco-code"
 IMAGE = f"ghcr.io/astral-sh/uv:python{sys.version_info.major}.{sys.version_info.minor}-bookworm"
@@ -44,8 +48,9 @@ class Recipe:
     packages: tuple[str, ...]
     code: str
     pip: tuple[str, ...] = ()
-    _shipment: Shipment | None = None
-    _uploaded: str = ""
+    vllm: bool = False
+    _shipments: dict[bool, Shipment] = field(default_factory=dict)
+    _uploaded: dict[bool, str] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def checked(self, spec: ReplicaSpec) -> tuple[str, str]:
@@ -67,15 +72,15 @@ class Recipe:
     def flavor(self, spec: ReplicaSpec) -> str:
         return self.checked(spec)[0]
 
-    def job(
-        self, spec: ReplicaSpec, flavor: str, module: str = "executors.platforms.container", *more: str
-    ) -> dict[str, Any]:
+    def job(self, spec: ReplicaSpec, flavor: str, module: str = CONTAINER, *more: str) -> dict[str, Any]:
         """The arguments of run_job.   module: is called with the spec, the executor's name and `more`."""
         request = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
-        uv, volumes = self._uv_command()
+        vllm = self.vllm and module == CONTAINER  # a supervisor needs the client of the Jobs, which is of the first set
+        uv, volumes = self._uv_command(vllm)
+        checked = ["sh", "-c", f'{shlex.join(uv)} {check_command()} && exec "$@"', "sh"] if vllm else []
         return {
             "image": self.image,
-            "command": [*uv, "python", "-m", module, request, "hf-jobs", *more],
+            "command": [*checked, *uv, "python", "-m", module, request, "hf-jobs", *more],
             "env": dict(self.env),
             "secrets": self._secret_values(spec),
             "flavor": flavor,
@@ -104,8 +109,9 @@ class Recipe:
     def code_words(self) -> str:
         if self.code:
             return self.code
-        shipment = self._pack_once()
-        return f"{shipment.wheel}, {shipment.digest}, through the bucket {self.hub.namespace}/{BUCKET}"
+        shipment = self._pack_once(self.vllm)
+        words = f"{shipment.wheel}, {shipment.digest}, through the bucket {self.hub.namespace}/{BUCKET}"
+        return f"{words}; with {pinned_version('vllm')} and {pinned_version('transformers')}" if self.vllm else words
 
     # ------------------------------------------------------------------ its parts
 
@@ -120,20 +126,21 @@ class Recipe:
             )
         return values
 
-    def _uv_command(self) -> tuple[list[str], list[Any]]:
-        """How the job gets its packages, and what it mounts for that."""
+    def _uv_command(self, vllm: bool) -> tuple[list[str], list[Any]]:
+        """How the job gets its packages, and what it mounts for that.   vllm: with it."""
         run = ["uv", "run", "--no-project", "--python", f"{sys.version_info.major}.{sys.version_info.minor}"]
         run += [word for package in self.pip for word in ("--with", package)]
         if self.code:
             return [*run, "--with", self.code], []
         from huggingface_hub import Volume
 
-        shipment = self._pack_once()
+        shipment = self._pack_once(vllm)
         with self._lock:
-            self._uploaded = self._uploaded or self.hub.upload(BUCKET, shipment)
-        volume = Volume(type="bucket", source=self._uploaded, mount_path=MOUNT, read_only=True)
+            self._uploaded[vllm] = self._uploaded.get(vllm) or self.hub.upload(BUCKET, shipment)
+        volume = Volume(type="bucket", source=self._uploaded[vllm], mount_path=MOUNT, read_only=True)
         return [*run, "--with-requirements", f"{MOUNT}/{shipment.digest}/requirements.txt"], [volume]
 
-    def _pack_once(self) -> Shipment:
-        self._shipment = self._shipment or pack_code(MOUNT, self.packages)
-        return self._shipment
+    def _pack_once(self, vllm: bool) -> Shipment:
+        if vllm not in self._shipments:
+            self._shipments[vllm] = pack_code(MOUNT, self.packages, vllm=vllm)
+        return self._shipments[vllm]

@@ -31,10 +31,13 @@ from rendezvous.clock import Clock
 
 
 class Deployments:
-    """default: the kind of container for specs that do not say.   image, pip: of all of them (image.py)."""
+    """default: the kind of container for specs that do not say.   image, pip: of all of them (image.py).
 
-    def __init__(self, image: Any, pip: Sequence[str], default: Kind, clock: Clock) -> None:
+    vllm: replicas generate with it, so that their image has other versions than the supervisor's."""
+
+    def __init__(self, image: Any, pip: Sequence[str], default: Kind, clock: Clock, *, vllm: bool = False) -> None:
         self.pip = tuple(pip)
+        self.vllm = vllm
         self._image = image
         self._default = default
         self._clock = clock
@@ -110,7 +113,7 @@ class Deployments:
         return {self.kind_of(s) for s in specs} | self._expected.get(run, set())
 
     def _fingerprint_of(self, specs: Sequence[ReplicaSpec]) -> str:
-        return fingerprint(self._image, self.pip, [s.entrypoint for s in specs])
+        return fingerprint(self._image, self.pip, [s.entrypoint for s in specs], vllm=self.vllm)
 
     def _deploy_app(self, run: str, specs: Sequence[ReplicaSpec]) -> None:
         modal = sdk()
@@ -119,12 +122,14 @@ class Deployments:
         self._object_ids(run, wanted)  # a missing secret is said before anything is made
         kinds = sorted(wanted | self._still_there(run), key=lambda k: k.function)
         secrets = tuple(sorted({secret for kind in (*kinds, self._default) for secret in kind.secrets}))
-        image = with_source(image_of(self._image, self.pip), [s.entrypoint for s in specs])
+        entrypoints = [s.entrypoint for s in specs]
+        image = with_source(image_of(self._image, self.pip, vllm=self.vllm), entrypoints)
+        plain = with_source(image_of(self._image, self.pip), entrypoints) if self.vllm else image
         app = modal.App(name, tags={"diloco": name})
         for kind in kinds:
             app.function(name=kind.function, image=image, **kind.options())(modal_app.replica)
         small = replace(self._default, secrets=secrets).small
-        app.function(name=SUPERVISE, image=image, **small.options())(modal_app.supervise)
+        app.function(name=SUPERVISE, image=plain, **small.options())(modal_app.supervise)
         with redirect_stdout(sys.stderr), modal.enable_output():  # a build takes minutes: it is shown
             app.deploy()
         self.register_of(run).deployed(kinds, self._fingerprint_of(specs), self._object_ids(run, kinds))

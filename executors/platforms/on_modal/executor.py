@@ -38,6 +38,7 @@ from executors.platforms.on_modal.deployment import Deployments
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, Kind
 from executors.platforms.on_modal.twins import Twins, count_inputs
 from executors.platforms.platform import NotStarted
+from executors.platforms.vllm_pins import pinned_version
 from rendezvous.clock import Clock
 
 AT_ONCE = 32
@@ -54,6 +55,7 @@ class ModalExecutor(Executor):
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
     max_cores, max_memory_mib: what it may use at most, and is billed for (default: twice the cores; 16 GiB).
     pip: packages that a reward of your own needs, beside those that the project needs.
+    vllm: replicas generate with it: their image has the versions of vllm_pins.py.
     hub_cache: a Volume that keeps what containers take from the Hugging Face Hub; made if there is none ("": no such).
     """
 
@@ -75,6 +77,7 @@ class ModalExecutor(Executor):
         max_cores: float = 0.0,
         max_memory_mib: int = 0,
         pip: Sequence[str] = (),
+        vllm: bool = False,
         hub_cache: str = "",
         prices: Mapping[str, float] | None = None,
         clock: Clock | None = None,
@@ -88,7 +91,8 @@ class ModalExecutor(Executor):
         if why := self._default.fault:
             raise ExecutorError(why)
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="modal")
-        self._apps = Deployments(image, (pip,) if isinstance(pip, str) else pip, self._default, self._clock)
+        packages = (pip,) if isinstance(pip, str) else pip
+        self._apps = Deployments(image, packages, self._default, self._clock, vllm=vllm)
         self._ends: dict[str, Mapping[str, Any]] = {}  # call -> how it ended, with its value and its last lines
         self._twins = Twins(self._clock)
 
@@ -107,6 +111,8 @@ class ModalExecutor(Executor):
             )
         if pip := self._apps.pip:
             lines.append(f"its image has what this project needs, and {', '.join(pip)}")
+        if self._apps.vllm:
+            lines.append(f"its image has {pinned_version('vllm')} and {pinned_version('transformers')}")
         return lines
 
     def price_of(self, spec: ReplicaSpec) -> float | None:

@@ -1,6 +1,7 @@
 """The image that Modal's containers start from: Debian, this Python, and the packages that run here, at their versions.
 
     requirements of serverless-diloco[train,diloco,replay,serverless] ──closure──▶ torch==2.13.0, trl==1.16.0, …
+    vllm: the versions of constraints-vllm.txt instead, and an import of vLLM as the last line of the build
     diloco · executors · inner · rendezvous ──▶ mounted when a container starts: no new build when they change
 
 Not promised: the same wheels as here.  A CPU-only torch of this machine is the CUDA one there.
@@ -20,6 +21,7 @@ from packaging.utils import canonicalize_name
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_modal.client import sdk
 from executors.platforms.portable import portable_requirement
+from executors.platforms.vllm_pins import check_command, vllm_requirements
 
 PROJECT = "serverless-diloco"
 EXTRAS = ("train", "diloco", "replay", "serverless")
@@ -28,26 +30,32 @@ THERE_ALREADY = {"modal"}  # Modal brings its client along
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 
 
-def image_of(base: Any = None, pip: Sequence[str] = ()) -> Any:
+def image_of(base: Any = None, pip: Sequence[str] = (), *, vllm: bool = False) -> Any:
     """A modal.Image with everything but the project itself.
 
     base: one that has all of it, or the name of one in a registry that gets it, or None for a plain Debian.
     pip: more packages, in pip's words, resolved together with ours.
     """
+    image = _with_packages(base, pip, vllm_requirements() if vllm else pinned_requirements())
+    return image.run_commands(check_command()) if vllm else image
+
+
+def _with_packages(base: Any, pip: Sequence[str], ours: Sequence[str]) -> Any:
     image = sdk().Image
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if base is None:
-        return image.debian_slim(python_version=version).uv_pip_install(*pinned_requirements(), *pip)
+        return image.debian_slim(python_version=version).uv_pip_install(*ours, *pip)
     if isinstance(base, str):
-        return image.from_registry(base, add_python=version).uv_pip_install(*pinned_requirements(), *pip)
+        return image.from_registry(base, add_python=version).uv_pip_install(*ours, *pip)
     return base.uv_pip_install(*pip) if pip else base
 
 
-def fingerprint(base: Any, pip: Sequence[str], entrypoints: Iterable[str]) -> str:
+def fingerprint(base: Any, pip: Sequence[str], entrypoints: Iterable[str], *, vllm: bool = False) -> str:
     """Of an image and the source that is mounted in it; "" for a modal.Image, which does not say what it is."""
     if base is not None and not isinstance(base, str):
         return ""
-    found = hashlib.sha256(repr((base, sys.version_info[:2], pinned_requirements(), sorted(pip))).encode())
+    packages = [*pinned_requirements(), *(vllm_requirements() if vllm else ())]
+    found = hashlib.sha256(repr((base, sys.version_info[:2], packages, sorted(pip))).encode())
     for package in sorted({*PACKAGES, *_foreign_packages(entrypoints)}):
         for name, path in _package_files(package):
             found.update(f"{name}\0".encode() + path.read_bytes())

@@ -1,0 +1,133 @@
+"""vLLM as the engine of a trainer's generations, in the trainer's own process (TRL's "colocate").
+
+    a generation at a new inner step ──▶ every parameter, one at a time ──▶ the engine's copy ──▶ completions, log-probs
+                                         └ LoRA:  W + α/r · B A  in a tensor of its own; W is only read
+
+TRL adds the adapter to W in place and subtracts it again, which does not give all bits of W back: one element in
+seventy changes each time.  It also lets vLLM choose the dtype ("auto" makes bfloat16 of float32 folders) and start each
+replica's random numbers at 0, so that all replicas draw the same noise.  Here the dtype is the trainer's unless another
+one is asked for, and the seed is the trainer's.
+
+After an outer step nothing has to be pushed: the inner step has moved, so the next generation sends θ as it is then.
+
+Not promised: several processes; quantised engines; an adapter of another kind than LoRA.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from inner.host import Host
+
+MASKED = "sampling/masked"  # metric: the share of sequences (modes "token_…": of tokens) whose importance weight is 0
+LARGE_SHARE = 0.05  # of sequences that teach nothing: above it a batch is noticeably smaller than it was paid for
+ENOUGH = 64  # sequences, before a share is judged
+
+
+class Engine(VLLMGeneration):
+    """TRL's, with a dtype and a seed, and copies where it would write to the base.
+
+    dtype: None for the model's own.   vLLM seeds the whole process: with the seed that TRL has just given it."""
+
+    def __init__(self, *, model: Any, dtype: str | None, **kwargs: Any) -> None:
+        self.dtype = dtype or str(next(model.parameters()).dtype).removeprefix("torch.")
+        self.seed = torch.initial_seed() % 2**32  # numpy's limit
+        super().__init__(model=model, **kwargs)
+
+    def _init_vllm(self) -> None:
+        module: Any = vllm_generation
+        make = module.LLM
+        module.LLM = lambda **asked: make(**{**asked, "dtype": self.dtype, "seed": self.seed})
+        try:
+            super()._init_vllm()
+        finally:
+            module.LLM = make
+
+    def _iter_named_params(self) -> Generator[tuple[str, Tensor], None, None]:
+        yield from engine_parameters(self.model)
+
+
+@contextmanager
+def engine_instead(dtype: str | None) -> Iterator[None]:
+    """A GRPOTrainer that is made in here generates with an Engine, if it is to generate with vLLM."""
+    module: Any = grpo_trainer
+    made = module.VLLMGeneration
+    module.VLLMGeneration = partial(Engine, dtype=dtype)
+    try:
+        yield
+    finally:
+        module.VLLMGeneration = made
+
+
+@torch.no_grad()
+def engine_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(its name in the base model's files, value) of each parameter, with the adapter in it; the model is only read."""
+    layers = {f"{name}.base_layer.weight": m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    adapted = {id(p) for layer in layers.values() for p in _adapter_parameters(layer)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in adapted:
+            continue
+        layer = layers.get(name)
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "") if layers else name
+        yield plain, parameter.data if layer is None else merged_weight(layer, parameter.data)
+
+
+def _adapter_parameters(layer: Any) -> Iterator[nn.Parameter]:
+    for name in layer.adapter_layer_names:
+        yield from getattr(layer, name).parameters()
+
+
+def merged_weight(layer: Any, weight: Tensor) -> Tensor:
+    """W + Σ α/r · B A of the adapters that are on, in a new tensor, which is float32 where the adapter is."""
+    merged = weight
+    for adapter in () if layer.disable_adapters else layer.active_adapters:
+        merged = merged + layer.get_delta_weight(adapter).to(weight.device)
+    return merged
+
+
+class MaskedShare:
+    """A warning, once, where many sequences teach nothing because the engine's policy is too far from the trainer's."""
+
+    def __init__(self, clip: float) -> None:
+        self._clip = clip
+        self._masked = 0.0
+        self._seen = 0
+        self._has_warned = False
+
+    def note(self, share: float, sequences: int, host: Host) -> None:
+        """share: of one generation, of so many sequences."""
+        self._masked += share * sequences
+        self._seen += sequences
+        if self._seen < ENOUGH:
+            return
+        mean = self._masked / self._seen
+        self._masked = 0.0
+        self._seen = 0
+        if mean > LARGE_SHARE and not self._has_warned:
+            self._has_warned = True
+            host.emit("warning", masked_text(mean, self._clip), share=mean)
+
+
+def masked_text(share: float, clip: float) -> str:
+    return (
+        f"{share:.0%} of the completions teach nothing: to the trainer they are more than {clip:g} times as likely as "
+        "to vLLM, which made them, so their importance weight is 0; set inner.vllm.dtype to inner.dtype, or "
+        'inner.vllm.importance_mode = "token_truncate".'
+    )
+
+
+def masked_share(batch: Any) -> float:
+    """Of a batch of TRL's: sequences, or tokens where each has a weight, whose importance weight is 0."""
+    ratio_B_T: Tensor = batch["importance_sampling_ratio"]
+    if ratio_B_T.shape[1] == 1:
+        return (ratio_B_T == 0).float().mean().item()
+    written = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+    return (ratio_B_T[written] == 0).float().mean().item() if written.any() else 0.0
