@@ -23,7 +23,7 @@ from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.stores.modal_blocks import BLOCK, blocks_of
 from rendezvous.stores.modal_mirror import DAY, KEPT, Mirror, pointer_to
 from rendezvous.stores.modal_store import ModalStore, parse_url
-from rendezvous.stores.modal_wire import Wire
+from rendezvous.stores.modal_wire import Wire, explain_error
 from rendezvous.stores.open import open_store
 from tests.fleet import Fleet
 from tests.modal_server import ModalPlatform, ModalServer
@@ -432,3 +432,14 @@ def test_all_die_and_a_week_later_the_run_goes_on_from_what_was_decided(
     assert [lives[-1] for lives in codes.values()] == [0, 0, 0], fleet.logs()
     assert [commit.encode() for commit in fleet.commits()][: len(before)] == before
     audited(fleet, 6)
+
+
+def test_a_missing_token_is_said_in_one_sentence_with_what_to_run() -> None:
+    from modal.exception import AuthError
+
+    long = "Token missing. Could not authenticate client. If you are a new user, register, then run `modal token new`."
+    said = str(explain_error("Dict.get", AuthError(long)))
+    assert said == (
+        "Modal does not know who you are (Token missing). Run `modal token new`, or set MODAL_TOKEN_ID and "
+        "MODAL_TOKEN_SECRET"
+    )

@@ -233,8 +233,9 @@ def explain_error(what: str, error: Exception) -> StoreError:
     name = type(error).__name__
     said = str(error).splitlines()[0][:200] if str(error) else ""
     if name == "AuthError":
+        first = said.partition(". ")[0]
         return StoreRefused(
-            f"Modal does not know who you are ({said}). Run `modal token new`, or set MODAL_TOKEN_ID and "
+            f"Modal does not know who you are ({first}). Run `modal token new`, or set MODAL_TOKEN_ID and "
             "MODAL_TOKEN_SECRET"
         )
     if name == "PermissionDeniedError":

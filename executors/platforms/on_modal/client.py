@@ -89,8 +89,9 @@ def is_access_denied(error: BaseException) -> bool:
 
 
 def access_denied_error(error: BaseException) -> Refused:
+    first = str(error).partition(". ")[0]
     return Refused(
-        f"Modal does not know who you are ({error}). Run `modal token new`, or set MODAL_TOKEN_ID and "
+        f"Modal does not know who you are ({first}). Run `modal token new`, or set MODAL_TOKEN_ID and "
         "MODAL_TOKEN_SECRET"
     )
 
