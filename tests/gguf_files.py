@@ -1,4 +1,7 @@
-"""A tiny Llama in a .gguf file, for tests: 257 bytes and a merge, one layer of width 32, Q8_0 or F32."""
+"""A tiny Llama in a .gguf file, for tests: 256 bytes and two merges, one layer of width 32, Q8_0 or F32.
+
+Two, since transformers 5.17 cannot read a list of one.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 def write_gguf(path: Path, architecture: str = "llama", kind: Kind = Kind.Q8_0) -> dict[str, np.ndarray]:
     """-> the weights before they were quantised, by their names in the file."""
     symbols = _byte_symbols()
-    tokens = [*symbols, symbols[ord("a")] + symbols[ord("b")], "<end>"]
+    merged = [(symbols[ord("a")], symbols[ord("b")]), (symbols[ord("c")], symbols[ord("d")])]
+    tokens = [*symbols, *(first + second for first, second in merged), "<end>"]
     writer: Any = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
@@ -32,7 +36,7 @@ def write_gguf(path: Path, architecture: str = "llama", kind: Kind = Kind.Q8_0) 
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * (len(tokens) - 1) + [3])
-    writer.add_token_merges([f"{symbols[ord('a')]} {symbols[ord('b')]}"])
+    writer.add_token_merges([" ".join(pair) for pair in merged])
     writer.add_bos_token_id(len(tokens) - 1)
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_chat_template(TEMPLATE)

@@ -1,6 +1,7 @@
 """vLLM as the engine of generations, with a stand-in: what is sent to it, how it is made, what is logged of it."""
 
 import hashlib
+import os
 import sys
 import tempfile
 from functools import cache
@@ -155,6 +156,15 @@ def test_the_dtype_is_the_trainers_and_the_noise_is_the_sessions(engines: list[F
     assert (first["dtype"], first["seed"]) == ("float32", 3), "TRL would say auto, which is bfloat16, and 0"
     assert (second["dtype"], second["seed"]) == ("bfloat16", 4)
     assert (second["gpu_memory_utilization"], second["max_model_len"]) == (0.5, 96)
+
+
+def test_two_replicas_of_one_machine_listen_at_ports_of_their_own(
+    engines: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM opens a port of torch.distributed, for a group of one, some seconds after TRL has chosen it."""
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    build()
+    assert os.environ["MASTER_PORT"].isdigit() and os.environ["MASTER_PORT"] != "29500"
 
 
 def test_settings_arrive_at_trl() -> None:
