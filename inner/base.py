@@ -54,6 +54,7 @@ BUILT_IN_MODELS = ("toolworld", "tiny")
 OPTIMIZERS = ("adamw", "muon", "adamw8bit")
 DTYPES = ("float32", "bfloat16")
 AUTOCAST = ("auto", "bfloat16", "off")
+BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # two names of one thing in TRL
 
 # "reward" | "environment" | "prompts" | "pairs" | "text" -> the local copy of the user's file
 Files = Mapping[str, Path]
@@ -272,8 +273,19 @@ class InnerConfig(Table):
             )
         self.objective_settings  # noqa: B018  (it checks itself)
         self._check_vllm()
+        self._check_batching()
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
+
+    def _check_batching(self) -> None:
+        """TRL 1.16 casts the whole model to bfloat16 for its generation then, and never back."""
+        asked = [name for name in BATCHING if self.trl.get(name)]
+        if asked and self.dtype == "float32" and self.autocast != "off":
+            raise InnerError(
+                f'inner.trl.{asked[0]} = true with inner.autocast = "{self.autocast}": where products are taken in '
+                "bfloat16, TRL would cast the trained float32 weights to it for good. Set inner.autocast = "
+                '"off", or leave it out (on a CPU it is the slower way to generate).'
+            )
 
     def _check_vllm(self) -> None:
         if self.vllm is None:

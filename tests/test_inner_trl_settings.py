@@ -58,12 +58,21 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
         ({"mask_truncated_completions": 1}, "must be bool, not int"),
         ({"chat_template_kwargs": [1]}, "must be dict or str or None, not list"),
         ({"beta": -0.1}, r"beta = -0\.1 must be 0"),
+        ({"use_transformers_paged": True}, 'cast the trained float32 weights to it for good.*inner.autocast = "off"'),
+        ({"use_transformers_continuous_batching": True}, 'with inner.autocast = "auto"'),
         ({"sapo_temperature_pos": 2.0}, "does not read sapo_temperature_pos"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InnerError, match=words):
         InnerConfig(trl=values)
+
+
+def test_continuous_batching_is_handed_through_where_nothing_is_cast() -> None:
+    name = "use_transformers_continuous_batching"
+    for fits in ({"autocast": "off"}, {"dtype": "bfloat16"}):
+        assert InnerConfig(trl={name: True}, **fits).trl == {name: True}
+    assert InnerConfig(trl={name: False}).autocast == "auto"
 
 
 def test_a_supervised_run_has_no_trl() -> None:
