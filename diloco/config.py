@@ -23,8 +23,9 @@ from diloco.eval_config import EvalConfig
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
 from inner.base import MOVED, TRL_NAMES
-from inner.flat_names import EVAL, FILE_SETTINGS, setting_of
+from inner.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
 from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
+from inner.task_settings import entry_point
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
@@ -191,9 +192,11 @@ class RunConfig:
 
     def mathematics(self) -> dict[str, Any]:
         """The settings that may never change under one URL: digests of the user's files, not their names."""
-        inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), *NOT_LEARNED))
-        entry_points = {kind: _entry_point(name) for kind, name in self._named_files().items() if kind != EVAL}
+        inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))
+        entry_points = {kind: entry_point(name) for kind, name in self._named_files().items() if kind != EVAL}
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
+        if weights := self.inner.rewards.weights:  # by the functions' names: their files count by digests
+            fixed["reward_weights"] = weights
         if self.eval is not None:  # it moves no weight, but two settings under one URL would make two curves of one
             fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k != "prompts"}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
@@ -219,12 +222,12 @@ class RunConfig:
         return config
 
     def user_files(self) -> dict[str, Path]:
-        """Kind -> path of the user's file; for reward and environment the part before the colon."""
-        return {k: self.folder / v.rpartition(":")[0] if k in ("reward", "environment") else self.folder / v
+        """Kind -> path of the user's file; for rewards and environment the part before the colon."""
+        return {k: self.folder / v.rpartition(":")[0] if is_code(k) else self.folder / v
                 for k, v in self._named_files().items()}  # fmt: skip
 
     def _named_files(self) -> dict[str, str]:
-        named = {kind: name for kind in FILE_SETTINGS if (name := self.inner.file_setting(kind))}
+        named = self.inner.named_files
         return named if self.eval is None else {**named, EVAL: self.eval.prompts}
 
     def check(self) -> None:
@@ -458,8 +461,3 @@ def check_fleet(fleet: FleetConfig) -> None:
             f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "
             f"taken. Use a number from 1 to {fleet.replicas}"
         )
-
-
-def _entry_point(value: str) -> str:
-    """ "rewards.py:exact" -> "exact"; a data file has none."""
-    return value.rpartition(":")[2] if ":" in value else ""

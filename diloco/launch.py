@@ -166,10 +166,16 @@ class Run:
         files = {**self.record.files}
         held_out = files.pop(EVAL, None)
         evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out is not None else {}
-        inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in files))
-        for kind, stored in files.items():
+        stands = {
+            kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
+        }
+        weights = self.record.mathematics.get("reward_weights", {})
+        functions = {stands.pop(kind): weight for kind, weight in weights.items()}
+        inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in stands))
+        for kind, spelling in stands.items():
             table, _, key = FILE_SETTINGS[kind].partition(".")
-            inner[table][key] = stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "")
+            inner[table][key] = spelling
+        inner |= {"rewards": {**inner["rewards"], "functions": functions}} if functions else {}
         return StoredConfig.from_dict({**raw, "inner": inner, **evaluation})
 
     @property

@@ -56,7 +56,7 @@ DTYPES = ("float32", "bfloat16")
 AUTOCAST = ("auto", "bfloat16", "off")
 BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # two names of one thing in TRL
 
-# "reward" | "environment" | "prompts" | "pairs" | "text" -> the local copy of the user's file
+# "reward", or "reward.NAME" of several | "environment" | "prompts" | "pairs" | "text" -> the user's file, here
 Files = Mapping[str, Path]
 Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by parameter name
 
@@ -199,10 +199,17 @@ class InnerConfig(Table):
             return 1
         return max(1, self.generation_steps // self.gradient_accumulation_steps)
 
-    def file_setting(self, kind: str) -> str | None:
-        """How the config names the user's file of this kind: "reward", "environment", "prompts", "pairs" or "text"."""
-        table, _, key = FILE_SETTINGS[kind].partition(".")
-        return getattr(getattr(self, table), key)
+    @property
+    def named_files(self) -> dict[str, str]:
+        """Kind -> how the config names the user's file: "reward" or "reward.NAME", "environment", "prompts", …"""
+        parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
+        named = {kind: getattr(getattr(self, table), key) for kind, (table, _, key) in parts.items()}
+        return {kind: name for kind, name in named.items() if name} | self.rewards.named
+
+    @property
+    def own_code(self) -> str:
+        """The user's code, for a message about it: the rewards, or the environment."""
+        return ", ".join(self.rewards.named.values()) or self.sampling.environment or ""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -218,6 +225,11 @@ class InnerConfig(Table):
             raise InnerError(f"inner.dtype = {self.dtype!r} is not known. Use one of: {', '.join(DTYPES)}.")
         self.channels  # noqa: B018  (it checks itself)
         check_trl(self.trl)
+        if self.rewards.functions and "reward_weights" in self.trl:
+            raise InnerError(
+                f"inner.trl.reward_weights = {self.trl['reward_weights']} stands beside [inner.rewards.functions], "
+                "which has the weights. Leave inner.trl.reward_weights out."
+            )
         self._check_pairs()
         if self.loop == "supervised":
             self._check_supervised()
@@ -320,7 +332,7 @@ class InnerConfig(Table):
             raise InnerError(
                 f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a .jsonl file with a `prompt`.'
             )
-        if self.rewards.function is None and self.sampling.environment is None:
+        if not self.rewards.named and self.sampling.environment is None:
             raise InnerError(
                 f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
                 "inner.sampling.environment to a class with `get_reward`."

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
+from inner.flat_names import is_code
 from inner.pair_ids import encode_fitting_pairs
 from inner.replay.pairs import training_pairs
 from inner.userfiles import check_syntax, load_object, load_prompts, load_reward, local_file, user_lines
@@ -32,16 +33,16 @@ def check_inner(config: InnerConfig, files: Files) -> None:
     rows = load_prompts(config.data.prompts, files) if config.data.prompts is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
-    if config.rewards.function is not None:
-        reward = load_reward(config.rewards.function, files)
+    for kind, spelling in config.rewards.named.items():
+        reward = load_reward(kind, spelling, files)
         if rows and environment is None:  # an environment's state cannot be faked
             reward(**_empty_call(rows))
 
 
 def check_data(config: InnerConfig, files: Files) -> None:
     """Raise InnerError on the first line of the user's files that cannot be read: nothing of them is run."""
-    for kind in ("reward", "environment"):
-        if (spelling := config.file_setting(kind)) is not None:
+    for kind, spelling in config.named_files.items():
+        if is_code(kind):
             check_syntax(kind, spelling, files)
     if config.loop == "supervised":
         _check_text(config, files)
@@ -100,7 +101,7 @@ def _check_members(config: InnerConfig, environment: type) -> None:
     spelling = config.sampling.environment
     if not hasattr(environment, "reset"):
         raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
-    if config.rewards.function is None and config.model != "toolworld" and not hasattr(environment, "get_reward"):
+    if not config.rewards.named and config.model != "toolworld" and not hasattr(environment, "get_reward"):
         raise InnerError(
             f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
             'inner.rewards.function = "file.py:function".'

@@ -72,5 +72,12 @@ EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part o
 
 
 def setting_of(kind: str) -> str:
-    """As a person writes it: "inner.rewards.function" for "reward"."""
-    return "eval.prompts" if kind == EVAL else f"inner.{FILE_SETTINGS[kind]}"
+    """As a person writes it: "inner.rewards.function" for "reward", its table for "reward.exact"."""
+    if kind == EVAL:
+        return "eval.prompts"
+    return "inner.rewards.functions" if kind.startswith("reward.") else f"inner.{FILE_SETTINGS[kind]}"
+
+
+def is_code(kind: str) -> bool:
+    """Is it Python, spelled "file.py:name"?"""
+    return kind.partition(".")[0] in ("reward", "environment")

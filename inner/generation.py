@@ -120,6 +120,8 @@ class GenerationTrainer(LeanToolLoop):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         by_function = super()._calculate_rewards(*args, **kwargs)
         self._rewards_by_function = by_function
+        if self._reward_calls is not None and self._mode() == "train":
+            self._reward_calls.check_known(by_function, self.reward_func_names)
         if self.reads_turns:
             self._rewards = total_rewards(by_function, self.reward_weights)
         return by_function

@@ -133,7 +133,7 @@ class GrpoLoop:
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
         trainer = ComposerReplicationTrainer(
             model=model,
-            reward_funcs=task.reward,
+            reward_funcs=task.rewards,
             args=trainer_arguments(config, seeds, self._folder),
             train_dataset=_to_dataset(task.rows),
             processing_class=tokenizer,
@@ -208,11 +208,19 @@ class _Watch(TrainerCallback):
         if self.masked is not None:
             for share in metrics.get(MASKED, ()):
                 self.masked.note(share, self.generation_size, self.reward_calls.host)
+        self._note_rewards(metrics)
         metrics.clear()  # nobody else reads them: TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
         if missing := self.reward_calls.take_missing():
             self.means.count("reward_missing", missing)
+
+    def _note_rewards(self, metrics: Any) -> None:
+        """The mean of each reward by its name, where there are several."""
+        names: list[str] = self.trainer.reward_func_names
+        for name in names if len(names) > 1 else ():
+            for value in metrics.get(f"rewards/{name}/mean", ()):
+                self.means.note(f"reward/{name}", value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.stop():
@@ -238,6 +246,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         max_tool_calling_iterations=config.sampling.max_tool_calling_iterations,
         temperature=config.sampling.temperature,
         **(config.vllm.to_trl() if config.vllm is not None else {}),
+        **({"reward_weights": list(weights.values())} if (weights := config.rewards.weights) else {}),
         **config.trl,
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,

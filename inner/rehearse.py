@@ -40,7 +40,7 @@ class Rehearsal:
 
 def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: float = TIME_S) -> Rehearsal:
     """Try the user's code in another process, `time_s` seconds at most."""
-    if not (config.rewards.function or config.sampling.environment or (config.replay.pairs and tokenizer)):
+    if not (config.own_code or (config.replay.pairs and tokenizer)):
         return Rehearsal()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
         answer = Path(scratch) / "answer.json"
@@ -58,20 +58,13 @@ def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: 
 
 def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
     """It ended the whole process: sys.exit, os._exit, a crash in C."""
+    first = config.own_code.partition(", ")[0]
     last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
     return (
-        f"{_user_code(config)}: the code ended its process with exit code {code} when it was tried "
+        f"{config.own_code}: the code ended its process with exit code {code} when it was tried "
         f"on two prompts.\n{last}\n  next: take the exit out, or see what crashes: "
-        f"`python {Path(_user_file(config)).name}`."
+        f"`python {Path(first.rpartition(':')[0]).name}`."
     )
-
-
-def _user_file(config: InnerConfig) -> str:
-    return _user_code(config).rpartition(":")[0]
-
-
-def _user_code(config: InnerConfig) -> str:
-    return str(config.rewards.function or config.sampling.environment)
 
 
 # -------------------------------------------------------------------- in the other process
@@ -87,7 +80,7 @@ def run_checks(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
     except InnerError as error:
         return Rehearsal(str(error), missing_package(error))
     except BaseException as error:  # of the user's code: SystemExit and the like
-        return Rehearsal(f"{_user_code(config)} raised {type(error).__name__}: {error}")
+        return Rehearsal(f"{config.own_code} raised {type(error).__name__}: {error}")
     return Rehearsal()
 
 

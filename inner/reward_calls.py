@@ -14,13 +14,13 @@ Not promised: an end of an async reward that blocks its event loop; the watchdog
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
 from inner.attempts import Again, Answer, Ask, Failure, Scored, Value, Values, plan_attempts, read_values, rows_of
@@ -52,6 +52,7 @@ class RewardCalls:
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
         self._worked: set[str] = set()
+        self._silent = 0  # batches in a row without any number, whether or not something failed
         self._noted = False
         self._last_emit_at = -math.inf
         self._unreported_failures = 0
@@ -87,6 +88,18 @@ class RewardCalls:
         missing = self._missing
         self._missing = 0
         return missing
+
+    def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
+        """Raises RewardFailed at the third batch in a row for which all rewards were None."""
+        self._silent = self._silent + 1 if bool(rewards_B_F.isnan().all()) else 0
+        if self._silent < BATCHES:
+            return
+        raise RewardFailed(
+            f"all rewards ({', '.join(names)}) were None for all {len(rewards_B_F)} completions of {self._silent} "
+            'batches in a row. None means "cannot say", and a batch of it teaches nothing.\n'
+            "  next: return a number where a completion can be judged (0.0 for a wrong one), and start another --run, "
+            "or the same with --again if nothing was trained there."
+        )
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The task that rollouts learn: prompts, the reward, the tools, the hints after an error, the preference pairs.
+"""The task that rollouts learn: prompts, the rewards, the tools, the hints after an error, the preference pairs.
 
 the user's files, and where the user gave none and the model is "toolworld": ToolWorld's own
 """
@@ -18,7 +18,7 @@ from inner.worlds.toolworld import ToolWorld
 @dataclass(frozen=True)
 class Task:
     rows: list[dict[str, Any]]
-    reward: Callable[..., Sequence[float | None]] | None  # as written; None: the environment has get_reward
+    rewards: list[Callable[..., Sequence[float | None]]]  # as written; []: the environment has get_reward
     environment: type | None
     hint: Hint | None  # None: the templates of inner.hints
     pairs: Path | None = None  # for the replay channel
@@ -26,7 +26,7 @@ class Task:
 
 def load_task(config: InnerConfig, files: Files) -> Task:
     """Raises InnerError where a file cannot be used."""
-    reward = load_object("reward", config.rewards.function, files) if config.rewards.function is not None else None
+    rewards = [load_object(kind, spelling, files) for kind, spelling in config.rewards.named.items()]
     environment = load_environment(config, files)
     rows = load_prompts(config.data.prompts, files) if config.data.prompts is not None else []
     hint = None
@@ -34,11 +34,11 @@ def load_task(config: InnerConfig, files: Files) -> Task:
         hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)
     pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
     if config.model != "toolworld":
-        return Task(rows, reward, environment, hint, pairs)
+        return Task(rows, rewards, environment, hint, pairs)
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
     return Task(
         rows=rows or world.rows(),
-        reward=reward or world.reward,
+        rewards=rewards or [world.reward],
         environment=environment or world.environment(),
         hint=hint if environment else world.hint,
         pairs=pairs,

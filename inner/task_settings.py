@@ -9,7 +9,7 @@ No torch here.
 """
 
 from dataclasses import dataclass
-from math import cos, pi
+from math import cos, isfinite, pi
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,8 +88,60 @@ class RewardSettings(Table):
     function: str | None = setting(
         None, '"file.py:function", called as f(completions, **columns of the prompts) -> list[float | None].'
     )
+    functions: dict = setting(
+        dict,
+        '`[inner.rewards.functions]`: several of them, a line `"file.py:function" = weight` each; the reward is their '
+        "weighted sum (0: logged only).",
+    )
     retries: int = setting(3, "Further tries of a call that failed, before its completions count as None.", least=0)
     timeout_s: float = setting(300.0, "Seconds of one call, for a whole batch; 0 for no limit.", least=0)
+
+    def check(self) -> None:
+        if self.function is not None and self.functions:
+            raise InnerError(
+                f"inner.rewards.function = {self.function!r} stands beside [inner.rewards.functions]. Move it into "
+                f'that table as a line of its own: "{self.function}" = 1.0.'
+            )
+        for spelling, weight in self.functions.items():
+            self._check_line(spelling, weight)
+        if not self.functions or any(self.functions.values()):
+            return
+        raise InnerError(
+            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
+            "them a weight."
+        )
+
+    def _check_line(self, spelling: str, weight: Any) -> None:
+        name = f"inner.rewards.functions: {spelling!r} = {weight!r}"
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
+            raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
+        if not all(spelling.rpartition(":")):
+            raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
+        same = [other for other in self.functions if entry_point(other) == entry_point(spelling)]
+        if len(same) > 1:
+            raise InnerError(
+                f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "
+                "logged. Rename one of the functions."
+            )
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Kind of file -> spelling, in the order in which rewards are called: {"reward.brief": "reward.py:brief", …}.
+
+        By the functions' names, which are the same on every machine, wherever the files lie."""
+        if self.function is not None:
+            return {"reward": self.function}
+        return {f"reward.{entry_point(s)}": s for s in sorted(self.functions, key=entry_point)}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Kind -> weight of each function of the table; {} for a single reward."""
+        return {kind: float(self.functions[s]) for kind, s in self.named.items() if self.functions}
+
+
+def entry_point(spelling: str) -> str:
+    """ "rewards.py:exact" -> "exact"; a data file has none."""
+    return spelling.rpartition(":")[2] if ":" in spelling else ""
 
 
 @dataclass(frozen=True)

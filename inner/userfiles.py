@@ -79,7 +79,8 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
             f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
         )
     path = local_file(kind, spelling, files)
-    name = f"inner_user_{kind}_{sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]}"
+    digits = sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
+    name = f"inner_user_{kind.partition('.')[0]}_{digits}"  # several rewards of one file share one module
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -140,10 +141,10 @@ def _prompt_row(name: str, number: int, line: str, first: dict[str, Any] | None)
     return row
 
 
-def load_reward(spelling: str, files: Files) -> Callable[..., list[float | None]]:
+def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
     """The user's reward, guarded: what it returns is checked at every call."""
-    function = load_object("reward", spelling, files)
-    path = local_file("reward", spelling, files)
+    function = load_object(kind, spelling, files)
+    path = local_file(kind, spelling, files)
     return guard_reward(function, spelling, path)
 
 

@@ -624,3 +624,16 @@ def test_modal_secrets_are_named_as_not_looked_into() -> None:
     assert place_faults.keys_missing("s3://b/r", place, {}) == ""
     assert place_faults.keys_missing("gs://b/r", Place("hf-jobs"), {}) == ""
     assert place_faults.keys_missing("runs/x", Place("slurm"), {"DILOCO_RUN_KEY": "x"}) == ""  # inherits it
+
+
+def test_a_list_of_rewards_is_tried_function_by_function(folder: Path) -> None:
+    config = CONFIG.replace('rewards.function = "reward.py:score"\n', "")
+    lines = '[inner.rewards.functions]\n"reward.py:score" = 1.0\n"other.py:brief" = 0.2\n'
+    (folder / "run.toml").write_text(config + lines)
+    missing = plan(folder, *where("local", folder))
+    assert missing.code and "inner.rewards.functions: there is no file" in missing.err and "other.py" in missing.err
+    (folder / "other.py").write_text("def brief(completions, **columns):\n    return [1.0]\n")
+    wrong = plan(folder, *where("local", folder))
+    assert wrong.code and "reward other.py:brief returned 1 values for 2 completions" in wrong.err
+    (folder / "other.py").write_text("def brief(completions, **columns):\n    return [None] * len(completions)\n")
+    assert plan(folder, *where("local", folder)).code == 0

@@ -73,12 +73,12 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
         why = "the run reads it out of the file" if is_gguf_file(config.inner.model) else "it is not here"
         notes.append(f"not checked: whether {config.inner.model}'s chat template can write the pairs ({why})")
     found = rehearse(config.inner, config.user_files(), known.folder if replays else None)
-    code = config.inner.rewards.function or config.inner.sampling.environment
+    code = config.inner.own_code
     if found.late:
         tried = " and ".join(filter(None, [code, config.inner.replay.pairs if replays and known.folder else None]))
         notes.append(f"not checked: {tried}: trying that here took longer than {TIME_S:.0f} s")
     elif found.missing:
-        notes.append(about_missing(found.missing, str(code), found.refused, places))
+        notes.append(about_missing(found.missing, code, found.refused, places))
     elif found.refused:
         raise InnerError(found.refused)
     return notes
