@@ -74,7 +74,7 @@ def try_reward(
     config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
 ) -> Trial:
     """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError for what cannot work."""
-    if config.rewards.function is None or config.data.prompts is None:
+    if not config.rewards.named or config.data.prompts is None:
         raise InnerError(
             "there is no reward function with prompts to try: set inner.rewards.function and inner.data.prompts"
         )
@@ -92,12 +92,10 @@ def try_reward(
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), timeout=time_s)
         except subprocess.TimeoutExpired:
             raise InnerError(
-                f"{config.rewards.function} and the tokenizer took longer than {time_s:.0f} s; see what it waits for"
+                f"{config.own_code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for"
             ) from None
         if not answer.is_file():
-            raise InnerError(
-                f"{config.rewards.function} ended its process with exit code {done.returncode}; take the exit out"
-            )
+            raise InnerError(f"{config.own_code} ended its process with exit code {done.returncode}; take the exit out")
         found = json.loads(answer.read_text(encoding="utf-8"))
     if "refused" in found:
         raise InnerError(found["refused"])
@@ -110,12 +108,15 @@ def try_reward(
 def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
     from inner.userfiles import load_prompts, load_reward
 
-    reward = load_reward(str(config.rewards.function), files)
+    weights = config.rewards.weights
+    rewards = [
+        (load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in config.rewards.named.items()
+    ]
     prompts = load_prompts(str(config.data.prompts), files)
     tokenizer = load_tokenizer(config.model, config.revision)
     lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()
-    trials = [_try_row(reward, tokenizer, row, given) for row in prompts[:rows]]
+    trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
     seconds = time.perf_counter() - began
     template = any(isinstance(row["prompt"], list) for row in prompts)
     return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials))
@@ -146,23 +147,33 @@ def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> int:
     return len(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, add_generation_prompt=True))
 
 
-def _try_row(reward: Any, tokenizer: Any, row: dict[str, Any], given: Sequence[str]) -> PromptTrial:
+def _try_row(
+    rewards: Sequence[tuple[Any, float]], tokenizer: Any, row: dict[str, Any], given: Sequence[str]
+) -> PromptTrial:
     columns = {name: value for name, value in row.items() if name != "prompt"}
     tried = [(name, str(value)) for name, value in columns.items() if isinstance(value, str | int | float)]
     tried += [*(("given", text) for text in given), ("empty", "")]
     texts = [text for _, text in tried]
     chat = isinstance(row["prompt"], list)
-    values = reward(
-        prompts=[row["prompt"]] * len(texts),
-        completions=[[{"role": "assistant", "content": text}] if chat else text for text in texts],
-        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
-        trainer_state=None,
-        log_extra=lambda column, values: None,
-        log_metric=lambda name, value: None,
+    asked: dict[str, Any] = {
+        "prompts": [row["prompt"]] * len(texts),
+        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in texts],
+        "completion_ids": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
         **{name: [value] * len(texts) for name, value in columns.items()},
-    )
+    }
+    weights = [weight for _, weight in rewards]
+    values = [weighted_sum(of_one, weights) for of_one in zip(*(reward(**asked) for reward, _ in rewards), strict=True)]
     shown = row["prompt"][-1].get("content", "") if chat else row["prompt"]
     return PromptTrial(str(shown), tuple(TriedCompletion(*t, v) for t, v in zip(tried, values, strict=True)))
+
+
+def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Of the rewards that say something, as TRL adds them; None where none does."""
+    known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
+    return sum(known) if known else None
 
 
 def main(asked: Mapping[str, Any]) -> None:

@@ -63,6 +63,18 @@ def test_it_scores_the_rows_answers_the_given_text_and_nothing(
     assert found == [[("answer", 1.0), ("given", float(n == 1)), ("empty", 0.0)] for n in range(3)]
 
 
+def test_several_rewards_are_tried_as_their_weighted_sum(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The second says nothing of the empty reply: the first alone counts there, as in training."""
+    second = "def brief(completions, **_):\n    return [1.0 if c[0]['content'] else None for c in completions]\n"
+    (project / "rewards.py").write_text(GOOD + second)
+    text = (project / "run.toml").read_text().replace('[inner.rewards]\nfunction = "rewards.py:score"\n', "")
+    lines = '[inner.rewards.functions]\n"rewards.py:score" = 2.0\n"rewards.py:brief" = 0.5\n'
+    (project / "run.toml").write_text(text + lines)
+    assert main(["check", str(project / "run.toml"), "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert [s["reward"] for s in told["trials"][0]["scored"]] == [2.5, 0.0]  # its own answer, and nothing
+
+
 def test_tokens_are_those_of_the_chat_template(project: Path) -> None:
     found = tried(project)
     tokenizer = load_tokenizer(str(model_folder()))

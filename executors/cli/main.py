@@ -527,7 +527,7 @@ def _check(args: Namespace) -> int:
 
     config = load_config(args.config, args.set)
     found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
-    _print_answer(args, asdict(found), *check_lines(found, str(config.inner.rewards.function)))
+    _print_answer(args, asdict(found), *check_lines(found, config.inner.own_code))
     return 0
 
 
