@@ -90,7 +90,7 @@ def state_at(
     state = empty_state(record, run.config.outer)
     replay = StateReplay(
         store, Chain(store, 2), state, rules.fragments, mean,
-        emit=tell, theta_0=lambda: _start_arrays(run, record), mends=False,
+        emit=tell, theta_0=lambda: start_arrays(run, record), mends=False,
     )  # fmt: skip
     if not replay.load_snapshot(upto=step):
         raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
@@ -138,7 +138,7 @@ def put_into(model: nn.Module, state: OuterState) -> None:
         at += p.numel()
 
 
-def _start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
+def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
     """θ₀ of a run whose snapshot 0 has no blob."""
     config = run.config
     with tempfile.TemporaryDirectory() as scratch:

@@ -15,7 +15,7 @@ to make replicas differ.
 Not promised: patience.  A body that cannot be read is Corrupt after a few seconds; who waits longer is averaging.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -219,6 +219,41 @@ class Reducer:
                 except Corrupt:  # announced in between, perhaps, and its bodies collected
                     if not self.take_part(commit, j, part, out):
                         raise
+
+    def parts_of_bodies(self, commit: Commit, out: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The mean from the listed bodies alone, into `out`, whatever was announced; -> each part as it travels.
+
+        Each is good until the next is asked for.   Raises Corrupt.
+        """
+        if commit.mode == "direct":
+            trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
+            if trouble is not None:
+                raise Corrupt(f"step {commit.t}: {trouble}")
+            yield 0, out.view(np.uint8)
+            return
+        for j, part in enumerate(self.split_into_parts(commit, out.size)):
+            if part:
+                yield j, self.make_part(commit, part, out)
+
+    def read_announced_parts(self, commit: Commit, out: np.ndarray) -> str | None:
+        """The mean as it was announced, into `out`; nothing is put back.   -> None, or what is wrong."""
+        sharded = commit.mode == "sharded"
+        grid = self.bodies.grid(out.size)
+        for j, part in enumerate(self.split_into_parts(commit, out.size) if sharded else [grid]):
+            if part and (trouble := self._fetch_part(commit, j, out[elements_slice(part)])) is not None:
+                return trouble
+        return None
+
+    def _fetch_part(self, commit: Commit, j: int, piece: np.ndarray) -> str | None:
+        _, record = self.announcements.find(commit.t, j)
+        if record is None:
+            return f"nobody announced part {j} of the mean"
+        packed = commit.mode == "sharded" and self._codec != "fp32"
+        body = self.bodies.buffer(body_size(self._codec, piece.size)) if packed else piece.view(np.uint8)
+        trouble = self.announcements.fetch(record, body)
+        if trouble is None and packed:
+            get_codec(self._codec).decode(body, piece)
+        return trouble
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: OwnBody | None = None) -> np.ndarray:
         """The mean of these shards, into `out`; -> it as it travels, good until the next read.  Raises Corrupt."""

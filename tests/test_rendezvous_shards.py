@@ -55,6 +55,12 @@ def commit_of(
     return Commit(0, None, "b", tuple(listed), {}, 1, 1.0, 0, "r00-1", "n", 0.0, mode, slots), vectors, rules
 
 
+def announced_blob(reducer: Reducer, commit: Commit, part: int) -> str:
+    _, record = reducer.announcements.find(commit.t, part)
+    assert record is not None
+    return record.blob
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("owners", [1, 3, 4, 7])
 def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
@@ -76,6 +82,11 @@ def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
     assert all(reducer.take_part(commit, j, part, again) for j, part in enumerate(reducer.split_into_parts(commit, n)))
     assert two.tobytes() == three.tobytes() == again.tobytes(), "computed, announced and fetched are the same bits"
     parts = reducer.split_into_parts(commit, n)
+    audited, read = np.empty(n, np.float32), np.empty(n, np.float32)
+    for j, body in reducer.parts_of_bodies(commit, audited):
+        assert body.tobytes() == store.get(announced_blob(reducer, commit, j)), "an audit computes what was announced"
+    assert reducer.read_announced_parts(commit, read) is None
+    assert audited.tobytes() == read.tobytes() == two.tobytes()
     assert len(parts) == owners
     assert [(s.start, s.stop) for part in parts for s in part] == shard_grid(
         n, codec_alignment(codec), rules.shard_elements

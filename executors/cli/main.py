@@ -392,6 +392,17 @@ def _export(args: Namespace) -> int:
     return 0
 
 
+def _verify(args: Namespace) -> int:
+    from diloco.launch import read_run
+
+    run = read_run(run_url.checked_url(args.run))
+    from diloco.verify import verify
+
+    verdict = verify(run, args.step)
+    _print_answer(args, {"run": run.url, **verdict.to_dict()}, *verdict.lines())
+    return 0 if verdict.good else 1
+
+
 def _best_step(run: "Run", step: int | None) -> int:
     """The step whose θ did best on the held-out prompts, of those that are kept.
 
@@ -581,9 +592,9 @@ def _completion(args: Namespace) -> int:
 
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
-    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "eval": _eval, "report": _report,
-    "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor, "setup": _setup,
-    "objectives": _objectives, "demo": _demo, "completion": _completion,
+    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "eval": _eval,
+    "report": _report, "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor,
+    "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip
 
 

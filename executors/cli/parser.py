@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export eval report traces track init check setup doctor objectives demo completion
+    export verify eval report traces track init check setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -156,6 +156,10 @@ def _add_writing_verbs(verbs: Any) -> None:
     export.add_argument("--best", action="store_true", help="the step with the highest reward on held-out prompts")
     export.add_argument("--to", required=True, metavar="DIR")
     export.add_argument("--merge", action="store_true", help="of a LoRA run: the whole model, not the adapter alone")
+    verify = _add_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", run)
+    verify.add_argument(
+        "--step", type=step_or_all, metavar="T", help="only θ after T outer steps (default: all that is kept)"
+    )
     evaluate = _add_verb(verbs, "eval", "the reward of a step's model on held-out prompts, on this machine", run)
     evaluate.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
     evaluate.add_argument("--prompts", metavar="FILE", help="a .jsonl (default: the prompts of the run's [eval])")
@@ -242,6 +246,11 @@ def _set_completion(action: argparse.Action, *words: str) -> None:
 
 
 # -------------------------------------------------------------------- what a word must look like
+
+
+def step_or_all(text: str) -> int | None:
+    """ "all" -> None"""
+    return None if text == "all" else natural(text)
 
 
 def positive(text: str) -> int:

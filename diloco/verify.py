@@ -1,0 +1,389 @@
+"""Is a run what its records say?  All that can be computed again is, by who may only read.
+
+    commits      chain, weights, each offer's record, nothing counted twice         registers stay: always there
+    snapshot s ──▶ θ_s ──▶ θ_s+1 ──▶ … ──▶ θ_T                                      by the listed deltas where these
+                    │        │              │                                       are, else by the announced means
+                    └── base in commits and snapshots; θ in the replicas' logs; a snapshot's bytes
+
+A difference has its step, blob and replica.  What a collector took is said to be unchecked.  Nothing is written, and
+nothing is put back.  The replay goes on past a difference as far as what is left allows.
+
+Not promised: that a pseudogradient is what its replica's inner steps gave: only the replica saw those, and what a lossy
+codec kept back.  xxh3 digests find accidents; a forger needs a run key to be found.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from diloco.config import ConfigError, keep_bytes
+from diloco.history import empty_state, model_record, refuse_gone, start_arrays
+from diloco.launch import Run
+from diloco.optimizer import OuterState
+from rendezvous import layout, snapshots
+from rendezvous.background import no_emit
+from rendezvous.chain import Chain, first_open_step
+from rendezvous.clock import SystemClock
+from rendezvous.digests import has_digest, has_digest_of, required_digest_kind
+from rendezvous.errors import BadCommit, ChainBroken, Corrupt, RendezvousError
+from rendezvous.garbage import blob_stands
+from rendezvous.reach import read_reach
+from rendezvous.records import Commit, Listed, Offer, Snapshot, WireError
+from rendezvous.reduce import Reducer, refuse_misweighed
+from rendezvous.replay import StateReplay
+from rendezvous.state import all_arrays
+from rendezvous.store import PatientStore, Store
+from rendezvous.tensors import TensorFile
+
+UNSEEN = "that a pseudogradient is what its replica's inner steps gave (nothing of those is in the bucket)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not as announced.   slot: of the replica that it is about, "" for none."""
+
+    step: int
+    blob: str
+    slot: str
+    text: str
+
+    def in_words(self) -> str:
+        of = f", {self.slot}" if self.slot else ""
+        return f"step {self.step}{of}: {self.blob}: {self.text}"
+
+
+@dataclass
+class Verdict:
+    """thetas: steps whose θ was computed.   from_deltas, as_announced: steps by where their mean was taken from."""
+
+    thetas: list[int] = field(default_factory=list[int])
+    from_deltas: list[int] = field(default_factory=list[int])
+    as_announced: list[int] = field(default_factory=list[int])
+    differences: list[Difference] = field(default_factory=list[Difference])
+    unchecked: list[str] = field(default_factory=list[str])
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+
+    @property
+    def good(self) -> bool:
+        return not self.differences
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"good": self.good, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """The verdict in words."""
+        reach = f"{self.thetas[0]} to {self.thetas[-1]}" if self.thetas else "of no step"
+        means = f"{len(self.from_deltas)} means from their deltas, {len(self.as_announced)} as announced"
+        found = [f"differs: {one.in_words()}" for one in self.differences]
+        last = f"{len(found)} differences" if found else "everything that was compared is equal"
+        return [f"θ computed again: {reach} ({means})", *found, *(f"not checked: {u}" for u in self.unchecked), last]
+
+
+class _LostMean(Exception):
+    """Neither the deltas nor the mean of a step can be read."""
+
+
+def verify(run: Run, step: int | None = None) -> Verdict:
+    """Compute θ again and compare.   step: only this one, from the snapshot before it; None: all.
+
+    Raises ConfigError for a step that was collected, or not taken yet.
+    """
+    return _Verification(run).check(step)
+
+
+class _Verification:
+    def __init__(self, run: Run) -> None:
+        clock = SystemClock()
+        self._run = run
+        self._store = PatientStore(run.store, clock, 10.0)
+        self._kind = required_digest_kind(run.store)
+        self._outer = run.config.outer
+        self._record = model_record(run)
+        self._reducer = Reducer(self._store, clock, no_emit, self._outer.rules)
+        self._keeps_all = keep_bytes(run.config.fleet.keep) is None
+        self._chain: dict[int, Commit] = {}
+        self._manifests: dict[int, Snapshot] = {}
+        self._differed = False  # did θ differ at the step before?
+        self._logged: dict[int, dict[str, str]] = {}
+        self.found = Verdict(unchecked=[UNSEEN])
+
+    def check(self, step: int | None) -> Verdict:
+        head = self._head()
+        if step is not None:
+            self._refuse_step(step, head)
+        first = 0 if step is None else self._snapshot_before(step)
+        end = self._read_chain(first, head if step is None else min(step + 1, head))
+        last = end if step is None else min(step, end)
+        self._read_snapshots(first, last)
+        self._logged = _read_logs(self._store)
+        self._replay_all(last)
+        return self.found
+
+    def _head(self) -> int:
+        """The first open step, or the first that cannot be passed."""
+        try:
+            return first_open_step(self._store)
+        except ChainBroken as error:
+            lost = next(t for t in count() if self._store.get(layout.commit_key(t)) is None)
+            self._differs(lost, layout.commit_key(lost), "", str(error))
+            self.found.unchecked.append(f"all after commit {lost}, which is missing")
+            return lost
+
+    def _refuse_step(self, step: int, head: int) -> None:
+        if not 0 <= step <= head:
+            raise ConfigError(f"step {step} has not been taken: the run stands at {head}. Use --step {head} or less")
+        refuse_gone(self._store, step, self._run.config.fleet.keep)
+
+    def _snapshot_before(self, step: int) -> int:
+        reach = read_reach(self._store)
+        return max((t for t in _snapshot_steps(self._store) if t < step and reach.covers_step(t)), default=0)
+
+    def _differs(self, step: int, blob: str, slot: str, text: str) -> None:
+        self.found.differences.append(Difference(step, blob, slot, text))
+
+    def _gone(self, step: int, blob: str, slot: str = "") -> None:
+        """Whose bytes are not there: a collector's doing, unless the run keeps all."""
+        if self._keeps_all:
+            self._differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
+        else:
+            self.found.unchecked.append(f"step {step}: {blob} is gone (collected, fleet.keep)")
+
+    # ---------------------------------------------------------------- records
+
+    def _read_chain(self, first: int, head: int) -> int:
+        """Read and check the commits from `first` on; -> the first that could not be read, or `head`."""
+        chain = Chain(self._store, 2)
+        listed = set[tuple[int, str]]()
+        for t in range(first, head):
+            try:
+                commit = chain.read(t)
+                assert commit is not None
+            except RendezvousError as error:
+                self._differs(t, layout.commit_key(t), "", str(error))
+                self.found.unchecked.append(f"all after commit {t}, which cannot be followed")
+                return t
+            self._chain[t] = commit
+            if t == 0 and commit.prev is not None:
+                self._differs(0, layout.commit_key(0), commit.by, f"names {commit.prev} before the first commit")
+            self._check_commit(commit, listed)
+        return head
+
+    def _check_commit(self, commit: Commit, listed: set[tuple[int, str]]) -> None:
+        key = layout.commit_key(commit.t)
+        try:
+            refuse_misweighed(commit, self._outer.rules)
+        except BadCommit as error:
+            self._differs(commit.t, key, commit.by, str(error))
+        if len(commit.fresh_offers) < commit.m:
+            self._differs(commit.t, key, commit.by, f"has {len(commit.fresh_offers)} fresh offers, needs {commit.m}")
+        for offer in commit.offers:
+            if (offer.step, offer.slot) in listed:
+                self._differs(commit.t, key, offer.slot, f"counts its work for step {offer.step} once more")
+            listed.add((offer.step, offer.slot))
+            self._check_offer(commit, offer)
+
+    def _check_offer(self, commit: Commit, listed: Listed) -> None:
+        """The offer stands under its slot's key as the commit lists it, and began from its step's base."""
+        key, offer = _find_offer(self._store, listed)
+        if offer is None:
+            self._differs(commit.t, key, listed.slot, "is listed, and there is no such offer")
+            return
+        names = set(vars(offer)) & set(vars(listed))
+        wrong = sorted(name for name in names if getattr(offer, name) != getattr(listed, name))
+        if wrong:
+            self._differs(commit.t, key, listed.slot, f"is listed with another {', '.join(wrong)}")
+        of_its_step = self._chain.get(listed.step)
+        if of_its_step is not None and offer.base != of_its_step.base:
+            self._differs(commit.t, key, listed.slot, f"began from {offer.base}, the chain from {of_its_step.base}")
+
+    # ---------------------------------------------------------------- snapshots
+
+    def _read_snapshots(self, first: int, last: int) -> None:
+        for t in _snapshot_steps(self._store):
+            if not first <= t <= last:
+                continue
+            found = snapshots.read(self._store, t)
+            if found is None:
+                self._differs(t, layout.snapshot_key(t), "", "is no manifest of a snapshot")
+            elif not found.blob:
+                self._manifests[t] = found
+            elif self._there(found.blob, found.size):
+                self._manifests[t] = found
+                self._check_bytes(found)
+            else:
+                self._miss(t, found.blob)
+
+    def _check_bytes(self, snapshot: Snapshot) -> None:
+        said = list[str]()
+
+        def hear(event: str, **fields: Any) -> None:
+            said.append(f"{fields['found']}, announced was {fields['announced']}")
+
+        if snapshots.load(self._store, snapshot, hear, {}) is None:
+            self._differs(snapshot.t, snapshot.blob, "", said[-1])
+
+    def _there(self, blob: str, size: int) -> bool:
+        return blob_stands(self._store, blob, size)
+
+    def _miss(self, step: int, blob: str, slot: str = "") -> None:
+        """Say of a blob that is not there whether it is shorter than announced, or gone."""
+        if self._there(blob, 1):
+            self._differs(step, blob, slot, "is shorter than announced")
+        else:
+            self._gone(step, blob, slot)
+
+    # ---------------------------------------------------------------- θ
+
+    def _replay_all(self, last: int) -> None:
+        """From the oldest snapshot on; where a mean is lost, from the next snapshot after it."""
+        after = -1
+        lost = "nothing is left to compute it from"
+        while (start := min((t for t in self._manifests if t > after), default=None)) is not None:
+            if start > after + 1:
+                self.found.unchecked.append(
+                    f"θ of steps {after + 1} to {start - 1}: nothing is left to compute it from"
+                )
+            after = self._replay_from(start, last)
+        if after < last:
+            self.found.unchecked.append(f"θ of steps {after + 1} to {last}: {lost}")
+
+    def _replay_from(self, start: int, last: int) -> int:
+        """-> the last step whose θ is known now; `start` where its snapshot cannot be used."""
+        state = empty_state(self._record, self._outer)
+        fragments = self._outer.rules.fragments
+        replay = StateReplay(
+            self._store, Chain(self._store, 2), state, fragments, self._mean,
+            emit=no_emit, theta_0=lambda: start_arrays(self._run, self._record), mends=False,
+        )  # fmt: skip
+        if not replay.load_snapshot(upto=start) or replay.step != start:
+            self.found.unchecked.append(f"θ of step {start}: its snapshot cannot be used")
+            self._manifests.pop(start)
+            return start
+        try:
+            self._check_state(start, replay.digests.base, state)
+            for _ in replay.commits(last):
+                self._check_state(replay.step, replay.digests.base, state)
+        except _LostMean as error:
+            self.found.unchecked.append(f"step {replay.step}: {error}")
+        return replay.step
+
+    def _mean(self, commit: Commit, out: np.ndarray) -> None:
+        """The mean by its deltas, compared with what was announced; else as it was announced."""
+        try:
+            for part, body in self._reducer.parts_of_bodies(commit, out):
+                self._compare_announced(commit, part, body)
+            self.found.from_deltas.append(commit.t)
+            return
+        except Corrupt:
+            self._name_bad_bodies(commit, out.size)
+        trouble = self._reducer.read_announced_parts(commit, out)
+        if trouble is not None:
+            self._name_bad_means(commit)
+            raise _LostMean(f"neither its deltas nor its mean can be read: {trouble}")
+        self.found.as_announced.append(commit.t)
+
+    def _compare_announced(self, commit: Commit, part: int, body: np.ndarray) -> None:
+        taken, record = self._reducer.announcements.find(commit.t, part)
+        if record is None:
+            if taken:
+                self._differs(commit.t, layout.mean_key(commit.t, part), "", "is no announcement of a mean")
+            return
+        if not has_digest(body.data, record.digest, self._kind):
+            self._differs(commit.t, record.blob, "", "was announced with another digest than its deltas' mean has")
+        self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
+
+    def _check_mean_blob(self, t: int, blob: str, size: int, announced: str) -> None:
+        if not self._there(blob, size):
+            self._miss(t, blob)
+            return
+        stored = np.empty(size, np.uint8)
+        whole = self._store.get_into(blob, stored.data)
+        if not whole or not has_digest(stored.data, announced, self._kind):
+            self._differs(t, blob, "", f"the stored mean has not the digest that was announced, {announced}")
+
+    def _name_bad_means(self, commit: Commit) -> None:
+        for part in range(max(1, len(commit.owners))):
+            _, record = self._reducer.announcements.find(commit.t, part)
+            if record is not None:
+                self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
+
+    def _name_bad_bodies(self, commit: Commit, elements: int) -> None:
+        """Say which listed delta is gone, and which has other bytes than were announced."""
+        bodies = self._reducer.bodies
+        for listed in commit.offers:
+            if bodies.record_flaw(listed, elements):
+                continue  # it counts for nothing, with every reader
+            if not self._there(listed.blob, listed.size):
+                self._miss(commit.t, listed.blob, listed.slot)
+            elif isinstance(why := bodies.read_body(listed, bodies.grid(elements), None), str):
+                self._differs(commit.t, listed.blob, listed.slot, why)
+
+    def _check_state(self, t: int, base: str, state: OuterState) -> None:
+        """Compare θ_t and its momentum with everything that names them."""
+        self.found.thetas.append(t)
+        self.found.digests[t] = base
+        wrong = list(self._other_claims(t, base))
+        for blob, slot, text in [] if self._differed else wrong:
+            self._differs(t, blob, slot, f"{text}, computed is {base}")
+        self._differed = bool(wrong)
+        snapshot = self._manifests.get(t)
+        if snapshot is not None and snapshot.blob and t and not wrong:
+            body = TensorFile(all_arrays(state, self._outer.rules.fragments, t))
+            if not has_digest_of(body, snapshot.digest, self._kind):
+                self._differs(t, snapshot.blob, "", "has other values than were computed")
+
+    def _other_claims(self, t: int, base: str) -> Iterator[tuple[str, str, str]]:
+        commit, snapshot = self._chain.get(t), self._manifests.get(t)
+        if commit is not None and commit.base != base:
+            yield layout.commit_key(t), commit.by, f"started from {commit.base}"
+        if snapshot is not None and snapshot.base != base:
+            yield layout.snapshot_key(t), "", f"has {snapshot.base}"
+        for session, theta in self._logged.get(t, {}).items():
+            if theta != base:
+                yield f"{layout.LOGS}{session}", session, f"held {theta} after commit {t - 1}"
+
+
+def _events(body: bytes) -> Iterator[dict[str, Any]]:
+    parse: Callable[[bytes], Any] = json.loads
+    for line in body.splitlines():
+        try:
+            event = parse(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _find_offer(store: Store, listed: Listed) -> tuple[str, Offer | None]:
+    attempt = 0
+    while (body := store.get(key := layout.offer_key(listed.step, listed.slot, attempt))) is not None:
+        attempt += 1
+        try:
+            offer = Offer.decode(body)
+        except WireError:
+            continue
+        if offer.nonce == listed.nonce:
+            return key, offer
+    return layout.offer_key(listed.step, listed.slot, max(0, attempt - 1)), None
+
+
+def _read_logs(store: Store) -> dict[int, dict[str, str]]:
+    """step -> session -> the digest of θ that it says it held before that step.  Odd lines are no news."""
+    said: dict[int, dict[str, str]] = {}
+    for key in store.list(layout.LOGS):
+        owner = layout.log_owner(key)
+        if owner is None or layout.is_rollouts(key):
+            continue
+        for event in _events(store.get(key) or b""):
+            step, theta = event.get("step"), event.get("theta")
+            if event.get("event") == "step" and isinstance(step, int) and isinstance(theta, str):
+                said.setdefault(step + 1, {})[f"{owner[0]}-{owner[1]}"] = theta
+    return said
+
+
+def _snapshot_steps(store: Store) -> list[int]:
+    return snapshots.steps_of(store.list(layout.SNAPSHOTS))
