@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from inner.base import Files, InnerConfig
 from inner.errors import InnerError
+from inner.prompts import load_prompts
 from inner.tables import Table, setting
-from inner.userfiles import load_prompts
 
 
 class EvalError(InnerError):
@@ -27,7 +27,7 @@ class EvalConfig(Table):
     path: ClassVar[str] = "eval"
     error: ClassVar[type[Exception]] = EvalError
 
-    prompts: str = setting("", "A .jsonl file with the columns of the training prompts; it must be given.")
+    prompts: str = setting("", "A file like that of the training prompts, with their columns; it must be given.")
     every: int = setting(5, "Outer steps between two evaluations; θ₀ and the last step are evaluated too.", least=1)
     samples: int = setting(1, "Completions per prompt at the training temperature; 0 for none.", least=0, most=64)
     greedy: bool = setting(True, "And one completion of the likeliest tokens.")
@@ -45,9 +45,9 @@ class EvalConfig(Table):
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
     """Raises InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
-    held_out = load_prompts(config.prompts, files, kind="eval")
+    held_out = load_prompts(config.prompts, files, inner.data, kind="eval")
     if inner.data.prompts is not None:
-        training = load_prompts(inner.data.prompts, files)
+        training = load_prompts(inner.data.prompts, files, inner.data)
         if missing := sorted(set(training[0]) - set(held_out[0])):
             raise EvalError(
                 f"eval.prompts = {config.prompts!r} has no column {', '.join(missing)}, which the training prompts "

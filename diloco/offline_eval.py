@@ -23,7 +23,7 @@ from diloco.start_model import refuse_other_base
 from inner import Seeds, build_inner
 from inner.errors import RewardFailed
 from inner.flat_names import EVAL
-from inner.userfiles import load_prompts
+from inner.prompts import load_prompts
 
 
 def evaluate_step(
@@ -41,7 +41,7 @@ def evaluate_step(
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
         files |= {EVAL: prompts} if prompts is not None else {}
-        rows = load_prompts(str(prompts or config.prompts), files, kind=EVAL)
+        rows = load_prompts(str(prompts or config.prompts), files, inner.data, kind=EVAL)
         record = model_record(run)
         at, state = state_at(run, record, step)
         start = start_folder(run, record, folder / "model")

@@ -310,12 +310,12 @@ def _make_evaluator(
     """None without [eval]."""
     from diloco.evaluator import Evaluator
     from inner.flat_names import EVAL
-    from inner.userfiles import load_prompts
+    from inner.prompts import load_prompts
 
     config = run.config.eval
     if config is None:
         return None
-    rows = load_prompts(config.prompts, inputs.files, kind=EVAL)
+    rows = load_prompts(config.prompts, inputs.files, run.config.inner.data, kind=EVAL)
     must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731
     return Evaluator(
         config, rows, cast("Scorer", loop), session, batch=run.config.inner.generation_size, seed=run.config.seed,

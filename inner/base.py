@@ -245,6 +245,7 @@ class InnerConfig(Table):
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
         unread(WORLD_ONLY, is_read=self.model == "toolworld", condition='inner.model = "toolworld"')
         unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="inner.model is on the Hub")
+        unread(("data.columns", "data.system"), is_read=bool(self.data.prompts), condition="inner.data.prompts is set")
         unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
 
     def _check_supervised(self) -> None:
@@ -330,7 +331,7 @@ class InnerConfig(Table):
     def _check_own_task(self) -> None:
         if self.data.prompts is None:
             raise InnerError(
-                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a .jsonl file with a `prompt`.'
+                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`.'
             )
         if not self.rewards.named and self.sampling.environment is None:
             raise InnerError(

@@ -20,8 +20,9 @@ from typing import Any
 from inner.base import Files, InnerConfig, InnerError
 from inner.flat_names import is_code
 from inner.pair_ids import encode_fitting_pairs
+from inner.prompts import load_prompts
 from inner.replay.pairs import training_pairs
-from inner.userfiles import check_syntax, load_object, load_prompts, load_reward, local_file, user_lines
+from inner.userfiles import check_syntax, load_object, load_reward, local_file, user_lines
 
 
 def check_inner(config: InnerConfig, files: Files) -> None:
@@ -30,7 +31,7 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         _check_text(config, files)
         return
     environment = load_environment(config, files)
-    rows = load_prompts(config.data.prompts, files) if config.data.prompts is not None else []
+    rows = load_prompts(config.data.prompts, files, config.data) if config.data.prompts is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
     for kind, spelling in config.rewards.named.items():
@@ -47,7 +48,7 @@ def check_data(config: InnerConfig, files: Files) -> None:
     if config.loop == "supervised":
         _check_text(config, files)
     if config.data.prompts is not None:
-        load_prompts(config.data.prompts, files)
+        load_prompts(config.data.prompts, files, config.data)
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
 

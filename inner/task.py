@@ -11,7 +11,8 @@ from typing import Any
 from inner.base import Files, InnerConfig
 from inner.check import load_environment
 from inner.hints import Hint
-from inner.userfiles import load_module, load_object, load_prompts, local_file
+from inner.prompts import load_prompts
+from inner.userfiles import load_module, load_object, local_file
 from inner.worlds.toolworld import ToolWorld
 
 
@@ -28,7 +29,7 @@ def load_task(config: InnerConfig, files: Files) -> Task:
     """Raises InnerError where a file cannot be used."""
     rewards = [load_object(kind, spelling, files) for kind, spelling in config.rewards.named.items()]
     environment = load_environment(config, files)
-    rows = load_prompts(config.data.prompts, files) if config.data.prompts is not None else []
+    rows = load_prompts(config.data.prompts, files, config.data) if config.data.prompts is not None else []
     hint = None
     if config.sampling.environment is not None:
         hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)

@@ -65,13 +65,21 @@ class DataSettings(Table):
 
     path: ClassVar[str] = "inner.data"
 
-    prompts: str | None = setting(None, 'A .jsonl file with a `prompt` in each line; `loop = "grpo"`.')
+    prompts: str | None = setting(
+        None, 'A .jsonl, .json, .csv or .parquet file, each row with a `prompt`; `loop = "grpo"`.'
+    )
+    columns: dict = setting(
+        dict, 'Columns that get another name, of training and held-out prompts: `{question = "prompt"}`.'
+    )
+    system: str | None = setting(None, "A system prompt, in front of every prompt.")
     text: str | None = setting(
         None, 'A .txt file, or .npy or .bin (uint16) of token ids; `loop = "supervised"` learns to continue it.'
     )
     context_length: int = setting(64, 'Tokens per sequence of `loop = "supervised"`.', above=0)
 
     def check(self) -> None:
+        if wrong := [name for name in self.columns.values() if not isinstance(name, str)]:
+            raise InnerError(f'inner.data.columns: {wrong[0]!r} is no name. Write {{question = "prompt"}}.')
         if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
             raise InnerError(
                 f"inner.data.text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. "

@@ -106,13 +106,14 @@ def try_reward(
 
 
 def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
-    from inner.userfiles import load_prompts, load_reward
+    from inner.prompts import load_prompts
+    from inner.userfiles import load_reward
 
     weights = config.rewards.weights
     rewards = [
         (load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in config.rewards.named.items()
     ]
-    prompts = load_prompts(str(config.data.prompts), files)
+    prompts = load_prompts(str(config.data.prompts), files, config.data)
     tokenizer = load_tokenizer(config.model, config.revision)
     lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The user's own files: "reward.py:score" -> a function, "prompts.jsonl" -> rows, "text.txt" -> token ids.
+"""The user's own code: "reward.py:score" -> a function.
 
     rewards.function = "reward.py:score"       what the user wrote; the name after the last ":" is what we look up
     files["reward"] = Path("/…/reward.py")    the local copy, wherever it came from
@@ -9,7 +9,6 @@ Everything that is wrong with a user's file is an InnerError that shows the user
 import asyncio
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -106,39 +105,6 @@ def user_lines(error: BaseException, path: Path) -> str:
     return (
         f"{where}  {what}\n  next: run `python {path.name}` where this runs; mend the line, or install what it imports."
     )
-
-
-def load_prompts(spelling: str, files: Files, limit: int | None = None, kind: str = "prompts") -> list[dict[str, Any]]:
-    """Rows of a .jsonl file, each with a `prompt` and the same columns.   kind: which of the user's files it is."""
-    path = local_file(kind, spelling, files)
-    name = f"{setting_of(kind)} = {spelling!r}"
-    rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                rows.append(_prompt_row(name, number, line, rows[0] if rows else None))
-            if limit is not None and len(rows) == limit:
-                break
-    if not rows:
-        raise InnerError(f"{name} is empty. One JSON object with a `prompt` per line.")
-    return rows
-
-
-def _prompt_row(name: str, number: int, line: str, first: dict[str, Any] | None) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InnerError(f"{name}, line {number} is not JSON: {error}. One JSON object per line.") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
-        raise InnerError(
-            f"{name}, line {number} has no `prompt`: {line.strip()[:80]}. "
-            'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the '
-            "columns of your reward."
-        )
-    if first is not None and set(row) != set(first):
-        differing = ", ".join(sorted(set(row) ^ set(first)))
-        raise InnerError(f"{name}, line {number}: column {differing} is not in every line. Write it everywhere.")
-    return row
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:

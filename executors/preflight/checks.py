@@ -89,9 +89,9 @@ def _check_template(config: RunConfig, known: KnownModel) -> None:
     inner = config.inner
     if known.folder is None or inner.loop == "supervised" or inner.data.prompts is None:
         return
-    from inner.userfiles import load_prompts
+    from inner.prompts import load_prompts
 
-    (row,) = load_prompts(inner.data.prompts, config.user_files(), limit=1)
+    (row,) = load_prompts(inner.data.prompts, config.user_files(), inner.data, limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:
         raise InnerError(
             f"inner.data.prompts = {inner.data.prompts!r} are chats, and the tokenizer of {inner.model} has no "

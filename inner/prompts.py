@@ -1,0 +1,140 @@
+"""Prompts out of the user's file: rows that have a `prompt`, and the columns that a reward reads.
+
+    .jsonl .json .csv .parquet ─read─▶ rows ─inner.data.columns: renamed─▶ {"prompt": …, …} ─inner.data.system─▶ rows
+
+A prompt is a text or a list of messages; a system prompt makes messages of a text.  Held-out prompts ([eval]) go
+through the same.  No torch here.
+
+Not promised: more than one file, or a dataset of the Hub; save it as Parquet.  Columns of a .csv are texts.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from inner.base import Files, InnerError
+from inner.flat_names import setting_of
+from inner.task_settings import DataSettings
+from inner.userfiles import local_file
+
+Row = dict[str, Any]
+Numbered = tuple[str, Any]  # where it stands, "line 3" or "row 3", and what was read there
+
+
+def load_prompts(
+    spelling: str, files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
+) -> list[Row]:
+    """Rows with a `prompt` and the same columns each.   kind: which of the user's files it is.   Raises InnerError."""
+    path = local_file(kind, spelling, files)
+    name = f"{setting_of(kind)} = {spelling!r}"
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
+    rows = list[Row]()
+    for where, found in islice(read(name, path), limit):
+        row = _named_columns(name, where, found, data.columns)
+        rows.append(_with_system(name, where, _checked_row(name, where, row, rows[0] if rows else None), data.system))
+    if not rows:
+        raise InnerError(f"{name} is empty. It needs rows with a `prompt`.")
+    return rows
+
+
+# -------------------------------------------------------------------- reading
+
+
+def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield f"line {number}", json.loads(line)
+                except ValueError as error:
+                    raise InnerError(
+                        f"{name}, line {number} is not JSON: {error}. One JSON object per line."
+                    ) from error
+
+
+def _read_json(name: str, path: Path) -> Iterator[Numbered]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InnerError(f"{name} is not JSON: {error}. One list of objects; or name it .jsonl.") from error
+    if not isinstance(found, list):
+        raise InnerError(f"{name} holds a {type(found).__name__}. One list of objects; or name it .jsonl.")
+    return _numbered(found)
+
+
+def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        yield from _numbered(csv.DictReader(lines))
+
+
+def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as missing:
+        raise InnerError(f"{name} needs {missing.name} to be read: pip install 'serverless-diloco[train]'") from missing
+    try:
+        batches = ParquetFile(path).iter_batches()
+        yield from _numbered(row for batch in batches for row in batch.to_pylist())
+    except (ArrowException, OSError) as error:
+        raise InnerError(f"{name} is no Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[Numbered]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+READERS: dict[str, Callable[[str, Path], Iterator[Numbered]]] = {
+    ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet,
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------- one row
+
+
+def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) -> Any:
+    """columns: the file's name of a column -> the name that it is to have."""
+    if not columns or not isinstance(row, dict):
+        return row
+    if missing := [column for column in columns if column not in row]:
+        raise InnerError(
+            f"{name}, {where} has no column {missing[0]!r}, which inner.data.columns renames. It has "
+            f"{', '.join(map(repr, row)) or 'none'}."
+        )
+    renamed = {columns.get(column, column): value for column, value in row.items()}
+    if len(renamed) < len(row):
+        raise InnerError(
+            f"{name}, {where}: inner.data.columns = {dict(columns)} gives two columns one name; the file has "
+            f"{', '.join(map(repr, row))}."
+        )
+    return renamed
+
+
+def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+        raise InnerError(
+            f"{name}, {where} has no `prompt`: {json.dumps(row, ensure_ascii=False, default=str)[:80]}. "
+            'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the columns of your '
+            'reward; or name the column that is the prompt: inner.data.columns = {question = "prompt"}.'
+        )
+    if first is not None and set(row) != set(first):
+        differing = ", ".join(sorted(map(str, set(row) ^ set(first))))
+        raise InnerError(f"{name}, {where}: column {differing} is not in every row. Write it everywhere.")
+    return row
+
+
+def _with_system(name: str, where: str, row: Row, system: str | None) -> Row:
+    if system is None:
+        return row
+    prompt = row["prompt"]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if messages[0].get("role") == "system":
+        raise InnerError(
+            f"{name}, {where} begins with a system message of its own, and inner.data.system is set. Leave one out."
+        )
+    return {**row, "prompt": [{"role": "system", "content": system}, *messages]}

@@ -1,0 +1,110 @@
+"""Prompts in four formats give the same rows; columns get other names, a system prompt stands in front; bad files."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from inner import InnerConfig, InnerError
+from inner.prompts import load_prompts
+from inner.task_settings import DataSettings
+
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
+SETTINGS = DataSettings(columns={"question": "prompt"})
+WANTED = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ROWS[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        columns = {name: pyarrow.array([row[name] for row in rows], pyarrow.string()) for name in ROWS[0]}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def read(path: Path, data: DataSettings = SETTINGS, **more: Any) -> list[dict[str, Any]]:
+    return load_prompts(path.name, {"prompts": path}, data, **more)
+
+
+FORMATS = ("jsonl", "json", "csv", "parquet")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path = write_rows(tmp_path / f"train.{kind}", ROWS)
+    assert read(path) == WANTED
+    assert read(path, limit=1) == WANTED[:1]
+
+
+def test_messages_survive_parquet(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "Hello"}]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [prompt], "answer": [7]}), tmp_path / "train.parquet")
+    assert read(tmp_path / "train.parquet", DataSettings()) == [{"prompt": prompt, "answer": 7}]
+
+
+def test_a_system_prompt_stands_in_front(tmp_path: Path) -> None:
+    told = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "Hello"}
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "Hello"}, {"prompt": [user]}])
+    found = read(path, DataSettings(system="Be brief."))
+    assert [row["prompt"] for row in found] == [[told, user], [told, user]]
+    path = write_rows(tmp_path / "b.jsonl", [{"prompt": [told, user]}])
+    with pytest.raises(InnerError, match=r"line 1 begins with a system message of its own\..*Leave one out"):
+        read(path, DataSettings(system="Be brief."))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_column_that_is_not_there_names_those_that_are(tmp_path: Path, kind: str) -> None:
+    path = write_rows(tmp_path / f"train.{kind}", ROWS)
+    with pytest.raises(
+        InnerError, match="1 has no column 'task', which inner.data.columns renames.*'question', 'answer'"
+    ):
+        read(path, DataSettings(columns={"task": "prompt"}))
+    with pytest.raises(InnerError, match=r"1 has no `prompt`.*inner\.data\.columns = \{question"):
+        read(path, DataSettings())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_empty_split(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(InnerError, match=f"'train.{kind}' is empty"):
+        read(write_rows(tmp_path / f"train.{kind}", []))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.xlsx", b"x", r"none of \.jsonl, \.json, \.csv, \.parquet"),
+        ("a.parquet", b"PAR1 and no more", "is no Parquet file"),
+        ("a.json", b'{"prompt": "x"}', "holds a dict. One list of objects"),
+        ("a.json", b"[", "is not JSON"),
+        ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": "z"}', "line 2: column answer is not in every row"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InnerError, match=words):
+        read(tmp_path / name, DataSettings())
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(InnerError, match="gives two columns one name"):
+        read(path, DataSettings(columns={"question": "answer"}))
+
+
+def test_columns_without_prompts_are_refused() -> None:
+    with pytest.raises(InnerError, match=r"inner\.data\.system.*inner\.data\.prompts is set"):
+        InnerConfig(data=DataSettings(system="Be brief.")).check()
