@@ -61,7 +61,7 @@ def test_a_system_prompt_stands_in_front(tmp_path: Path) -> None:
     found = read(path, DataSettings(system="Be brief."))
     assert [row["prompt"] for row in found] == [[told, user], [told, user]]
     path = write_rows(tmp_path / "b.jsonl", [{"prompt": [told, user]}])
-    with pytest.raises(InnerError, match=r"line 1 begins with a system message of its own\..*Leave one out"):
+    with pytest.raises(InnerError, match=r"line 1 begins with a system message of its own, .*Leave one out"):
         read(path, DataSettings(system="Be brief."))
 
 
@@ -69,7 +69,7 @@ def test_a_system_prompt_stands_in_front(tmp_path: Path) -> None:
 def test_a_column_that_is_not_there_names_those_that_are(tmp_path: Path, kind: str) -> None:
     path = write_rows(tmp_path / f"train.{kind}", ROWS)
     with pytest.raises(
-        InnerError, match="1 has no column 'task', which inner.data.columns renames.*'question', 'answer'"
+        InnerError, match=r"1 has no column 'task', which inner\.data\.columns renames\. .*'question', 'answer'"
     ):
         read(path, DataSettings(columns={"task": "prompt"}))
     with pytest.raises(InnerError, match=r"1 has no `prompt`.*inner\.data\.columns = \{question"):
