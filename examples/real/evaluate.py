@@ -3,6 +3,7 @@
 python examples/real/evaluate.py BASE [ADAPTER]      folders that `diloco export` wrote; -> a line of JSON
 
 sampled   at the training temperature, 1.0, SAMPLES per prompt       greedy   the likeliest token each time
+right     the sum is in the reply        stopped   it is the last thing there, and the model itself ended the reply
 the standard error is that of the mean over prompts: answers to one prompt are alike
 """
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rewards import score
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
-SAMPLES, BATCH, NEW_TOKENS, TEMPERATURE = 2, 75, 10, 1.0
+SAMPLES, BATCH, NEW_TOKENS, TEMPERATURE = 2, 75, 16, 1.0
 
 
 def load(base: str, adapter: str | None) -> Any:
@@ -35,29 +36,36 @@ def load(base: str, adapter: str | None) -> Any:
 
 
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, prompts: list[Any], sample: bool) -> list[str]:
+def answers(model: Any, tokenizer: Any, prompts: list[Any], sample: bool) -> list[tuple[str, bool]]:
+    """(the reply, did the model end it) for each prompt."""
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
     encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     how = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
     ids = model.generate(**encoded, max_new_tokens=NEW_TOKENS, pad_token_id=tokenizer.pad_token_id, **how)
-    return tokenizer.batch_decode(ids[:, encoded.input_ids.shape[1] :], skip_special_tokens=True)
+    replies = ids[:, encoded.input_ids.shape[1] :]
+    ended = (replies == tokenizer.eos_token_id).any(1).tolist()
+    return list(zip(tokenizer.batch_decode(replies, skip_special_tokens=True), ended, strict=True))
 
 
 def measure(model: Any, tokenizer: Any, rows: list[dict[str, Any]], sample: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    texts = list[list[str]]()
+    batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
+    replies = list[tuple[str, bool]]()
     for _ in range(SAMPLES if sample else 1):
-        at_once = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
-        texts.append([t for some in at_once for t in answers(model, tokenizer, [r["prompt"] for r in some], sample)])
-    rewards = torch.tensor([[score(t, r["answer"]) for t, r in zip(ts, rows, strict=True)] for ts in texts])
-    by_prompt = rewards.mean(0)
-    alone = torch.tensor([[float(t.strip() == r["answer"]) for t, r in zip(ts, rows, strict=True)] for ts in texts])
-    shares = {"right": (rewards > 0).float().mean(), "alone": alone.mean()}
-    found = {"reward": by_prompt.mean(), "se": by_prompt.std() / len(rows) ** 0.5, **shares}
-    return {name: round(value.item(), 4) for name, value in found.items()} | {
-        "prompts": len(rows),
-        "texts": texts[0][:4],
+        for batch in batches:
+            replies += answers(model, tokenizer, [row["prompt"] for row in batch], sample)
+    asked = rows * (len(replies) // len(rows))
+    rewards = torch.tensor([score(text, row["answer"]) for (text, _), row in zip(replies, asked, strict=True)])
+    ended = torch.tensor([ends for _, ends in replies])
+    by_prompt = rewards.view(-1, len(rows)).mean(0)
+    found = {
+        "reward": by_prompt.mean(),
+        "se": by_prompt.std() / len(rows) ** 0.5,
+        "right": (rewards > 0).float().mean(),
+        "stopped": ((rewards == 1) & ended).float().mean(),
     }
+    texts = [text for text, _ in replies[:4]]
+    return {name: round(value.item(), 4) for name, value in found.items()} | {"prompts": len(rows), "texts": texts}
 
 
 def main(base: str, adapter: str | None = None) -> None:

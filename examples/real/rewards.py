@@ -1,7 +1,8 @@
-"""The reward of a sum: is the number there, and is it alone?
+"""The reward of a sum: is the number there, and does the reply stop after it?
 
-0              the number is not in the text
-0.3 + 0.7 s    it is, and makes the share s of the text's characters: 1 for the number alone
+0      the number is not in the reply
+0.3    it is, and the reply goes on
+1      it is the last thing in the reply
 """
 
 import re
@@ -14,8 +15,11 @@ def text_of(completion: Any) -> str:
 
 
 def score(text: str, answer: str) -> float:
-    text = text.strip()
-    return 0.3 + 0.7 * len(answer) / len(text) if answer in re.findall(r"\d+", text) else 0.0
+    numbers = re.findall(r"\d+", text)
+    stops = re.search(r"\d+\.?\s*$", text) is not None
+    if stops and numbers[-1] == answer:
+        return 1.0
+    return 0.3 if answer in numbers else 0.0
 
 
 def answer(completions: list[Any], answer: list[str], **_: Any) -> list[float]:

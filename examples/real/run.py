@@ -1,6 +1,6 @@
 """`make real`: a pretrained model, LoRA, three replicas on this machine; one is killed, one leaves with notice.
 
-    diloco train run.toml ── outer step 2: SIGKILL r01 ── outer step 4: SIGTERM r02 ── 8 of 8 outer steps
+    diloco train run.toml ── outer step 2: SIGKILL r01 ── outer step 4: SIGTERM r02 ── all outer steps
     diloco export, report ── evaluate.py before and after ── the table, and what must hold
 
 The same command goes on where it was.  Everything is done by the commands that a reader would type; this script types
@@ -14,13 +14,17 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from diloco.runlog.report import checks, read_report
 from rendezvous.stores.open import open_store
 
 HERE = Path(__file__).parent
+CONFIG = HERE / "run.toml"
 SIGNALS = (("r01", 2, signal.SIGKILL), ("r02", 4, signal.SIGTERM))  # slot, in an outer step from this one on
 
 
@@ -28,9 +32,22 @@ def diloco(*words: str) -> list[str]:
     return [sys.executable, "-m", "executors.cli.main", *words]
 
 
-def train(config: Path, run: str) -> int:
-    process = subprocess.Popen(diloco("train", str(config), "--run", run))
-    due = list(SIGNALS)
+def changes(seed: int, alone: bool) -> list[str]:
+    """What differs from run.toml.   alone: one replica takes as many samples as all of the fleet."""
+    found = [f"seed={seed}"]
+    if torch.cpu.get_capabilities().get("amx_bf16"):
+        found.append("inner.autocast=bfloat16")
+    if alone:
+        fleet = tomllib.loads(CONFIG.read_text())["fleet"]
+        found += ["fleet.replicas=1", f"fleet.steps={fleet['replicas'] * fleet['steps']}"]
+    return found
+
+
+def train(run: str, seed: int, alone: bool) -> int:
+    """The run of run.toml, with its two signals where it is not alone."""
+    settings = [word for change in changes(seed, alone) for word in ("--set", change)]
+    process = subprocess.Popen(diloco("train", str(CONFIG), "--run", run, *settings))
+    due = [] if alone else list(SIGNALS)
     while process.poll() is None:
         time.sleep(0.5)
         if due and send(*due[0], run=run):
@@ -66,12 +83,13 @@ def evaluate(run: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    rows = ["held out            reward            right   number alone   prompts"]
+    rows = ["held out            reward            right   right, and stopped   prompts"]
     for kind in ("sampled", "greedy"):
         for name, values in found.items():
             v = values[kind]
             reward = f"{v['reward']:.3f} ± {v['se']:.3f}"
-            rows.append(f"{kind:8s} {name:7s}    {reward}   {v['right']:6.2f}   {v['alone']:12.2f}   {v['prompts']:7d}")
+            shares = f"{v['right']:6.2f}   {v['stopped']:18.2f}"
+            rows.append(f"{kind:8s} {name:7s}    {reward}   {shares}   {v['prompts']:7d}")
     return "\n".join(rows)
 
 
@@ -86,11 +104,12 @@ def gains(found: dict[str, Any]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--config", type=Path, default=HERE / "run.toml")
     parser.add_argument("--run", default="runs/real")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="one replica, three times as many outer steps, no signals")
     args = parser.parse_args()
     began = time.monotonic()
-    if code := train(args.config, args.run):
+    if code := train(args.run, args.seed, args.alone):
         return code
     trained = time.monotonic()
     found = evaluate(Path(args.run))
