@@ -2,7 +2,7 @@
 
     python examples/real/trl_alone.py FOLDER [SEED]     FOLDER/adapter, and the held-out rewards in FOLDER/held_out.json
 
-After `make real`, whose export of the base is what both are measured on.
+After `make real`, whose export of the base (the GGUF file, dequantised) both start from and are measured on.
 """
 
 import os
@@ -49,11 +49,10 @@ def arguments(run: dict[str, Any], folder: Path, seed: int) -> GRPOConfig:
 
 def train(folder: Path, seed: int) -> None:
     run = tomllib.loads((HERE / "run.toml").read_text())
-    model = Path(run["inner"]["model"])
     adapter = run["inner"]["lora"]
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name),
+        model=AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(BASE),
         reward_funcs=answer,
         args=arguments(run, folder, seed),
         train_dataset=load_dataset("json", data_files=str(HERE / "prompts.jsonl"), split="train"),
