@@ -129,7 +129,7 @@ def test_the_replay_loop_as_commands(tmp_path: Path) -> None:
     assert len(thetas) == len({step for step, _ in thetas}) >= 3
 
 
-def test_the_real_models_prompts_are_held_out_and_its_reward_wants_the_number_alone() -> None:
+def test_the_real_models_prompts_are_held_out_and_its_reward_wants_an_end_after_the_sum() -> None:
     import importlib.util
 
     folder = ROOT / "examples" / "real"
@@ -140,7 +140,7 @@ def test_the_real_models_prompts_are_held_out_and_its_reward_wants_the_number_al
     assert spec is not None and spec.loader is not None
     rewards = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(rewards)
-    texts = ["7", "7.", "3 + 4 = 7", "17", "", " 7\n"]
+    texts = ["7", "7.", "3 + 4 = 7", "17", "", " 7\n", "3 + 4 = 7, as you see", "7 and not 8"]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     found = rewards.answer(completions, ["7"] * len(texts))
-    assert found == pytest.approx([1.0, 0.65, 0.3 + 0.7 / 9, 0.0, 0.0, 1.0])
+    assert found == [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.3, 0.3]
