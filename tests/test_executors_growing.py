@@ -41,6 +41,7 @@ class Wishes:
             write_control(self._store, SystemClock(), steps=report.head + 2)
 
 
+@pytest.mark.slow
 def test_a_fleet_grows_shrinks_and_grows_again(tmp_path: Path) -> None:
     run, executor = found(tmp_path, steps=FOREVER, min_replicas=1), LocalProcessExecutor([HERE])
     wishes = Wishes(run.store, 4, 1, 3)

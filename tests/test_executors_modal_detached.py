@@ -227,6 +227,7 @@ def _began(executor: ModalExecutor, url: str, n: int) -> bool:
     return entries.contains(f"start/{SUPERVISOR}.1/{n}")
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_ends_the_run_before_a_slot_is_claimed(
     platform,
     executor,

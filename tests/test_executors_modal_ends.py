@@ -125,6 +125,7 @@ def test_stop_purge_removes_app_and_dict_and_says_that_the_run_stays(platform, r
     assert "no platform keeps anything of this run" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nothing_is_purged_while_somebody_may_live(platform, run, bucket, tmp_path, capsys, monkeypatch) -> None:
     on_modal(run, bucket, tmp_path)
     monkeypatch.setattr("executors.supervision.shutdown.CANCELLED_S", 0.5)

@@ -101,6 +101,7 @@ def supervised(
     return Supervisor(run, executor, SystemClock(), limits=limits, each_tick=each_tick)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_reward_that_fails_in_every_session_after_some_batches_ends_the_run(tmp_path: Path) -> None:
     """Before: every session was counted in a step or two, so its end was the first in a row, for ever."""

@@ -184,6 +184,7 @@ def test_each_process_of_a_launch_is_open_until_its_own_end() -> None:
 # -------------------------------------------------------------------- stop
 
 
+@pytest.mark.slow
 def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
     """The launcher died before it wrote down anything but that it launches; nobody has claimed; the lists lag."""
     monkeypatch.setattr("executors.supervision.launches.LAG_S", 8.0)

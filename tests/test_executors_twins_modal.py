@@ -51,6 +51,7 @@ def no_answer(*_: object) -> None:
     raise ConnectionResetError("gone")
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_calls_that_nobody_noted(platform, executor, run, tmp_path, monkeypatch) -> None:
     """The reply was lost, and so was the note of the second call; none of them has a machine yet."""
     executor.launch_replicas([spec(run, tmp_path, "returns", "r09")])
