@@ -141,7 +141,7 @@ class StoreRounds:
         return moments
 
     def _unpack_moments(self, loop: "OuterLoop") -> None:
-        """Those that the session before has left, if it has."""
+        """Give the optimizer the moments that the session before has left, if it has."""
         found = self.session.rv.inherited
         if not found:
             return

@@ -146,7 +146,7 @@ class _Verification:
         self.found.differences.append(Difference(step, blob, slot, text))
 
     def _gone(self, step: int, blob: str, slot: str = "") -> None:
-        """Whose bytes are not there: a collector's doing, unless the run keeps all."""
+        """Note that a blob is not there: a collector took it, unless the run keeps all."""
         if self._keeps_all:
             self._differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
         else:
@@ -241,15 +241,15 @@ class _Verification:
     def _replay_all(self, last: int) -> None:
         """From the oldest snapshot on; where a mean is lost, from the next snapshot after it."""
         after = -1
-        lost = "nothing is left to compute it from"
         while (start := min((t for t in self._manifests if t > after), default=None)) is not None:
             if start > after + 1:
-                self.found.unchecked.append(
-                    f"θ of steps {after + 1} to {start - 1}: nothing is left to compute it from"
-                )
+                self._note_lost(after + 1, start - 1)
             after = self._replay_from(start, last)
         if after < last:
-            self.found.unchecked.append(f"θ of steps {after + 1} to {last}: {lost}")
+            self._note_lost(after + 1, last)
+
+    def _note_lost(self, first: int, last: int) -> None:
+        self.found.unchecked.append(f"θ of steps {first} to {last}: nothing is left to compute it from")
 
     def _replay_from(self, start: int, last: int) -> int:
         """-> the last step whose θ is known now; `start` where its snapshot cannot be used."""

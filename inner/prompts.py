@@ -20,6 +20,7 @@ from inner.flat_names import setting_of
 from inner.task_settings import DataSettings
 from inner.userfiles import local_file
 
+ENCODING = "utf-8-sig"  # spreadsheets put a mark in front of UTF-8, which is no part of the first column's name
 Row = dict[str, Any]
 Numbered = tuple[str, Any]  # where it stands, "line 3" or "row 3", and what was read there
 
@@ -34,7 +35,7 @@ def load_prompts(
     if read is None:
         raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
     rows = list[Row]()
-    for where, found in islice(read(name, path), limit):
+    for where, found in islice(_readable(name, read(name, path)), limit):
         row = _named_columns(name, where, found, data.columns)
         rows.append(_with_system(name, where, _checked_row(name, where, row, rows[0] if rows else None), data.system))
     if not rows:
@@ -45,8 +46,16 @@ def load_prompts(
 # -------------------------------------------------------------------- reading
 
 
+def _readable(name: str, rows: Iterator[Numbered]) -> Iterator[Numbered]:
+    """The same; bytes that are no text, and a .csv without end or with a huge field, are told."""
+    try:
+        yield from rows
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InnerError(f"{name} cannot be read: {error}. Save it again, as UTF-8.") from error
+
+
 def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding=ENCODING) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -59,7 +68,7 @@ def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
 
 def _read_json(name: str, path: Path) -> Iterator[Numbered]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding=ENCODING))
     except ValueError as error:
         raise InnerError(f"{name} is not JSON: {error}. One list of objects; or name it .jsonl.") from error
     if not isinstance(found, list):
@@ -68,7 +77,7 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
 
 
 def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
-    with path.open(encoding="utf-8", newline="") as lines:
+    with path.open(encoding=ENCODING, newline="") as lines:
         yield from _numbered(csv.DictReader(lines))
 
 

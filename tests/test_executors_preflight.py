@@ -159,6 +159,9 @@ def lines(*rows: object) -> str:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
+UNTEMPLATED = tuple(
+    (f"models/mine/{name}", "{}") for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin")
+)
 REPLAY = ("replay.weight = 0.1", 'replay.pairs = "pairs.jsonl"')
 MISTAKES = (
     Mistake("a config that is empty", ("run.toml is empty", "diloco demo"), (("run.toml", ""),)),
@@ -237,6 +240,18 @@ MISTAKES = (
     Mistake(
         "a model without config.json", ("has no config.json", "save_pretrained"),
         (("models/mine/readme", "x"),), ('model = "{folder}/models/mine"',), on=("local", "slurm"),
+    ),
+    Mistake(
+        "chats for a model without chat template",
+        ("run.toml: inner.data.prompts = 'prompts.jsonl' are chats", "no chat template",
+         "Write each prompt as one text"),
+        UNTEMPLATED, ('model = "{folder}/models/mine"',), on=("local", "slurm"),
+    ),
+    Mistake(
+        "a system prompt for a model without chat template",
+        ("run.toml: inner.data.prompts = 'prompts.jsonl' become chats by inner.data.system", "Leave inner.data.system"),
+        (*UNTEMPLATED, ("prompts.jsonl", lines({**PROMPT, "prompt": "2 + 2?"}))),
+        ('model = "{folder}/models/mine"', 'data.system = "Be brief."'), on=("local", "slurm"),
     ),
     Mistake(
         "a model on this machine and replicas elsewhere", ("inner.model", "is a folder of this machine", "hf upload"),
@@ -348,7 +363,7 @@ def test_a_pair_that_the_models_template_cannot_write_is_refused_on_every_platfo
     for answer in told:
         err = refused(answer, folder)
         assert "pair p7: this model's chat template cannot write it" in err and why in err, err
-        assert "inner.replay_skip_unfit = true" in err
+        assert "inner.replay.skip_unfit = true" in err
     assert heavy == []
 
 
@@ -445,7 +460,7 @@ def model(tmp_path: Path) -> Path:
     made.mkdir()
     (made / "config.json").write_text("{}")
     (made / "tokenizer_config.json").write_text("{}")
-    safetensors(made / "model.safetensors")
+    safetensors(made / "pytorch_model.bin")
     return made
 
 
@@ -468,7 +483,7 @@ def test_a_model_that_is_cut_off(model: Path) -> None:
 
 
 def test_a_model_that_is_a_pointer(model: Path) -> None:
-    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    (model / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
     assert "Git LFS pointer" in known(model) and "git lfs pull" in known(model)
 
 

@@ -48,6 +48,11 @@ def test_each_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
     assert read(path, limit=1) == WANTED[:1]
 
 
+def test_a_spreadsheets_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("question,answer\nWhat is 0 + 1?,1\n", encoding="utf-8-sig")
+    assert read(tmp_path / "train.csv") == WANTED[:1]
+
+
 def test_messages_survive_parquet(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "Hello"}]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": [prompt], "answer": [7]}), tmp_path / "train.parquet")
@@ -90,6 +95,9 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.json", b'{"prompt": "x"}', "holds a dict. One list of objects"),
         ("a.json", b"[", "is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
+        ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
+        ("a.csv", b"prompt\ncaf\xe9\n", r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
+        ("a.csv", b"prompt\n" + b"x" * 200_000, r"cannot be read: field larger than field limit"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": "z"}', "line 2: column answer is not in every row"),
     ],
 )

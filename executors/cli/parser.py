@@ -162,7 +162,7 @@ def _add_writing_verbs(verbs: Any) -> None:
     )
     evaluate = _add_verb(verbs, "eval", "the reward of a step's model on held-out prompts, on this machine", run)
     evaluate.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
-    evaluate.add_argument("--prompts", metavar="FILE", help="a .jsonl (default: the prompts of the run's [eval])")
+    evaluate.add_argument("--prompts", metavar="FILE", help="a file of prompts (default: that of the run's [eval])")
     evaluate.add_argument(
         "--samples", type=natural, metavar="N", help="completions per prompt at the run's temperature"
     )

@@ -1,4 +1,4 @@
-"""What replicas that generate with vLLM are given: the second set of versions, and a proof that it holds together.
+"""The versions for replicas that generate with vLLM, and a proof that they hold together.
 
     constraints-vllm.txt ──▶ Modal        its image has these very versions     ┐
                          ──▶ HF Jobs, sky  constraints of what is installed     ├─▶ python -c CHECK ─▶ the replica

@@ -93,9 +93,11 @@ def _check_template(config: RunConfig, known: KnownModel) -> None:
 
     (row,) = load_prompts(inner.data.prompts, config.user_files(), inner.data, limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:
+        made_by = "are chats" if inner.data.system is None else "become chats by inner.data.system"
+        mend = "Write each prompt as one text" if inner.data.system is None else "Leave inner.data.system out"
         raise InnerError(
-            f"inner.data.prompts = {inner.data.prompts!r} are chats, and the tokenizer of {inner.model} has no "
-            "chat template. Write each prompt as one text, or use the -Instruct model."
+            f"inner.data.prompts = {inner.data.prompts!r} {made_by}, and the tokenizer of {inner.model} has no "
+            f"chat template. {mend}, or use the -Instruct model."
         )
 
 
