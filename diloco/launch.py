@@ -204,6 +204,7 @@ def open_run(
         steps=steps or config.fleet.steps,
         min_replicas=min_replicas or config.fleet.min_replicas,
     )
+    config = replace(config, fleet=fleet)  # prompts are dealt out to as many replicas as the run is founded with
     check_fleet(fleet)  # a quorum that the config names is never lowered by a smaller --replicas
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)

@@ -56,6 +56,7 @@ from rendezvous.errors import (
     WrongRun,
 )
 from rendezvous.garbage import Collected
+from rendezvous.layout import slot_index
 from rendezvous.membership import read_control
 from rendezvous.records import WireError
 from rendezvous.seal import VerifiedStore
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from diloco.manager import StoreManager
     from diloco.outer import OuterLoop
     from inner import InnerLoop
+    from inner.order import Share
 
 ZEROS = "zeros"  # the folder of a start model without its weights
 OPEN_S = 60.0  # for the first answer of the store
@@ -238,7 +240,9 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     config = run.config
     bucket = run.config.rendezvous == BUCKET
     at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
-    loop, model_dir = _build_loop(run, session, record, inputs, at=at)
+    seeds = seeds_of(config, session, at)
+    loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if at else 0)
+    _say_share(session, config, seeds)
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
         refuse_other_bits(record.theta, loop.model)
@@ -262,7 +266,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
 
 def _build_loop(
-    run: Run, session: Session, record: ModelRecord, inputs: Inputs, *, at: int
+    run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds, *, warmup: int
 ) -> "tuple[InnerLoop, Path]":
     """The inner loop, and the folder of its model: one with weights, if some of them are in no snapshot."""
     from diloco.start_model import has_more_than_trained
@@ -272,8 +276,6 @@ def _build_loop(
     def build(folder: Path) -> "InnerLoop":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecisionWarning)  # it goes into the journal, which prints it, too
-            warmup = REJOIN_WARMUP if at else 0
-            seeds = seeds_of(run.config, session, at)
             return build_inner(run.config.inner, folder, inputs.files, seeds, warmup, scratch=inputs.scratch)
 
     model_dir = inputs.model_dir
@@ -327,7 +329,23 @@ def seeds_of(config: RunConfig, session: Session, at: int) -> Seeds:
     """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this session."""
     slot = session.rv.slot
     start = at * (config.outer.sync_every // config.outer.fragments)
-    return Seeds(derive_seed(config.seed, slot), derive_seed(config.seed, slot, session.rv.generation), start)
+    noise = derive_seed(config.seed, slot, session.rv.generation)
+    return Seeds(derive_seed(config.seed, slot), noise, start, share_of(config, slot))
+
+
+def share_of(config: RunConfig, slot: str) -> "Share":
+    """The slot's part of the rows, of as many as the run was founded with replicas.  Slots that were added later deal
+    the rows out once more, in another order."""
+    from inner.order import Share
+
+    deal, index = divmod(slot_index(slot), config.fleet.replicas)
+    return Share(derive_seed(config.seed, "prompts", deal), index, config.fleet.replicas)
+
+
+def _say_share(session: Session, config: RunConfig, seeds: Seeds) -> None:
+    """Put into the log which rows this session reads, and from where on; windows of a text are drawn from all of it."""
+    if config.inner.loop != "supervised" and (share := seeds.share) is not None:
+        session.emit("data", share=share.index, of=share.of, seed=share.seed, inner_step=seeds.start)
 
 
 def _wait_for_model(run: Run, session: Session) -> ModelRecord:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from inner.host import Host
+    from inner.order import Share
 
 LOOPS = ("grpo", "supervised")
 BUILT_IN_MODELS = ("toolworld", "tiny")
@@ -65,11 +66,13 @@ Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by para
 class Seeds:
     """`data` fixes the order of the data, `start` is the first inner step to run in that order, `noise` the sampling.
 
-    Two sessions of one slot share `data`; the second starts where the first stopped, with other noise."""
+    Two sessions of one slot have the same `data`; the second starts where the first stopped, with other noise.
+    share: the part of prompts and pairs that this replica reads; None: all of them, in the order of `data`."""
 
     data: int
     noise: int
     start: int = 0
+    share: Share | None = None
 
     def __post_init__(self) -> None:
         for name in ("data", "noise", "start"):

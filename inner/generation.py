@@ -19,7 +19,7 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 from inner.dynamic import refill_groups
 from inner.engine import MASKED, engine_instead, masked_share
 from inner.objectives import check_settings
-from inner.order import prompt_order
+from inner.order import Share, prompt_order
 from inner.reward_calls import RewardCalls
 from inner.sampler import GenerationSampler, guard_answers
 from inner.spans import Turn, read_turns
@@ -48,6 +48,7 @@ class GenerationTrainer(LeanToolLoop):
         objective: str | None = None,
         data_seed: int | None = None,
         start: int = 0,
+        share: Share | None = None,
         reward_calls: RewardCalls | None = None,
         engine_dtype: str | None = None,
         **kwargs: Any,
@@ -60,7 +61,7 @@ class GenerationTrainer(LeanToolLoop):
         self._apply_objective(objective)
         self._turns: list[list[Turn]] | None = None
         self._rewards: list[float] = []
-        self._start_at(data_seed, start)
+        self._start_at(data_seed, start, share)
         self._cache_schemas()
 
     # the objective: what TRL's loss does not do by itself
@@ -91,23 +92,23 @@ class GenerationTrainer(LeanToolLoop):
         """Rollouts of the next `groups` prompts, in an order of their own."""
         dataset: Any = self.train_dataset
         arguments: Any = self.args
-        at = prompt_order(len(dataset), REFILLS + (self.data_seed or 0))
+        at = prompt_order(len(dataset), (self.share or Share(0)).salted(REFILLS))
         rows = [dataset[at(self._refills + i)] for i in range(groups) for _ in range(arguments.num_generations)]
         self._refills += groups
         return self._generate_rollouts(rows)
 
     # the data order
 
-    def _start_at(self, data_seed: int | None, start: int) -> None:
-        self.data_seed = data_seed
+    def _start_at(self, data_seed: int | None, start: int, share: Share | None) -> None:
+        self.share = Share(data_seed) if share is None and data_seed is not None else share
         # TRL's micro-batch counter decides when to generate anew; set, it puts a later session in phase with the first.
         self._step = start * self.args.gradient_accumulation_steps
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        if self.data_seed is None:
+        if self.share is None:
             return super()._get_train_sampler(dataset)
         rows: Any = self.train_dataset if dataset is None else dataset
-        return GenerationSampler(self, len(rows), self.data_seed)
+        return GenerationSampler(self, len(rows), self.share)
 
     # 1. see the error turns and the rewards
 

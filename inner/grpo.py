@@ -144,6 +144,7 @@ class GrpoLoop:
             pairs=task.pairs,
             hint=task.hint,
             data_seed=seeds.data,
+            share=seeds.share,
             start=seeds.start,
             reward_calls=self._reward_calls,
             engine_dtype=config.engine_dtype,

@@ -1,33 +1,55 @@
-"""The data of an inner step: a pure function of (data seed, index), so that a replaced replica goes on where the first
-stopped.
+"""The data of an inner step: a pure function of (seed, share, index).  A replaced replica goes on where the first
+stopped, and no two replicas read the same row within an epoch.
 
-    prompts      epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | …      one endless line
-                 ├─ g=0 ─┼─ g=1 ─┼─ g=2 ─┤                                             P prompts per generation
+    epoch e      permutation(seed, e) of all rows: a b c d e f g h
+                 share 0 of 3: a d g | share 1 of 3: b e h | share 2 of 3: c f a      dealt out like cards, filled up
+    prompts      epoch 0's share | epoch 1's share | …                                one endless line
+                 ├─ g=0 ─┼─ g=1 ─┼─ g=2 ─┤                                            P prompts per generation
     windows      step i: batch random windows of the token file, drawn from (seed, i)
 
     inner step   ├── accumulated micro-batches ──┤             of which a generation may hold all or only some
     generation        ├── served = micro-batches per generation · iterations ──┤
 
-Not promised: that the order survives a change of the batch size, or of the number of prompts.
+Not promised: that the order survives a change of the batch size, or of the number of prompts; that all replicas are
+in the same epoch, so a fast one may read in its second what a slow one has not read in its first.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 
-def prompt_order(n_prompts: int, seed: int) -> Callable[[int], int]:
+@dataclass(frozen=True)
+class Share:
+    """A replica's rows: in every epoch those at index, index + of, … of the permutation that all have in common."""
+
+    seed: int
+    index: int = 0
+    of: int = 1
+
+    def size(self, n_rows: int) -> int:
+        """Rows per epoch, the same for every index: the last ones begin at the front again."""
+        return -(-n_rows // self.of)
+
+    def salted(self, salt: int) -> "Share":
+        """The same part of other permutations."""
+        return Share(salt + self.seed, self.index, self.of)
+
+
+def prompt_order(n_prompts: int, share: Share) -> Callable[[int], int]:
     """position in the endless line -> prompt index. Keeps the permutation of one epoch at a time."""
+    size = share.size(n_prompts)
     epoch_now = -1
     order = np.empty(0, dtype=np.int64)
 
     def at(position: int) -> int:
         nonlocal epoch_now, order
-        epoch, offset = divmod(position, n_prompts)
+        epoch, offset = divmod(position, size)
         if epoch != epoch_now:
             epoch_now = epoch
-            order = np.random.default_rng([seed, epoch]).permutation(n_prompts)
-        return int(order[offset])
+            order = np.random.default_rng([share.seed, epoch]).permutation(n_prompts)
+        return int(order[(share.index + share.of * offset) % n_prompts])
 
     return at
 

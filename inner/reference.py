@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from inner.channels import backbone_states, eval_mode, pad_rows, response_logprobs
 from inner.errors import InnerError
 from inner.lora import adapter_off
-from inner.order import prompt_order
+from inner.order import Share, prompt_order
 from inner.pair_ids import PairIds, encode_fitting_pairs
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 
@@ -43,8 +43,8 @@ class ReplayPairs:
         self.pairs = encode_fitting_pairs(found, render, tokenizer, limit=limit, skip_unfit=skip_unfit)
         self.reference_N_2: Tensor | None = None
 
-    def pair_order(self, seed: int) -> Callable[[int], int]:
-        return prompt_order(len(self.pairs), PAIRS + seed)
+    def pair_order(self, share: Share) -> Callable[[int], int]:
+        return prompt_order(len(self.pairs), share.salted(PAIRS))
 
     def measure_reference(self, model: nn.Module, at_once: int, device: torch.device) -> None:
         """The reference: this model, as it is now, without its adapter."""

@@ -1,6 +1,6 @@
 """Two things that TRL asks for, made strict: the order of prompts, and the values of a reward.
 
-    prompts   generation g = micro-batch // micro-batches per generation: its prompts are a function of (seed, g)
+    prompts   generation g = micro-batch // micro-batches per generation: its prompts are a function of (share, g)
     reward    one finite number per completion, or None for "cannot say"; else an error that names the function
 
 Not promised: checks of a reward that is a model.
@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.data import Sampler
 
-from inner.order import prompt_order
+from inner.order import Share, prompt_order
 from inner.userfiles import checked_rewards
 
 
@@ -25,9 +25,9 @@ class GenerationSampler(Sampler):
     A generation's prompts are yielded once per micro-batch that it serves; TRL uses the first and reads the others from
     its buffer. Endless, since an inner loop has no last step."""
 
-    def __init__(self, trainer: Any, n_prompts: int, seed: int) -> None:
+    def __init__(self, trainer: Any, n_prompts: int, share: Share) -> None:
         self.trainer = trainer
-        self.at = prompt_order(n_prompts, seed)
+        self.at = prompt_order(n_prompts, share)
 
     def __iter__(self) -> Iterator[int]:
         args: Any = self.trainer.args

@@ -43,7 +43,7 @@ from inner.hints import Hint, templates
 from inner.host import Host
 from inner.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.losses.divergence import zero_on_graph
-from inner.order import step_in_generation
+from inner.order import Share, step_in_generation
 from inner.precision import check_precision
 from inner.reference import ReplayPairs, pair_logprobs
 from inner.replay.pairs import DPOPair
@@ -66,6 +66,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
                       without data_seed: TRL's own sampler, and pairs in the order of args.seed
+    share             instead of data_seed: the order of a replica that reads a part of the rows (inner/order.py)
     and every channel setting under its name in inner/flat_names.py; everything else is TRL's.
     """
 
@@ -148,8 +149,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         if self.channels.replay.variant == "dpo":
             with self.accelerator.autocast():
                 replay.measure_reference(student, self.channels.replay.batch_size, self.accelerator.device)
-        seed = self.data_seed if self.data_seed is not None else cast(Any, self.args).seed
-        self._pair_at = replay.pair_order(seed)
+        self._pair_at = replay.pair_order(self.share or Share(cast(Any, self.args).seed))
         return replay
 
     def _refuse_without_errors(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from inner import InnerError
 from inner.metric_means import MetricMeans
-from inner.order import prompt_order, window_starts
+from inner.order import Share, prompt_order, window_starts
 from inner.spans import HintSplicer, Turn, error_text, model_turns, read_turns, splice_hint
 
 FAILED = "{'error': 'Tool t0_1 not found.'}"
@@ -101,14 +101,31 @@ def test_a_splicer_reads_the_template_or_says_why_it_cannot() -> None:
 
 
 def test_prompt_order_is_a_permutation_per_epoch_and_pure() -> None:
-    at = prompt_order(7, seed=3)
+    at = prompt_order(7, Share(3))
     line = [at(i) for i in range(21)]
     assert sorted(line[:7]) == sorted(line[7:14]) == list(range(7))
     assert line[:7] != line[7:14]
-    fresh = prompt_order(7, seed=3)
+    fresh = prompt_order(7, Share(3))
     assert [fresh(i) for i in reversed(range(21))] == line[::-1]
-    other = prompt_order(7, seed=4)
+    other = prompt_order(7, Share(4))
     assert [other(i) for i in range(21)] != line
+
+
+@pytest.mark.parametrize("rows", [7, 9, 2, 1])
+def test_replicas_read_every_row_of_an_epoch_between_them_and_none_twice(rows: int) -> None:
+    shares = [Share(seed=3, index=i, of=3) for i in range(3)]
+    size = shares[0].size(rows)
+    for epoch in range(4):
+        read = [prompt_order(rows, share)(epoch * size + i) for i in range(size) for share in shares]
+        assert set(read) == set(range(rows))
+        assert len(read) - rows < 3  # filled up from the front
+        assert sorted(read[:rows]) == list(range(rows))
+
+
+def test_a_share_is_another_one_in_every_epoch() -> None:
+    at = prompt_order(300, Share(seed=3, index=1, of=3))
+    epochs = [{at(100 * epoch + i) for i in range(100)} for epoch in range(8)]
+    assert len(set.union(*epochs)) > 280  # 300 · (1 - (2/3)⁸) = 288 expected
 
 
 def test_window_starts_reach_both_ends() -> None:
