@@ -24,8 +24,9 @@ from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
 from inner.base import MOVED, TRL_NAMES
 from inner.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
+from inner.hub_data import HubDataset
 from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
-from inner.task_settings import entry_point
+from inner.task_settings import entry_point, is_one_file
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
@@ -173,6 +174,7 @@ class LogConfig(Table):
 class RunConfig:
     """One run.   folder: where relative paths in [inner] start (not part of the run).
 
+    gathered: kind -> the one file that `gather_data` made of prompts from several files or from the Hub.
     overrides: dotted name -> value of what `--set` put into the place of the file's; run.json names them.
     """
 
@@ -188,12 +190,17 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig | None = None
     folder: Path = field(default=Path(), compare=False)
+    gathered: Mapping[str, Path] = field(default_factory=dict, compare=False)
     overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def mathematics(self) -> dict[str, Any]:
         """The settings that may never change under one URL: digests of the user's files, not their names."""
         inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))
-        entry_points = {kind: entry_point(name) for kind, name in self._named_files().items() if kind != EVAL}
+        entry_points = {
+            kind: entry_point(name) if is_code(kind) else ""
+            for kind, name in self._named_files().items()
+            if kind != EVAL
+        }
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
         if weights := self.inner.rewards.weights:  # by the functions' names: their files count by digests
             fixed["reward_weights"] = weights
@@ -222,11 +229,19 @@ class RunConfig:
         return config
 
     def user_files(self) -> dict[str, Path]:
-        """Kind -> path of the user's file; for rewards and environment the part before the colon."""
-        return {k: self.folder / v.rpartition(":")[0] if is_code(k) else self.folder / v
-                for k, v in self._named_files().items()}  # fmt: skip
+        """Kind -> path of the user's file; for rewards and environment the part before the colon.
 
-    def _named_files(self) -> dict[str, str]:
+        Raises ConfigError for prompts that `gather_data` must make one file first."""
+        return {kind: self._path_of(kind, name) for kind, name in self._named_files().items()}
+
+    def _path_of(self, kind: str, name: Any) -> Path:
+        if kind in self.gathered:
+            return self.gathered[kind]
+        if not is_one_file(name):
+            raise ConfigError(f"{setting_of(kind)} = {name!r} is no single file yet: config = gather_data(config)")
+        return self.folder / (name.rpartition(":")[0] if is_code(kind) else name)
+
+    def _named_files(self) -> dict[str, Any]:
         named = self.inner.named_files
         return named if self.eval is None else {**named, EVAL: self.eval.prompts}
 
@@ -237,11 +252,25 @@ class RunConfig:
         check_fleet(self.fleet)
         if self.eval is not None and self.inner.loop == "supervised":
             raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
-        for kind, path in self.user_files().items():
-            if not path.is_file():
+        self.check_files()
+
+    def check_files(self) -> None:
+        """Are the user's files there, and are datasets spelled as such?"""
+        for kind, named in self._named_files().items():
+            for name in named if isinstance(named, list) else [named]:
+                self._check_source(kind, name)
+
+    def _check_source(self, kind: str, name: str) -> None:
+        if is_one_file(name):
+            if not (path := self._path_of(kind, name)).is_file():
                 raise ConfigError(
                     f"{setting_of(kind)}: there is no file {path}. Give a path relative to the config file"
                 )
+            return
+        try:
+            HubDataset.parse(name, setting_of(kind))
+        except InnerError as error:
+            raise ConfigError(str(error)) from error
 
 
 KNOWN = (*list_settings(RunConfig), *TRL_NAMES)

@@ -14,6 +14,7 @@ from inner.base import Files, InnerConfig
 from inner.errors import InnerError
 from inner.prompts import load_prompts
 from inner.tables import Table, setting
+from inner.task_settings import check_sources
 
 
 class EvalError(InnerError):
@@ -27,7 +28,9 @@ class EvalConfig(Table):
     path: ClassVar[str] = "eval"
     error: ClassVar[type[Exception]] = EvalError
 
-    prompts: str = setting("", "A file like that of the training prompts, with their columns; it must be given.")
+    prompts: str | list = setting(
+        "", "Files or datasets like those of the training prompts, with their columns; it must be given."
+    )
     every: int = setting(5, "Outer steps between two evaluations; θ₀ and the last step are evaluated too.", least=1)
     samples: int = setting(1, "Completions per prompt at the training temperature; 0 for none.", least=0, most=64)
     greedy: bool = setting(True, "And one completion of the likeliest tokens.")
@@ -35,6 +38,7 @@ class EvalConfig(Table):
     def check(self) -> None:
         if not self.prompts:
             raise EvalError("[eval] has no prompts. Set eval.prompts to a .jsonl file that training does not read.")
+        check_sources("eval.prompts", self.prompts)
         if not (self.samples or self.greedy):
             raise EvalError("eval.samples = 0 with eval.greedy = false measures nothing. Set one of them.")
 

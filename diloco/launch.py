@@ -143,6 +143,9 @@ class StoredConfig(RunConfig):
     def user_files(self) -> dict[str, Path]:
         return {}
 
+    def check_files(self) -> None:
+        """Readers compare them with run.json when they fetch them."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -393,8 +396,22 @@ def _list_differences(stands: RunRecord, mine: RunRecord) -> list[str]:
         there, here = (r.files.get(setting, {}).get("digest", "none") for r in (stands, mine))
         if there != here:
             there, here = (hex_of(d)[:8] or d for d in (there, here))
-            differs.append(f"{setting} file (digest {there} there, {here} here)")
+            name = _name_of_data(setting, stands, mine)
+            differs.append(f"{setting} file (digest {there} there, {here} here{name})")
     return differs
+
+
+def _name_of_data(setting: str, stands: RunRecord, mine: RunRecord) -> str:
+    """ "" or how run.json calls it, with commits: a dataset's name may mean another commit now than then."""
+    there, here = (_spelling(record, setting) for record in (stands, mine))
+    return "" if there == here or "hub:" not in f"{there}" else f"; the run has {there!r}"
+
+
+def _spelling(record: RunRecord, setting: str) -> Any:
+    """How a run's config names its prompts or [eval]'s; None for other files."""
+    if setting == EVAL:
+        return record.config.get("eval", {}).get("prompts")
+    return record.config.get("inner", {}).get("data", {}).get(setting)
 
 
 def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:

@@ -203,8 +203,10 @@ class InnerConfig(Table):
         return max(1, self.generation_steps // self.gradient_accumulation_steps)
 
     @property
-    def named_files(self) -> dict[str, str]:
-        """Kind -> how the config names the user's file: "reward" or "reward.NAME", "environment", "prompts", …"""
+    def named_files(self) -> dict[str, Any]:
+        """Kind -> how the config names the user's file: "reward" or "reward.NAME", "environment", "prompts", …
+
+        A str; of "prompts" perhaps a list of them."""
         parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
         named = {kind: getattr(getattr(self, table), key) for kind, (table, _, key) in parts.items()}
         return {kind: name for kind, name in named.items() if name} | self.rewards.named

@@ -1,11 +1,11 @@
-"""Prompts out of the user's file: rows that have a `prompt`, and the columns that a reward reads.
+"""Prompts out of one file: rows that have a `prompt`, and the columns that a reward reads.
 
     .jsonl .json .csv .parquet ─read─▶ rows ─inner.data.columns: renamed─▶ {"prompt": …, …} ─inner.data.system─▶ rows
 
 A prompt is a text or a list of messages; a system prompt makes messages of a text.  Held-out prompts ([eval]) go
-through the same.  No torch here.
+through the same.  Several files and datasets of the Hub are made one file before (diloco/data_files.py).  No torch.
 
-Not promised: more than one file, or a dataset of the Hub; save it as Parquet.  Columns of a .csv are texts.
+Not promised: types for a .csv; its columns are texts.
 """
 
 import csv
@@ -26,30 +26,36 @@ Numbered = tuple[str, Any]  # where it stands, "line 3" or "row 3", and what was
 
 
 def load_prompts(
-    spelling: str, files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
+    spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
 ) -> list[Row]:
     """Rows with a `prompt` and the same columns each.   kind: which of the user's files it is.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind)} = {spelling!r}"
-    read = READERS.get(path.suffix.lower())
-    if read is None:
-        raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
-    rows = list[Row]()
-    for where, found in islice(_readable(name, read(name, path)), limit):
-        row = _named_columns(name, where, found, data.columns)
-        rows.append(_with_system(name, where, _checked_row(name, where, row, rows[0] if rows else None), data.system))
-    if not rows:
+    return check_rows(name, islice(read_rows(name, path), limit), data)
+
+
+def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: Row | None = None) -> list[Row]:
+    """The rows as training sees them.   first: one whose columns they must have; None: their own first."""
+    checked = list[Row]()
+    for where, found in rows:
+        row = _checked_row(name, where, _named_columns(name, where, found, data.columns), first)
+        first = first or row
+        checked.append(_with_system(name, where, row, data.system))
+    if not checked:
         raise InnerError(f"{name} is empty. It needs rows with a `prompt`.")
-    return rows
+    return checked
 
 
 # -------------------------------------------------------------------- reading
 
 
-def _readable(name: str, rows: Iterator[Numbered]) -> Iterator[Numbered]:
-    """The same; bytes that are no text, and a .csv without end or with a huge field, are told."""
+def read_rows(name: str, path: Path) -> Iterator[Numbered]:
+    """name: of the setting, for messages.   Raises InnerError for what is no file of these kinds."""
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
     try:
-        yield from rows
+        yield from read(name, path)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InnerError(f"{name} cannot be read: {error}. Save it again, as UTF-8.") from error
 

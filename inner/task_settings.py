@@ -65,8 +65,10 @@ class DataSettings(Table):
 
     path: ClassVar[str] = "inner.data"
 
-    prompts: str | None = setting(
-        None, 'A .jsonl, .json, .csv or .parquet file, each row with a `prompt`; `loop = "grpo"`.'
+    prompts: str | list | None = setting(
+        None,
+        "A .jsonl, .json, .csv or .parquet file, each row with a `prompt`; a dataset of the Hub, "
+        '`"hub:openai/gsm8k/main:train"`; or a list of those. For `loop = "grpo"`.',
     )
     columns: dict = setting(
         dict, 'Columns that get another name, of training and held-out prompts: `{question = "prompt"}`.'
@@ -78,6 +80,7 @@ class DataSettings(Table):
     context_length: int = setting(64, 'Tokens per sequence of `loop = "supervised"`.', above=0)
 
     def check(self) -> None:
+        check_sources("inner.data.prompts", self.prompts)
         if wrong := [name for name in self.columns.values() if not isinstance(name, str)]:
             raise InnerError(f'inner.data.columns: {wrong[0]!r} is no name. Write {{question = "prompt"}}.')
         if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
@@ -85,6 +88,17 @@ class DataSettings(Table):
                 f"inner.data.text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. "
                 "Convert it, or rename it if it is plain text."
             )
+
+
+def is_one_file(prompts: str | list[str]) -> bool:
+    """Not several, and none of the Hub: it can be read as it stands."""
+    return isinstance(prompts, str) and not prompts.startswith("hub:")
+
+
+def check_sources(name: str, prompts: str | list[str] | None) -> None:
+    """Raise InnerError for a list without names, or with anything else in it."""
+    if isinstance(prompts, list) and not (prompts and all(isinstance(one, str) and one for one in prompts)):
+        raise InnerError(f'{name} = {prompts!r} must name files or datasets. Write ["a.jsonl", "b.parquet"].')
 
 
 @dataclass(frozen=True)

@@ -113,14 +113,27 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     rewards = [
         (load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in config.rewards.named.items()
     ]
-    prompts = load_prompts(str(config.data.prompts), files, config.data)
-    tokenizer = load_tokenizer(config.model, config.revision)
+    prompts = load_prompts(config.data.prompts or "", files, config.data)
+    tokenizer = _built_in_tokenizer(config) or load_tokenizer(config.model, config.revision)
     lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()
     trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
     seconds = time.perf_counter() - began
     template = any(isinstance(row["prompt"], list) for row in prompts)
     return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials))
+
+
+def _built_in_tokenizer(config: InnerConfig) -> Any:
+    """None: the model is not one of ours."""
+    if config.model == "toolworld":
+        from inner.worlds.toolworld import ToolWorld
+
+        return ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names).tokenizer()
+    if config.model == "tiny":
+        from inner.worlds.tiny import tiny_tokenizer
+
+        return tiny_tokenizer()
+    return None
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:

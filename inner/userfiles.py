@@ -21,7 +21,7 @@ from inner.base import Files, InnerError
 from inner.flat_names import setting_of
 
 
-def local_file(kind: str, spelling: str, files: Files) -> Path:
+def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
     """The local copy of the file that the config calls `spelling`."""
     path = files.get(kind)
     if path is None:

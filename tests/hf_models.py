@@ -1,6 +1,7 @@
-"""Model repositories of the Hub on loopback, for the real huggingface_hub: folders, served under one commit each.
+"""Repositories of the Hub on loopback, for the real huggingface_hub: folders, served under one commit each.
 
     with HubModels({"tester/tiny": folder}) as hub:  os.environ["HF_ENDPOINT"] = hub.url
+    with HubDatasets({"tester/sums": folder}) as hub:     the same for `datasets`
 
 Not promised: anything but reading.   asked: (verb, path) of every request.   down: the status that every request gets,
 0 for none.
@@ -20,7 +21,7 @@ class HubModels:
     def __init__(self, models: Mapping[str, Path]) -> None:
         self.models, self.asked, self.down = dict(models), list[tuple[str, str]](), 0
         self.swapped: dict[str, bytes] = {}  # file name -> other bytes than the folder has
-        self.gated = False
+        self.gated = set[str]()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -93,13 +94,40 @@ class HubModels:
     def _file(self, name: str, revision: str, file: str) -> tuple[int, dict[str, str], bytes]:
         if refused := self._refused(name, revision):
             return refused
-        if self.gated:
+        if name in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, b"Access to this model is restricted"
         path, commit = self.models[name] / file, self.commit(name)
         if not path.is_file():
             return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"Entry not found"
         body = self.swapped.get(file, path.read_bytes())
         return 200, {"ETag": f'"{hash_of(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, body
+
+
+class HubDatasets(HubModels):
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        parts = path.strip("/").split("/")
+        if self.down:
+            return self.down, {}, b"down"
+        if parts[0] == "datasets":  # /datasets/OWNER/NAME/resolve/REVISION/FILE
+            return self._file("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
+        name = "/".join(parts[2:4])
+        if parts[:2] != ["api", "datasets"]:
+            return 404, {}, b"no such endpoint"
+        if parts[4:5] == ["tree"]:
+            return self._refused(name, parts[5]) or self._folder(name, "/".join(parts[6:]))
+        return self._info(name, parts[5] if len(parts) > 5 else "main")
+
+    def _folder(self, name: str, below: str) -> tuple[int, dict[str, str], bytes]:
+        folder = self.models[name] / below
+        if not folder.is_dir():
+            return 404, {"X-Error-Code": "EntryNotFound"}, b"Entry not found"
+        entries = [self._entry(name, path) for path in sorted(folder.iterdir())]
+        return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()
+
+    def _entry(self, name: str, path: Path) -> dict[str, Any]:
+        kind, oid = ("directory", "0" * 40) if path.is_dir() else ("file", hash_of(path)[:40])
+        relative = path.relative_to(self.models[name]).as_posix()
+        return {"type": kind, "oid": oid, "size": path.stat().st_size, "path": relative}
 
 
 def hash_of(path: Path) -> str:

@@ -232,7 +232,7 @@ def test_a_full_cache_needs_no_hub(hub: HubModels, tmp_path: Path, monkeypatch: 
 def test_a_gated_model_is_refused_at_once(hub: HubModels, tmp_path: Path) -> None:
     found = pin_hub_model(from_hub())
     assert found is not None
-    hub.gated = True
+    hub.gated = {NAME}
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(HubError) as refused:
         link_hub_files(found, _new(tmp_path / "model"))

@@ -93,8 +93,15 @@ def _print_answer(args: Namespace, data: dict[str, Any], *lines: str) -> None:
 # -------------------------------------------------------------------- starting
 
 
-def _train(args: Namespace) -> int:
+def _read_config(args: Namespace) -> "RunConfig":
+    """With its data here: what is on the Hub is fetched, several files are made one."""
     from diloco.config import load_config
+    from diloco.data_files import gather_data
+
+    return gather_data(load_config(args.config, args.set), _say)
+
+
+def _train(args: Namespace) -> int:
     from diloco.launch import open_run
     from executors.cli.foreground import say
     from executors.preflight import quote
@@ -102,7 +109,7 @@ def _train(args: Namespace) -> int:
     from rendezvous.membership import read_control
     from rendezvous.stores.open import open_store
 
-    config = load_config(args.config, args.set)
+    config = _read_config(args)
     url = run_url.shareable_url(args.run)
     for note in _preflight_checked(args, config, url, read_control(open_store(url))).notes:
         say(note)
@@ -142,11 +149,10 @@ def _resume(args: Namespace) -> int:
 
 
 def _plan(args: Namespace) -> int:
-    from diloco.config import load_config
     from executors.preflight import outlook, quote
     from executors.supervision.costs import Costs
 
-    config = load_config(args.config, args.set)
+    config = _read_config(args)
     url = run_url.shareable_url(args.run) if args.run else ""
     bucket = outlook.look_into_bucket(url)
     url = bucket.url
@@ -434,16 +440,30 @@ def _eval(args: Namespace) -> int:
     from diloco.launch import read_run
 
     run = read_run(run_url.checked_url(args.run))
-    prompts = Path(args.prompts) if args.prompts else None
-    if prompts is not None and not prompts.is_file():
-        raise run_url.UsageError(f"--prompts: there is no file {prompts}")
+    prompts = _held_out_file(args.prompts, run.config) if args.prompts else None
     from diloco.offline_eval import evaluate_step
     from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    found = evaluate_step(run, args.step, prompts=prompts, samples=args.samples, report_progress=say)
+    found = evaluate_step(run, args.step, prompts=prompts, samples=args.samples, report_progress=_say)
     _print_answer(args, {"run": run.url, **evaluation_dict(found)}, f"held out {evaluation_words([found])}")
     return 0
+
+
+def _held_out_file(spelling: str, config: "RunConfig") -> Path:
+    """The file that is named, or one with the rows of a dataset of the Hub."""
+    from diloco.data_files import gather_rows
+    from inner.flat_names import EVAL
+    from inner.task_settings import is_one_file
+
+    if not is_one_file(spelling):
+        return gather_rows(EVAL, spelling, Path(), config.inner.data, _say)[1]
+    if not Path(spelling).is_file():
+        raise run_url.UsageError(f"--prompts: there is no file {spelling}")
+    return Path(spelling)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _report(args: Namespace) -> int:
@@ -532,11 +552,10 @@ def _init(args: Namespace) -> int:
 def _check(args: Namespace) -> int:
     from dataclasses import asdict
 
-    from diloco.config import load_config
     from executors.cli.check import check_lines
     from inner.trial import try_reward
 
-    config = load_config(args.config, args.set)
+    config = _read_config(args)
     found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
     _print_answer(args, asdict(found), *check_lines(found, config.inner.own_code))
     return 0

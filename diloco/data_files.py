@@ -1,0 +1,109 @@
+"""Prompts that are several files, or datasets of the Hub, made one file, which the run carries as any other.
+
+    prompts = ["hub:openai/gsm8k/main:train", "more.jsonl"]          [eval] prompts = "hub:openai/gsm8k/main:test"
+        │ read, checked row by row                                       │
+        ▼                                                                ▼
+    ~/.cache/diloco/data/<digest>/prompts.jsonl                      …/eval.jsonl
+    RunConfig: "hub:openai/gsm8k@<commit>/main:train", and where that file is
+
+A replica reads the run's file: it needs neither the Hub nor a token, and all read the same bytes.  The file's digest
+is part of the run; it depends on the rows alone.
+
+Not promised: a dataset that does not fit into this machine's memory.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import date, time
+from decimal import Decimal
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from diloco.config import ConfigError, RunConfig
+from inner.errors import InnerError
+from inner.flat_names import EVAL, setting_of
+from inner.hub_data import PREFIX, HubDataset, pin_dataset, read_dataset
+from inner.prompts import Numbered, check_rows, read_rows
+from inner.task_settings import DataSettings, is_one_file
+
+SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
+
+
+def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> RunConfig:
+    """The config with its datasets pinned, and their rows and those of several files on this machine's disk.
+
+    Raises ConfigError for what cannot be read."""
+    inner, evaluation = config.inner, config.eval
+    if inner.data.prompts is not None and not is_one_file(inner.data.prompts):
+        prompts, path = gather_rows("prompts", inner.data.prompts, config.folder, inner.data, say)
+        inner = replace(inner, data=replace(inner.data, prompts=prompts))
+        config = replace(config, inner=inner, gathered={**config.gathered, "prompts": path})
+    if evaluation is not None and not is_one_file(evaluation.prompts):
+        prompts, path = gather_rows(EVAL, evaluation.prompts, config.folder, inner.data, say)
+        config = replace(config, eval=replace(evaluation, prompts=prompts), gathered={**config.gathered, EVAL: path})
+    return config
+
+
+def gather_rows(
+    kind: str, spelling: str | list[str], folder: Path, data: DataSettings, say: Callable[[str], None]
+) -> tuple[str | list[str], Path]:
+    """-> the spelling with commits, and one .jsonl of all rows as they were read.   folder: of relative paths."""
+    pinned = list[str]()
+    rows = list[Any]()
+    first: dict[str, Any] | None = None
+    for one in [spelling] if isinstance(spelling, str) else spelling:
+        try:
+            name, numbered = _open_source(kind, one, folder)
+            say(f"{setting_of(kind)}: reads {name}") if one.startswith(PREFIX) else None
+            what = f"{setting_of(kind)} = {name!r}"
+            found = list(numbered)
+            checked = check_rows(what, found, data, first)
+            rows += [_as_json(what, *row) for row in found]
+        except InnerError as error:
+            raise ConfigError(str(error)) from error
+        first = first or checked[0]
+        pinned.append(name)
+    return pinned[0] if isinstance(spelling, str) else pinned, _write_once(kind, "".join(rows).encode())
+
+
+def _open_source(kind: str, spelling: str, folder: Path) -> tuple[str, Iterator[Numbered]]:
+    """-> its spelling with the commit, if it is on the Hub; its rows."""
+    setting = setting_of(kind)
+    if not spelling.startswith(PREFIX):
+        return spelling, read_rows(f"{setting} = {spelling!r}", folder / spelling)
+    named = HubDataset.parse(spelling, setting)
+    dataset = pin_dataset(named if named.split else replace(named, split=SPLITS[kind]), setting)
+    return str(dataset), read_dataset(dataset, setting)
+
+
+def _as_json(what: str, where: str, row: Any) -> str:
+    def as_text(value: Any) -> str:
+        if isinstance(value, date | time | Decimal):
+            return str(value)
+        raise InnerError(
+            f"{what}, {where} holds a {type(value).__name__}, which no reward could read from the run. Save the "
+            "dataset without that column, as Parquet, say, and name the file."
+        )
+
+    return json.dumps(row, ensure_ascii=False, default=as_text) + "\n"
+
+
+def _write_once(kind: str, body: bytes) -> Path:
+    """The file with these bytes, below this user's cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = base / "diloco" / "data" / sha256(body).hexdigest()[:32] / f"{kind}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(body)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting_of(kind)}: its rows ({len(body):,} bytes) cannot be kept in {path.parent}: {error}. Free some "
+            "space, or set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    return path
