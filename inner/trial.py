@@ -114,7 +114,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
         (load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in config.rewards.named.items()
     ]
     prompts = load_prompts(config.data.prompts or "", files, config.data)
-    tokenizer = _built_in_tokenizer(config) or load_tokenizer(config.model, config.revision)
+    tokenizer = _tokenizer_of(config)
     lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()
     trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
@@ -123,17 +123,12 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials))
 
 
-def _built_in_tokenizer(config: InnerConfig) -> Any:
-    """None: the model is not one of ours."""
-    if config.model == "toolworld":
-        from inner.worlds.toolworld import ToolWorld
+def _tokenizer_of(config: InnerConfig) -> Any:
+    if config.model != "toolworld":
+        return load_tokenizer(config.model, config.revision)
+    from inner.worlds.toolworld import ToolWorld
 
-        return ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names).tokenizer()
-    if config.model == "tiny":
-        from inner.worlds.tiny import tiny_tokenizer
-
-        return tiny_tokenizer()
-    return None
+    return ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names).tokenizer()
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:

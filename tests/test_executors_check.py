@@ -110,15 +110,13 @@ def test_a_reward_that_ends_its_process(project: Path, capfd: pytest.CaptureFixt
     assert "exit code 3" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["toolworld", "tiny"])
-def test_a_built_in_model_has_a_tokenizer_of_its_own(project: Path, model: str) -> None:
-    prompt = [{"role": "user", "content": "op0 1 2"}] if model == "toolworld" else "1 plus 2"
-    (project / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "3"}) + "\n")
-    raw = {"model": model, "data": {"prompts": "prompts.jsonl"}, "rewards": {"function": "rewards.py:score"}}
-    (project / "rewards.py").write_text(GOOD.replace("c[0]['content']", "str(c)").replace('c[0]["content"]', "str(c)"))
+def test_toolworld_has_a_tokenizer_of_its_own(project: Path) -> None:
+    (project / "prompts.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "op0 1 2"}], "answer": "3"}) + "\n"
+    )
+    raw = {"model": "toolworld", "data": {"prompts": "prompts.jsonl"}, "rewards": {"function": "rewards.py:score"}}
     files = {"prompts": project / "prompts.jsonl", "reward": project / "rewards.py"}
-    found = run_trial(InnerConfig.from_dict(raw), files, rows=1, given=())
-    assert found.tokens[0] >= 3 and found.template is (model == "toolworld")
+    assert run_trial(InnerConfig.from_dict(raw), files, rows=1, given=()).tokens[0] >= 3
 
 
 def test_a_model_without_a_tokenizer(project: Path, tmp_path: Path) -> None:
