@@ -204,6 +204,8 @@ class RunConfig:
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
         if weights := self.inner.rewards.weights:  # by the functions' names: their files count by digests
             fixed["reward_weights"] = weights
+        if models := self.inner.rewards.models:
+            fixed["reward_models"] = models
         if self.eval is not None:  # it moves no weight, but two settings under one URL would make two curves of one
             fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k != "prompts"}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is

@@ -24,20 +24,24 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import ConfigError, RunConfig
+from inner.base import InnerConfig
 from inner.errors import InnerError
 from inner.flat_names import EVAL, setting_of
-from inner.hub_data import PREFIX, HubDataset, pin_dataset, read_dataset
+from inner.hub_data import HubDataset, pin_dataset, read_dataset
+from inner.hub_pins import PREFIX
 from inner.prompts import Numbered, check_rows, read_rows
+from inner.reward_model import pin_reward_model
 from inner.task_settings import DataSettings, is_one_file
 
 SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
 
 
 def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> RunConfig:
-    """The config with its datasets pinned, and their rows and those of several files on this machine's disk.
+    """The config with datasets and reward models pinned, and rows of datasets and several files on this machine's disk.
 
     Raises ConfigError for what cannot be read."""
-    inner, evaluation = config.inner, config.eval
+    inner, evaluation = _pin_reward_models(config.inner), config.eval
+    config = replace(config, inner=inner)
     if inner.data.prompts is not None and not is_one_file(inner.data.prompts):
         prompts, path = gather_rows("prompts", inner.data.prompts, config.folder, inner.data, say)
         inner = replace(inner, data=replace(inner.data, prompts=prompts))
@@ -46,6 +50,15 @@ def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: Non
         prompts, path = gather_rows(EVAL, evaluation.prompts, config.folder, inner.data, say)
         config = replace(config, eval=replace(evaluation, prompts=prompts), gathered={**config.gathered, EVAL: path})
     return config
+
+
+def _pin_reward_models(inner: InnerConfig) -> InnerConfig:
+    try:
+        pinned = {spelling: pin_reward_model(spelling) for spelling in inner.rewards.models.values()}
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+    functions = {pinned.get(spelling, spelling): weight for spelling, weight in inner.rewards.functions.items()}
+    return replace(inner, rewards=replace(inner.rewards, functions=functions)) if pinned else inner
 
 
 def gather_rows(

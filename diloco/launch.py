@@ -173,6 +173,7 @@ class Run:
             kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
         }
         weights = self.record.mathematics.get("reward_weights", {})
+        stands |= self.record.mathematics.get("reward_models", {})
         functions = {stands.pop(kind): weight for kind, weight in weights.items()}
         inner = without_settings(raw["inner"], (FILE_SETTINGS[kind] for kind in stands))
         for kind, spelling in stands.items():

@@ -214,7 +214,7 @@ class InnerConfig(Table):
     @property
     def own_code(self) -> str:
         """The user's code, for a message about it: the rewards, or the environment."""
-        return ", ".join(self.rewards.named.values()) or self.sampling.environment or ""
+        return ", ".join(self.rewards.lines.values()) or self.sampling.environment or ""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -338,7 +338,7 @@ class InnerConfig(Table):
             raise InnerError(
                 f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`.'
             )
-        if not self.rewards.named and self.sampling.environment is None:
+        if not self.rewards.lines and self.sampling.environment is None:
             raise InnerError(
                 f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
                 "inner.sampling.environment to a class with `get_reward`."

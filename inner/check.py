@@ -102,7 +102,7 @@ def _check_members(config: InnerConfig, environment: type) -> None:
     spelling = config.sampling.environment
     if not hasattr(environment, "reset"):
         raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
-    if not config.rewards.named and config.model != "toolworld" and not hasattr(environment, "get_reward"):
+    if not config.rewards.lines and config.model != "toolworld" and not hasattr(environment, "get_reward"):
         raise InnerError(
             f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
             'inner.rewards.function = "file.py:function".'

@@ -7,20 +7,18 @@
 Not promised: a dataset that needs code of its own (`datasets` has given those up); images and sound.  No torch here.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from inner.errors import InnerError
-from inner.known import ASK_S
+from inner.hub_pins import PREFIX, first_line, gated_text, pin_commit
 
-PREFIX = "hub:"
 _SPELLING = re.compile(
     r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:/]+))?(:(?P<split>.+))?", re.ASCII
 )
-_COMMIT = re.compile("[0-9a-f]{40}")
+_CARRIED = "Replicas need no token for it: the run carries the rows."
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,8 @@ class HubDataset:
 
 def pin_dataset(dataset: HubDataset, setting: str) -> HubDataset:
     """The same at the commit that its revision (default: main) names now.   Raises InnerError."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if _COMMIT.fullmatch(dataset.revision):
-        return dataset
     what = f"{setting} = '{dataset}'"
-    try:
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-        info = api.dataset_info(dataset.name, revision=dataset.revision or None, timeout=ASK_S)
-    except GatedRepoError:
-        raise InnerError(_GATED.format(what, dataset.name)) from None
-    except RevisionNotFoundError:
-        raise InnerError(f"{what}: the Hub has no such revision of it. Correct {dataset.revision!r}.") from None
-    except RepositoryNotFoundError:
-        raise InnerError(
-            f"{what}: the Hub knows no such dataset (or it is private, and no token here may read it). Correct the "
-            "name, or `hf auth login`."
-        ) from None
-    except Exception as error:
-        raise InnerError(
-            f"{what}: the Hub gave no answer ({_first_line(error)}). Try again; or name a commit that this machine has "
-            f"in its cache: hub:{dataset.name}@COMMIT; or a file."
-        ) from error
-    return replace(dataset, revision=str(info.sha))
+    return replace(dataset, revision=pin_commit("dataset", dataset.name, dataset.revision, what))
 
 
 def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]:
@@ -95,21 +71,8 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
         if "BatchSize must be greater than 0" in str(cause):  # datasets 5.2 at a Parquet file without rows
             return
         if "gated" in str(cause):
-            raise InnerError(_GATED.format(what, dataset.name)) from None
+            raise InnerError(f"{gated_text('dataset', dataset.name, what)} {_CARRIED}") from None
         raise InnerError(
-            f"{what} cannot be read: {_first_line(cause)} Write hub:OWNER/NAME/CONFIG:SPLIT as the dataset's page has "
+            f"{what} cannot be read: {first_line(cause)} Write hub:OWNER/NAME/CONFIG:SPLIT as the dataset's page has "
             f"it: https://huggingface.co/datasets/{dataset.name}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    """With the line that lists what there is; without `datasets`' example of a call of its own."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "load_dataset" not in line]
-    text = " ".join(line for line in lines[:2] if "Example of usage" not in line) or type(error).__name__
-    return f"{text.rstrip('.!')}."
-
-
-_GATED = (
-    "{0} is gated: the token of this machine may not read it. Accept its terms at "
-    "https://huggingface.co/datasets/{1}, and `hf auth login`. Replicas need no token for it: the run carries the rows."
-)

@@ -98,13 +98,19 @@ def link_hub_files(model: HubModel, folder: Path) -> Path:
     """The model's files, compared with their digests, as a from_pretrained folder; -> `folder`.   Raises HubError."""
     for name, path in _download_files(model.name, model.commit, model.files).items():
         if _file_sha256(path) != model.files[name]:
-            path = _cached_file(model.name, model.commit, name, again=True)
+            path = cached_file(model.name, model.commit, name, again=True)
             _refuse_other_bits(model, name, _file_sha256(path))
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)  # of a try before
         link.symlink_to(path.resolve())
     return folder
+
+
+def fetch_snapshot(name: str, commit: str) -> Path:
+    """The folder of this machine's cache with what `from_pretrained` reads.   Raises HubError."""
+    _, names = _list_revision(name, commit)
+    return _download_files(name, commit, needed_files(names))["config.json"].parent
 
 
 def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
@@ -125,7 +131,7 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
         info = HfApi(endpoint=_hub_endpoint()).model_info(name, revision=revision, timeout=2 * ASK_S)
         names = [s.rfilename for s in info.siblings or ()]
         if "config.json" in names:
-            _cached_file(name, revision or "main", "config.json")  # with it the cache learns what the revision means
+            cached_file(name, revision or "main", "config.json")  # with it the cache learns what the revision means
         return info.sha or "", names
     except Exception as error:  # offline, as whatever exception the client raises for it
         refused = _hub_error(name, revision, error)
@@ -138,10 +144,11 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
 def _download_files(name: str, commit: str, files: Iterable[str]) -> dict[str, Path]:
     """name of a file -> where it is in the cache.  Cached files are not asked for.   OSError: the disk is full."""
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return dict(threads.map(lambda file: (file, _cached_file(name, commit, file)), files))
+        return dict(threads.map(lambda file: (file, cached_file(name, commit, file)), files))
 
 
-def _cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
+def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
+    """Of this machine's cache, which asks the Hub for what it has not.   Raises HubError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

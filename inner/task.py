@@ -12,6 +12,7 @@ from inner.base import Files, InnerConfig
 from inner.check import load_environment
 from inner.hints import Hint
 from inner.prompts import load_prompts
+from inner.reward_model import load_reward_model
 from inner.userfiles import load_module, load_object, local_file
 from inner.worlds.toolworld import ToolWorld
 
@@ -27,7 +28,10 @@ class Task:
 
 def load_task(config: InnerConfig, files: Files) -> Task:
     """Raises InnerError where a file cannot be used."""
-    rewards = [load_object(kind, spelling, files) for kind, spelling in config.rewards.named.items()]
+    rewards: list[Callable[..., Sequence[float | None]]] = [
+        load_reward_model(spelling) if kind in config.rewards.models else load_object(kind, spelling, files)
+        for kind, spelling in config.rewards.lines.items()
+    ]
     environment = load_environment(config, files)
     rows = load_prompts(config.data.prompts, files, config.data) if config.data.prompts is not None else []
     hint = None

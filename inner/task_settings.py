@@ -8,6 +8,7 @@ Not promised: that a sentence here says all there is to say of a setting; docs/c
 No torch here.
 """
 
+import re
 from dataclasses import dataclass
 from math import cos, isfinite, pi
 from pathlib import Path
@@ -17,6 +18,7 @@ from inner.errors import InnerError
 from inner.objectives import find_objective
 from inner.tables import Table, setting
 
+_REWARD_MODEL = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?", re.ASCII)
 LR_SHAPES = ("constant", "linear", "cosine")
 
 
@@ -112,13 +114,18 @@ class RewardSettings(Table):
     )
     functions: dict = setting(
         dict,
-        '`[inner.rewards.functions]`: several of them, a line `"file.py:function" = weight` each; the reward is their '
-        "weighted sum (0: logged only).",
+        '`[inner.rewards.functions]`: several of them, a line `"file.py:function" = weight` each, or '
+        '`"hub:OWNER/NAME" = weight` for a reward model; the reward is their weighted sum (0: logged only).',
     )
     retries: int = setting(3, "Further tries of a call that failed, before its completions count as None.", least=0)
     timeout_s: float = setting(300.0, "Seconds of one call, for a whole batch; 0 for no limit.", least=0)
 
     def check(self) -> None:
+        if self.function is not None and self.function.startswith("hub:"):
+            raise InnerError(
+                f"inner.rewards.function = {self.function!r} is a reward model. Write it as a line of "
+                f'[inner.rewards.functions]: "{self.function}" = 1.0.'
+            )
         if self.function is not None and self.functions:
             raise InnerError(
                 f"inner.rewards.function = {self.function!r} stands beside [inner.rewards.functions]. Move it into "
@@ -137,9 +144,11 @@ class RewardSettings(Table):
         name = f"inner.rewards.functions: {spelling!r} = {weight!r}"
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
             raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
-        if not all(spelling.rpartition(":")):
+        if spelling.startswith("hub:"):
+            reward_model_parts(spelling)
+        elif not all(spelling.rpartition(":")):
             raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
-        same = [other for other in self.functions if entry_point(other) == entry_point(spelling)]
+        same = [other for other in self.functions if reward_name(other) == reward_name(spelling)]
         if len(same) > 1:
             raise InnerError(
                 f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "
@@ -147,23 +156,48 @@ class RewardSettings(Table):
             )
 
     @property
-    def named(self) -> dict[str, str]:
-        """Kind of file -> spelling, in the order in which rewards are called: {"reward.brief": "reward.py:brief", …}.
+    def lines(self) -> dict[str, str]:
+        """Kind -> spelling, in the order in which rewards are called: {"reward.brief": "reward.py:brief", …}.
 
-        By the functions' names, which are the same on every machine, wherever the files lie."""
+        By the functions' names, which are the same on every machine, wherever the files lie; by a reward model's."""
         if self.function is not None:
             return {"reward": self.function}
-        return {f"reward.{entry_point(s)}": s for s in sorted(self.functions, key=entry_point)}
+        return {f"reward.{reward_name(s)}": s for s in sorted(self.functions, key=reward_name)}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Those of `lines` that are functions in a file of the user's."""
+        return {kind: spelling for kind, spelling in self.lines.items() if not spelling.startswith("hub:")}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Those of `lines` that are models on the Hub."""
+        return {kind: spelling for kind, spelling in self.lines.items() if spelling.startswith("hub:")}
 
     @property
     def weights(self) -> dict[str, float]:
-        """Kind -> weight of each function of the table; {} for a single reward."""
-        return {kind: float(self.functions[s]) for kind, s in self.named.items() if self.functions}
+        """Kind -> weight of each line of the table; {} for a single reward."""
+        return {kind: float(self.functions[s]) for kind, s in self.lines.items() if self.functions}
 
 
 def entry_point(spelling: str) -> str:
     """ "rewards.py:exact" -> "exact"; a data file has none."""
     return spelling.rpartition(":")[2] if ":" in spelling else ""
+
+
+def reward_name(spelling: str) -> str:
+    """Its name in logs: "exact" of "rewards.py:exact", "judge-1b" of "hub:me/judge-1b@v2"."""
+    return reward_model_parts(spelling)[0].rpartition("/")[2] if spelling.startswith("hub:") else entry_point(spelling)
+
+
+def reward_model_parts(spelling: str) -> tuple[str, str]:
+    """ "hub:OWNER/NAME[@REVISION]" -> "OWNER/NAME", the revision or "".   Raises InnerError."""
+    found = _REWARD_MODEL.fullmatch(spelling)
+    if found is None:
+        raise InnerError(
+            f"inner.rewards.functions: {spelling!r} is no model's name. Write hub:OWNER/NAME, perhaps with @REVISION."
+        )
+    return found["name"], found["revision"] or ""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def try_reward(
     """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError for what cannot work."""
     if not config.rewards.named or config.data.prompts is None:
         raise InnerError(
-            "there is no reward function with prompts to try: set inner.rewards.function and inner.data.prompts"
+            "there is no reward function with prompts to try (a reward model is not asked here): set "
+            "inner.rewards.function and inner.data.prompts"
         )
     if config.sampling.environment is not None:
         raise InnerError(

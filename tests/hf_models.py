@@ -75,6 +75,8 @@ class HubModels:
             return self.down, {}, b"down"
         if parts[:2] == ["api", "models"]:
             return self._info("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
+        if parts[2:3] != ["resolve"]:
+            return 404, {}, b"no such endpoint"
         return self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
     def _refused(self, name: str, revision: str) -> tuple[int, dict[str, str], bytes] | None:

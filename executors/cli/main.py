@@ -557,7 +557,9 @@ def _check(args: Namespace) -> int:
 
     config = _read_config(args)
     found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
-    _print_answer(args, asdict(found), *check_lines(found, config.inner.own_code))
+    rewards = config.inner.rewards
+    models = [f"not asked here: {spelling}, a reward model" for spelling in rewards.models.values()]
+    _print_answer(args, asdict(found), *check_lines(found, ", ".join(rewards.named.values())), *models)
     return 0
 
 
