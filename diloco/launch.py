@@ -60,8 +60,29 @@ HubCommit = Annotated[
 
 
 @dataclass(frozen=True)
+class Parent:
+    """The run and outer step from which a run goes on (diloco/fork.py); url = "": it began with its start model.
+
+    run: the other one's nonce.   base: digest of its state there.   outer_steps, inner_steps: taken before this run's.
+    """
+
+    url: str = ""
+    run: str = ""
+    step: int = 0
+    base: str = ""
+    outer_steps: int = 0
+    inner_steps: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.url}@{self.step}" if self.url else "its start model"
+
+
+@dataclass(frozen=True)
 class RunRecord(Record):
-    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched.   why_codec: if we chose it."""
+    """run.json.   files: setting -> {"key", "digest"} of the user's files as launched.   why_codec: if we chose it.
+
+    parent: where it goes on from.
+    """
 
     kind: ClassVar[str] = "run"
     most: ClassVar[int] = 16 << 20  # a loop of the user's own writes its parameter layout here
@@ -71,6 +92,7 @@ class RunRecord(Record):
     nonce: Word
     at: UnixTime
     why_codec: str = ""
+    parent: Parent = Parent()
 
     def check_consistency(self) -> None:
         outer = self.mathematics.get("outer")
@@ -200,8 +222,12 @@ def open_run(
     replicas: int | None = None,
     steps: int | None = None,
     min_replicas: int | None = None,
+    parent: Parent | None = None,
 ) -> Run:
-    """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError."""
+    """Found the run at `url`, or resume it if it is the same.  Raises WrongRun, StoreRefused, ConfigError.
+
+    parent: None for the one that it has, if it has one.
+    """
     fleet = replace(
         config.fleet,
         replicas=replicas or config.fleet.replicas,
@@ -219,13 +245,18 @@ def open_run(
     from diloco import sizing  # it needs numpy, which a look at a run does not
 
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
-    mine = RunRecord(config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), clock.wall())
+    mine = RunRecord(
+        config.to_dict(), config.mathematics(), _file_records(config, files), new_nonce(), clock.wall(),
+        parent=parent or Parent(),
+    )  # fmt: skip
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
     if store.get(layout.RUN) is None:
         _refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *_TRAINED))
     won, stands, mine = _found_run(store, clock, mine, lambda: sizing.codec_of(config, store, clock, fleet.replicas))
     refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
+    if parent is not None and parent != stands.parent:
+        raise WrongRun(f"{url} goes on from {stands.parent}, not from {parent}. Use another --run, or leave --from out")
     set_desired(store, clock, fleet)
     return Run(url, raw, stands, resumed=not won)
 
@@ -378,7 +409,8 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
     if differs := _list_differences(stands, mine):
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
-            "use another --run URL for this config, or the config that the run was started with"
+            "use another --run URL for this config, or the config that the run was started with. To go on from its "
+            f"weights with this config: diloco train CONFIG --run NEW --from {url}"
             + (". Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
         )
 
@@ -483,6 +515,11 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
+        if run.record.parent.url:
+            raise ConfigError(
+                f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Run the `diloco "
+                f"train … --from {run.record.parent}` again that founded it"
+            )
         inner.check_inner(run.config.inner, files)
         mine = _start_model(run, folder, clock)
     _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())
@@ -550,7 +587,7 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
         link_hub_files(model, folder)
     for name, stored in record.files.items():
         if stored["key"]:
-            save_below(folder, name, _read_verified(store, stored))
+            save_below(folder, name, fetch_stored(store, stored))
     return folder
 
 
@@ -578,12 +615,12 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
     local: dict[str, Path] = {}
     for setting, stored in run.record.files.items():
         name = f"{hex_of(stored['digest'])}/{stored['key'].rpartition('/')[2]}"
-        local[setting] = save_below(folder, name, _read_verified(run.store, stored))
+        local[setting] = save_below(folder, name, fetch_stored(run.store, stored))
     return local
 
 
-def _read_verified(store: Store, stored: Mapping[str, str]) -> bytes:
-    """The bytes that were checked; nobody reads the object a second time."""
+def fetch_stored(store: Store, stored: Mapping[str, str]) -> bytes:
+    """The bytes that were checked; nobody reads the object a second time.   stored: key and digest."""
     body: bytes | None = None
     for _ in range(3):
         body = store.get(stored["key"])

@@ -240,8 +240,10 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     config = run.config
     bucket = run.config.rendezvous == BUCKET
     at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
-    seeds = seeds_of(config, session, at)
-    loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if at else 0)
+    before = run.record.parent
+    seeds = seeds_of(run, session, at)
+    joins_late = at + before.outer_steps > 0
+    loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
     _say_share(session, config, seeds)
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
@@ -259,7 +261,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
         if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
             session.emit("warning", kind="bf16", text=text)
-        loop.follow(outer.committed, outer.theta)
+        loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta)
         _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
@@ -325,10 +327,10 @@ def _make_evaluator(
     )  # fmt: skip
 
 
-def seeds_of(config: RunConfig, session: Session, at: int) -> Seeds:
+def seeds_of(run: Run, session: Session, at: int) -> Seeds:
     """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this session."""
-    slot = session.rv.slot
-    start = at * (config.outer.sync_every // config.outer.fragments)
+    config, slot = run.config, session.rv.slot
+    start = run.record.parent.inner_steps + at * (config.outer.sync_every // config.outer.fragments)
     noise = derive_seed(config.seed, slot, session.rv.generation)
     return Seeds(derive_seed(config.seed, slot), noise, start, share_of(config, slot))
 

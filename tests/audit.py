@@ -95,12 +95,15 @@ def audit(root: Path, model: Path | None = None) -> Audit:
     Where pseudogradients were collected, the announced mean is taken as it is; where means were, the replay begins at
     the first snapshot from which all can be told.  Steps that were not computed again are in `unchecked`.
     """
-    outer = json.loads((root / "run.json").read_bytes())["config"]["outer"]
+    record = json.loads((root / "run.json").read_bytes())
+    outer, forked = record["config"]["outer"], bool(record.get("parent", {}).get("url"))
     fragments, start = outer["fragments"], _start(root)
     arrays = _first(root, model) if start == 0 else load_file(next((root / f"snapshots/{start:010d}").glob("*.saf*")))
     theta = [arrays[f"theta.{i}"].copy() for i in range(fragments)]
-    momentum = [arrays[f"momentum.{i}"].copy() if start else np.zeros_like(t) for i, t in enumerate(theta)]
-    assert start or not any(name.startswith("momentum") for name in arrays), "snapshot 0 has zeros written down"
+    momentum = [arrays.get(f"momentum.{i}", np.zeros_like(t)).copy() for i, t in enumerate(theta)]
+    assert start or forked or not any(name.startswith("momentum") for name in arrays), (
+        "snapshot 0 has zeros written down"
+    )
     assert start == 0 or outer["lr"] != "auto", "what auto has learned is not read here"
     found, prev, mu = Audit(theta=theta, momentum=momentum), None, np.float32(outer["momentum"])
     autos = [Auto(_no_mean(t.size)) for t in theta] if outer["lr"] == "auto" else []

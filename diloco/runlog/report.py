@@ -297,7 +297,8 @@ class Reader:
         if body is None:
             return {}
         try:
-            return RunRecord.decode(body).config
+            record = RunRecord.decode(body)
+            return {**record.config, "parent": str(record.parent)} if record.parent.url else record.config
         except WireError as error:
             self._damage = str(error)
             return {}
@@ -570,6 +571,7 @@ def first_and_last(report: Report) -> tuple[float, float] | None:
 def summary(report: Report) -> str:
     """One screen: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
+    lines += [f"  goes on from {parent}"] if (parent := report.config.get("parent")) else []
     lines += _curve_lines(report)
     lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)

@@ -109,6 +109,8 @@ def _train(args: Namespace) -> int:
     from rendezvous.membership import read_control
     from rendezvous.stores.open import open_store
 
+    if args.momentum and not args.origin:
+        raise run_url.UsageError("--momentum is that of the run that --from names; add --from OLD[@STEP]")
     config = _read_config(args)
     url = run_url.shareable_url(args.run)
     for note in _preflight_checked(args, config, url, read_control(open_store(url))).notes:
@@ -122,11 +124,25 @@ def _train(args: Namespace) -> int:
         url = args.run = found_again(config, url, SystemClock(), say)
     run_url.make_folder(url)
     wishes = {"replicas": _replicas_from(args), "steps": args.steps, "min_replicas": args.min_replicas}
-    run = open_run(config, url, SystemClock(), **wishes)
+    run = _open_fork(args, config, url, wishes) if args.origin else open_run(config, url, SystemClock(), **wishes)
     quote.write_quote(run.store, SystemClock(), offer)
     if run.record.why_codec:
         say(f"codec {run.record.codec}: {run.record.why_codec}")
     return _supervise_here(run, args, read_control(run.store))
+
+
+def _open_fork(args: Namespace, config: "RunConfig", url: str, wishes: dict[str, Any]) -> "Run":
+    """The run at `url`, which goes on from another one."""
+    from diloco.fork import begin, read_fork
+    from diloco.launch import open_run
+    from executors.cli.foreground import say
+    from rendezvous.clock import SystemClock
+
+    fork = read_fork(run_url.checked_url(args.origin), config, args.momentum)
+    run = open_run(config, url, SystemClock(), parent=fork.parent, **wishes)
+    begin(run, fork, SystemClock())
+    say(f"goes on from {fork.parent}, with {'its' if args.momentum else 'no'} outer momentum")
+    return run
 
 
 def _resume(args: Namespace) -> int:

@@ -84,6 +84,10 @@ def _add_starting_verbs(verbs: Any) -> None:
         _add_place_options(parser)
         _add_budget_options(parser)
     train.add_argument("--again", action="store_true", help="found a run anew in which nothing was trained yet")
+    train.add_argument(
+        "--from", dest="origin", metavar="OLD[@STEP]", help="begin with another run's weights after STEP outer steps"
+    )
+    train.add_argument("--momentum", action="store_true", help="with --from: its outer momentum, too")
     for parser in (train, resume):
         parser.add_argument("--detach", action="store_true", help="return once a supervisor elsewhere watches it")
         parser.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")

@@ -1,0 +1,135 @@
+"""`train --from OLD[@STEP]`: a run that begins with the weights of another one, and with its clock."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.config import ConfigError
+from diloco.fork import begin, read_fork
+from diloco.history import model_record, state_at
+from diloco.launch import Run, open_run, publish_model, read_run
+from diloco.runlog.report import read_report, summary
+from executors.cli.main import main
+from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.errors import WrongRun
+from rendezvous.stores.open import open_store
+from tests.audit import check_run
+from tests.fleet import Fleet
+from tests.fleet import config as config_of
+
+TWO = {"replicas": 2, "min_replicas": 2, "keep": "all"}
+
+
+def bases(run: Run, first: int, last: int) -> list[str]:
+    """Digests of θ and momentum before the steps first … last."""
+    return [state_at(run, model_record(run), t)[1].digest() for t in range(first, last + 1)]
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    """Four steps; after two of them every replica was replaced."""
+    fleet = Fleet(tmp_path_factory.mktemp("old"), fleet={**TWO, "steps": 2})
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    fleet.end_in(2)
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0, 0], "r01": [0, 0]}, fleet.logs()
+    return fleet
+
+
+def forked(folder: Path, spelling: str, momentum: bool = False, **changes: Any) -> Run:
+    config = config_of(folder, **changes)
+    fork = read_fork(spelling, config, momentum)
+    run = open_run(config, str(folder / "run"), SystemClock(), parent=fork.parent)
+    begin(run, fork, SystemClock())
+    return run
+
+
+def test_with_nothing_changed_it_takes_the_steps_that_the_other_took(old: Fleet, tmp_path: Path) -> None:
+    forked(tmp_path, f"{old.url}@2", momentum=True, fleet={**TWO, "steps": 2})
+    fleet = Fleet(tmp_path, fleet={**TWO, "steps": 2})  # finds the run founded, and its model there
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    check_run(tmp_path / "run", 2)
+    theirs = bases(read_run(old.url), 2, 4)
+    assert bases(fleet.run, 0, 2) == theirs and len(set(theirs)) == 3
+    assert main(["verify", fleet.url]) == 0
+    assert f"goes on from {old.url}@2"[:80] in summary(read_report(open_store(fleet.url)))
+
+
+def test_without_the_momentum_only_the_weights_come_along(old: Fleet, tmp_path: Path) -> None:
+    run = forked(tmp_path, f"{old.url}@2", inner={"lr": 1e-4})
+    _, theirs = state_at(read_run(old.url), model_record(old.run), 2)
+    _, ours = state_at(run, model_record(run), 0)
+    assert torch.equal(ours.thetas[0], theirs.thetas[0])
+    assert theirs.optimizers[0].momentum.any() and not ours.optimizers[0].momentum.any()
+    parent = run.record.parent
+    assert (parent.url, parent.run, parent.step) == (old.url, old.run.record.nonce, 2)
+    assert (parent.outer_steps, parent.inner_steps) == (2, 8)
+    assert parent.base == theirs.digest()
+
+
+def test_the_newest_step_and_a_fork_of_a_fork(old: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    first = forked(tmp_path, old.url)
+    assert first.record.parent.step == 4
+    second = forked(tmp_path / "b", f"{first.url}@0")
+    assert (second.record.parent.step, second.record.parent.outer_steps, second.record.parent.inner_steps) == (0, 4, 16)
+    _, theirs = state_at(first, model_record(first), 0)
+    _, ours = state_at(second, model_record(second), 0)
+    assert torch.equal(ours.thetas[0], theirs.thetas[0])
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another model": ("@2", {"inner": {"dtype": "bfloat16"}}, "has inner.dtype = 'float32', this config 'bfloat16'"),
+    "other parts": ("@2", {"outer": {"fragments": 2}}, "has outer.fragments = 1, this config 2"),
+    "a step that was not taken": ("@9", {}, "step 9 has not been taken yet: the run stands at 4"),
+    "no run": ("/nowhere@2", {}, "there is no run at"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_run_that_it_cannot_begin_with(old: Fleet, tmp_path: Path, case: str) -> None:
+    more, changes, words = BAD[case]
+    with pytest.raises(ConfigError, match=words):
+        read_fork(old.url + more, config_of(tmp_path, **changes))
+
+
+def test_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    parts = {"outer": {"fragments": 2}, "fleet": {**TWO, "steps": 3}}
+    fleet = Fleet(tmp_path, **parts)
+    fleet.start_all()
+    fleet.wait()
+    with pytest.raises(ConfigError, match=r"@3 is in the middle of a round.*has 2 outer steps. Use @2"):
+        read_fork(fleet.url, config_of(tmp_path, **parts))
+
+
+def test_a_copy_that_was_cut_off_is_finished_by_the_same_command_alone(old: Fleet, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    fork = read_fork(f"{old.url}@2", config)
+    run = open_run(config, str(tmp_path / "run"), SystemClock(), parent=fork.parent)
+    with pytest.raises(ConfigError, match=f"Run the `diloco train … --from {old.url}@2` again"):
+        publish_model(run, SystemClock())
+    assert run.store.get(layout.MODEL_MANIFEST) is None and run.store.get(layout.snapshot_key(0)) is None
+    begin(run, fork, SystemClock())
+    assert publish_model(run, SystemClock()).files == old.model.files
+
+
+def test_a_run_has_one_parent(old: Fleet, tmp_path: Path) -> None:
+    forked(tmp_path, f"{old.url}@2")
+    with pytest.raises(WrongRun, match=f"goes on from {old.url}@2, not from {old.url}@4"):
+        forked(tmp_path, f"{old.url}@4")
+    assert open_run(config_of(tmp_path), str(tmp_path / "run"), SystemClock()).record.parent.step == 2
+
+
+def test_the_refusal_of_changed_settings_names_the_way(old: Fleet, tmp_path: Path) -> None:
+    with pytest.raises(WrongRun, match=f"diloco train CONFIG --run NEW --from {old.url}"):
+        open_run(config_of(tmp_path, inner={"lr": 1e-4}), old.url, SystemClock())
+
+
+def test_momentum_without_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(tmp_path / "x.toml"), "--run", str(tmp_path / "run"), "--momentum"]) == 2
+    assert "add --from OLD[@STEP]" in capsys.readouterr().err
