@@ -133,3 +133,13 @@ def test_the_refusal_of_changed_settings_names_the_way(old: Fleet, tmp_path: Pat
 def test_momentum_without_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(tmp_path / "x.toml"), "--run", str(tmp_path / "run"), "--momentum"]) == 2
     assert "add --from OLD[@STEP]" in capsys.readouterr().err
+
+
+def test_a_refused_fork_leaves_nothing_behind(
+    old: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config_of(tmp_path)
+    Path("run.toml").write_text('[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "text.txt"\n')
+    assert main(["train", "run.toml", "--run", "new", "--from", f"{old.url}@9", "--yes"]) == 2
+    assert "step 9 has not been taken yet" in capsys.readouterr().err and not Path("new").exists()

@@ -23,6 +23,7 @@ from executors.preflight import run_url
 
 if TYPE_CHECKING:
     from diloco.config import RunConfig
+    from diloco.fork import Fork
     from diloco.launch import Run
     from executors.preflight.checks import Checked
     from executors.preflight.quote import Quote
@@ -115,6 +116,7 @@ def _train(args: Namespace) -> int:
     url = run_url.shareable_url(args.run)
     for note in _preflight_checked(args, config, url, read_control(open_store(url))).notes:
         say(note)
+    fork = _read_fork(args, config) if args.origin else None
     offer = _make_quote(args, url, config.fleet.replicas, config=config)
     if not _is_agreed(args, offer):
         return 130
@@ -124,25 +126,27 @@ def _train(args: Namespace) -> int:
         url = args.run = found_again(config, url, SystemClock(), say)
     run_url.make_folder(url)
     wishes = {"replicas": _replicas_from(args), "steps": args.steps, "min_replicas": args.min_replicas}
-    run = _open_fork(args, config, url, wishes) if args.origin else open_run(config, url, SystemClock(), **wishes)
+    run = open_run(config, url, SystemClock(), parent=fork.parent if fork else None, **wishes)
+    if fork is not None:
+        _begin_fork(run, fork, args)
     quote.write_quote(run.store, SystemClock(), offer)
     if run.record.why_codec:
         say(f"codec {run.record.codec}: {run.record.why_codec}")
     return _supervise_here(run, args, read_control(run.store))
 
 
-def _open_fork(args: Namespace, config: "RunConfig", url: str, wishes: dict[str, Any]) -> "Run":
-    """The run at `url`, which goes on from another one."""
-    from diloco.fork import begin, read_fork
-    from diloco.launch import open_run
-    from executors.cli.foreground import say
+def _read_fork(args: Namespace, config: "RunConfig") -> "Fork":
+    from diloco.fork import read_fork
+
+    return read_fork(run_url.checked_url(args.origin), config, args.momentum)
+
+
+def _begin_fork(run: "Run", fork: "Fork", args: Namespace) -> None:
+    from diloco.fork import begin
     from rendezvous.clock import SystemClock
 
-    fork = read_fork(run_url.checked_url(args.origin), config, args.momentum)
-    run = open_run(config, url, SystemClock(), parent=fork.parent, **wishes)
     begin(run, fork, SystemClock())
-    say(f"goes on from {fork.parent}, with {'its' if args.momentum else 'no'} outer momentum")
-    return run
+    _say(f"goes on from {fork.parent}, {'with' if args.momentum else 'without'} its outer momentum")
 
 
 def _resume(args: Namespace) -> int:
