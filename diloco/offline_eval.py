@@ -41,7 +41,7 @@ def evaluate_step(
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
         files |= {EVAL: prompts} if prompts is not None else {}
-        rows = load_prompts(str(prompts or config.prompts), files, inner.data, kind=EVAL)
+        rows = load_prompts(str(prompts or config.source), files, inner.data, kind=EVAL)
         record = model_record(run)
         at, state = state_at(run, record, step)
         start = start_folder(run, record, folder / "model")

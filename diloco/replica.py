@@ -319,7 +319,7 @@ def _make_evaluator(
     config = run.config.eval
     if config is None:
         return None
-    rows = load_prompts(config.prompts, inputs.files, run.config.inner.data, kind=EVAL)
+    rows = load_prompts(config.source, inputs.files, run.config.inner.data, kind=EVAL)
     must_go = lambda: session.rv.is_leaving or outer.rounds.fenced  # noqa: E731
     return Evaluator(
         config, rows, cast("Scorer", loop), session, batch=run.config.inner.generation_size, seed=run.config.seed,

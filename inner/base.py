@@ -206,15 +206,21 @@ class InnerConfig(Table):
     def named_files(self) -> dict[str, Any]:
         """Kind -> how the config names the user's file: "reward" or "reward.NAME", "environment", "prompts", …
 
-        A str; of "prompts" perhaps a list of them."""
+        A str; of "prompts" perhaps a list of them, or a task."""
         parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
         named = {kind: getattr(getattr(self, table), key) for kind, (table, _, key) in parts.items()}
+        named["prompts"] = self.data.source
         return {kind: name for kind, name in named.items() if name} | self.rewards.named
 
     @property
     def own_code(self) -> str:
         """The user's code, for a message about it: the rewards, or the environment."""
         return ", ".join(self.rewards.lines.values()) or self.sampling.environment or ""
+
+    @property
+    def scoring_task(self) -> str | None:
+        """The task whose own scorer is the reward: there is one, and the config names no reward."""
+        return None if self.rewards.lines else self.data.task
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -250,7 +256,10 @@ class InnerConfig(Table):
         unread(("data.text",), is_read=self.loop == "supervised", condition='inner.loop = "supervised"')
         unread(WORLD_ONLY, is_read=self.model == "toolworld", condition='inner.model = "toolworld"')
         unread(("revision",), is_read=self.model not in BUILT_IN_MODELS, condition="inner.model is on the Hub")
-        unread(("data.columns", "data.system"), is_read=bool(self.data.prompts), condition="inner.data.prompts is set")
+        unread(("data.columns",), is_read=bool(self.data.prompts), condition="inner.data.prompts is set")
+        has_rows = "inner.data.prompts or inner.data.task is set"
+        unread(("data.system",), is_read=bool(self.data.source), condition=has_rows)
+        unread(TASK_ONLY, is_read=bool(self.data.task), condition="inner.data.task is set")
         unread(POLICY_ONLY, is_read=self.grpo.weight > 0, condition="inner.grpo.weight is above 0")
 
     def _check_supervised(self) -> None:
@@ -334,11 +343,12 @@ class InnerConfig(Table):
         )
 
     def _check_own_task(self) -> None:
-        if self.data.prompts is None:
+        if self.data.source is None:
             raise InnerError(
-                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`.'
+                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`, or '
+                "inner.data.task."
             )
-        if not self.rewards.lines and self.sampling.environment is None:
+        if not self.rewards.lines and self.sampling.environment is None and self.scoring_task is None:
             raise InnerError(
                 f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
                 "inner.sampling.environment to a class with `get_reward`."
@@ -381,9 +391,11 @@ def _keys_of(table: type[Table]) -> tuple[str, ...]:
 
 TRL_NAMES = tuple(f"inner.trl.{name}" for name in HANDED_THROUGH)
 MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
+TASK_ONLY = tuple(f"data.{key}" for key in ("task_options", "task_size", "task_seed", "task_chat"))
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
-    "gradient_checkpointing", "trl", "data.prompts", *_keys_of(RewardSettings), *_keys_of(SamplingSettings),
+    "gradient_checkpointing", "trl", "data.prompts", "data.task",
+    *_keys_of(RewardSettings), *_keys_of(SamplingSettings),
     *(key for key in _keys_of(GrpoSettings) if key != "grpo.weight"),
 )  # fmt: skip
 WORLD_ONLY = _keys_of(ToolworldSettings)

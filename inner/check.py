@@ -31,7 +31,7 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         _check_text(config, files)
         return
     environment = load_environment(config, files)
-    rows = load_prompts(config.data.prompts, files, config.data) if config.data.prompts is not None else []
+    rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
     for kind, spelling in config.rewards.named.items():
@@ -47,8 +47,8 @@ def check_data(config: InnerConfig, files: Files) -> None:
             check_syntax(kind, spelling, files)
     if config.loop == "supervised":
         _check_text(config, files)
-    if config.data.prompts is not None:
-        load_prompts(config.data.prompts, files, config.data)
+    if config.data.source is not None:
+        load_prompts(config.data.source, files, config.data)
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
 
@@ -102,7 +102,8 @@ def _check_members(config: InnerConfig, environment: type) -> None:
     spelling = config.sampling.environment
     if not hasattr(environment, "reset"):
         raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
-    if not config.rewards.lines and config.model != "toolworld" and not hasattr(environment, "get_reward"):
+    is_scored = config.rewards.lines or config.data.task or config.model == "toolworld"
+    if not is_scored and not hasattr(environment, "get_reward"):
         raise InnerError(
             f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
             'inner.rewards.function = "file.py:function".'

@@ -6,6 +6,10 @@
 Not promised: that every setting has such a name; those that were made later stand in their tables alone.
 """
 
+from typing import Any
+
+from inner.tasks.spec import is_task
+
 FLAT_NAMES: dict[str, str] = {
     "schedule_steps": "schedule.weight_steps",
     "text": "data.text",
@@ -71,8 +75,12 @@ FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "p
 EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]
 
 
-def setting_of(kind: str) -> str:
-    """As a person writes it: "inner.rewards.function" for "reward", its table for "reward.exact"."""
+def setting_of(kind: str, spelling: Any = None) -> str:
+    """As a person writes it: "inner.rewards.function" for "reward", its table for "reward.exact".
+
+    spelling: the setting's value; rows may come from a task."""
+    if kind in (EVAL, "prompts") and is_task(spelling):
+        return "eval.task" if kind == EVAL else "inner.data.task"
     if kind == EVAL:
         return "eval.prompts"
     return "inner.rewards.functions" if kind.startswith("reward.") else f"inner.{FILE_SETTINGS[kind]}"

@@ -30,7 +30,7 @@ def load_prompts(
 ) -> list[Row]:
     """Rows with a `prompt` and the same columns each.   kind: which of the user's files it is.   Raises InnerError."""
     path = local_file(kind, spelling, files)
-    name = f"{setting_of(kind)} = {spelling!r}"
+    name = f"{setting_of(kind, spelling)} = {spelling!r}"
     return check_rows(name, islice(read_rows(name, path), limit), data)
 
 

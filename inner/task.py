@@ -1,6 +1,6 @@
 """The task that rollouts learn: prompts, the rewards, the tools, the hints after an error, the preference pairs.
 
-the user's files, and where the user gave none and the model is "toolworld": ToolWorld's own
+the user's files, and where the user gave none: the scorer of inner.data.task, and ToolWorld's own for "toolworld"
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from inner.check import load_environment
 from inner.hints import Hint
 from inner.prompts import load_prompts
 from inner.reward_model import load_reward_model
+from inner.tasks.score import score_replies
 from inner.userfiles import load_module, load_object, local_file
 from inner.worlds.toolworld import ToolWorld
 
@@ -32,8 +33,10 @@ def load_task(config: InnerConfig, files: Files) -> Task:
         load_reward_model(spelling) if kind in config.rewards.models else load_object(kind, spelling, files)
         for kind, spelling in config.rewards.lines.items()
     ]
+    if config.scoring_task is not None:
+        rewards = [score_replies]
     environment = load_environment(config, files)
-    rows = load_prompts(config.data.prompts, files, config.data) if config.data.prompts is not None else []
+    rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     hint = None
     if config.sampling.environment is not None:
         hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from inner.errors import InnerError
 from inner.objectives import find_objective
 from inner.tables import Table, setting
+from inner.tasks.spec import TaskSpec, check_spelling, is_task
 
 _REWARD_MODEL = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?", re.ASCII)
 LR_SHAPES = ("constant", "linear", "cosine")
@@ -72,6 +73,17 @@ class DataSettings(Table):
         "A .jsonl, .json, .csv or .parquet file, each row with a `prompt`; a dataset of the Hub, "
         '`"hub:openai/gsm8k/main:train"`; or a list of those. For `loop = "grpo"`.',
     )
+    task: str | None = setting(
+        None,
+        "In the place of `prompts`: a task whose package makes the rows and scores the replies, "
+        '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`.',
+    )
+    task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
+    task_size: int = setting(1000, "Rows of the task; all that there are, where it has fewer.", above=0, most=100_000)
+    task_seed: int = setting(0, "Of the task's rows.", least=0, most=4000)
+    task_chat: bool = setting(
+        True, "The task's prompts are chats; false: one text each, for a model without a chat template."
+    )
     columns: dict = setting(
         dict, 'Columns that get another name, of training and held-out prompts: `{question = "prompt"}`.'
     )
@@ -83,6 +95,7 @@ class DataSettings(Table):
 
     def check(self) -> None:
         check_sources("inner.data.prompts", self.prompts)
+        check_task("inner.data", self.prompts, self.task)
         if wrong := [name for name in self.columns.values() if not isinstance(name, str)]:
             raise InnerError(f'inner.data.columns: {wrong[0]!r} is no name. Write {{question = "prompt"}}.')
         if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
@@ -91,10 +104,29 @@ class DataSettings(Table):
                 "Convert it, or rename it if it is plain text."
             )
 
+    @property
+    def source(self) -> str | list[str] | None:
+        """Where prompts come from, as the config names it: files, datasets, or a task."""
+        return self.task if self.prompts is None else self.prompts
+
+    @property
+    def task_spec(self) -> TaskSpec:
+        """Of the rows that the task makes, where there is one."""
+        return TaskSpec(str(self.task), self.task_size, self.task_seed, self.task_options)
+
 
 def is_one_file(prompts: str | list[str]) -> bool:
-    """Not several, and none of the Hub: it can be read as it stands."""
-    return isinstance(prompts, str) and not prompts.startswith("hub:")
+    """Not several, none of the Hub, no task: it can be read as it stands."""
+    return isinstance(prompts, str) and not prompts.startswith("hub:") and not is_task(prompts)
+
+
+def check_task(table: str, prompts: str | list[str] | None, task: str | None) -> None:
+    """Raise InnerError for a task that is none, stands beside prompts, or in their place.   table: "inner.data"."""
+    if task is not None and prompts:
+        raise InnerError(f"{table}.task = {task!r} stands beside {table}.prompts = {prompts!r}. Leave one of them out.")
+    check_spelling(f"{table}.task", task)
+    if is_task(prompts):
+        raise InnerError(f'{table}.prompts = "{prompts}" is a task. Write {table}.task = "{prompts}".')
 
 
 def check_sources(name: str, prompts: str | list[str] | None) -> None:

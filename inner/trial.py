@@ -26,6 +26,7 @@ from inner.gguf_header import is_gguf_file
 
 MOST_PROMPTS = 1000  # are measured
 TIME_S = 120.0
+OF_A_TASK = ("task", "entry")  # columns for its scorer alone
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ def try_reward(
     config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
 ) -> Trial:
     """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError for what cannot work."""
-    if not config.rewards.named or config.data.prompts is None:
+    if not (config.rewards.named or config.scoring_task) or config.data.source is None:
         raise InnerError(
             "there is no reward function with prompts to try (a reward model is not asked here): set "
-            "inner.rewards.function and inner.data.prompts"
+            "inner.rewards.function and inner.data.prompts, or inner.data.task"
         )
     if config.sampling.environment is not None:
         raise InnerError(
@@ -86,6 +87,7 @@ def try_reward(
         )
     with tempfile.TemporaryDirectory(prefix="trial-") as scratch:
         answer = Path(scratch) / "answer.json"
+        code = config.own_code or config.scoring_task
         asked = {"inner": config.to_dict(), "files": {k: str(Path(v).absolute()) for k, v in files.items()}}
         asked |= {"rows": rows, "given": list(given), "answer": str(answer)}
         command = [sys.executable, "-m", "inner.trial", json.dumps(asked)]
@@ -93,10 +95,10 @@ def try_reward(
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), timeout=time_s)
         except subprocess.TimeoutExpired:
             raise InnerError(
-                f"{config.own_code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for"
+                f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for"
             ) from None
         if not answer.is_file():
-            raise InnerError(f"{config.own_code} ended its process with exit code {done.returncode}; take the exit out")
+            raise InnerError(f"{code} ended its process with exit code {done.returncode}; take the exit out")
         found = json.loads(answer.read_text(encoding="utf-8"))
     if "refused" in found:
         raise InnerError(found["refused"])
@@ -108,13 +110,19 @@ def try_reward(
 
 def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
     from inner.prompts import load_prompts
+    from inner.tasks.score import score_replies
     from inner.userfiles import load_reward
 
     weights = config.rewards.weights
-    rewards = [
-        (load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in config.rewards.named.items()
-    ]
-    prompts = load_prompts(config.data.prompts or "", files, config.data)
+    rewards = (
+        [
+            (load_reward(kind, spelling, files), weights.get(kind, 1.0))
+            for kind, spelling in config.rewards.named.items()
+        ]
+        if config.scoring_task is None
+        else [(score_replies, 1.0)]
+    )
+    prompts = load_prompts(config.data.source or "", files, config.data)
     tokenizer = _tokenizer_of(config)
     lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()
@@ -161,7 +169,11 @@ def _try_row(
     rewards: Sequence[tuple[Any, float]], tokenizer: Any, row: dict[str, Any], given: Sequence[str]
 ) -> PromptTrial:
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    tried = [(name, str(value)) for name, value in columns.items() if isinstance(value, str | int | float)]
+    tried = [
+        (name, str(value))
+        for name, value in columns.items()
+        if isinstance(value, str | int | float) and name not in OF_A_TASK
+    ]
     tried += [*(("given", text) for text in given), ("empty", "")]
     texts = [text for _, text in tried]
     chat = isinstance(row["prompt"], list)

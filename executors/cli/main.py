@@ -578,8 +578,9 @@ def _check(args: Namespace) -> int:
     config = _read_config(args)
     found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
     rewards = config.inner.rewards
+    tried = ", ".join(rewards.named.values()) or str(config.inner.scoring_task)
     models = [f"not asked here: {spelling}, a reward model" for spelling in rewards.models.values()]
-    _print_answer(args, asdict(found), *check_lines(found, ", ".join(rewards.named.values())), *models)
+    _print_answer(args, asdict(found), *check_lines(found, tried), *models)
     return 0
 
 

@@ -24,6 +24,7 @@ from executors.preflight.place_faults import about_missing, notes_about, place_f
 from executors.preflight.run_url import UsageError
 from inner.base import InnerError
 from inner.check import check_data
+from inner.flat_names import setting_of
 from inner.gguf_header import is_gguf_file
 from inner.known import KnownModel, chat_template, known_model
 from inner.rehearse import TIME_S, rehearse
@@ -87,16 +88,18 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
 def _check_template(config: RunConfig, known: KnownModel) -> None:
     """Prompts that are chats need a chat template."""
     inner = config.inner
-    if known.folder is None or inner.loop == "supervised" or inner.data.prompts is None:
+    if known.folder is None or inner.loop == "supervised" or inner.data.source is None:
         return
     from inner.prompts import load_prompts
 
-    (row,) = load_prompts(inner.data.prompts, config.user_files(), inner.data, limit=1)
+    (row,) = load_prompts(inner.data.source, config.user_files(), inner.data, limit=1)
     if isinstance(row["prompt"], list) and chat_template(known.folder) is False:
         made_by = "are chats" if inner.data.system is None else "become chats by inner.data.system"
-        mend = "Write each prompt as one text" if inner.data.system is None else "Leave inner.data.system out"
+        mend = "Set inner.data.task_chat = false" if inner.data.task else "Write each prompt as one text"
+        mend = mend if inner.data.system is None else "Leave inner.data.system out"
+        setting = setting_of("prompts", inner.data.source)
         raise InnerError(
-            f"inner.data.prompts = {inner.data.prompts!r} {made_by}, and the tokenizer of {inner.model} has no "
+            f"{setting} = {inner.data.source!r} {made_by}, and the tokenizer of {inner.model} has no "
             f"chat template. {mend}, or use the -Instruct model."
         )
 

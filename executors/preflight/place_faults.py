@@ -3,6 +3,7 @@
     idle_devices    --gpu H100:8 while a replica uses one device
     vllm_missing    [inner.vllm] where it is not installed, on a place without a GPU, or beside what excludes it
     eight_bits      inner.optimizer = "adamw8bit" where no bitsandbytes will be
+    task_fault      the run's task is scored by a package that no index has (task_packages.py)
     keys_missing    s3://, hf://, a run key: their secrets are not named for places that see nothing of this environment
     model_far       the model is a folder of this machine, and is published from somewhere else
     image_fault     an image's name that is none
@@ -28,6 +29,7 @@ from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.platforms.vllm_pins import pinned_version, vllm_requirements
 from executors.preflight.platform_options import options_fault
+from executors.preflight.task_packages import named_packages, task_fault
 from inner.base import InnerError
 from inner.gguf_header import is_gguf_file
 from inner.vllm_settings import INSTALL, has_vllm
@@ -46,7 +48,7 @@ def place_faults(
     for place in places:
         found = (
             idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
-            keys_missing(url, place, environ), options_fault(place),
+            task_fault(config, place), keys_missing(url, place, environ), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -127,7 +129,7 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
 
 def _vllm_conflict(place: Place) -> str:
     """Packages that are asked for beside it, at versions that exclude it."""
-    for text in _named_packages(place):
+    for text in named_packages(place):
         try:
             need = Requirement(text)
         except InvalidRequirement:  # a URL or a file: pip has the say
@@ -139,11 +141,6 @@ def _vllm_conflict(place: Place) -> str:
                 "Name the package without a version, or leave [inner.vllm] out"
             )
     return ""
-
-
-def _named_packages(place: Place) -> list[str]:
-    pip = place.options.get("pip", ())
-    return pip.split(",") if isinstance(pip, str) else list(pip)
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:

@@ -22,6 +22,7 @@ from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.multi import Place, are_places, build_executor, place_of, places_of
 from executors.platforms.on_modal.kinds import HUB_VOLUME, memory_limit_mib
 from executors.preflight.run_url import UsageError, is_folder
+from executors.preflight.task_packages import task_requirements, with_requirements
 from executors.supervision.costs import Budget, Costs, launch_refusal
 from inner.hub_model import is_hub_name
 from rendezvous import layout
@@ -89,10 +90,14 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     """The same, with options that follow from the run's settings, unless a place names them itself.
 
     Modal bills for what is used: a memory limit.   A model on the Hub: a Volume that keeps it.   [inner.vllm]: versions
-    that have it, where the environment is made for the run.
+    that have it, where the environment is made for the run.   A task: the package that scores it.
     """
     vllm = {"vllm": True} if config.inner.vllm is not None else {}
-    found = [replace(p, options={**vllm, **p.options}) if p.executor in FAR else p for p in places]
+    scorers = task_requirements(config)
+    found = [
+        replace(p, options={**vllm, **p.options, **with_requirements(p, scorers)}) if p.executor in FAR else p
+        for p in places
+    ]
     if all(p.executor != "modal" or {"max_memory_mib", "hub_cache"} <= set(p.options) for p in found):
         return tuple(found)
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}

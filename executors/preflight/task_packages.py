@@ -1,0 +1,110 @@
+"""The packages that score a run's task, where replicas run elsewhere.
+
+    inner.data.task, eval.task ── no rewards of the user's own ──▶ reasoning-gym==0.1.25, the taskset's own package
+                                                                        └──▶ `pip` of each place that is elsewhere
+
+At the versions that are installed here, which are those that make the rows.
+
+Not promised: what an image or a command line of the user's own brings beside them.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from importlib import metadata
+
+from diloco.config import RunConfig
+from executors.platforms import FAR
+from executors.platforms.multi import Place
+from executors.platforms.vllm_pins import pinned_version
+from inner.tasks.spec import MODULES
+
+BUILT_IN = "verifiers.v1.tasksets"
+
+
+def scoring_tasks(config: RunConfig) -> list[str]:
+    """The tasks whose own scorers replicas ask: "reasoning-gym:chain_sum", …"""
+    task = config.inner.scoring_task
+    if task is None:
+        return []
+    held_out = config.eval.task if config.eval is not None else None
+    return sorted({task, held_out or task})
+
+
+def task_requirements(config: RunConfig) -> list[str]:
+    """name==version of what pip can install elsewhere."""
+    names = {name for task in scoring_tasks(config) for name in _distributions(task) if not _is_local(name)}
+    return [f"{name}=={metadata.version(name)}" for name in sorted(names)]
+
+
+def with_requirements(place: Place, needed: list[str]) -> dict[str, list[str]]:
+    """{"pip": what the place has and what is needed}, a package that the user names as it is named; {} without need."""
+    named = named_packages(place)
+    missing = [text for text in needed if not any(_name_of(text) == _name_of(other) for other in named)]
+    return {"pip": [*named, *missing]} if missing and "code" not in place.options else {}
+
+
+def task_fault(config: RunConfig, place: Place) -> str:
+    """ "" or why replicas at this place could not score the run's task."""
+    if place.executor not in FAR:
+        return ""
+    for task in scoring_tasks(config):
+        if config.inner.vllm is not None and task.startswith("verifiers:"):
+            return (
+                f"inner.data.task = {task!r} with [inner.vllm]: verifiers wants mcp 2.0.0, and the versions with vLLM "
+                f"have {pinned_version('mcp')}. Leave [inner.vllm] out, or take a task of reasoning-gym"
+            )
+        if missing := _left_here(task, place):
+            return (
+                f"inner.data.task = {task!r}: {missing} is a folder of this machine, and will not be on "
+                f"{place.executor}. Publish it and name it with `--pip`, or take an image that has it "
+                "(`--option image=NAME`)"
+            )
+    return ""
+
+
+def named_packages(place: Place, option: str = "pip") -> list[str]:
+    """The place's option, a list or "A,B", as a list."""
+    named = place.options.get(option, ())
+    return [name for name in (named.split(",") if isinstance(named, str) else named) if name]
+
+
+def _left_here(task: str, place: Place) -> str:
+    """The module of a taskset that no index has, unless an option brings it."""
+    module = _taskset_module(task)
+    if not module or any(key in place.options for key in ("image", "code")):
+        return ""
+    named = [*named_packages(place), *named_packages(place, "packages")]
+    brought = {_name_of(name).replace("-", "_") for name in named}
+    local = all(_is_local(name) for name in _distributions_of(module))
+    return module if local and module not in brought else ""
+
+
+def _distributions(task: str) -> Iterator[str]:
+    yield task.partition(":")[0]
+    if module := _taskset_module(task):
+        yield from _distributions_of(module)
+
+
+def _taskset_module(task: str) -> str:
+    """The import name of a taskset's own package, by verifiers' rule; "" for one that verifiers brings."""
+    package, _, name = task.partition(":")
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    if package != "verifiers" or importlib.util.find_spec(MODULES[package]) is None:
+        return ""
+    return "" if importlib.util.find_spec(f"{BUILT_IN}.{module}") else module
+
+
+def _distributions_of(module: str) -> list[str]:
+    return metadata.packages_distributions().get(module, [])
+
+
+def _is_local(name: str) -> bool:
+    """Installed from a folder or an address, so that its name and version mean nothing to an index; or not at all."""
+    try:
+        return metadata.distribution(name).read_text("direct_url.json") is not None
+    except metadata.PackageNotFoundError:
+        return True
+
+
+def _name_of(requirement: str) -> str:
+    return requirement.partition("==")[0].partition("[")[0].strip().replace("_", "-").lower()

@@ -1,0 +1,115 @@
+"""reasoning-gym: 106 procedural datasets, each with a scorer of its own.
+
+    row i = create_dataset(name, seed = 1,000,000 · task_seed, size, **options)[i]
+
+The package seeds row i with seed + i, so that neighbouring seeds share all rows but one; a million lies between ours.
+
+    entry: the package's whole row as a Python literal, which keeps its tuples (JSON does not, and two datasets score
+           otherwise without them)
+    reply ── the last <answer>…</answer>, else all of it ──▶ score_answer(answer, entry)
+
+Not promised: `composite`, whose options are objects of the package.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any
+
+from inner.errors import InnerError
+from inner.tasks.spec import TaskSpec
+
+SPREAD = 1_000_000  # rows of one seed, before those of the next begin
+FURTHER = 10  # times the size: rows that are looked at where some may not be used
+GALLERY = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
+OURS = {"seed": "task_seed", "size": "task_size"}
+
+
+def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
+    """More than spec.size of them, where the dataset has more.   Raises InnerError."""
+    dataset = _open_dataset(spec)
+    for index in range(FURTHER * spec.size):
+        try:
+            found = dataset[index]
+        except Exception as error:
+            if isinstance(error, IndexError) and index >= spec.size:
+                return
+            raise InnerError(f"row {index} cannot be made: {_words(error)}. Change the task's options.") from error
+        prompt = [{"role": "user", "content": found["question"]}]
+        yield {"prompt": prompt, "answer": found["answer"], "entry": as_literal(found)}
+
+
+def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
+    """-> (replies, entries) -> a score each."""
+    from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
+
+    dataset = _open_dataset(spec)
+
+    def score_one(reply: str, entry: str) -> float:
+        answer = extract_answer(reply)
+        try:
+            return float(dataset.score_answer(reply.strip() if answer is None else answer, ast.literal_eval(entry)))
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError):
+            return 0.0  # some scorers read numbers out of a reply that has none
+
+    return lambda replies, entries: [score_one(*both) for both in zip(replies, entries, strict=True)]
+
+
+def as_literal(value: Any) -> str:
+    """A text that ast.literal_eval reads; texts and numbers of numpy become Python's.   Raises InnerError."""
+    text = repr(_plain(value))
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise InnerError(f"its rows hold what cannot be written down: {text[:80]}. Choose another dataset.") from error
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else tuple(map(_plain, value))
+    if isinstance(value, str):
+        return str(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _open_dataset(spec: TaskSpec) -> Any:
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+    if spec.name not in DATASETS:
+        near = get_close_matches(spec.name, DATASETS, n=1)
+        guess = f"did you mean reasoning-gym:{near[0]}?" if near else f"it has {len(DATASETS)}: {GALLERY}"
+        raise InnerError(f"reasoning-gym has no dataset {spec.name!r}; {guess}")
+    options = _checked_options(spec, DATASETS[spec.name][1])
+    try:
+        return reasoning_gym.create_dataset(spec.name, seed=SPREAD * spec.seed, size=spec.size, **options)
+    except Exception as error:
+        raise InnerError(f"{spec.name} refuses these options: {_words(error)}. They are {options}.") from error
+
+
+def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:
+    """TOML has no tuples: where the default is one, a list becomes one."""
+    known = {f.name: f for f in fields(config)}
+    for name in spec.options:
+        if name in OURS:
+            raise InnerError(f"task_options.{name} is ours to set. Write {OURS[name]} beside the task.")
+        if name not in known:
+            own = sorted(known.keys() - OURS.keys())
+            near = get_close_matches(name, own, n=1)
+            guess = f"did you mean {near[0]}?" if near else f"it has {', '.join(own)}"
+            raise InnerError(f"{spec.name} has no option {name!r}; {guess}")
+    are_tuples = {name for name, f in known.items() if _is_tuple(f)}
+    return {name: tuple(v) if name in are_tuples and isinstance(v, list) else v for name, v in spec.options.items()}
+
+
+def _is_tuple(f: Any) -> bool:
+    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    return isinstance(default, tuple)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".: ")

@@ -1,0 +1,121 @@
+"""A task's rows, made in a process of their own.
+
+    parent ── {"spec", "known", "chat", "answer"} ──▶ python -m inner.tasks.make ──▶ {"rows", "left_out"} or {"refused"}
+              PYTHONHASHSEED=0, random seeded: several datasets of reasoning-gym walk through sets of strings, or draw
+              from the module's generator; so made, equal settings give equal rows on any machine with these versions
+
+Rows that are among `known` (the training prompts, for a held-out set) are left out and counted; others come instead.
+The scorer is asked about the first row, so that what cannot be scored is found here.
+
+Not promised: an end of a dataset that makes a row in minutes.  The caller may interrupt.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inner.errors import InnerError
+from inner.tasks.score import package_module, score_replies
+from inner.tasks.spec import TaskSpec
+
+
+@dataclass(frozen=True)
+class MadeRows:
+    """left_out: how many were among the known prompts."""
+
+    rows: list[dict[str, Any]]
+    left_out: int
+
+
+def make_rows(setting: str, spec: TaskSpec, *, chat: bool, known: Iterable[Any] = ()) -> MadeRows:
+    """setting: that names the task, for messages.   chat: prompts are messages, else one text each.
+
+    known: prompts that no row may have.   Raises InnerError.  The package is there (`refuse_absent`)."""
+    with tempfile.TemporaryDirectory(prefix="task-") as scratch:
+        answer = Path(scratch) / "answer.json"
+        asked = {"spec": spec.to_json(), "known": [question_of(p) for p in known], "chat": chat, "answer": str(answer)}
+        done = subprocess.run(
+            [sys.executable, "-m", "inner.tasks.make"], input=json.dumps(asked), capture_output=True, text=True,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )  # fmt: skip
+        if not answer.is_file():
+            last = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-4:])
+            raise InnerError(f"{setting} = {spec.task!r}: its process ended with exit code {done.returncode}.\n{last}")
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    if "refused" in found:
+        raise InnerError(f"{setting} = {spec.task!r}: {found['refused']}")
+    return MadeRows(found["rows"], found["left_out"])
+
+
+def question_of(prompt: Any) -> str:
+    """A prompt without the system's part, to be compared: a text, or its messages' texts."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(m.get("content")) for m in prompt if m.get("role") != "system")
+
+
+# -------------------------------------------------------------------- in the other process
+
+
+def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
+    """The first spec.size rows that are not known."""
+    spec = replace(spec, version=spec.installed_version)
+    never = set(known)
+    rows = list[dict[str, Any]]()
+    left_out = 0
+    for row in package_module(spec).make_rows(spec):
+        if question_of(row["prompt"]) in never:
+            left_out += 1
+            continue
+        prompt = row["prompt"] if chat else _as_text(row["prompt"])
+        rows.append({**row, "prompt": prompt, "task": spec.to_json()})
+        if len(rows) == spec.size:
+            break
+    if not rows and left_out:
+        raise InnerError(
+            f"all {left_out:,} rows that it makes are among the training prompts, so nothing is left to hold out. Give "
+            "the task options with more room, or set inner.data.task_size lower."
+        )
+    if not rows:
+        raise InnerError("it has no rows.")
+    _try_scorer(rows[0])
+    return MadeRows(rows, left_out)
+
+
+def _as_text(messages: list[dict[str, str]]) -> str:
+    if len(messages) > 1:
+        raise InnerError(
+            f"its prompts have {len(messages)} messages, the first: {messages[0]['content'][:60]!r}. They are no one "
+            "text: leave inner.data.task_chat = false out."
+        )
+    return messages[0]["content"]
+
+
+def _try_scorer(row: Mapping[str, Any]) -> None:
+    try:
+        score_replies(["", "garbled"], [row["task"]] * 2, [row["entry"]] * 2)
+    except InnerError:
+        raise
+    except Exception as error:
+        raise InnerError(f"its scorer cannot score an empty reply: {type(error).__name__}: {error}") from error
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    random.seed(0)
+    try:
+        made = take_rows(TaskSpec.from_json(asked["spec"]), chat=asked["chat"], known=asked["known"])
+        found: dict[str, Any] = {"rows": made.rows, "left_out": made.left_out}
+    except InnerError as error:
+        found = {"refused": str(error)}
+    Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.stdin.read()))

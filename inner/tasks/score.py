@@ -1,0 +1,52 @@
+"""The reward of a task: its package's own scorer, asked about the row that the run carries.
+
+    completions, task (the spec as JSON), entry ──▶ scores              a pure function of the rows: no config is read
+
+Not promised: the environment's other versions of the package; rows are scored by the version that made them, or not.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from inner.errors import InnerError
+from inner.tasks.spec import TaskSpec, refuse_absent
+
+Score = Callable[[Sequence[str], Sequence[str]], list[float]]
+
+
+def score_replies(completions: Sequence[Any], task: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
+    """TRL's signature.   columns: those that no scorer reads."""
+    found = [0.0] * len(completions)
+    for text in dict.fromkeys(task):  # training and held-out rows may differ in their options
+        chosen = [i for i, one in enumerate(task) if one == text]
+        scores = _scorer_of(text)([reply_text(completions[i]) for i in chosen], [entry[i] for i in chosen])
+        for i, score in zip(chosen, scores, strict=True):
+            found[i] = score
+    return found
+
+
+def reply_text(completion: Any) -> str:
+    """The text of a completion's last message; a completion may be a text by itself."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
+
+
+def package_module(spec: TaskSpec) -> ModuleType:
+    """The file of ours that knows the package."""
+    return import_module({"reasoning-gym": "inner.tasks.gym", "verifiers": "inner.tasks.tasksets"}[spec.package])
+
+
+@cache
+def _scorer_of(text: str) -> Score:
+    spec = TaskSpec.from_json(text)
+    refuse_absent("the run's task", spec.task)
+    if spec.version != (here := spec.installed_version):
+        raise InnerError(
+            f"the rows of {spec.task} were made by {spec.package} {spec.version}, and here is {here}, which may score "
+            f"them otherwise. `pip install {spec.package}=={spec.version}`"
+        )
+    return package_module(spec).open_scorer(spec)

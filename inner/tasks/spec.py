@@ -1,0 +1,74 @@
+"""The spelling of a task, and which package makes it.
+
+    "reasoning-gym:chain_sum"  ─▶ package reasoning-gym, its dataset chain_sum           inner/tasks/gym.py
+    "verifiers:my-taskset"     ─▶ package verifiers, the taskset package my-taskset      inner/tasks/tasksets.py
+
+    laptop:   spec ──make.py──▶ rows {prompt, answer, task, entry} ──▶ a file that the run carries
+    replica:  completion, task, entry ──score.py──▶ reward
+
+Not promised: that the package is installed; `refuse_absent` looks.  No package is imported here.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any, Self
+
+from inner.errors import InnerError
+
+MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package, which is the extra's name ─▶ import
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One set of rows.   task: "PACKAGE:NAME".   version: of the package that made the rows, once they are made."""
+
+    task: str
+    size: int
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""
+
+    @property
+    def package(self) -> str:
+        return self.task.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        return self.task.partition(":")[2]
+
+    @property
+    def installed_version(self) -> str:
+        return metadata.version(self.package)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+def is_task(spelling: Any) -> bool:
+    """Does it name a package that we know?"""
+    return isinstance(spelling, str) and spelling.partition(":")[0] in MODULES and ":" in spelling
+
+
+def check_spelling(setting: str, task: str | None) -> None:
+    """Raise InnerError for what names no package's task.   setting: "inner.data.task"."""
+    if task is None or (is_task(task) and task.partition(":")[2].strip()):
+        return
+    packages = " or ".join(f"{name}:NAME" for name in MODULES)
+    raise InnerError(f'{setting} = {task!r} names no task. Write {packages}, such as "reasoning-gym:chain_sum".')
+
+
+def refuse_absent(setting: str, task: str) -> None:
+    """Raise InnerError if the task's package is not installed here."""
+    package = task.partition(":")[0]
+    if importlib.util.find_spec(MODULES[package]) is None:
+        raise InnerError(
+            f"{setting} = {task!r}: the package {package} is not installed here. "
+            f"`pip install 'serverless-diloco[{package}]'`"
+        )

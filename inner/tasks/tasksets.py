@@ -1,0 +1,173 @@
+"""verifiers' tasksets (verifiers.v1), as far as their tasks can be scored from a reply alone.
+
+    Taskset.__iter__ ─▶ task ── prompt, system prompt ──▶ row          entry: the task's data as JSON
+    reply ─▶ a Trace of prompt and reply ─▶ await task.score(trace) ─▶ Σ weight · reward         as `vf-replay` scores
+
+Refused by name: tasks that need a container or an image, prepare or collect something in a runtime, have tools of a
+server, rewards that ask for a runtime, no reward, or an environment with several agents.
+
+Not promised: what a reward reads of a trace beyond its messages (tokens, timing, why the model stopped).
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from inner.errors import InnerError
+from inner.tasks.spec import TaskSpec
+
+NEXT = (
+    "Choose a taskset whose rewards read the trace alone, or run this one with prime-rl or `vf-eval`, which have "
+    "runtimes."
+)
+
+
+def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
+    """All tasks that there are, in the seed's order.   Raises InnerError."""
+    taskset = _open_taskset(spec)
+    _refuse_several_agents(spec)
+    tasks = taskset.shuffle(spec.seed) if taskset.bounded else taskset
+    try:
+        for task in tasks:
+            if fault := _find_fault(taskset, task):
+                raise InnerError(f"taskset {spec.name}: {fault}. {NEXT}")
+            yield {"prompt": _messages_of(spec, task.data), "entry": task.data.model_dump_json()}
+    except InnerError:
+        raise
+    except Exception as error:
+        raise InnerError(f"taskset {spec.name} cannot be loaded: {_words(error)}.") from error
+
+
+def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
+    """-> (replies, entries) -> a score each.   A reward or a judge that raises does so here."""
+    config = _open_taskset(spec).config
+    task_class = _loaders().taskset_class(spec.name).task_type()
+
+    async def score_all(replies: Sequence[str], entries: Sequence[str]) -> list[float]:
+        data = [task_class.data_type().model_validate_json(entry) for entry in entries]
+        return await asyncio.gather(
+            *(_score_one(task_class(d, config.task), reply) for d, reply in zip(data, replies, strict=True))
+        )
+
+    return lambda replies, entries: asyncio.run(score_all(replies, entries))
+
+
+async def _score_one(task: Any, reply: str) -> float:
+    from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.graph import MessageNode  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.state import state_cls  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.trace import AgentInfo, Trace, TraceTask  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.types import AssistantMessage  # pyright: ignore[reportMissingImports]
+
+    asked = _given_messages(task.data)
+    nodes = [MessageNode(message=m, parent=i - 1 if i else None) for i, m in enumerate(asked)]
+    said = AssistantMessage(content=reply)
+    nodes.append(MessageNode(message=said, parent=len(nodes) - 1 if nodes else None, sampled=True))
+    trace: Any = Trace(
+        task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        agent=AgentInfo(config=AgentConfig()), state=state_cls(type(task))(), nodes=nodes, is_completed=True, ok=True,
+    )  # fmt: skip
+    await task.score(trace)
+    return trace.reward
+
+
+# -------------------------------------------------------------------- opening one
+
+
+def _loaders() -> Any:
+    from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
+
+    return loaders
+
+
+def _open_taskset(spec: TaskSpec) -> Any:
+    loaders = _loaders()
+    try:
+        config_type = loaders.taskset_config_type(spec.name)
+    except ImportError as error:
+        raise InnerError(
+            f"the taskset package {spec.name!r} cannot be imported: {str(error).rstrip('.')}. Install what it names."
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InnerError(f"verifiers cannot use {spec.name!r} as a taskset: {error}") from error
+    own = sorted(set(config_type.model_fields) - {"id"})
+    for name in spec.options:
+        if name not in own:
+            near = get_close_matches(name, own, n=1)
+            guess = f"did you mean {near[0]}?" if near else f"it has {', '.join(own)}"
+            raise InnerError(f"taskset {spec.name} has no option {name!r}; {guess}")
+    try:
+        return loaders.load_taskset(config_type.model_validate({**spec.options, "id": spec.name}))
+    except Exception as error:
+        raise InnerError(
+            f"taskset {spec.name} refuses these options: {_words(error)}. They are {dict(spec.options)}."
+        ) from error
+
+
+def _refuse_several_agents(spec: TaskSpec) -> None:
+    from verifiers.v1 import SingleAgentEnv  # pyright: ignore[reportMissingImports]
+
+    found = _loaders().environment_class(spec.name)
+    if found is not SingleAgentEnv:
+        raise InnerError(f"taskset {spec.name}: it brings the environment {found.__name__}. {NEXT}")
+
+
+def _find_fault(taskset: Any, task: Any) -> str:
+    """ "" or why this task cannot be scored from a reply."""
+    from verifiers.v1 import Task  # pyright: ignore[reportMissingImports]
+
+    name, cls = f"task {task.data.name or task.data.idx} ({type(task).__name__})", type(task)
+    if cls.NEEDS_CONTAINER or task.data.image:
+        return f"{name} needs a container{f' of the image {task.data.image}' if task.data.image else ''}"
+    own = [h for h in ("setup", "finalize", "stage_verifier") if getattr(cls, h) is not getattr(Task, h)]
+    if own:
+        return f"{name} has a `{own[0]}`, which works in a runtime"
+    if cls.toolsets(task.config) or type(taskset).toolsets(taskset.config):
+        return f"{name} has tools of a server"
+    rewards = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
+    if not rewards:
+        return f"{name} has no reward"
+    skipped = [fn.__name__ for fn in rewards if _asks_for_runtime(fn)]
+    if skipped:
+        return f"{name}: its reward {', '.join(skipped)} asks for a runtime"
+    if cls is not type(taskset).task_type():
+        return f"{name} is no {type(taskset).task_type().__name__}, which the taskset declares"
+    return ""
+
+
+def _asks_for_runtime(function: Any) -> bool:
+    """verifiers' own rule: a parameter `runtime` without a default."""
+    found = inspect.signature(function).parameters.get("runtime")
+    return found is not None and found.default is inspect.Parameter.empty
+
+
+# -------------------------------------------------------------------- messages
+
+
+def _given_messages(data: Any) -> list[Any]:
+    from verifiers.v1.types import SystemMessage, UserMessage  # pyright: ignore[reportMissingImports]
+
+    first = [SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+    asked = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or [])
+    return [*first, *asked]
+
+
+def _messages_of(spec: TaskSpec, data: Any) -> list[dict[str, str]]:
+    given = _given_messages(data)
+    if not data.prompt or any(not isinstance(m.content, str) or getattr(m, "tool_calls", None) for m in given):
+        raise InnerError(
+            f"taskset {spec.name}: the prompt of task {data.name or data.idx} is no text ({str(data.prompt)[:80]}). "
+            "Choose a taskset whose prompts are texts."
+        )
+    return [{"role": m.role, "content": m.content} for m in given]
+
+
+def _words(error: Exception) -> str:
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".lstrip(": ")
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".: ")
