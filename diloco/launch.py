@@ -190,10 +190,13 @@ class Run:
         entry = self.record.mathematics["entry_points"]
         files = {**self.record.files}
         held_out = files.pop(EVAL, None)
-        evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out is not None else {}
+        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it says who scores
+        evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out and is_named else {}
         stands = {
             kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
         }
+        if raw["inner"].get("data", {}).get("task"):
+            del stands["prompts"]
         weights = self.record.mathematics.get("reward_weights", {})
         stands |= self.record.mathematics.get("reward_models", {})
         functions = {stands.pop(kind): weight for kind, weight in weights.items()}
