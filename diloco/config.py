@@ -19,7 +19,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
 
-from diloco.eval_config import EvalConfig
+from diloco.eval_config import TASK_ONLY, EvalConfig
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
 from inner.base import MOVED, TRL_NAMES
@@ -208,7 +208,8 @@ class RunConfig:
         if models := self.inner.rewards.models:
             fixed["reward_models"] = models
         if self.eval is not None:  # it moves no weight, but two settings under one URL would make two curves of one
-            fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k != "prompts"}
+            unnamed = ("prompts",) if self.eval.task else ("prompts", "task", *TASK_ONLY)
+            fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k not in unnamed}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # wherever that one is
 
     def to_dict(self) -> dict[str, Any]:

@@ -114,5 +114,5 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
 
 
 def test_columns_without_prompts_are_refused() -> None:
-    with pytest.raises(InnerError, match=r"inner\.data\.system.*inner\.data\.prompts is set"):
+    with pytest.raises(InnerError, match=r"inner\.data\.system.*inner\.data\.prompts or inner\.data\.task is set"):
         InnerConfig(data=DataSettings(system="Be brief.")).check()
