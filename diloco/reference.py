@@ -99,7 +99,7 @@ def missing_sentences() -> list[str]:
     missing = []
     for path, cls in list_tables(RunConfig):
         for f in fields(cls):
-            plain = table_class(field_types(cls)[f.name]) is None and f.name not in ("folder", "overrides")
+            plain = table_class(field_types(cls)[f.name]) is None and f.name not in ("folder", "gathered", "overrides")
             if plain and not f.metadata.get("sentence", "").strip().endswith((".", ")")):
                 missing.append(f"{path}.{f.name}" if path else f.name)
         if issubclass(cls, Table) and not cls.__doc__:
