@@ -118,6 +118,27 @@ def test_a_copy_that_was_cut_off_is_finished_by_the_same_command_alone(old: Flee
     assert publish_model(run, SystemClock()).files == old.model.files
 
 
+def test_diff_says_what_differs_and_shows_a_fork_at_the_others_steps(
+    old: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {"inner": {"lr": 1e-4}, "fleet": {**TWO, "steps": 3}}
+    forked(tmp_path, f"{old.url}@2", **changes)
+    (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text())
+    fleet = Fleet(tmp_path, **changes)
+    fleet.start_all()
+    assert fleet.wait() == {"r00": [0], "r01": [0]}, fleet.logs()
+    capsys.readouterr()
+    assert main(["diff", old.url, fleet.url]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in told[:2]] == [["fleet.steps", "2", "→", "3"], ["inner.lr", "None", "→", "0.0001"]]
+    steps, there, here = told[3:]
+    assert steps.split()[-5:] == ["0", "1", "2", "3", "4"]
+    assert len(there.split()) == 1 + 4 and len(here.split()) == 1 + 3
+    assert here.index(".") > there.index(".")  # the fork's first column is step 2
+    assert main(["diff", old.url, old.url, "--json"]) == 0
+    assert '"changes": []' in capsys.readouterr().out
+
+
 def test_a_run_has_one_parent(old: Fleet, tmp_path: Path) -> None:
     forked(tmp_path, f"{old.url}@2")
     with pytest.raises(WrongRun, match=f"goes on from {old.url}@2, not from {old.url}@4"):

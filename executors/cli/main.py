@@ -502,6 +502,19 @@ def _report(args: Namespace) -> int:
     return 0
 
 
+def _diff(args: Namespace) -> int:
+    from diloco.runlog.comparison import compare_runs
+    from diloco.runlog.opening import open_view
+    from diloco.runlog.report import Reader
+    from diloco.runlog.scope import EVERYTHING
+
+    views = [open_view(run_url.checked_url(url), EVERYTHING) for url in (args.old, args.new)]
+    old, new = (Reader(view.run.store, EVERYTHING, view.cache, view.answers).refresh() for view in views)
+    found = compare_runs((views[0].run.record, views[1].run.record), (old, new))
+    _print_answer(args, {"old": args.old, "new": args.new, **found.to_dict()}, *found.lines(args.old, args.new))
+    return 0
+
+
 def _traces(args: Namespace) -> int:
     from diloco.launch import read_run
 
@@ -634,7 +647,7 @@ def _completion(args: Namespace) -> int:
 
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
-    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "eval": _eval,
+    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "diff": _diff, "eval": _eval,
     "report": _report, "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor,
     "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip

@@ -164,6 +164,8 @@ def _add_writing_verbs(verbs: Any) -> None:
     verify.add_argument(
         "--step", type=step_or_all, metavar="T", help="only θ after T outer steps (default: all that is kept)"
     )
+    both = (("OLD", ""), ("NEW", ""))
+    _add_verb(verbs, "diff", "say which settings differ between two runs; their curves side by side", *both)
     evaluate = _add_verb(verbs, "eval", "the reward of a step's model on held-out prompts, on this machine", run)
     evaluate.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
     evaluate.add_argument("--prompts", metavar="FILE", help="a file of prompts (default: that of the run's [eval])")
