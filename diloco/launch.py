@@ -94,6 +94,9 @@ class RunRecord(Record):
     why_codec: str = ""
     parent: Parent = Parent()
 
+    def written_fields(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "parent" or self.parent.url}
+
     def check_consistency(self) -> None:
         outer = self.mathematics.get("outer")
         if not isinstance(outer, dict) or not isinstance(self.config.get("outer"), dict):
