@@ -87,21 +87,25 @@ def _adamw_8bit(parameters: Iterable[Tensor], adam: dict[str, Any]) -> Optimizer
 
 
 class RunSchedule(LambdaLR):
-    """Without a run, the committed step is the number of inner steps."""
+    """Without a run, the committed step is the number of inner steps.
+
+    warmup_steps: of a session whose optimizer has no moments yet; none if it has some when it follows a run."""
 
     def __init__(self, optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> None:
-        session = max(1, warmup_steps)
+        self._warmup = max(1, warmup_steps)
         committed: list[Callable[[], int]] = []
         self._committed = committed
 
         def factor(s: int) -> float:
             t = committed[0]() if committed else start + s
-            return config.schedule.lr_factor(t) * min(1.0, (s + 1) / session)
+            return config.schedule.lr_factor(t) * min(1.0, (s + 1) / self._warmup)
 
         super().__init__(optimizer, factor)
 
     def follow(self, step: Callable[[], int]) -> None:
         """From now on the committed outer step is `step()`: the rate of the next inner step is that of the run."""
         self._committed[:] = [step]
+        if self.optimizer.state:  # left by the session before
+            self._warmup = 1
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = base * factor(self.last_epoch)

@@ -53,6 +53,26 @@ def test_the_shapes() -> None:
     assert cosine == [round(0.1 + 0.9 * (1 + math.cos(math.pi * t / 10)) / 2, 4) for t in range(11)]
 
 
+def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None:
+    def rates_of(moments: bool) -> list[float]:
+        model = small_model()
+        optimizer = make_optimizer(config_with(lr=1.0), model)
+        if moments:
+            give_gradients(model)
+            optimizer.step()
+        schedule = RunSchedule(optimizer, config_with(lr=1.0), start=6, warmup_steps=3)
+        schedule.follow(lambda: 2)
+        seen = list[float]()
+        for _ in range(4):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return seen
+
+    assert rates_of(moments=False) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert rates_of(moments=True) == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
