@@ -2,7 +2,8 @@
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
 
-The replay is the one by which a replica joins (rendezvous/replay.py); here nobody joins, and no snapshot is written.
+The replay is the one by which a replica joins (rendezvous/replay.py); here nobody joins, and nothing is written: a
+damaged object is got round where that is possible, and stays as it is (decision 046).
 Not promised: speed for a step far from a snapshot.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import ConfigError, OuterConfig, keep_bytes
+from diloco.contributions import read_mean
 from diloco.flat import trainable_parameters
 from diloco.fragments import cut_fragments
 from diloco.launch import ModelRecord, Run, fetch_model, is_weights_file, read_run, save_below
@@ -31,7 +33,7 @@ from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
 from rendezvous.reach import Reach, read_reach
 from rendezvous.records import Commit
-from rendezvous.reduce import Reducer, refuse_misweighed
+from rendezvous.reduce import Reducer
 from rendezvous.replay import StateReplay
 from rendezvous.store import PatientStore, Store
 
@@ -84,8 +86,7 @@ def state_at(
     reducer = Reducer(store, clock, tell, rules, together=together_on(run.store))
 
     def mean(commit: Commit, out: np.ndarray) -> None:
-        refuse_misweighed(commit, rules)
-        reducer.mean(commit, out)
+        read_mean(reducer, commit, out)
 
     state = empty_state(record, run.config.outer)
     replay = StateReplay(

@@ -228,7 +228,7 @@ class Reducer:
         if commit.mode == "direct":
             trouble = self._mean_of_shards(commit, self.bodies.grid(out.size), out, None)
             if trouble is not None:
-                raise Corrupt(f"step {commit.t}: {trouble}")
+                raise Corrupt(f"step {commit.t}: {trouble}. Nothing was averaged; restore the object from a backup")
             yield 0, out.view(np.uint8)
             return
         for j, part in enumerate(self.split_into_parts(commit, out.size)):

@@ -100,7 +100,7 @@ def test_a_damaged_mean_is_computed_again(tmp_path: Path) -> None:
     blob.write_bytes(body[:-8])
     _, replayed = state_at(fleet.run, fleet.model, 4)
     assert replayed.digest() == good.digest()
-    assert blob.read_bytes() == body
+    assert blob.read_bytes() == body[:-8], "who only reads puts nothing back"
 
 
 def test_a_pseudogradient_that_is_not_finite_is_refused(tmp_path: Path) -> None:

@@ -429,6 +429,18 @@ def _verify(args: Namespace) -> int:
     return 0 if verdict.good else 1
 
 
+def _explain(args: Namespace) -> int:
+    from diloco.launch import read_run
+
+    run = read_run(run_url.checked_url(args.run))
+    from diloco.explain import explain, explain_dict
+    from diloco.step_facts import read_step
+
+    facts = read_step(run, args.step)
+    _print_answer(args, {"run": run.url, **explain_dict(facts)}, *explain(facts))
+    return 0
+
+
 def _best_step(run: "Run", step: int | None) -> int:
     """The step whose θ did best on the held-out prompts, of those that are kept.
 
@@ -647,7 +659,8 @@ def _completion(args: Namespace) -> int:
 
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
-    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "diff": _diff, "eval": _eval,
+    "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "explain": _explain,
+    "diff": _diff, "eval": _eval,
     "report": _report, "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor,
     "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip

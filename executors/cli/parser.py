@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export verify eval report traces track init check setup doctor objectives demo completion
+    export verify explain diff eval report traces track init check setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -166,6 +166,8 @@ def _add_writing_verbs(verbs: Any) -> None:
     )
     both = (("OLD", ""), ("NEW", ""))
     _add_verb(verbs, "diff", "say which settings differ between two runs; their curves side by side", *both)
+    explain = _add_verb(verbs, "explain", "one outer step in words: who offered what, why it closed, what it did", run)
+    explain.add_argument("--step", type=natural, required=True, metavar="T", help="the outer step after θ_T")
     evaluate = _add_verb(verbs, "eval", "the reward of a step's model on held-out prompts, on this machine", run)
     evaluate.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
     evaluate.add_argument("--prompts", metavar="FILE", help="a file of prompts (default: that of the run's [eval])")

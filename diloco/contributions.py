@@ -1,0 +1,52 @@
+"""The mean of a decided step, and what each listed offer gave to it, by who may only read.
+
+    announced mean ──────────────────────▶ ḡ          fewer bytes, so it is asked for first
+    listed deltas ──▶ x₁ … x_N ──▶ Σwx/Σw ─▶ ḡ          where nothing was announced, or it is damaged
+
+What is damaged stays as it is: a replica that needs it puts it back (rendezvous/reduce.py).
+
+Not promised: x before its codec; what that kept back was sent later, if at all.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rendezvous.body_checks import is_valid_body
+from rendezvous.codecs import get_codec
+from rendezvous.records import Commit, Listed
+from rendezvous.reduce import Reducer, refuse_misweighed
+
+
+def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
+    """Write the mean of `commit` into `out`; -> "announced" or "deltas", by where it was taken from.
+
+    Raises BadCommit, Corrupt.
+    """
+    refuse_misweighed(commit, reducer.rules)
+    if reducer.read_announced_parts(commit, out) is None:
+        return "announced"
+    for _ in reducer.parts_of_bodies(commit, out):
+        pass
+    return "deltas"
+
+
+def read_contributions(reducer: Reducer, commit: Commit, elements: int) -> Iterator[tuple[Listed, np.ndarray | str]]:
+    """Each listed offer with its pseudogradient as it counted, or with words about why there is none.
+
+    A vector is good until the next is asked for.
+    """
+    bodies = reducer.bodies
+    vector = np.empty(elements, np.float32)
+    for listed in commit.offers:
+        if flaw := bodies.record_flaw(listed, elements):
+            yield listed, f"counts for nothing: {flaw}"
+            continue
+        body = bodies.read_body(listed, bodies.grid(elements), None)
+        if isinstance(body, str):
+            yield listed, body
+        elif not is_valid_body(reducer.rules.codec, body, elements):
+            yield listed, "counts for nothing: its values are not finite, or no encoder writes such bytes"
+        else:
+            get_codec(reducer.rules.codec).decode(body, vector)
+            yield listed, vector
