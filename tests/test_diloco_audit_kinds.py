@@ -33,7 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[*KINDS])
+FAST = ("plain", "fragments", "sealed shards of a LoRA run")  # the last one is sealed, with LoRA, a codec and shards
+
+
+@pytest.fixture(params=[kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def played(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PuppetRun:
     """Six outer steps of three replicas; r02 is late for step 1, and its work is credited in a later one."""
     if "sealed" in request.param:
