@@ -5,6 +5,7 @@
 After `make real`, whose export of the base (the GGUF file, dequantised) both start from and are measured on.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -72,6 +73,11 @@ def evaluate(base: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    train(folder, seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    evaluate(BASE, folder)
+    parser = argparse.ArgumentParser(description="TRL's own trainer on the task of `make real`, after `make real`.")
+    parser.add_argument("folder", type=Path, help="where the adapter and held_out.json go")
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    args = parser.parse_args()
+    if not BASE.is_dir():
+        parser.error(f"there is no {BASE} here; run `make real` first, in this folder")
+    train(args.folder, args.seed)
+    evaluate(BASE, args.folder)
