@@ -79,7 +79,8 @@ def gather_rows(
     for one in [spelling] if isinstance(spelling, str) else spelling:
         try:
             name, numbered = _open_source(kind, one, folder)
-            say(f"{setting_of(kind)}: reads {name}") if one.startswith(PREFIX) else None
+            if one.startswith(PREFIX):
+                say(f"{setting_of(kind)}: reads {name}")
             what = f"{setting_of(kind)} = {name!r}"
             found = list(numbered)
             checked = check_rows(what, found, data, first)
@@ -145,14 +146,15 @@ def _as_json(what: str, where: str, row: Any) -> str:
 
 
 def _write_once(kind: str, body: bytes) -> Path:
-    """The file with these bytes, below this user's cache."""
+    """The file with these bytes, below this user's cache, of which nothing is ever taken away."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = base / "diloco" / "data" / sha256(body).hexdigest()[:32] / f"{kind}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(body)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone with its file where the disk is full
+            unfinished = Path(folder, path.name)
+            unfinished.write_bytes(body)
+            os.replace(unfinished, path)
     except OSError as error:
         raise ConfigError(
             f"{setting_of(kind)}: its rows ({len(body):,} bytes) cannot be kept in {path.parent}: {error}. Free some "

@@ -22,6 +22,7 @@ import numpy as np
 from diloco.config import BUCKET, ConfigError, RunConfig
 from diloco.history import empty_state, model_record, state_at
 from diloco.launch import ModelRecord, Parent, Run, fetch_stored, read_run
+from diloco.superseded import current_url
 from rendezvous import layout, snapshots
 from rendezvous.clock import Clock
 from rendezvous.store import PatientStore, put_once
@@ -45,7 +46,7 @@ def read_fork(spelling: str, config: RunConfig, momentum: bool = False) -> Fork:
     """θ of the step that `spelling` names (URL, or URL@STEP), for a run with this config.   Raises ConfigError."""
     url, at, digits = spelling.rpartition("@")
     named = bool(at) and digits.isdecimal()
-    origin = read_run(url if named else spelling)
+    origin = read_run(current_url(url if named else spelling))
     _refuse_unfit(origin, config)
     record = model_record(origin)
     step, theirs = state_at(origin, record, int(digits) if named else None)
@@ -79,7 +80,7 @@ def begin(run: Run, fork: Fork, clock: Clock) -> None:
 
 def _refuse_unfit(origin: Run, config: RunConfig) -> None:
     """ConfigError if θ of the other run is none of this config's."""
-    if BUCKET not in (config.rendezvous, origin.config.rendezvous) or config.rendezvous != origin.config.rendezvous:
+    if {config.rendezvous, origin.config.rendezvous} != {BUCKET}:
         raise ConfigError(f'--from reads a bucket; both runs need rendezvous = "{BUCKET}"')
     theirs, ours = origin.config, config
     for name in MODEL_SETTINGS:

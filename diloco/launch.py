@@ -29,7 +29,7 @@ from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, re
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import Record, UnixTime, Word, new_nonce
+from rendezvous.records import Count, Key, Record, Step, UnixTime, Word, new_nonce
 from rendezvous.rules import Timing
 from rendezvous.seal import SignedStore, run_key, signed_store, under_key
 from rendezvous.store import PatientStore, Readable, Store, plain_key, put_once
@@ -66,12 +66,12 @@ class Parent:
     run: the other one's nonce.   base: digest of its state there.   outer_steps, inner_steps: taken before this run's.
     """
 
-    url: str = ""
-    run: str = ""
-    step: int = 0
-    base: str = ""
-    outer_steps: int = 0
-    inner_steps: int = 0
+    url: Key = ""
+    run: Word = ""
+    step: Step = 0
+    base: Word = ""
+    outer_steps: Count = 0
+    inner_steps: Count = 0
 
     def __str__(self) -> str:
         return f"{self.url}@{self.step}" if self.url else "its start model"
@@ -516,16 +516,16 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
     body = run.store.get(layout.MODEL_MANIFEST)
     if body is not None:
         return ModelRecord.decode(body)
+    if run.record.parent.url:
+        raise ConfigError(
+            f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Type the command "
+            f"again that founded it: diloco train … --from {run.record.parent}"
+        )
     import inner
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
-        if run.record.parent.url:
-            raise ConfigError(
-                f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Run the `diloco "
-                f"train … --from {run.record.parent}` again that founded it"
-            )
         inner.check_inner(run.config.inner, files)
         mine = _start_model(run, folder, clock)
     _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())

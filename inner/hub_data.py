@@ -70,7 +70,7 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
         cause = error.__cause__ or error
         if "BatchSize must be greater than 0" in str(cause):  # datasets 5.2 at a Parquet file without rows
             return
-        if "gated" in str(cause):
+        if "is a gated dataset" in str(cause):
             raise InnerError(f"{gated_text('dataset', dataset.name, what)} {_CARRIED}") from None
         raise InnerError(
             f"{what} cannot be read: {first_line(cause)} Write hub:OWNER/NAME/CONFIG:SPLIT as the dataset's page has "

@@ -23,6 +23,7 @@ from inner.task_settings import reward_model_parts, reward_name
 
 AT_ONCE = 16  # replies per forward pass
 _HEAD = "ForSequenceClassification"
+_DEFAULT_LABELS = 2  # of a config.json that names none, as transformers writes it
 
 
 def pin_reward_model(spelling: str) -> str:
@@ -93,7 +94,7 @@ def _check_head(config: dict[str, Any], what: str) -> None:
             f"{what} is {kinds}, which gives no score. A reward model is a …{_HEAD} with one label; ask a judge of "
             'another kind from a function of your own ("file.py:function").'
         )
-    labels = len(config.get("id2label") or [0])
+    labels = config.get("num_labels") or len(config.get("id2label") or {}) or _DEFAULT_LABELS
     if labels != 1:
         raise InnerError(
             f"{what} tells {labels} classes apart. A reward model has one label, whose logit is the reward."

@@ -198,12 +198,12 @@ class RewardSettings(Table):
 
     @property
     def named(self) -> dict[str, str]:
-        """Those of `lines` that are functions in a file of the user's."""
+        """The lines that name a function in a file of the user's."""
         return {kind: spelling for kind, spelling in self.lines.items() if not spelling.startswith("hub:")}
 
     @property
     def models(self) -> dict[str, str]:
-        """Those of `lines` that are models on the Hub."""
+        """The lines that name a model on the Hub."""
         return {kind: spelling for kind, spelling in self.lines.items() if spelling.startswith("hub:")}
 
     @property

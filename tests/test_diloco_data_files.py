@@ -4,6 +4,7 @@ The Hub is one on loopback; huggingface_hub and `datasets` are the real ones, in
 the address of the Hub from their import on.
 """
 
+import errno
 import json
 import os
 import subprocess
@@ -17,9 +18,10 @@ import pyarrow.parquet
 import pytest
 
 from diloco.config import ConfigError, RunConfig, load_config
-from diloco.data_files import gather_data
+from diloco.data_files import gather_data, gather_rows
 from inner.errors import InnerError
 from inner.hub_data import HubDataset
+from inner.task_settings import DataSettings
 from tests.hf_models import HubDatasets
 from tests.test_executors_cli import ROOT
 from tests.test_executors_preflight import plans
@@ -105,7 +107,7 @@ def carried(run: Path, setting: str) -> list[dict[str, Any]]:
 FOUND = """
 import sys
 from diloco.config import load_config
-from diloco.data_files import gather_data
+from diloco.data_files import gather_data, gather_rows
 from diloco.launch import open_run
 from rendezvous.clock import SystemClock
 open_run(gather_data(load_config(sys.argv[1])), sys.argv[2], SystemClock())
@@ -166,6 +168,7 @@ BAD = {
     "no such dataset": ("hub:tester/nope/main:train", "the Hub knows no such dataset"),
     "no such revision": (f"hub:{NAME}@v9/main:train", "no such revision of it. Correct 'v9'"),
     "no such config": (f"hub:{NAME}/mian:train", "BuilderConfig 'mian' not found. Available: ['main', 'hard', 'none']"),
+    "a config whose name has the word": (f"hub:{NAME}/aggregated:train", "BuilderConfig 'aggregated' not found."),
     "no such split": (f"hub:{NAME}/main:dev", "Unknown split \"dev\". Should be one of ['train', 'test']"),
     "an empty split": (f"hub:{NAME}/none:train", "is empty. It needs rows"),
     "nothing of a split": (f"hub:{NAME}/main:train[:0]", 'Instruction "train[:0]" corresponds to no data.'),
@@ -208,6 +211,20 @@ def test_a_hub_that_does_not_answer(folder: Path, hub: HubDatasets) -> None:
 
 
 # -------------------------------------------------------------------- several files, without the Hub
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, body: bytes) -> int:
+        with open(path, "wb") as file:
+            file.write(body[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "a.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*Free some space, or set XDG_CACHE_HOME"):
+        gather_rows("prompts", ["a.jsonl", "a.jsonl"], folder, DataSettings(), lambda text: None)
+    assert not [path for path in (folder / "cache").rglob("*") if path.is_file()]
 
 
 def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`train --from OLD[@STEP]`: a run that begins with the weights of another one, and with its clock."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from diloco.fork import begin, read_fork
 from diloco.history import model_record, state_at
 from diloco.launch import Run, open_run, publish_model, read_run
 from diloco.runlog.report import read_report, summary
+from diloco.superseded import Superseded, url_below
 from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
+from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
 from tests.audit import check_run
 from tests.fleet import Fleet
@@ -83,6 +86,14 @@ def test_the_newest_step_and_a_fork_of_a_fork(old: Fleet, tmp_path: Path) -> Non
     assert torch.equal(ours.thetas[0], theirs.thetas[0])
 
 
+def test_a_run_that_was_founded_again_goes_by_its_first_name(old: Fleet, tmp_path: Path) -> None:
+    name = str(tmp_path / "first")
+    store = open_store(name)
+    put_once(store, SystemClock(), layout.commit_key(0), Superseded(nonce="n", at=0.0).encode())
+    shutil.copytree(old.url, url_below(name))
+    assert read_fork(f"{name}@2", config_of(tmp_path)).parent.url.endswith("/again")
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "another model": ("@2", {"inner": {"dtype": "bfloat16"}}, "has inner.dtype = 'float32', this config 'bfloat16'"),
     "other parts": ("@2", {"outer": {"fragments": 2}}, "has outer.fragments = 1, this config 2"),
@@ -111,7 +122,7 @@ def test_a_copy_that_was_cut_off_is_finished_by_the_same_command_alone(old: Flee
     config = config_of(tmp_path)
     fork = read_fork(f"{old.url}@2", config)
     run = open_run(config, str(tmp_path / "run"), SystemClock(), parent=fork.parent)
-    with pytest.raises(ConfigError, match=f"Run the `diloco train … --from {old.url}@2` again"):
+    with pytest.raises(ConfigError, match=f"Type the command again that founded it: diloco train … --from {old.url}@2"):
         publish_model(run, SystemClock())
     assert run.store.get(layout.MODEL_MANIFEST) is None and run.store.get(layout.snapshot_key(0)) is None
     begin(run, fork, SystemClock())

@@ -102,6 +102,11 @@ BAD = {
         {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}},
         "tells 2 classes apart",
     ),
+    "labels that its config does not name": (
+        f"hub:{NAME}",
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "tells 2 classes apart",
+    ),
 }
 
 
