@@ -14,23 +14,25 @@ from rendezvous.records import Commit
 
 
 class Counted(NamedTuple):
-    """One offer that a commit lists.   factor: what the norm gate left of its weight."""
+    """One offer that a commit lists.   factor: what the norm gate left of its weight.   samples: it learned from."""
 
     step: int
     slot: str
     generation: int
     nonce: str
     factor: float
+    samples: float
 
 
 class Decision(NamedTuple):
-    """One commit.   prev: digest of the one before."""
+    """One commit.   prev: digest of the one before.   snapshot: the step of the newest that its writer knew."""
 
     t: int
     at: float
     by: str
     prev: str | None
     offers: tuple[Counted, ...]
+    snapshot: int
 
     @property
     def fresh(self) -> tuple[Counted, ...]:
@@ -44,8 +46,8 @@ class Decision(NamedTuple):
 def read_commit(body: bytes) -> Decision:
     """Raises WireError, whatever the bytes are."""
     c = Commit.decode(body)
-    offers = tuple(Counted(o.step, o.slot, o.generation, o.nonce, o.factor) for o in c.offers)
-    return Decision(c.t, c.at, c.by, c.prev, offers)
+    offers = tuple(Counted(o.step, o.slot, o.generation, o.nonce, o.factor, o.samples) for o in c.offers)
+    return Decision(c.t, c.at, c.by, c.prev, offers, c.snapshot)
 
 
 def kept_commit(body: bytes) -> Decision:
@@ -53,10 +55,10 @@ def kept_commit(body: bytes) -> Decision:
     try:
         raw = json.loads(body)
         offers = tuple(_parse_counted(o) for o in raw["offers"])
-        return Decision(raw["t"], raw["at"], raw["by"], raw["prev"], offers)
+        return Decision(raw["t"], raw["at"], raw["by"], raw["prev"], offers, raw["snapshot"])
     except (ValueError, KeyError, TypeError):
         return read_commit(body)
 
 
 def _parse_counted(o: dict[str, Any]) -> Counted:
-    return Counted(o["step"], o["slot"], o["generation"], o["nonce"], o.get("factor", 1.0))
+    return Counted(o["step"], o["slot"], o["generation"], o["nonce"], o.get("factor", 1.0), o.get("samples", 0.0))

@@ -49,6 +49,7 @@ class Step:
 
     gated: slots whose weight the norm gate lowered.   empty: the mean was zero, θ stayed.
     numbers: ρ, effective step, norms (diloco/safety.py).
+    samples: slot -> that its listed work learned from.   snapshot: step of the newest one when it was committed.
     """
 
     t: int
@@ -67,6 +68,8 @@ class Step:
     empty: bool = False
     numbers: dict[str, float] = field(default_factory=dict)
     learned: dict[str, dict[str, float]] = field(default_factory=dict)  # slot -> loss, … (diloco/runlog/learning.py)
+    samples: dict[str, float] = field(default_factory=dict)
+    snapshot: int = 0
 
     @property
     def mean_reward(self) -> float | None:
@@ -333,7 +336,9 @@ class Reader:
             fresh = tuple(o.slot for o in c.fresh)
             carried = tuple((o.slot, o.step) for o in c.carried)
             gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
-            self._steps.append(Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated))
+            step = Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated, snapshot=c.snapshot)
+            step.samples = {o.slot: o.samples for o in c.offers if o.samples}
+            self._steps.append(step)
             self._last = body
             news.append(c)
         self._ask_claims(news)

@@ -21,6 +21,7 @@ from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
+from diloco.runlog.overview import inner_steps_per_round, phase_of, silent_s
 from diloco.runlog.report import (
     Report,
     SessionSummary,
@@ -51,7 +52,6 @@ LOUD = {
     "replay_differs", "reward_failed", "hint_failed", "disk_full",
 }  # fmt: skip
 SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")
-SILENT_S, SILENT_FAR_S = 3.0, 15.0  # without a beat; on a store that is not on this machine they come every five
 OLD_SESSIONS = 4
 INDENT = " " * 12
 
@@ -248,20 +248,10 @@ def _session_line(session: SessionSummary, report: Report, now: float) -> str:
         return f"  {session.name:9s} {session.end}{when}, counted in {len(session.commits)} steps"
     mine = curve_of(report).by_slot.get(session.slot, [])
     shown = next((f"{value:.3f}" for value in reversed(mine) if value is not None), "")
-    phase = "silent" if now - beat.at > silent_s(report.url) and beat.phase != "left" else beat.phase
-    inner = f"{beat.inner}/{_inner_steps_per_round(report)}" if phase == "train" else ""
+    phase = phase_of(beat, report.url, now)
+    inner = f"{beat.inner}/{inner_steps_per_round(report)}" if phase == "train" else ""
     age = f"{max(0.0, now - beat.at):.1f} s"
     return f"  {session.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(session.commits):8d}  {age}"
-
-
-def silent_s(url: str) -> float:
-    """How old the beat of somebody who lives may be."""
-    return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
-
-
-def _inner_steps_per_round(report: Report) -> int:
-    """Inner steps between two meetings."""
-    return report.setting("outer", "sync_every", 1) // report.setting("outer", "fragments", 1)
 
 
 def remark_lines(report: Report, now: float) -> list[str]:
