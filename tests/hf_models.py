@@ -74,7 +74,10 @@ class HubModels:
         if self.down:
             return self.down, {}, b"down"
         if parts[:2] == ["api", "models"]:
-            return self._info("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
+            name = "/".join(parts[2:4])
+            if parts[4:5] == ["tree"]:
+                return self._refused(name, parts[5]) or self._folder(name, "/".join(parts[6:]))
+            return self._info(name, parts[5] if len(parts) > 5 else "main")
         if parts[2:3] != ["resolve"]:
             return 404, {}, b"no such endpoint"
         return self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
@@ -104,6 +107,18 @@ class HubModels:
         body = self.swapped.get(file, path.read_bytes())
         return 200, {"ETag": f'"{hash_of(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, body
 
+    def _folder(self, name: str, below: str) -> tuple[int, dict[str, str], bytes]:
+        folder = self.models[name] / below
+        if not folder.is_dir():
+            return 404, {"X-Error-Code": "EntryNotFound"}, b"Entry not found"
+        entries = [self._entry(name, path) for path in sorted(folder.iterdir())]
+        return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()
+
+    def _entry(self, name: str, path: Path) -> dict[str, Any]:
+        kind, oid = ("directory", "0" * 40) if path.is_dir() else ("file", hash_of(path)[:40])
+        relative = path.relative_to(self.models[name]).as_posix()
+        return {"type": kind, "oid": oid, "size": path.stat().st_size, "path": relative}
+
 
 class HubDatasets(HubModels):
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
@@ -118,18 +133,6 @@ class HubDatasets(HubModels):
         if parts[4:5] == ["tree"]:
             return self._refused(name, parts[5]) or self._folder(name, "/".join(parts[6:]))
         return self._info(name, parts[5] if len(parts) > 5 else "main")
-
-    def _folder(self, name: str, below: str) -> tuple[int, dict[str, str], bytes]:
-        folder = self.models[name] / below
-        if not folder.is_dir():
-            return 404, {"X-Error-Code": "EntryNotFound"}, b"Entry not found"
-        entries = [self._entry(name, path) for path in sorted(folder.iterdir())]
-        return 200, {"Content-Type": "application/json"}, json.dumps(entries).encode()
-
-    def _entry(self, name: str, path: Path) -> dict[str, Any]:
-        kind, oid = ("directory", "0" * 40) if path.is_dir() else ("file", hash_of(path)[:40])
-        relative = path.relative_to(self.models[name]).as_posix()
-        return {"type": kind, "oid": oid, "size": path.stat().st_size, "path": relative}
 
 
 def hash_of(path: Path) -> str:

@@ -128,11 +128,20 @@ def reward_file(folder: Path, body: str) -> dict[str, Path]:
         ("def f(completions, **c):\n    return 1.0\n", "returned a float"),
         ("async def f(completions, **c):\n    return [1.0]\n", r"r\.py:f returned 1 values for 2"),
         ("def f(completions, **c):\n    return [c['truth'] for _ in completions]\n", r"line 2: return.*\n.*KeyError"),
+        ("def f(completions, **c):\n    return [len(x[-1]['content']) for x in completions]\n", "are texts here"),
     ],
 )
 def test_check_shows_what_is_wrong_with_a_reward(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(InnerError, match=words):
         check_inner(InnerConfig(**OWN), reward_file(tmp_path, body))
+
+
+def test_a_reward_for_texts_that_is_asked_about_chats_is_told_where_the_text_is(tmp_path: Path) -> None:
+    files = reward_file(tmp_path, "def f(completions, **c):\n    return [len(x.strip()) for x in completions]\n")
+    chat = '{"prompt": [{"role": "user", "content": "a"}]}\n'
+    files["prompts"].write_text(chat * 2)
+    with pytest.raises(InnerError, match=r'the text is completion\[-1\]\["content"\]'):
+        check_inner(InnerConfig(**OWN), files)
 
 
 def test_check_accepts_a_good_reward(tmp_path: Path) -> None:

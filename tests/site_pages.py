@@ -1,0 +1,87 @@
+"""The documentation as a reader of files sees it: pages, links, anchors, marked commands.   No builder of sites here.
+
+    mkdocs.yml nav ──▶ pages      docs/*.md ──▶ links (target, anchor), headings ──▶ anchors as the builder spells them
+    <!-- runnable -->  in front of a fence: its commands run in the tests, page by page, in one new folder
+    <!-- runnable slow -->  the same, with the slow tests
+
+Not promised: anchors that a generated page (source/…) has.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+_FENCE = re.compile(r"^(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<!\!)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+_IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+_RUNNABLE = re.compile(r"<!-- runnable( slow)? -->\s*\n```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Commands:
+    """One marked fence.   slow: too long for the fast tests."""
+
+    page: Path
+    text: str
+    slow: bool
+
+
+def all_pages() -> list[Path]:
+    return [*sorted(p for p in DOCS.rglob("*.md") if "_site" not in p.parts), *(ROOT / name for name in OUTSIDE)]
+
+
+def site_config() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def nav_pages(entry: Any) -> Iterator[str]:
+    """The pages of the nav, in its order."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for below in entry.values():
+            yield from nav_pages(below)
+    else:
+        for below in entry:
+            yield from nav_pages(below)
+
+
+def prose(text: str) -> str:
+    """A page without its fences and code spans, in which nothing is a link."""
+    return re.sub(r"(`+)[^`].*?\1", "", _FENCE.sub("", text))
+
+
+def links_of(page: Path) -> list[str]:
+    text = prose(page.read_text(encoding="utf-8"))
+    return [*_LINK.findall(text), *_IMAGE.findall(text)]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of its headings, as Python-Markdown spells them (and GitHub, where there are no two of one name)."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = set[str]()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE):
+        name = slug(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
+        while name in found:
+            stem, _, number = name.rpartition("_")
+            name = f"{stem}_{int(number) + 1}" if number.isdigit() and stem else f"{name}_1"
+        found.add(name)
+    return found
+
+
+def slug(heading: str) -> str:
+    plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def runnable(page: Path) -> list[Commands]:
+    text = page.read_text(encoding="utf-8")
+    return [Commands(page, block, bool(slow)) for slow, block in _RUNNABLE.findall(text)]

@@ -1,0 +1,68 @@
+"""The documentation holds together: what can be checked without the builder of the site (`make docs`, strict too)."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.site_pages import DOCS, ROOT, all_pages, anchors_of, links_of, nav_pages, site_config
+
+NOT_IN_NAV = "internals/decisions/0"
+
+
+def test_every_page_has_its_place_in_the_nav() -> None:
+    listed = list(nav_pages(site_config()["nav"]))
+    there = [str(p.relative_to(DOCS)) for p in all_pages() if DOCS in p.parents]
+    missing = [p for p in there if p not in listed and not p.startswith(NOT_IN_NAV)]
+    assert not missing, f"add a line to `nav` in mkdocs.yml for each of {missing}"
+    assert not [p for p in listed if p not in there], "mkdocs.yml names a page that is not there"
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_anchors_resolve(page: Path) -> None:
+    broken = [link for link in links_of(page) if not link.startswith(("http:", "https:")) and not _leads(page, link)]
+    assert not broken
+
+
+def _leads(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if ROOT not in target.parents or not target.exists():
+        return False
+    return not anchor or (target.suffix == ".md" and anchor in anchors_of(target))
+
+
+def test_every_decision_is_in_their_list() -> None:
+    folder = DOCS / "internals" / "decisions"
+    listed = (folder / "README.md").read_text(encoding="utf-8")
+    assert not [p.name for p in folder.glob("0*.md") if f"({p.name})" not in listed]
+
+
+def test_no_page_fetches_from_outside_while_it_is_read() -> None:
+    config = site_config()
+    assert config["theme"]["font"] is False and config["strict"] is True
+    own = [*config["extra"]["polyfills"], *config.get("extra_css", []), *config.get("extra_javascript", [])]
+    assert not [url for url in own if "//" in url]
+    for page in all_pages():
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"!\[[^\]]*\]\(https?:|<(script|img|iframe|link)\b[^>]*https?:|^```mermaid", text, re.M), (
+            page
+        )
+
+
+def test_the_builders_versions_are_pinned() -> None:
+    lines = (DOCS / "_site" / "requirements.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert {"mkdocs-material", "mkdocs", "mkdocstrings"} <= {pin.partition("==")[0] for pin in pins}
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    listed = re.findall(r"^::: (\w+)\.(\S+)\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
+    rooms = ("diloco", "executors", "inner", "rendezvous")
+    names = [(room, name) for room in rooms for name in importlib.import_module(room).__all__]
+    assert sorted((room, name) for room, _, name in listed) == sorted(names)
+    for room, module, name in listed:
+        assert hasattr(importlib.import_module(f"{room}.{module}"), name)
