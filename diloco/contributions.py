@@ -9,6 +9,7 @@ Not promised: x before its codec; what that kept back was sent later, if at all.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,18 @@ from rendezvous.body_checks import is_valid_body
 from rendezvous.codecs import get_codec
 from rendezvous.records import Commit, Listed
 from rendezvous.reduce import Reducer, refuse_misweighed
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a listed offer gave.   vector: None where there is none, for the reason that `flaw` has.
+
+    counts: does it count for the mean?  False for a body that the rules leave out."""
+
+    listed: Listed
+    vector: np.ndarray | None
+    flaw: str = ""
+    counts: bool = True
 
 
 def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
@@ -31,22 +44,20 @@ def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
     return "deltas"
 
 
-def read_contributions(reducer: Reducer, commit: Commit, elements: int) -> Iterator[tuple[Listed, np.ndarray | str]]:
-    """Each listed offer with its pseudogradient as it counted, or with words about why there is none.
-
-    A vector is good until the next is asked for.
-    """
+def read_contributions(reducer: Reducer, commit: Commit, elements: int) -> Iterator[Contribution]:
+    """Each listed offer with its pseudogradient as it counted.   A vector is good until the next is asked for."""
     bodies = reducer.bodies
     vector = np.empty(elements, np.float32)
     for listed in commit.offers:
         if flaw := bodies.record_flaw(listed, elements):
-            yield listed, f"counts for nothing: {flaw}"
+            yield Contribution(listed, None, f"counts for nothing: {flaw}", counts=False)
             continue
         body = bodies.read_body(listed, bodies.grid(elements), None)
         if isinstance(body, str):
-            yield listed, body
+            yield Contribution(listed, None, body)
         elif not is_valid_body(reducer.rules.codec, body, elements):
-            yield listed, "counts for nothing: its values are not finite, or no encoder writes such bytes"
+            flaw = "counts for nothing: its values are not finite, or no encoder writes such bytes"
+            yield Contribution(listed, None, flaw, counts=False)
         else:
             get_codec(reducer.rules.codec).decode(body, vector)
-            yield listed, vector
+            yield Contribution(listed, vector)

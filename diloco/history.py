@@ -48,10 +48,21 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
     """
     run = read_run(url)
     record = model_record(run)
-    inner = run.config.inner
-    if merge and inner.lora is None:
-        raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
+    refuse_merge(run, merge)
     at, state = state_at(run, record, step)
+    write_model(run, record, state, at=at, to=to, merge=merge)
+    return at
+
+
+def refuse_merge(run: Run, merge: bool) -> None:
+    """ConfigError if there is no adapter to be merged."""
+    if merge and run.config.inner.lora is None:
+        raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
+
+
+def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to: Path, merge: bool = False) -> None:
+    """Write θ as `export` does.   at: its outer step."""
+    inner = run.config.inner
     with tempfile.TemporaryDirectory() as scratch:
         start = start_folder(run, record, Path(scratch) / "model")
         model, _ = load_start(start, inner.dtype, inner.lora)
@@ -64,7 +75,6 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
         else:
             _copy_others(start, to)
             (model.merge_and_unload() if merge else model).save_pretrained(to)
-    return at
 
 
 def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:

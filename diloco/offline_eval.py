@@ -8,7 +8,7 @@ where the arithmetic is.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -16,14 +16,15 @@ from diloco.config import ConfigError
 from diloco.eval_config import EvalConfig, EvalError
 from diloco.evaluator import Scorer, score_prompts
 from diloco.history import model_record, put_into, start_folder, state_at
-from diloco.launch import Run, fetch_files
+from diloco.launch import ModelRecord, Run, fetch_files
+from diloco.optimizer import OuterState
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from diloco.seeds import derive_seed
 from diloco.start_model import refuse_other_base
-from inner import Seeds, build_inner
+from inner import InnerLoop, Seeds, build_inner
 from inner.errors import RewardFailed
 from inner.flat_names import EVAL
-from inner.prompts import load_prompts
+from inner.prompts import Row, load_prompts
 
 
 def evaluate_step(
@@ -35,23 +36,47 @@ def evaluate_step(
     report_progress: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """Score θ_step (default: the newest) on `prompts` (default: those of the run's [eval]).   Raises ConfigError."""
-    config = _settings(run, prompts, samples)
-    inner = run.config.inner
+    record = model_record(run)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        scorer = OfflineScorer.open(run, record, Path(scratch), prompts=prompts, samples=samples)
+        at, state = state_at(run, record, step)
+        return scorer.score(at, state, report_progress)
+
+
+@dataclass(frozen=True)
+class OfflineScorer:
+    """The run's inner loop on this machine, and held-out prompts: any θ of the run can be put into it."""
+
+    run: Run
+    config: EvalConfig
+    rows: list[Row]
+    loop: InnerLoop
+
+    @classmethod
+    def open(
+        cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
+    ) -> "OfflineScorer":
+        """folder: an empty one, for the run's code and its start model, until nobody scores any more."""
+        config = _settings(run, prompts, samples)
+        inner = run.config.inner
         files = fetch_files(run, folder / "code")
         files |= {EVAL: prompts} if prompts is not None else {}
         rows = load_prompts(str(prompts or config.source), files, inner.data, kind=EVAL)
-        record = model_record(run)
-        at, state = state_at(run, record, step)
         start = start_folder(run, record, folder / "model")
         loop = build_inner(inner, start, files, Seeds(0, 0), scratch=_made(folder / "inner"))
         refuse_other_base(record.base, loop.model)
-        put_into(loop.model, state)
+        return cls(run, config, rows, loop)
+
+    def score(
+        self, at: int, state: OuterState, report_progress: Callable[[str], None] = lambda text: None
+    ) -> Evaluation:
+        """θ on all prompts.   at: its outer step.   Raises ConfigError."""
+        rows = self.rows
+        put_into(self.loop.model, state)
         try:
             scored, found = score_prompts(
-                cast(Scorer, loop), rows, config, batch=inner.generation_size,
-                seed=derive_seed(run.config.seed, "eval", at),
+                cast(Scorer, self.loop), rows, self.config, batch=self.run.config.inner.generation_size,
+                seed=derive_seed(self.run.config.seed, "eval", at),
                 may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
             )  # fmt: skip
         except RewardFailed as error:  # its own words are for a fleet, which starts the session again
@@ -60,8 +85,8 @@ def evaluate_step(
                 f"the reward gave no number for any of these prompts: {error.__cause__ or error}. They have columns "
                 f"{columns}; give them those that the reward asks for, or wait until it answers"
             ) from error
-    event = {"event": "evaluated", "step": at, "share": 0, "shares": 1, "prompts": scored, "total": len(rows), **found}
-    return _only(read_evaluations([event]))
+        shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
+        return _only(read_evaluations([{"event": "evaluated", "step": at, **shares, **found}]))
 
 
 def _settings(run: Run, prompts: Path | None, samples: int | None) -> EvalConfig:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from diloco import config
-from diloco.explain import explain
+from diloco.audit.explain import explain
+from diloco.audit.step_facts import read_step
+from diloco.audit.verify import verify
 from diloco.launch import read_run
-from diloco.step_facts import read_step
-from diloco.verify import verify
 from executors.cli.main import main
 from rendezvous.rules import Rules
 from tests.puppets import PuppetRun

@@ -54,6 +54,14 @@ def test_a_replica_evaluates_where_it_began_and_where_it_ended(
         (0, 16, ["greedy"]), (1, 16, ["greedy"]),
     ]  # fmt: skip
 
+    assert main(["blame", fleet.url, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["metric"] == "reward on the run's held-out prompts" and [one["name"] for one in told["without"]] == [
+        "r00"
+    ]
+    assert [told["at_from"], told["at_to"]] == [e.scores["greedy"]["reward"].mean for e in found]
+    assert told["without"][0]["value"] == told["at_from"]  # without its only replica the run stands where it began
+
     others = tmp_path / "others.jsonl"
     others.write_text(json.dumps({"prompt": [{"role": "user", "content": "op1 2 3"}], "kind": 1, "a": 2, "b": 3}))
     assert main(["eval", fleet.url, "--prompts", str(others)]) == 2

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.audit.verify import Verdict, verify
 from diloco.config import ConfigError
 from diloco.launch import read_run
-from diloco.verify import Verdict, verify
 from executors.cli import main as cli
 from rendezvous import layout
 from tests.audit import audit

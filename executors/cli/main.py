@@ -18,6 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from executors.cli.looking_back import split_command
 from executors.cli.parser import make_parser
 from executors.preflight import run_url
 
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    words, command = split_command(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(words)
+    args.judge = command
     try:
         _resolve_run(args)
         return VERBS[args.command](args)
@@ -422,7 +425,7 @@ def _verify(args: Namespace) -> int:
     from diloco.launch import read_run
 
     run = read_run(run_url.checked_url(args.run))
-    from diloco.verify import verify
+    from diloco.audit.verify import verify
 
     verdict = verify(run, args.step)
     _print_answer(args, {"run": run.url, **verdict.to_dict()}, *verdict.lines())
@@ -433,11 +436,29 @@ def _explain(args: Namespace) -> int:
     from diloco.launch import read_run
 
     run = read_run(run_url.checked_url(args.run))
-    from diloco.explain import explain, explain_dict
-    from diloco.step_facts import read_step
+    from diloco.audit.explain import explain, explain_dict
+    from diloco.audit.step_facts import read_step
 
     facts = read_step(run, args.step)
     _print_answer(args, {"run": run.url, **explain_dict(facts)}, *explain(facts))
+    return 0
+
+
+def _bisect(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.cli.looking_back import bisect_answer
+
+    data, lines = bisect_answer(read_run(run_url.checked_url(args.run)), args, _say)
+    _print_answer(args, data, *lines)
+    return 0
+
+
+def _blame(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.cli.looking_back import blame_answer
+
+    data, lines = blame_answer(read_run(run_url.checked_url(args.run)), args)
+    _print_answer(args, data, *lines)
     return 0
 
 
@@ -660,7 +681,7 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "explain": _explain,
-    "diff": _diff, "eval": _eval,
+    "blame": _blame, "bisect": _bisect, "diff": _diff, "eval": _eval,
     "report": _report, "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor,
     "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip

@@ -3,7 +3,7 @@
     train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
     status logs costs      look                                          how much: --max-usd --max-hours
     scale drain stop       change                                        --json: for programs, everywhere
-    export verify explain diff eval report traces track init check setup doctor objectives demo completion
+    export verify explain blame bisect diff eval report traces track init check setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -168,6 +168,7 @@ def _add_writing_verbs(verbs: Any) -> None:
     _add_verb(verbs, "diff", "say which settings differ between two runs; their curves side by side", *both)
     explain = _add_verb(verbs, "explain", "one outer step in words: who offered what, why it closed, what it did", run)
     explain.add_argument("--step", type=natural, required=True, metavar="T", help="the outer step after θ_T")
+    _add_blame_verbs(verbs)
     evaluate = _add_verb(verbs, "eval", "the reward of a step's model on held-out prompts, on this machine", run)
     evaluate.add_argument("--step", type=int, metavar="T", help="after T outer steps (default: the newest)")
     evaluate.add_argument("--prompts", metavar="FILE", help="a file of prompts (default: that of the run's [eval])")
@@ -232,6 +233,27 @@ def _add_checking_verbs(verbs: Any) -> None:
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     shell.add_argument("--verb", default="", help="for whose sake (`logs` knows sessions, such as r01-2, too)")
     shell.add_argument("--slots", metavar="RUN", help="only name the slots of a run, one a line (the scripts ask this)")
+
+
+def _add_blame_verbs(verbs: Any) -> None:
+    run = ("RUN", "")
+    blame = _add_verb(verbs, "blame", "whose pseudogradients moved a number most: θ again without each replica", run)
+    bisect = _add_verb(verbs, "bisect", "since which outer step: a binary search, with a command as the judge", run)
+    for parser in (blame, bisect):
+        parser.usage = f"diloco {parser.prog.split()[-1]} RUN [options] [-- COMMAND …]"
+        parser.add_argument("--from", dest="first", type=natural, metavar="A", help="from θ_A on (default: the oldest)")
+        parser.add_argument("--to", dest="last", type=natural, metavar="B", help="up to θ_B (default: the newest)")
+        parser.add_argument(
+            "--merge", action="store_true", help="COMMAND gets whole models of a LoRA run, not adapters"
+        )
+    blame.add_argument(
+        "--by", choices=("replica", "step"), default="replica", help="what is left out (default: replica)"
+    )
+    blame.add_argument("--text", metavar="FILE", help="judge by the loss on this text")
+    blame.add_argument(
+        "--prompts", metavar="FILE", help="judge by the reward on these prompts (default: the run's [eval])"
+    )
+    blame.add_argument("--no-metric", action="store_true", help="only lengths and cosines; nothing is loaded")
 
 
 class Version(argparse.Action):

@@ -1,4 +1,4 @@
-"""One outer step in plain words: a pure function from what the bucket says (diloco/step_facts.py) to lines.
+"""One outer step in plain words: a pure function from what the bucket says (diloco/audit/step_facts.py) to lines.
 
     offers    r02-1 at 10:24:41.047: 4 inner steps, 16 samples, 0.26 s after its last outer step; counted, weight 1
     closing   … 0.9 s after the last offer that counts; of 3 replicas that were expected r01 was missing: …
@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
+from diloco.audit.step_facts import COUNTED, FENCED, FOREIGN, LATE, LOST, NONE, OPEN, SPARE, OfferFacts, StepFacts
 from diloco.runlog.ends import observed_words, own_words
-from diloco.step_facts import COUNTED, FENCED, FOREIGN, LATE, LOST, NONE, OPEN, SPARE, OfferFacts, StepFacts
 from rendezvous.records import Claim, Commit, Listed
 from rendezvous.rules import patience_s
 

@@ -1,7 +1,7 @@
 """Everything that the bucket says about one outer step, read by who may only read.
 
     commits t−2 … t, and those after t that may list its late work ─┐
-    offers for step t, claims, goodbyes, the operator's wishes      ├─▶ StepFacts ──▶ diloco/explain.py ──▶ words
+    offers for step t, claims, goodbyes, the operator's wishes      ├─▶ StepFacts ──▶ diloco/audit/explain.py ──▶ words
     what sessions and supervisor logged meanwhile                   │
     deltas, mean, θ_t and its momentum, as far as they are kept    ─┘
 
@@ -250,12 +250,12 @@ def _parts(
 ) -> dict[tuple[int, str], tuple[float, float | None]]:
     found: dict[tuple[int, str], tuple[float, float | None]] = {}
     mean_norm = norm(mean)
-    for listed, vector in read_contributions(reducer, commit, mean.size):
-        if isinstance(vector, str):
-            gone.append(f"{listed.slot}'s delta for step {listed.step}: {vector}")
+    for one in read_contributions(reducer, commit, mean.size):
+        if one.vector is None:
+            gone.append(f"{one.listed.slot}'s delta for step {one.listed.step}: {one.flaw}")
         else:
-            length = norm(vector)
-            found[listed.step, listed.slot] = length, cosine(dot(vector, mean), length, mean_norm)
+            length = norm(one.vector)
+            found[one.listed.step, one.listed.slot] = length, cosine(dot(one.vector, mean), length, mean_norm)
     return found
 
 

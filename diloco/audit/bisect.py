@@ -1,0 +1,112 @@
+"""Since which outer step?  A binary search over the θ of a run, with a user's command as the judge.
+
+    θ_a good ─────────── θ_m ? ─────────── θ_b bad         two judgements of the ends, then at most ⌈log₂(b − a)⌉
+                           └─ good: a = m     bad: b = m     cannot say: the nearest one that was not asked
+
+`bisect` is a pure search over any line of steps; `judge` is an argument.  The ends may be either way round: it finds
+where the judgement changes, so also the first step that is good.
+
+Not promised: the right step where the judgement changes more than once; as with git, some change is found.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, log2
+from typing import Any
+
+from diloco.config import ConfigError
+
+
+class Judgement(StrEnum):
+    GOOD = "good"
+    BAD = "bad"
+    UNCLEAR = "cannot say"
+
+
+@dataclass(frozen=True)
+class Change:
+    """θ of `before` is judged as the first end was, θ of `after` as the last.   judged: step -> judgement, as asked.
+
+    unclear: steps between the two that could not be judged.   gone: steps between that are not kept.
+    """
+
+    before: int
+    after: int
+    judged: dict[int, Judgement]
+    unclear: tuple[int, ...]
+    gone: tuple[int, ...]
+
+    @property
+    def steps(self) -> range:
+        """The outer steps that may have done it; step t makes θ_t+1 of θ_t."""
+        return range(self.before, self.after)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "before": self.before, "after": self.after, "steps": [*self.steps], "unclear": [*self.unclear],
+            "gone": [*self.gone], "judged": {str(t): str(j) for t, j in self.judged.items()},
+        }  # fmt: skip
+
+    def lines(self, url: str) -> list[str]:
+        was, now = self.judged[self.before], self.judged[self.after]
+        more = [
+            *([f"θ of {_listed(self.unclear)} could not be judged"] if self.unclear else []),
+            *([f"θ of {_listed(self.gone)} is not kept any more (fleet.keep)"] if self.gone else []),
+        ]
+        found = (
+            f"θ_{self.after} is the first that is {now}: outer step {self.before} made it of θ_{self.before}"
+            if len(self.steps) == 1
+            else f"θ_{self.before} is {was}, θ_{self.after} is {now}: the outer steps {self.before} to "
+            f"{self.after - 1} lie between, of which one did it"
+        )
+        return [
+            found,
+            *more,
+            "look at it:",
+            f"  diloco explain {url} --step {self.before}",
+            f"  diloco blame {url} --from {self.before} --to {self.after}",
+        ]
+
+
+def most_judgements(steps: Sequence[int]) -> int:
+    """How many judgements the search takes at most after those of the two ends, if each is clear."""
+    return ceil(log2(max(1, len(steps) - 1)))
+
+
+def bisect(steps: Sequence[int], judge: Callable[[int], Judgement]) -> Change:
+    """Find where the judgement changes.   steps: at least two, ascending.   Raises ConfigError if it does not."""
+    judged = {t: judge(t) for t in (steps[0], steps[-1])}
+    _refuse_ends(judged)
+    low, high = 0, len(steps) - 1
+    while (middle := _middle(steps, judged, low, high)) is not None:
+        found = judged[steps[middle]] = judge(steps[middle])
+        if found is judged[steps[low]]:
+            low = middle
+        elif found is judged[steps[high]]:
+            high = middle
+    unclear = tuple(steps[low + 1 : high])
+    gone = tuple(t for t in range(steps[low] + 1, steps[high]) if t not in steps)
+    return Change(steps[low], steps[high], judged, unclear, gone)
+
+
+def _middle(steps: Sequence[int], judged: dict[int, Judgement], low: int, high: int) -> int | None:
+    """The place nearest to the middle that was not asked; None: nothing is left to ask."""
+    left = [i for i in range(low + 1, high) if steps[i] not in judged]
+    return min(left, key=lambda i: abs(2 * i - low - high), default=None)
+
+
+def _refuse_ends(judged: dict[int, Judgement]) -> None:
+    (first, of_first), (last, of_last) = judged.items()
+    for t, found in judged.items():
+        if found is Judgement.UNCLEAR:
+            raise ConfigError(f"the command cannot say whether θ_{t} is good (exit code 125). Choose another end")
+    if of_first is of_last:
+        raise ConfigError(
+            f"the command finds θ_{first} {of_first} and θ_{last} {of_last}, too: between them nothing changed that it "
+            "sees. Try the command by hand on both, or name other ends with --from and --to"
+        )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))

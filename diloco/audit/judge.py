@@ -1,0 +1,79 @@
+"""A user's command on θ_t, for `diloco bisect` (its exit code) and `diloco blame` (the number that it prints last).
+
+    θ_t ──▶ a folder as `diloco export` writes it ──▶ COMMAND, once for each θ
+                                                      {model}, {step} in its words, or
+                                                      DILOCO_MODEL, DILOCO_STEP, DILOCO_RUN
+
+    exit code   0 good      125 cannot say      1 … 124 bad      else it could not run, and the search ends    (as git)
+
+Not promised: a time limit.  Ctrl-C ends the command, and the search.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.audit.bisect import Judgement
+from diloco.config import ConfigError
+from diloco.history import state_at, write_model
+from diloco.launch import ModelRecord, Run
+from diloco.optimizer import OuterState
+
+UNCLEAR, COULD_NOT_RUN = 125, 126  # the latter and all above: no such command, a signal
+
+
+@dataclass(frozen=True)
+class Judge:
+    """words: the command.   merge: of a LoRA run, give it the whole model and not the adapter alone."""
+
+    run: Run
+    record: ModelRecord
+    words: Sequence[str]
+    merge: bool = False
+
+    def judge(self, step: int) -> Judgement:
+        """By the exit code, on θ_step.   What the command prints goes to this program's stderr."""
+        at, state = state_at(self.run, self.record, step)
+        code = self._call(at, state, stdout=sys.stderr.fileno()).returncode
+        if code >= COULD_NOT_RUN or code < 0:
+            raise ConfigError(
+                f"{self._name} ended with code {code} on θ_{step}; 0 says good, 125 cannot say, 1 to 124 bad"
+            )
+        return Judgement.GOOD if code == 0 else Judgement.UNCLEAR if code == UNCLEAR else Judgement.BAD
+
+    def measure(self, step: int, state: OuterState) -> float:
+        """The last word that the command prints, a number."""
+        done = self._call(step, state, stdout=subprocess.PIPE)
+        last = (done.stdout.split() or [""])[-1]
+        if done.returncode:
+            raise ConfigError(f"{self._name} ended with code {done.returncode} on θ_{step}; it has to print a number")
+        try:
+            return float(last)
+        except ValueError:
+            raise ConfigError(f"{self._name} printed {last!r} last on θ_{step}; it has to be a number") from None
+
+    @property
+    def _name(self) -> str:
+        return f"the command {' '.join(self.words)!r}"
+
+    def _call(self, step: int, state: OuterState, stdout: int) -> "subprocess.CompletedProcess[str]":
+        with tempfile.TemporaryDirectory(prefix="diloco-judge-") as scratch:
+            folder = Path(scratch) / f"step-{step}"
+            write_model(self.run, self.record, state, at=step, to=folder, merge=self.merge)
+            here = {"{model}": str(folder), "{step}": str(step)}
+            words = [_filled(word, here) for word in self.words]
+            told = {"DILOCO_MODEL": str(folder), "DILOCO_STEP": str(step), "DILOCO_RUN": self.run.url}
+            try:
+                return subprocess.run(words, stdout=stdout, env={**os.environ, **told}, text=True, check=False)
+            except OSError as error:
+                raise ConfigError(f"{self._name} cannot be run: {error.strerror}") from error
+
+
+def _filled(word: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
