@@ -29,7 +29,8 @@ NUMBERS = {  # of a GRPO replica's outer step, beside what Bucket.step_event say
 class LongRun(Bucket):
     """step_s apart; r01-1 dies in the middle of the run."""
 
-    def __init__(self, steps: int, replicas: int) -> None:
+    def __init__(self, steps: int, replicas: int, step_s: float = STEP_S) -> None:
+        self.step_s = step_s
         super().__init__(steps=steps + 1, replicas=replicas, store=MemoryStore())
         config = {"name": "long", "outer": {"sync_every": 6}, "inner": {"model": "Qwen/Qwen2.5-0.5B"}}
         self.store.put(layout.RUN, RunRecord(config, {"outer": {}}, {}, "a-run-of-its-own", T0).encode())
@@ -60,7 +61,7 @@ class LongRun(Bucket):
         self.launch(slot, generation + 1, at + 1)
 
     def step(self, t: int) -> None:
-        at = STEP_S * (t + 1)
+        at = self.step_s * (t + 1)
         offers = [self.offer(t, slot, self.generation[slot], 0.1 + 0.0008 * t) for slot in self.slots]
         self.commit(t, at, offers)
         self.store.put(layout.mean_key(t, 0), b"{}")
@@ -88,13 +89,13 @@ class LongRun(Bucket):
         self.store.put(layout.beat_key("supervisor"), Beat("supervisor", 1, 9, "watching", 0, 0, 0.0, now).encode())
 
 
-def long_run(steps: int = 1000, replicas: int = 4) -> LongRun:
-    run = LongRun(steps, replicas)
+def long_run(steps: int = 1000, replicas: int = 4, step_s: float = STEP_S) -> LongRun:
+    run = LongRun(steps, replicas, step_s)
     for t in range(steps):
         run.step(t)
         if t == steps // 2:
-            run.lose("r01", STEP_S * (t + 1) + 1)
-    run.beat(steps, T0 + STEP_S * steps + 2)
+            run.lose("r01", step_s * (t + 1) + 1)
+    run.beat(steps, T0 + step_s * steps + 2)
     return run
 
 

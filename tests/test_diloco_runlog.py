@@ -365,6 +365,22 @@ def test_a_store_that_does_not_answer_is_an_error_and_spoils_no_later_look(cache
     assert read_report(store, STATUS, cache()) == read_report(run.store, STATUS)
 
 
+@pytest.mark.parametrize("part", ["", "control", "steps/", "log/"])
+def test_a_store_that_refuses_every_request_is_an_error_and_not_an_endless_run(part) -> None:
+    """Before: a record that cannot be read counts as there, so a reader looked on for ever for the end of a series."""
+    run = long_run(30, 2)
+    store = FaultyStore(run.store)
+    reader = Reader(store, STATUS)
+    reader.refresh()
+    store.calls.clear()
+    store.faults.append(Fault("get", part, error=StoreUnclear("503 SlowDown"), times=5000))
+    with pytest.raises(StoreUnclear):
+        reader.refresh()
+    assert len(store.calls) < 100
+    store.faults.clear()
+    assert reader.refresh() == read_report(run.store, STATUS)
+
+
 def test_a_claim_that_is_gone_is_asked_for_once_per_look(long) -> None:
     """Before: a GET for each commit that lists this session."""
     run = long_run(60, 2)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from diloco.runlog.cache import Cache
+from rendezvous.errors import StoreError
 from rendezvous.store import Readable
 
 AT_ONCE = 96  # more hardly helps one client: at 50 ms each, these are 1,900 requests per second
@@ -59,6 +60,12 @@ class Ahead:
         """Is there an object?  Yes, if it cannot be read: its reader hears that.  Its answer stays to be given."""
         self.ask([key])
         return self.is_cached(key) or self._answers[key] is not None
+
+    def refuse_silence(self, keys: Iterable[str]) -> None:
+        """Raises the store's error if it has answered none of these: whoever looks for an end would look for ever."""
+        answers = [self._answers.get(key) for key in keys if not self.is_cached(key)]
+        if answers and isinstance(first := answers[0], StoreError) and all(isinstance(a, StoreError) for a in answers):
+            raise first
 
     def listed(self, prefix: str) -> list[str]:
         """The keys that a LIST has shown, if one was asked for.  Its answer stays to be given."""

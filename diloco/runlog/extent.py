@@ -47,6 +47,7 @@ class Series:
     def learn_from_probes(self, ahead: Ahead) -> None:
         """From the answers to the probes."""
         galloping = self.high is None
+        ahead.refuse_silence(self.key(n) for n in self.probes)
         for n in self.probes:
             if not ahead.is_there(self.key(n)):
                 self.high = n

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.cache import Cache
 from diloco.runlog.extent import Rounds
-from diloco.runlog.scope import GENERATIONS, Scope
+from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
 from rendezvous.membership import Wanted, read_control
 from rendezvous.salvage import read_standing_wishes
@@ -27,6 +27,7 @@ FIRST_SLOTS = 4  # whose claims and beats are asked for before it is known how m
 CONTROLS = 8  # asked for at once
 FAR, NEAR = 10, 3  # reach of the galloping where nothing is known, and where something is
 NEW_CLAIMS = 2  # the same for claims of a slot that has some: a slot is seldom taken twice between two looks
+GROWING = 2  # newest generations whose logs may still grow
 Owner = tuple[str, int]  # slot and generation
 
 
@@ -60,26 +61,32 @@ class Found:
     logs: dict[Owner, tuple[int, int]] = field(default_factory=dict[Owner, tuple[int, int]])
 
 
-def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar) -> Found:
-    """Ask for what `scope` needs beyond `known`.   Where control records were lost, those that stand are shown."""
-    return _Look(ahead, scope, known).run()
+def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar, focus: Focus = WHOLE) -> Found:
+    """Ask for what `scope` needs beyond `known`, as far as `focus` goes.
+
+    Where control records were lost, those that stand are shown.
+    """
+    return _Look(ahead, scope, known, focus).run()
 
 
 class _Look:
-    def __init__(self, ahead: Ahead, scope: Scope, known: ReadSoFar) -> None:
+    def __init__(self, ahead: Ahead, scope: Scope, known: ReadSoFar, focus: Focus = WHOLE) -> None:
         self._ahead = ahead
         self._scope = scope
         self._known = known
+        self._focus = focus
         self._rounds = Rounds(ahead)
         self.found = Found(known.wanted)
         self._slots: set[str] = set()
         self._logs: set[Owner] = set()  # that are followed by now
-        self._ask_control(CONTROLS if known.first else 1)
+        if known.first or focus.control:
+            self._ask_control(CONTROLS if known.first else 1)
         if known.first:
             self._rounds.want([layout.RUN, layout.beat_key(SUPERVISOR), layout.CONTROLS])
             self._rounds.want([] if scope.newest is not None else [layout.LOGS])
         self._rounds.count(layout.commit_key, known.commits, self._gallop_reach(known.commits), self._hear_commits)
-        self._claims_of(SUPERVISOR)
+        if focus.supervisor:
+            self._claims_of(SUPERVISOR)
         self._ask_slots(known.wanted.slot_names or self._likely_slots())
 
     @property
@@ -106,6 +113,7 @@ class _Look:
 
     def _hear_control(self, count: int) -> None:
         start = self.found.wanted.records
+        self._ahead.refuse_silence(layout.control_key(n) for n in range(start, start + count))
         all_there = all(self._ahead.is_there(layout.control_key(n)) for n in range(start, start + count))
         if all_there:  # there may be more: read on when those have been asked for, too
             more = max(2 * count, self._controls_listed() - start + 1)
@@ -130,8 +138,11 @@ class _Look:
         for slot in slots:
             if slot not in self._slots:
                 self._slots.add(slot)
-                self._rounds.want([layout.beat_key(slot)])
-                self._claims_of(slot)
+                self._rounds.want([layout.beat_key(slot)] if self._focus.reads_beat(slot) else [])
+                if self._focus.reads_sessions(slot):
+                    self._claims_of(slot)
+                elif slot in self._focus.logs:
+                    self._follow_logs(self._sessions_of(slot, self._known.claims.get(slot, 0)))
 
     def _claims_of(self, slot: str) -> None:
         key = lambda n: layout.claim_key(slot, n + 1)  # noqa: E731
@@ -146,10 +157,16 @@ class _Look:
 
     def _follow_slot(self, slot: str, generations: int) -> None:
         """Ask for the logs and goodbyes of each session of a slot."""
-        sessions = [(slot, g) for g in range(1, generations + 1)]
+        sessions = self._sessions_of(slot, generations)
         self._rounds.want([layout.claim_key(s, g) for s, g in sessions if g > self._read_claims(s)])
         if slot != SUPERVISOR:
             self._rounds.want([layout.leave_key(s, g) for s, g in sessions if (s, g) not in self._known.ended])
+        self._follow_logs(sessions)
+
+    def _sessions_of(self, slot: str, generations: int) -> list[Owner]:
+        return [(slot, g) for g in range(1, generations + 1)]
+
+    def _follow_logs(self, sessions: list[Owner]) -> None:
         for owner in self._with_logs(sessions):
             if owner not in self._logs:
                 self._logs.add(owner)
@@ -164,8 +181,10 @@ class _Look:
         if self._scope.newest is None:
             return []
         if sessions and sessions[0][0] == SUPERVISOR:
-            return sessions if self._known.first else sessions[-GENERATIONS:]
-        return sessions[-GENERATIONS:] if self._scope.newest else []
+            return sessions if self._known.first else sessions[-GROWING:]
+        if not self._scope.newest:
+            return []
+        return sessions[-(self._scope.generations if self._known.first else GROWING) :]
 
     def _logs_of(self, owner: Owner) -> None:
         key = lambda n: layout.log_key(*owner, n)  # noqa: E731
@@ -174,8 +193,9 @@ class _Look:
 
     def _hear_logs(self, owner: Owner, count: int) -> None:
         start = 0 if self._known.first else self._known.logs.get(owner, 0)
-        if owner[0] != SUPERVISOR and self._known.first:
-            start = max(0, count - (self._scope.newest or 0))
+        most = (self._scope.newest or 0) if self._known.first else self._focus.most
+        if owner[0] != SUPERVISOR and most is not None:
+            start = max(start, count - most)
         self.found.logs[owner] = (start, count)
         self._rounds.want([layout.log_key(*owner, n) for n in range(start, count)])
 

@@ -12,7 +12,7 @@ Not promised: an ETA of a fleet that changes; it counts with the seconds per ste
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -121,9 +121,30 @@ def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None 
         step_s=step_s,
         eta_s=_eta_s(report, state, step_s, open_s),
         snapshot=snapshot,
-        snapshot_age_s=None if snapshot is None else max(0.0, now - _made_at(report, snapshot)),
+        snapshot_age_s=None if snapshot is None else _snapshot_age_s(report, snapshot, now),
         rows=session_rows(report, now, read_at or {}),
         series=series_of(report),
+    )
+
+
+def aged(seen: Overview, by_s: float) -> Overview:
+    """The same some seconds later, when nothing new has been read."""
+    rows = tuple(
+        row
+        if row.beat_age_s is None
+        else replace(row, beat_age_s=row.beat_age_s + by_s, beat_unread_s=row.beat_unread_s + by_s)
+        for row in seen.rows
+    )
+    later = lambda age: None if age is None else age + by_s  # noqa: E731
+    eta_s = None if seen.eta_s is None else max(0.0, seen.eta_s - by_s)
+    running_s = by_s if seen.state == "running" else 0.0
+    return replace(
+        seen,
+        elapsed_s=seen.elapsed_s + running_s,
+        open_s=later(seen.open_s),
+        eta_s=eta_s,
+        snapshot_age_s=later(seen.snapshot_age_s),
+        rows=rows,
     )
 
 
@@ -155,9 +176,10 @@ def _eta_s(report: Report, state: str, step_s: float | None, open_s: float | Non
     return max(0.0, (report.wanted.steps - report.head) * step_s - min(open_s or 0.0, step_s))
 
 
-def _made_at(report: Report, snapshot: int) -> float:
-    """When θ of this step came to be: by the commit before it."""
-    return report.steps[snapshot - 1].at if 0 < snapshot <= len(report.steps) else report.began
+def _snapshot_age_s(report: Report, snapshot: int, now: float) -> float | None:
+    """Since θ of this step came to be, by the commit before it; None where that was not read."""
+    made = report.began if snapshot == 0 else next((s.at for s in report.steps if s.t == snapshot - 1), None)
+    return None if made is None else max(0.0, now - made)
 
 
 # -------------------------------------------------------------------- rows

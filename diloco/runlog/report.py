@@ -19,13 +19,13 @@ from diloco.journal import Log, read_log
 from diloco.launch import RunRecord
 from diloco.runlog.ahead import Ahead, Answer
 from diloco.runlog.cache import Cache
-from diloco.runlog.commits import Decision, kept_commit, read_commit
+from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
 from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS, joined_words, observed_words, own_words, restarted_by
 from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers
 from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
-from diloco.runlog.scope import EVERYTHING, Scope
+from diloco.runlog.scope import EVERYTHING, SAMPLED, WHOLE, Focus, Scope
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.membership import Wanted, claims_above, decode_or_none, launch_of, read_beat, read_claim, read_leave
@@ -145,13 +145,13 @@ class Report:
     twice: int  # pseudogradients that were listed more than once
     passed_over: int = 0  # lines and objects under log/ that no replica of this run wrote
     damage: str = ""  # what cannot be read, though it must be
-    taken: int = 0  # commits that are there, where the scope does not read them
+    taken: int = 0  # commits that are there, where the scope does not read them all
     supervisor: Claim | None = None  # the newest that claimed the run, alive or not
 
     @property
     def head(self) -> int:
         logged = 1 + max((e["step"] for e in self.of_kind("step")), default=-1)  # where there are no commits
-        return len(self.steps) or self.taken or logged
+        return max(len(self.steps), self.taken) or logged
 
     @property
     def done(self) -> bool:
@@ -206,6 +206,9 @@ def read_report(store: Readable, scope: Scope = EVERYTHING, cache: Cache | None 
     return Reader(store, scope, cache).refresh()
 
 
+SessionName = tuple[str, int]  # slot and generation
+
+
 class Reader:
     """Reads a bucket again and again; what is write-once is read once.
 
@@ -238,15 +241,21 @@ class Reader:
         self._extent = ReadSoFar()
         self._passed_over = 0
         self._damage = ""
+        self._focus = WHOLE
+        self._beats: dict[str, Beat] = {}
+        self._uncredited: list[Decision] = []  # commits whose sessions are not known yet, and
+        self._unread: list[Counted] = []  # offers that are still to be read: a look may have ended in an error
 
     @property
     def ahead(self) -> Ahead:
         """The store with the answers of the last look that nobody has read yet: the supervisor's beat, say."""
         return self._store
 
-    def refresh(self) -> Report:
+    def refresh(self, focus: Focus = WHOLE) -> Report:
+        """focus: what this look is about, if it is not the first.   An error leaves the rest to the next look."""
         if not self._first:
             self._store.forget()
+        self._focus = WHOLE if self._first else focus
         found = self._take_look()
         if not self._run:
             self._run = self._read_config()
@@ -257,10 +266,9 @@ class Reader:
         self._read_commits(found.commits)
         self._read_logs(found)
         events = sorted((e for lines in self._logs.values() for e in lines), key=lambda e: e["at"])
-        found_beats = {s: b for s in self._wanted.slot_names if (b := read_beat(self._store, s)) is not None}
-        beats = {slot: replace(beat, **shown(vars(beat))) for slot, beat in found_beats.items()}
-        self._apply_step_events(events)
-        self._apply_ends(events, beats)
+        self._read_beats()
+        _apply_step_events(self._steps, events)
+        self._apply_ends(events, self._beats)
         self._remember(found)
         sessions = [self._sessions[k] for k in sorted(self._sessions)]
         name = shown(self._run.get("name", "run"))
@@ -272,7 +280,7 @@ class Reader:
             steps=self._steps,
             sessions=sessions,
             events=events,
-            beats=beats,
+            beats={slot: beat for slot, beat in self._beats.items() if slot in self._wanted.slot_names},
             twice=self._twice,
             passed_over=self._passed_over,
             damage=self._damage,
@@ -284,7 +292,15 @@ class Reader:
         if self._first:
             return first_look(self._store, self._scope)
         ended = frozenset(name for name, session in self._sessions.items() if session.how != "running")
-        return take_look(self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended))
+        return take_look(
+            self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended), self._focus
+        )
+
+    def forget_events_before(self, t: int) -> None:
+        """The steps have the numbers of these events; a reader that goes on for days must not keep them."""
+        for key, events in self._logs.items():
+            if any(e["event"] == "step" and e.get("step", t) < t for e in events):
+                self._logs[key] = [e for e in events if e["event"] != "step" or e.get("step", t) >= t]
 
     def _remember(self, found: Found) -> None:
         """How far the run is known, for the next look; what the first one has read is kept on this machine."""
@@ -328,7 +344,6 @@ class Reader:
             self._keep_newest(count)
             return
         self._shown_from = count if self._first else self._shown_from
-        news: list[Decision] = []
         while (found := self._read_commit(len(self._steps))) is not None:
             c, body = found
             self._store.keep(layout.commit_key(c.t))
@@ -340,14 +355,33 @@ class Reader:
             step.samples = {o.slot: o.samples for o in c.offers if o.samples}
             self._steps.append(step)
             self._last = body
-            news.append(c)
-        self._ask_claims(news)
-        for c in news:
-            for o in c.offers:
-                self._twice += (o.step, o.slot) in self._listed
-                self._listed.add((o.step, o.slot))
-            self._credit_offers(c)
-        self._read_offers(news)
+            self._note_listed(c)
+        self._ask_claims(self._uncredited)
+        while self._uncredited:
+            self._credit_offers(self._uncredited[0])
+            del self._uncredited[0]
+        self._read_offers()
+
+    def _note_listed(self, commit: Decision) -> None:
+        for o in commit.offers:
+            self._twice += (o.step, o.slot) in self._listed
+            self._listed.add((o.step, o.slot))
+        self._uncredited.append(commit)
+        self._unread += self._offers_to_read(commit)
+
+    def _offers_to_read(self, commit: Decision) -> list[Counted]:
+        """All of them, or a few that take turns."""
+        if self._scope.reads_offers(commit.t, self._shown_from):
+            most = self._focus.most
+        elif self._scope.samples_offers(commit.t, self._shown_from):
+            most = SAMPLED
+        else:
+            return [o for o in commit.offers if self._scope.reads_offers(o.step, self._shown_from)]
+        fresh = list(commit.offers)
+        if most is None or len(fresh) <= most:
+            return fresh
+        turn = commit.t * most % len(fresh)
+        return (fresh[turn:] + fresh[:turn])[:most]
 
     def _keep_newest(self, count: int) -> None:
         """It proves what is kept of this run.
@@ -361,13 +395,13 @@ class Reader:
         sessions = {(o.slot, o.generation) for c in commits for o in c.offers}
         self._store.ask(layout.claim_key(*session) for session in sessions if session not in self._sessions)
 
-    def _read_offers(self, commits: Sequence[Decision]) -> None:
-        offers = [o for c in commits for o in c.offers if self._scope.reads_offers(o.step, self._shown_from)]
-        for i in range(0, len(offers), MANY):
-            some = offers[i : i + MANY]
+    def _read_offers(self) -> None:
+        while self._unread:
+            some = self._unread[:MANY]
             self._store.ask(layout.offer_key(o.step, o.slot, 0) for o in some)
             for o in some:
                 self._read_offer(o.step, o.slot, o.nonce)
+            del self._unread[:MANY]
 
     def _read_offer(self, t: int, slot: str, nonce: str) -> None:
         attempt = 0
@@ -386,7 +420,7 @@ class Reader:
         for name in sorted({(o.slot, o.generation) for o in commit.offers}):
             if name not in self._sessions and name not in self._unclaimed:
                 self._find_claim(*name)
-            if name in self._sessions:
+            if name in self._sessions and (commit.t, commit.at) not in self._sessions[name].commits[-1:]:
                 self._sessions[name].commits.append((commit.t, commit.at))
 
     def _find_claim(self, slot: str, generation: int) -> None:
@@ -395,12 +429,22 @@ class Reader:
         else:
             self._unclaimed.add((slot, generation))
 
+    def _read_beats(self) -> None:
+        for slot in filter(self._focus.reads_beat, self._wanted.slot_names):
+            beat = read_beat(self._store, slot)
+            if beat is not None:
+                self._beats[slot] = replace(beat, **shown(vars(beat)))
+            else:
+                self._beats.pop(slot, None)
+
     def _read_claims(self) -> None:
-        for slot in self._wanted.slot_names:
+        for slot in filter(self._focus.reads_sessions, self._wanted.slot_names):
             known = max((g for s, g in self._sessions if s == slot), default=0)
             for taken in claims_above(self._store, slot, known):
                 self._store.keep(layout.claim_key(slot, taken.generation))
                 self._begin_session(taken)
+        if not self._focus.supervisor:
+            return
         for taken in claims_above(self._store, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
             self._store.keep(layout.claim_key(SUPERVISOR, taken.generation))
             self._supervisor = taken
@@ -436,34 +480,18 @@ class Reader:
         self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
         self._passed_over += log.passed_over
 
-    def _apply_step_events(self, events: Iterable[dict[str, Any]]) -> None:
-        for e in events:
-            t = e.get("step", -1)
-            if e["event"] == "step" and 0 <= t < len(self._steps):
-                step = self._steps[t]
-                slot = e["slot"]
-                step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
-                step.empty = step.empty or e.get("empty") is True
-                step.up[slot] = e.get("bytes_up", 0)
-                step.down[slot] = e.get("bytes_down", 0)
-                step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
-                if "theta" in e:
-                    step.thetas[e["who"]] = e["theta"]
-                step.learned[slot] = {**step.learned.get(slot, {}), **learning_numbers(e)}
-                if e.get("reward") is not None:
-                    step.reward.setdefault(slot, e["reward"])
-
     def _apply_ends(self, events: Iterable[dict[str, Any]], beats: Mapping[str, Beat]) -> None:
         for session in self._sessions.values():
             self._end_by_records(session, beats.get(session.slot))
         for e in events:
-            self._apply_event(e)
+            _apply_event(self._sessions, e)
         for (slot, generation), session in self._sessions.items():
             if (successor := self._sessions.get((slot, generation + 1))) is not None and session.how != "running":
                 session.restarted_by = restarted_by(session.host, slot, successor.host)
 
     def _end_by_records(self, session: SessionSummary, beat: Beat | None) -> None:
-        leave = read_leave(self._store, session.slot, session.generation) if session.how == "running" else None
+        waits = session.how == "running" and self._focus.reads_sessions(session.slot)
+        leave = read_leave(self._store, session.slot, session.generation) if waits else None
         if leave is not None:
             self._store.keep(layout.leave_key(session.slot, session.generation))
             session.ended = leave.at
@@ -473,35 +501,55 @@ class Reader:
             session.ended = successor.claimed
             session.how = "replaced"
 
-    def _apply_event(self, e: dict[str, Any]) -> None:
-        if e["event"] in ENDS:
-            session = self._find_ended(e)
-            if session is not None and (e["event"] == "killed" or session.how == "running"):
-                session.ended = e["at"]
-                session.how = e["event"]
-            elif session is not None and e["event"] == "lost" and session.how == "replaced":
-                session.ended = e["at"]
-                session.how = "lost"
-            if session is not None:
-                session.seen = observed_words(e) or session.seen
-            return
-        session = self._sessions.get((e["slot"], e["generation"]))
-        if session is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
-            session.said = own_words(e)
-        if session is not None and e.get("device"):
-            session.device = str(e["device"])
-        if session is not None and e["event"] == "joined":
-            session.joined, session.joined_step = e["at"], e.get("step", 0)
-        if session is not None and e["event"] in LAST_WORDS and session.how in ("running", "replaced", "lost"):
-            session.ended, session.how = e["at"], e["event"].replace("_", " ")
 
-    def _find_ended(self, e: Mapping[str, Any]) -> SessionSummary | None:
-        """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
-        if e["generation"]:
-            return self._sessions.get((e["slot"], e["generation"]))
-        sessions = [x for x in self._sessions.values() if x.slot == e["slot"]]
-        launched = [x for x in sessions if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
-        return launched[-1] if launched else next((x for x in sessions if x.pid and x.pid == e.get("pid")), None)
+def _apply_step_events(steps: Sequence[Step], events: Iterable[dict[str, Any]]) -> None:
+    for e in events:
+        t = e.get("step", -1)
+        if e["event"] == "step" and 0 <= t < len(steps):
+            step = steps[t]
+            slot = e["slot"]
+            step.seconds[slot] = {p: e[p] for p in PARTS if p in e}
+            step.empty = step.empty or e.get("empty") is True
+            step.up[slot] = e.get("bytes_up", 0)
+            step.down[slot] = e.get("bytes_down", 0)
+            step.numbers |= {k: e[k] for k in (*NUMBERS, "outer_lr") if k in e and k not in step.numbers}
+            if "theta" in e:
+                step.thetas[e["who"]] = e["theta"]
+            step.learned[slot] = {**step.learned.get(slot, {}), **learning_numbers(e)}
+            if e.get("reward") is not None:
+                step.reward.setdefault(slot, e["reward"])
+
+
+def _apply_event(sessions: Mapping[SessionName, SessionSummary], e: dict[str, Any]) -> None:
+    if e["event"] in ENDS:
+        session = _find_ended(sessions, e)
+        if session is not None and (e["event"] == "killed" or session.how == "running"):
+            session.ended = e["at"]
+            session.how = e["event"]
+        elif session is not None and e["event"] == "lost" and session.how == "replaced":
+            session.ended = e["at"]
+            session.how = "lost"
+        if session is not None:
+            session.seen = observed_words(e) or session.seen
+        return
+    session = sessions.get((e["slot"], e["generation"]))
+    if session is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
+        session.said = own_words(e)
+    if session is not None and e.get("device"):
+        session.device = str(e["device"])
+    if session is not None and e["event"] == "joined":
+        session.joined, session.joined_step = e["at"], e.get("step", 0)
+    if session is not None and e["event"] in LAST_WORDS and session.how in ("running", "replaced", "lost"):
+        session.ended, session.how = e["at"], e["event"].replace("_", " ")
+
+
+def _find_ended(sessions: Mapping[SessionName, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:
+    """The session that an end is about: by generation, launch, or pid, which a rented machine may give to many."""
+    if e["generation"]:
+        return sessions.get((e["slot"], e["generation"]))
+    of_slot = [x for x in sessions.values() if x.slot == e["slot"]]
+    launched = [x for x in of_slot if (number := launch_of(x.host, x.slot)) and number == e.get("attempt")]
+    return launched[-1] if launched else next((x for x in of_slot if x.pid and x.pid == e.get("pid")), None)
 
 
 def _numbered_logs(logs: Mapping[tuple[str, int], tuple[int, int]]) -> list[str]:

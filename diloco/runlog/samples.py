@@ -63,15 +63,35 @@ class SampleReader:
     def _read(self, key: str, slot: str, first: int) -> bool:
         """Are the objects before this one wanted, too?"""
         lines = (self._store.get(key) or b"").decode(errors="replace").splitlines()
-        try:
-            row = int(json.loads(lines[0])["step"]) + 1
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        row = _row_of(lines[0]) if lines else None
+        if row is None:
             return True
         if row < first:
             return False
         found = [sample for line in lines[1 : self._most + 1] if (sample := _sample_of(line, row, slot)) is not None]
         self._samples[row].setdefault(slot, []).extend(found)
         return True
+
+
+def newest_samples(store: Readable, slot: str, generation: int, most: int) -> list[Sample]:
+    """The newest rollouts of one session, the newest outer step first."""
+    keys = [key for key in store.list(layout.logs_prefix(slot, generation)) if layout.is_rollouts(key)]
+    found = list[Sample]()
+    for key in sorted(keys, reverse=True):
+        if len(found) >= most:
+            break
+        head, *lines = (store.get(key) or b"").decode(errors="replace").splitlines() or [""]
+        if (row := _row_of(head)) is not None:
+            found += [sample for line in lines if (sample := _sample_of(line, row, slot)) is not None]
+    return found[:most]
+
+
+def _row_of(head: str) -> int | None:
+    """The row that an object's first line names; None if it names none."""
+    try:
+        return int(json.loads(head)["step"]) + 1
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _sample_of(line: str, row: int, slot: str) -> Sample | None:

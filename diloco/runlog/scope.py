@@ -5,8 +5,12 @@
     status    all       first 2, newest 24     newest 24 objects of the    all
                                                two newest generations
     costs     count     none                   none                        all
+    watch     all       as status, and 4 of    as status, until the         all
+                        each of 48 more steps  view goes on in turns
+    a small run's watch is as its report, without a LIST
 
-Bounds hold for what a reader finds at its first look; whatever is written afterwards it reads.
+Bounds hold for what a reader finds at its first look; whatever is written afterwards it reads, unless a Focus says
+which part of the run the next look is about (diloco/runlog/pace.py).
 
 Not promised: that two views count the same garbage in logs; each counts what it reads.
 """
@@ -17,14 +21,21 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Scope:
     """commits: read them, or only count them.   newest: outer steps whose offers, and objects of a replica's log, are
-    read; None for all."""
+    read; None for all.   spread: so many steps of the whole run, of each of which SAMPLED offers are read for a curve.
+    generations: of each slot, whose logs are read where not all are."""
 
     commits: bool = True
     newest: int | None = None
+    spread: int = 0
+    generations: int = 2
 
     def reads_offers(self, t: int, head: int) -> bool:
         """Does the view show what was offered for step t?   head: number of steps at the first look."""
         return self.newest is None or t < self.first or t >= head - self.newest
+
+    def samples_offers(self, t: int, head: int) -> bool:
+        """Are a few of step t's offers read for the curve of the whole run?"""
+        return self.spread > 0 and t % max(1, head // self.spread) == 0
 
     @property
     def first(self) -> int:
@@ -32,7 +43,40 @@ class Scope:
         return 2 if self.newest else 0
 
 
+@dataclass(frozen=True)
+class Focus:
+    """The part of a run that one look of a reader that goes on is about.   The newest commit always is.
+
+    control: the operator's wishes, and the supervisor's beat.   supervisor: its log.   beats: slots whose heartbeat is
+    read.   sessions: slots whose new claims, goodbyes and logs are looked for.   logs: slots whose logs alone are.
+    None for all slots.   most: offers of a new step, and new objects of one log, that are read; None for all.
+    """
+
+    control: bool = True
+    supervisor: bool = True
+    beats: frozenset[str] | None = None
+    sessions: frozenset[str] | None = None
+    logs: frozenset[str] = frozenset()
+    most: int | None = None
+
+    def reads_beat(self, slot: str) -> bool:
+        return self.beats is None or slot in self.beats
+
+    def reads_sessions(self, slot: str) -> bool:
+        """Are the slot's claims, goodbyes and logs looked for?"""
+        return self.sessions is None or slot in self.sessions
+
+
 EVERYTHING = Scope()
 STATUS = Scope(newest=24)
 COSTS = Scope(commits=False, newest=0)
-GENERATIONS = 2  # of each slot, whose logs are read where not all are
+WHOLE = Focus()
+SAMPLED = 4  # offers of a step that stand for all of them in a curve
+SMALL_RUN = 1500  # offers: a live view reads all of them, as a report does
+
+
+def watch_scope(head: int, replicas: int) -> Scope:
+    """head: outer steps that are committed."""
+    if head * max(1, replicas) <= SMALL_RUN:
+        return Scope(newest=SMALL_RUN, generations=SMALL_RUN)
+    return Scope(newest=24, spread=48)

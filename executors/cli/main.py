@@ -68,7 +68,7 @@ def _resolve_run(args: Namespace) -> None:
     """A run that was founded again goes by its first name; args.run becomes where it is now.
 
     Views find that out with their first requests (diloco/runlog/opening.py)."""
-    elsewhere = ("demo", "plan", "setup", "completion", "status", "costs", "report", "track")
+    elsewhere = ("demo", "plan", "setup", "completion", "status", "watch", "costs", "report", "track")
     if getattr(args, "run", None) is None or args.command in elsewhere:
         return
     from diloco.superseded import current_url
@@ -319,6 +319,13 @@ def _status(args: Namespace) -> int:
     data = {**status.status_dict(report, now), **status.cost_status(spent, report.wanted), **supervisor}
     _print_answer(args, data, *table, *money, f"  {last}")
     return 0
+
+
+def _watch(args: Namespace) -> int:
+    from executors.cli.watch import watch
+    from rendezvous.clock import SystemClock
+
+    return watch(run_url.checked_url(args.run), SystemClock(), as_json=args.json)
 
 
 def _logs(args: Namespace) -> int:
@@ -681,7 +688,7 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "explain": _explain,
-    "blame": _blame, "bisect": _bisect, "diff": _diff, "eval": _eval,
+    "blame": _blame, "bisect": _bisect, "diff": _diff, "eval": _eval, "watch": _watch,
     "report": _report, "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor,
     "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip

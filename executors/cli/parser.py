@@ -1,8 +1,8 @@
 """The grammar of `diloco`: its verbs and options, and the message for a wrong one.
 
-    train plan resume      start, or only say what starting would do     where: --executor --place --gpu …
-    status logs costs      look                                          how much: --max-usd --max-hours
-    scale drain stop       change                                        --json: for programs, everywhere
+    train plan resume        start, or only say what starting would do     where: --executor --place --gpu …
+    status watch logs costs  look                                          how much: --max-usd --max-hours
+    scale drain stop         change                                        --json: for programs, everywhere
     export verify explain blame bisect diff eval report traces track init check setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
@@ -128,6 +128,9 @@ def _add_budget_options(parser: argparse.ArgumentParser) -> None:
 def _add_looking_verbs(verbs: Any) -> None:
     run = ("RUN", "")
     _add_verb(verbs, "status", "what a run is doing", run)
+    _add_verb(
+        verbs, "watch", "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts", run
+    )
     which = ("SLOT", "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor")
     logs = _add_verb(verbs, "logs", "what a replica prints", run, which)
     _set_completion(logs._actions[2], SLOTS)

@@ -14,7 +14,7 @@ Not promised: that a line is the newest truth; the bucket is, and it is read a f
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TextIO
 
 from diloco.runlog.ends import never_began, observed_words
@@ -71,10 +71,11 @@ def view_for(out: TextIO) -> StatusView:
 
 
 class Lines:
-    """One line per committed step and per event, each once."""
+    """One line per committed step and per event, each once.   form: of the fields of a line."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, form: Callable[[dict[str, Any]], str] | None = None) -> None:
         self._out = out
+        self._form = form or key_values
         self._steps = 0
         self._events = set[tuple[Any, ...]]()
         self._said: list[str] = []
@@ -84,12 +85,15 @@ class Lines:
 
     def show(self, report: Report) -> None:
         while self._said:
-            print(key_values({"note": self._said.pop(0)}), file=self._out, flush=True)
-        news = [(s.at, step_line(s, report)) for s in report.steps[self._steps :]]
-        news += [(e["at"], event_line(e, report.began)) for e in report.of_kind(*EVENTS, *LOUD) if self._is_new(e)]
-        for _, line in sorted(news):
-            print(line, file=self._out, flush=True)
+            self._write({"note": self._said.pop(0)})
+        news = [(s.at, step_fields(s, report)) for s in report.steps[self._steps :]]
+        news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*EVENTS, *LOUD) if self._is_new(e)]
+        for _, fields in sorted(news, key=lambda one: (one[0], key_values(one[1]))):
+            self._write(fields)
         self._steps = report.head
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        print(self._form(fields), file=self._out, flush=True)
 
     def _is_new(self, event: dict[str, Any]) -> bool:
         mark = (event["who"], event["at"], event["event"], event["slot"])
@@ -98,7 +102,7 @@ class Lines:
         return not known
 
 
-def step_line(step: Step, report: Report) -> str:
+def step_fields(step: Step, report: Report) -> dict[str, Any]:
     mean = {} if step.mean_reward is None else {"mean_reward": round(step.mean_reward, 4)}
     late = {"late": ",".join(f"{s}@{t}" for s, t in step.carried)} if step.carried else {}
     rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
@@ -107,14 +111,18 @@ def step_line(step: Step, report: Report) -> str:
     numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items()}
     fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
     fields |= numbers
-    return key_values({**fields, "fresh": fresh, **late, **gated, "by": step.by})
+    return {**fields, "fresh": fresh, **late, **gated, "by": step.by}
 
 
 def event_line(event: dict[str, Any], began: float) -> str:
+    return key_values(event_fields(event, began))
+
+
+def event_fields(event: dict[str, Any], began: float) -> dict[str, Any]:
     about = {"slot": event["slot"]} if event["slot"] else {}
     rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
     generation = {"generation": event["generation"]} if event["generation"] else {}
-    return key_values({"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest})
+    return {"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest}
 
 
 def key_values(fields: dict[str, Any]) -> str:
@@ -334,12 +342,13 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
-    limit = "".join(f" of {text}" for text in [_limit_in_words(wanted)] if text)
+    limit = "".join(f" of {text}" for text in [cost_limits(wanted)] if text)
     unknown = f", {len(spent.unknown)} launches at a price that nobody knows" if spent.unknown else ""
     return f"${spent.usd:.2f}{limit} so far, ${spent.rate:.2f} per hour now{unknown}"
 
 
-def _limit_in_words(wanted: Wanted) -> str:
+def cost_limits(wanted: Wanted) -> str:
+    """ "$50.00 and 12 h", "" for no limit."""
     limits = [f"${wanted.max_usd:.2f}"] if wanted.max_usd else []
     return " and ".join([*limits, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
 

@@ -15,6 +15,7 @@ from diloco.runlog.report import SUPERVISOR, Report
 from executors.supervision import lease
 from rendezvous.clock import Clock
 from rendezvous.membership import read_beat
+from rendezvous.records import Beat
 from rendezvous.store import Readable
 
 UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run takes a while
@@ -22,7 +23,11 @@ UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run tak
 
 def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
     """-> (one line, for `--json`).   store: to read the supervisor's beat from; its claim is in the report."""
-    beat = read_beat(store, SUPERVISOR)
+    return describe_supervisor(read_beat(store, SUPERVISOR), clock, report)
+
+
+def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
+    """The same for a beat that was read."""
     holder = lease.still_holding(report.supervisor, beat)
     end = last_end(report)
     if holder is None:
