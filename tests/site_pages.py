@@ -8,6 +8,7 @@ Not promised: anchors that a generated page (source/…) has.
 """
 
 import re
+import textwrap
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,3 +86,48 @@ def slug(heading: str) -> str:
 def runnable(page: Path) -> list[Commands]:
     text = page.read_text(encoding="utf-8")
     return [Commands(page, block, bool(slow)) for slow, block in _RUNNABLE.findall(text)]
+
+
+# -------------------------------------------------------------------- the drawing of the bucket
+
+
+def drawn_keys(tree: str) -> set[str]:
+    """The keys of a drawing, each {field} as {}.   "mean/{a}.json, {b}.bin" is two; "again/" is a whole run."""
+    folders, found = list[str](), set[str]()
+    for line in textwrap.dedent(tree).splitlines():
+        match = re.match(r"((?:│   |    )*)[├└]── (.*)", line)
+        if match is None:
+            continue
+        depth, entry = len(match[1]) // 4, re.split(r"\s{2,}", match[2])[0].rstrip()
+        folders = folders[:depth]
+        if entry.endswith("/"):
+            folders.append(entry)
+            continue
+        head, slash, names = entry.rpartition("/")
+        found |= {f"{''.join(folders)}{head}{slash}{name}" for name in names.split(", ")}
+    return {re.sub(r"\{[^}]*\}", "{}", key) for key in found}
+
+
+def bucket_drawing() -> set[str]:
+    """The keys that the page for readers draws."""
+    return drawn_keys((DOCS / "concepts.md").read_text(encoding="utf-8").partition("RUN/\n")[2].partition("```")[0])
+
+
+def key_shapes(run: Path) -> set[str]:
+    """The keys of a run in a folder, without its report, what its processes print, and half-written files."""
+    not_keys = ("processes/", ".tmp/", "report.")
+    keys = [path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()]
+    return {_shape(key) for key in keys if not key.startswith(not_keys)}
+
+
+def _shape(key: str) -> str:
+    """r01-1-0123…ef.bin is {}-{}-{}.bin; names of the user's and the model's files are one {}."""
+    folder, _, rest = key.partition("/")
+    if folder in ("code", "model") and rest != "manifest.json":
+        return "code/{}/{}" if folder == "code" else "model/{}"
+    if folder == "model":
+        return "model/{}"
+    parts = re.sub(r"[0-9a-f]{16,}", "{}", key).split("/")
+    parts = [re.sub(r"\b(r\d{2,5}|supervisor)\b", "{}", part) for part in parts]
+    parts = [re.sub(r"\b\d+\b", "{}", part) for part in parts]
+    return "/".join(parts)

@@ -5,8 +5,23 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.site_pages import DOCS, ROOT, all_pages, anchors_of, links_of, nav_pages, site_config
+from diloco import StoreManager, make_diloco
+from rendezvous import layout
+from tests import choose_tables
+from tests.site_pages import (
+    DOCS,
+    ROOT,
+    all_pages,
+    anchors_of,
+    bucket_drawing,
+    drawn_keys,
+    key_shapes,
+    links_of,
+    nav_pages,
+    site_config,
+)
 
 NOT_IN_NAV = "internals/decisions/0"
 
@@ -66,3 +81,28 @@ def test_the_api_page_has_every_public_name_once() -> None:
     assert sorted((room, name) for room, _, name in listed) == sorted(names)
     for room, module, name in listed:
         assert hasattr(importlib.import_module(f"{room}.{module}"), name)
+
+
+def test_the_numbers_of_choose_are_what_the_estimators_say() -> None:
+    known = {"SmolLM2-135M": 134_515_008, "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-7B": 7_615_616_512}
+    assert {name: choose_tables.BY_NAME[name].parameters for name in known} == known, "as their files on the Hub say"
+    page = choose_tables.PAGE.read_text(encoding="utf-8")
+    assert page == choose_tables.page_with_numbers(page), "python -m tests.choose_tables writes them anew"
+
+
+def test_the_drawing_of_the_bucket_has_the_keys_of_the_layout() -> None:
+    assert bucket_drawing() == drawn_keys(str(layout.__doc__).partition("{run}/\n")[2].partition("\n\n")[0])
+
+
+def test_a_run_has_only_keys_of_the_drawing(tmp_path: Path) -> None:
+    """A loop of one's own; test_house_site_commands.py looks at a whole run with a reward (slow)."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = StoreManager(str(tmp_path / "run"), "r00", replicas=1, steps=2)
+    with make_diloco(model, optimizer, manager, sync_every=2):
+        while not manager.done:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    written = key_shapes(tmp_path / "run")
+    assert written <= bucket_drawing() and {"run.json", "steps/{}/commit.json", "snapshots/{}/manifest.json"} <= written

@@ -17,7 +17,7 @@ from executors.cli.init import MODEL
 from inner.base import InnerConfig
 from inner.build import publish_model
 from tests.hf_models import HubModels
-from tests.site_pages import DOCS, Commands, all_pages, runnable
+from tests.site_pages import DOCS, Commands, all_pages, bucket_drawing, key_shapes, runnable
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 MARKED = {page.relative_to(DOCS).as_posix(): runnable(page) for page in all_pages() if DOCS in page.parents}
@@ -66,5 +66,8 @@ def test_all_commands_of_a_page_run(page: str, tmp_path: Path, environment: dict
     run_blocks(MARKED[page], tmp_path, environment)
     if page == "start.md":
         assert (tmp_path / "mine/runs/first/report.html").stat().st_size > 10_000
+        written = key_shapes(tmp_path / "mine/runs/first")
+        assert written <= bucket_drawing()
+        assert bucket_drawing() - written <= {"seal.json", "residuals/{}-{}-{}.bin", "alive/{}.json"}
         assert (tmp_path / "mine/my-model/adapter_model.safetensors").is_file()
         assert (tmp_path / "own/runs/own/report.html").is_file()
