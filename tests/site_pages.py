@@ -7,11 +7,13 @@
 Not promised: anchors that a generated page (source/…) has.
 """
 
+import ast
 import re
 import textwrap
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")
 _FENCE = re.compile(r"^(`{3,}|~{3,})([^\n]*)\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!\!)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 _IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
@@ -131,3 +133,60 @@ def _shape(key: str) -> str:
     parts = [re.sub(r"\b(r\d{2,5}|supervisor)\b", "{}", part) for part in parts]
     parts = [re.sub(r"\b\d+\b", "{}", part) for part in parts]
     return "/".join(parts)
+
+
+# -------------------------------------------------------------------- names and texts of the source
+
+
+@cache
+def names_of(room: str, module: str) -> set[str]:
+    """What a module defines or imports, without importing it."""
+    found = set[str]()
+    path = ROOT / room / f"{module.replace('.', '/')}.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
+def quoted_errors(page: Path) -> list[str]:
+    """What stands in the page's ```error fences; … in it is what varies."""
+    return [" ".join(text.split()) for text in re.findall(r"^```error\n(.*?)^```", page.read_text(), re.M | re.DOTALL)]
+
+
+def is_within(quoted: str, text: str) -> bool:
+    """Do the quotation's pieces stand in the text, in their order?   At least one of them has 12 characters."""
+    pieces = [piece.strip() for piece in quoted.split("…") if piece.strip()]
+    if max(len(piece) for piece in pieces) < 12:
+        return False
+    place = 0
+    for piece in pieces:
+        if (place := text.find(piece, place)) < 0:
+            return False
+        place += len(piece)
+    return True
+
+
+@cache
+def source_texts() -> tuple[str, ...]:
+    """Every text of two words in the four rooms; of an f-string its constant parts, … between them."""
+    found = list[str]()
+    for room in ("diloco", "executors", "inner", "rendezvous"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                found.append(_text_of(node))
+    return tuple({" ".join(text.split()) for text in found if " " in text})
+
+
+def _text_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text_of(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text_of(node.left) + _text_of(node.right)
+    return ""

@@ -17,12 +17,17 @@ from tests.site_pages import (
     anchors_of,
     bucket_drawing,
     drawn_keys,
+    is_within,
     key_shapes,
     links_of,
+    names_of,
     nav_pages,
+    quoted_errors,
     site_config,
+    source_texts,
 )
 
+ROOMS = ("diloco", "executors", "inner", "rendezvous")
 NOT_IN_NAV = "internals/decisions/0"
 
 
@@ -76,11 +81,10 @@ def test_the_builders_versions_are_pinned() -> None:
 
 def test_the_api_page_has_every_public_name_once() -> None:
     listed = re.findall(r"^::: (\w+)\.(\S+)\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
-    rooms = ("diloco", "executors", "inner", "rendezvous")
-    names = [(room, name) for room in rooms for name in importlib.import_module(room).__all__]
+    names = [(room, name) for room in ROOMS for name in importlib.import_module(room).__all__]
     assert sorted((room, name) for room, _, name in listed) == sorted(names)
-    for room, module, name in listed:
-        assert hasattr(importlib.import_module(f"{room}.{module}"), name)
+    lost = [(module, name) for room, module, name in listed if name not in names_of(room, module)]
+    assert not lost, "the module does not define it any more, nor import it"
 
 
 def test_the_numbers_of_choose_are_what_the_estimators_say() -> None:
@@ -106,3 +110,29 @@ def test_a_run_has_only_keys_of_the_drawing(tmp_path: Path) -> None:
             optimizer.step()
     written = key_shapes(tmp_path / "run")
     assert written <= bucket_drawing() and {"run.json", "steps/{}/commit.json", "snapshots/{}/manifest.json"} <= written
+
+
+@pytest.mark.parametrize("quoted", quoted_errors(DOCS / "faq.md"), ids=lambda text: text[:40])
+def test_a_quoted_error_is_one_that_the_program_prints(quoted: str) -> None:
+    assert any(is_within(quoted, text) for text in source_texts()), "no text in the source reads so; quote it anew"
+
+
+def test_a_quoted_error_that_was_reworded_would_be_found() -> None:
+    assert not any(is_within("there is no run at … (no run.yaml). Check the path", text) for text in source_texts())
+
+
+def test_each_pitfall_names_a_test_that_is_there() -> None:
+    rows = [line for line in (DOCS / "pitfalls.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| pitfall")]
+    named = [re.search(r"`(tests/\w+\.py)::(\w+)` \|$", row) for row in rows]
+    assert len(rows) >= 20 and all(named), [row for row, name in zip(rows, named, strict=True) if name is None]
+    missing = [n[0] for n in named if n and not re.search(rf"^def {n[2]}\(", (ROOT / n[1]).read_text(), re.M)]
+    assert not missing
+
+
+def test_what_agents_are_told_to_open_and_to_run_is_there() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(targets)
+    paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|yml))`", text)
+    assert len(paths) > 15 and not [path for path in paths if not (ROOT / path).exists()]
