@@ -35,7 +35,8 @@ from rendezvous.reach import Reach, read_reach
 from rendezvous.records import Commit
 from rendezvous.reduce import Reducer
 from rendezvous.replay import StateReplay
-from rendezvous.store import PatientStore, Store
+from rendezvous.salvage import read_standing_wishes
+from rendezvous.store import PatientStore
 
 BASE = "base.json"  # beside an exported adapter: the model that it belongs to
 MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has its own
@@ -91,7 +92,7 @@ def state_at(
     clock = SystemClock()
     store = PatientStore(run.store, clock, 10.0)
     if step is not None:
-        refuse_gone(store, step, run.config.fleet.keep)
+        refuse_gone(run, step)
     rules = run.config.outer.rules
     reducer = Reducer(store, clock, tell, rules, together=together_on(run.store))
 
@@ -114,19 +115,24 @@ def state_at(
     return replay.step, state
 
 
-def what_is_kept(store: Store, keep: int | str) -> Reach | None:
-    """Which θ the bucket still gives; None: all of them.   keep: fleet.keep."""
-    return None if keep_bytes(keep) is None else read_reach(store)
+def keep_of(run: Run) -> int | str:
+    """What is kept of the run's blobs: fleet.keep, or what `diloco gc` has left since."""
+    return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
 
 
-def refuse_gone(store: Store, step: int, keep: int | str) -> None:
-    """ConfigError if what is left in the bucket does not give θ_step any more.   keep: fleet.keep."""
-    left = what_is_kept(store, keep)
+def what_is_kept(run: Run) -> Reach | None:
+    """Which θ the bucket still gives; None: all of them."""
+    return None if keep_bytes(keep_of(run)) is None else read_reach(run.store)
+
+
+def refuse_gone(run: Run, step: int) -> None:
+    """ConfigError if what is left in the bucket does not give θ_step any more."""
+    left = what_is_kept(run)
     if left is None or left.covers_step(step):
         return
     raise ConfigError(
-        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep}) {left.in_words()}. Use one of "
-        "those with --step, or none for the newest"
+        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep_of(run)}) {left.in_words()}. Use "
+        "one of those with --step, or none for the newest"
     )
 
 

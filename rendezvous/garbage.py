@@ -58,10 +58,10 @@ class Collected(Terminal):
 
 def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
     """Select the blobs of this kind, "delta", "mean" or "snapshot", of steps before `below`."""
-    return [key for key in keys if (blob := _parse_blob_key(key)) is not None and blob[0] == kind and blob[1] < below]
+    return [key for key in keys if (blob := parse_blob_key(key)) is not None and blob[0] == kind and blob[1] < below]
 
 
-def _parse_blob_key(key: str) -> tuple[str, int] | None:
+def parse_blob_key(key: str) -> tuple[str, int] | None:
     """("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and all that is not known here."""
     parts = key.split("/")
     if len(parts) < 3 or not parts[1].isdecimal():
@@ -319,12 +319,20 @@ class Collector:
 
 
 def sweep_ended_run(
-    store: Store, rules: Rules, emit: Callable[..., None], *, steps: int, budget: int, elements: Sequence[int]
+    store: Store,
+    rules: Rules,
+    emit: Callable[..., None],
+    *,
+    steps: int,
+    budget: int,
+    elements: Sequence[int],
+    at_most: int = _LAST_SWEEP,
 ) -> int:
     """Collect once more where all `steps` are committed; -> how many blobs went, or had gone.
 
     For whoever outlives the replicas: if the writer of the last snapshot ended last, and was killed before it
-    collected, nobody else would.   elements: of each fragment.   Nothing goes if the last commit cannot be read.
+    collected, nobody else would.   elements: of each fragment.   at_most: steps that are looked at.
+    Nothing goes if the last commit cannot be read.
     """
     collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
     try:
@@ -332,7 +340,7 @@ def sweep_ended_run(
     except WireError:
         return 0
     collector.note_commit(last)
-    return collector.sweep(steps, at_most=_LAST_SWEEP)
+    return collector.sweep(steps, at_most=at_most)
 
 
 def _blob_folder(t: int, kind: str) -> str:

@@ -39,7 +39,7 @@ SUCCESSOR_BEATS = 4  # no supervisor launches one before this slot has been sile
 JITTER = 0.8  # of a period: a look is due although a sleep was a little short
 
 # The settings that a control record overrides by naming them.
-FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until")
+FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Wanted:
     """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist).
 
     former: places that stood in earlier records.   highest_quorum: the most that min_replicas ever was.
-    places, max_usd, max_hours, allow_unknown_price, until: as in Control.
+    places, max_usd, max_hours, allow_unknown_price, until, keep: as in Control.
     """
 
     replicas: int = 0
@@ -62,6 +62,7 @@ class Wanted:
     max_hours: float = 0.0
     allow_unknown_price: bool = False
     until: float = 0.0
+    keep: str = ""
     former: tuple[dict[str, Any], ...] = ()
     highest_quorum: int = 1
 

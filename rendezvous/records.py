@@ -301,7 +301,7 @@ class Control(Record):
 
     places: where replicas run, in the words of who launches them (executors/platforms/multi.py); opaque here.
     max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
-    names a later one; 0 for none.
+    names a later one; 0 for none.   keep: to this `diloco gc` has collected.
     """
 
     kind = "control"
@@ -320,6 +320,11 @@ class Control(Record):
     max_hours: Hours | None = None
     allow_unknown_price: bool | None = None
     until: Annotated[float, Within(0, 1e12)] | None = None
+    keep: Word | None = None
+
+    def written_fields(self) -> dict[str, Any]:
+        """Without `keep` where nobody collected."""
+        return {name: value for name, value in vars(self).items() if name != "keep" or value is not None}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from diloco.config import ConfigError, keep_bytes
-from diloco.history import empty_state, model_record, refuse_gone, start_arrays
+from diloco.history import empty_state, keep_of, model_record, refuse_gone, start_arrays
 from diloco.launch import Run
 from diloco.optimizer import OuterState
 from rendezvous import layout, snapshots
@@ -104,7 +104,7 @@ class _Verification:
         self._outer = run.config.outer
         self._record = model_record(run)
         self._reducer = Reducer(self._store, clock, no_emit, self._outer.rules)
-        self._keeps_all = keep_bytes(run.config.fleet.keep) is None
+        self._keeps_all = keep_bytes(keep_of(run)) is None
         self._chain: dict[int, Commit] = {}
         self._manifests: dict[int, Snapshot] = {}
         self._differed = False  # did θ differ at the step before?
@@ -136,7 +136,7 @@ class _Verification:
     def _refuse_step(self, step: int, head: int) -> None:
         if not 0 <= step <= head:
             raise ConfigError(f"step {step} has not been taken: the run stands at {head}. Use --step {head} or less")
-        refuse_gone(self._store, step, self._run.config.fleet.keep)
+        refuse_gone(self._run, step)
 
     def _snapshot_before(self, step: int) -> int:
         reach = read_reach(self._store)

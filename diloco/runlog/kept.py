@@ -19,12 +19,14 @@ _WIDTH = 24  # characters of a list of steps
 def kept_words(report: "Report") -> list[str]:
     """At most two lines; [] as long as nothing went."""
     collected = [e for e in report.of_kind("collected") if _is_whole(e)]
+    if not collected and report.wanted.keep:
+        return [f"`diloco gc` has collected down to {report.wanted.keep}; `diloco verify` says what is left"]
     if not collected:
         return []
     newest = max(collected, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))
     since = min((t for t in newest["snapshots"] if t >= newest["means_from"]), default=newest["means_from"])
     before = _steps([t for t in newest["snapshots"] if t < since])
-    keep = report.setting("fleet", "keep", "")
+    keep = report.wanted.keep or report.setting("fleet", "keep", "")
     return [
         f"kept: every step from {since} on{before and f', and {before}'}",
         f"pseudogradients before {newest['deltas_from']} are gone (fleet.keep = {keep})",

@@ -69,6 +69,24 @@ def blame_answer(run: "Run", args: Namespace) -> Answer:
     return {"run": run.url, **blame_dict(found)}, blame_lines(found)
 
 
+def gc_answer(run: "Run", args: Namespace, agreed: Callable[[list[str]], bool]) -> Answer:
+    """agreed: asks the person, after these lines.   Raises ConfigError."""
+    from diloco.gc import collect, plan_gc, plan_lines
+    from diloco.runlog.evaluation import best_evaluation
+    from diloco.runlog.report import read_report
+    from rendezvous.clock import SystemClock
+
+    plan = plan_gc(run, args.keep, SystemClock())
+    best = best_evaluation(read_report(run.store).evaluations)
+    lines = plan_lines(run.url, plan, best.step if best else None)
+    done = bool(plan.keys) and not args.dry_run and (args.yes or agreed(lines))
+    if done:
+        collect(run, plan, SystemClock())
+    lines.append("done" if done else "nothing was deleted")
+    facts = {"objects": len(plan.keys), "freed": plan.freed, "unnamed": plan.unnamed, "lost": plan.lost, "done": done}
+    return {"run": run.url, **facts, "keys": [*plan.keys], "lines": lines}, lines
+
+
 def _judge(run: "Run", args: Namespace) -> "Judge":
     from diloco.audit.judge import Judge
     from diloco.history import model_record, refuse_merge
@@ -91,13 +109,13 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
     """The steps whose θ can be computed, between two that are named, or of the whole run."""
     from diloco.history import refuse_gone, what_is_kept
 
-    head, keep = _head(run), run.config.fleet.keep
+    head = _head(run)
     for step in (first, last):
         if step is not None and step > head:
             raise UsageError(f"step {step} has not been taken yet: the run stands at {head}")
         if step is not None:
-            refuse_gone(run.store, step, keep)
-    kept = what_is_kept(run.store, keep)
+            refuse_gone(run, step)
+    kept = what_is_kept(run)
     within = range(first or 0, (head if last is None else last) + 1)
     steps = [t for t in within if kept is None or kept.covers_step(t)]
     if len(steps) < 2:

@@ -469,24 +469,41 @@ def _blame(args: Namespace) -> int:
     return 0
 
 
+def _gc(args: Namespace) -> int:
+    from diloco.launch import read_run
+    from executors.cli.looking_back import gc_answer
+
+    data, lines = gc_answer(read_run(run_url.checked_url(args.run)), args, _is_deletion_agreed)
+    _print_answer(args, data, *lines)
+    return 0
+
+
+def _is_deletion_agreed(lines: list[str]) -> bool:
+    """Asked on a terminal; elsewhere a person has to say --yes."""
+    from executors.preflight import quote
+
+    if not sys.stdin.isatty():
+        raise run_url.UsageError("what is deleted does not come back. Say --yes, or look first with --dry-run")
+    _say("\n".join(lines))
+    return quote.yes("delete them?", agreed=False)
+
+
 def _best_step(run: "Run", step: int | None) -> int:
     """The step whose θ did best on the held-out prompts, of those that are kept.
 
     Raises ConfigError where none was evaluated."""
     from diloco.config import ConfigError
-    from diloco.history import what_is_kept
+    from diloco.history import keep_of, what_is_kept
     from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words
     from diloco.runlog.report import read_report
 
     if step is not None:
         raise ConfigError("--best and --step both name a step. Leave one of them out")
-    kept = what_is_kept(run.store, run.config.fleet.keep)
+    kept = what_is_kept(run)
     evaluations = read_report(run.store).evaluations
     best = best_evaluation([e for e in evaluations if kept is None or kept.covers_step(e.step)])
     if best is None and evaluations:
-        raise ConfigError(
-            f"no evaluated step is kept (fleet.keep = {run.config.fleet.keep}). Leave out --best for the newest"
-        )
+        raise ConfigError(f"no evaluated step is kept (fleet.keep = {keep_of(run)}). Leave out --best for the newest")
     if best is None:
         raise ConfigError(
             "no step of this run was evaluated on held-out prompts. Use --step T, or set [eval] in the next run"
@@ -688,7 +705,7 @@ def _completion(args: Namespace) -> int:
 VERBS: dict[str, Callable[[Namespace], int]] = {
     "train": _train, "plan": _plan, "resume": _resume, "status": _status, "logs": _logs, "costs": _costs,
     "scale": _scale, "drain": _drain, "stop": _stop, "export": _export, "verify": _verify, "explain": _explain,
-    "blame": _blame, "bisect": _bisect, "diff": _diff, "eval": _eval, "watch": _watch,
+    "blame": _blame, "bisect": _bisect, "gc": _gc, "diff": _diff, "eval": _eval, "watch": _watch,
     "report": _report, "traces": _traces, "track": _track, "init": _init, "check": _check, "doctor": _doctor,
     "setup": _setup, "objectives": _objectives, "demo": _demo, "completion": _completion,
 }  # fmt: skip

@@ -3,7 +3,8 @@
     train plan resume        start, or only say what starting would do     where: --executor --place --gpu …
     status watch logs costs  look                                          how much: --max-usd --max-hours
     scale drain stop         change                                        --json: for programs, everywhere
-    export verify explain blame bisect diff eval report traces track init check setup doctor objectives demo completion
+    export verify explain blame bisect diff eval gc report traces track
+    init check setup doctor objectives demo completion
 
 Not promised: that a name exists (a slot, a GPU); the verb or the platform tells.
 """
@@ -256,6 +257,10 @@ def _add_blame_verbs(verbs: Any) -> None:
     blame.add_argument(
         "--prompts", metavar="FILE", help="judge by the reward on these prompts (default: the run's [eval])"
     )
+    gc = _add_verb(verbs, "gc", "delete what a run needs no more, beyond a size", run)
+    gc.add_argument("--keep", required=True, metavar="SIZE", help='"5 GB"; "window": only what a replica may need')
+    gc.add_argument("--dry-run", action="store_true", help="only say what would go")
+    gc.add_argument("--yes", "-y", action="store_true", help="do not ask")
     blame.add_argument("--no-metric", action="store_true", help="only lengths and cosines; nothing is loaded")
 
 
