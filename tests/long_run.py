@@ -30,7 +30,7 @@ class LongRun(Bucket):
     """step_s apart; r01-1 dies in the middle of the run."""
 
     def __init__(self, steps: int, replicas: int, step_s: float = STEP_S) -> None:
-        self.step_s = step_s
+        self.steps, self.step_s = steps, step_s
         super().__init__(steps=steps + 1, replicas=replicas, store=MemoryStore())
         config = {"name": "long", "outer": {"sync_every": 6}, "inner": {"model": "Qwen/Qwen2.5-0.5B"}}
         self.store.put(layout.RUN, RunRecord(config, {"outer": {}}, {}, "a-run-of-its-own", T0).encode())

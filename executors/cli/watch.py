@@ -33,6 +33,7 @@ def watch(url: str, clock: Clock, *, as_json: bool, out: TextIO = sys.stdout) ->
     looks = RunLooks(open_view(url, COSTS), clock)
     if not is_terminal:
         return write_lines(looks, out, json.dumps if as_json else key_values)
+    looks.begin()
     from executors.cli.watch_app import run_app
 
     return run_app(looks)

@@ -9,6 +9,7 @@ Reads the run only; killing and starting it again changes nothing there.
 Not promised: a picture that is newer than its bucket; what is stale says since when.
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from diloco.runlog.live import LiveReader
@@ -51,6 +52,7 @@ class RunLooks:
         self.clock = clock
         self._live = LiveReader(view, clock)
         self._glanced = False
+        self._begun: Future[Report] | None = None
         self.failures = 0
         self.report: Report | None = None
 
@@ -61,16 +63,25 @@ class RunLooks:
             return min(LONGEST_PAUSE_S, self._live.pause_s * 2 ** (self.failures - 1))
         return self._live.pause_s if self._live.is_whole else 0.0
 
+    def begin(self) -> None:
+        """Begin the first look, beside the import of what will draw it."""
+        self._begun = ThreadPoolExecutor(1, "first look").submit(self._live.glance)
+
     def next_picture(self) -> Picture | None:
         """None: nothing new was asked for.   Raises what the store raises; the next call goes on."""
         self.failures += 1
-        report = self._live.look() if self._glanced else self._live.glance()
+        report = self._live.look() if self._glanced else self._glance()
         self._glanced = True
         self.failures = 0
         if report is None:
             return None
         self.report = report
         return self._picture_of(report)
+
+    def _glance(self) -> Report:
+        begun = self._begun
+        self._begun = None
+        return self._live.glance() if begun is None else begun.result()
 
     def _picture_of(self, report: Report) -> Picture:
         now = self.clock.wall()
