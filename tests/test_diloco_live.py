@@ -3,6 +3,7 @@
 import pytest
 
 from diloco.launch import Run, RunRecord
+from diloco.runlog.cache import Cache
 from diloco.runlog.live import KEPT_STEPS, LiveReader
 from diloco.runlog.opening import View
 from diloco.runlog.overview import overview
@@ -99,6 +100,22 @@ def test_a_view_that_goes_on_for_days_keeps_the_events_of_the_newest_steps_alone
     kept = {e["step"] for e in report.of_kind("step")}
     assert min(kept) >= report.head - KEPT_STEPS - 1 and report.steps[10].learned["r00"]["loss"] > 0
     assert report.of_kind("launched"), "what is no step stays"
+
+
+def test_what_comes_after_the_first_looks_is_not_kept_in_memory(tmp_path) -> None:
+    run = long_run(20, 2, STEP_S)
+    live, _, clock = live_on(run)
+    cache = Cache(tmp_path / "cache")
+    live = LiveReader(View(live._view.run, cache), clock)
+    live.glance()
+    live.look()
+    before = len(cache.keys("commit"))
+    for t in range(20, 40):
+        run.step(t)
+        clock.at += STEP_S
+        live.look()
+    assert before == len(cache.keys("commit")) == 20 and live._reader is not None and live._reader.ahead.cache is None
+    assert len(Cache(tmp_path / "cache").keys("commit")) == 20, "the first looks are on disk for the next start"
 
 
 # -------------------------------------------------------------------- what a look is about

@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +36,7 @@ from rendezvous.stores.files import FileStore
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import STEP_S, LongRun, copied, long_run
 from tests.s3_server import S3Server
+from tests.terminal import Terminal
 from tests.test_diloco_report import T0, Bucket, FixedClock, killed_and_replaced
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +105,7 @@ def test_the_picture_has_header_sessions_curves_and_events_at_both_widths(mine, 
         assert len(text) == size[1] and all(len(line) <= size[0] for line in text)
         assert text[0].startswith("long · outer step 60 of 61 · ETA 25 s · 30 s per step")
         assert "of $50.00" in text[1] and "$11.85/h" in text[1] and "snapshot 0" in text[1]
-        assert text[2].startswith("supervised by pid 1 on host · read 0 s ago")
+        assert text[2].startswith("3 train · supervised by pid 1 on host · read 0 s ago")
         names = [line.split()[0] for line in text[4:8]]
         assert names == ["r00-1", "r01-1", "r01-2", "r02-1"]
         assert text[4].split()[1:3] == ["modal", "train"] and " 3/6 " in text[4] and "   3 s" in text[4]
@@ -127,6 +130,20 @@ def test_sixty_four_replicas_are_a_row_each_and_the_chosen_one_stays_in_sight() 
         assert any("r00 … r63 (64 of them) launched" in line for line in words.event_lines(looks.report))
 
     play(looks, (80, 24), script, whole(looks))
+
+
+def test_the_first_look_may_begin_before_the_terminal_is_there_and_may_fail(mine) -> None:
+    looks = looks_at(mine, 60 * STEP_S + 5)
+    looks.begin()
+    first = looks.next_picture()
+    assert first is not None and first.partial and first.seen.step == 60
+    looks = looks_at(mine, 60 * STEP_S + 5, [Fault("get", layout.commit_key(59), error=StoreUnclear("503"), times=9)])
+    looks.begin()
+    with pytest.raises(StoreUnclear):
+        looks.next_picture()
+    looks.run.store.faults.clear()
+    again = looks.next_picture()
+    assert again is not None and again.seen.step == 60
 
 
 def test_m_chooses_the_next_curve_and_a_shows_every_session(mine) -> None:
@@ -159,6 +176,7 @@ def test_ages_grow_without_a_look_and_a_failed_one_says_since_when(mine) -> None
         app.show(None, "503 SlowDown")
         await pilot.pause()
         text = screen(app)
+        assert any(line.startswith("! 503 SlowDown") for line in text[10:]), "in full above the events"
         assert text[2].startswith("! stale: nothing new for 42 s; 503 SlowDown")
         assert "~45 s" in text[4] and "train" in text[4] and "ETA 0 s" in text[0]
 
@@ -181,7 +199,7 @@ def test_without_colour_every_state_is_still_a_word(mine, monkeypatch) -> None:
     looks = looks_at(mine, 60 * STEP_S + 60)  # beats are a minute old
 
     async def script(app, pilot) -> None:
-        assert sum("silent" in line for line in screen(app)) == 3
+        assert sum("silent" in line for line in screen(app) if line.startswith("r0")) == 3
         lines = [list(strip.apply_filter(app._filters[-1], app.screen.background_colors[1])) for strip in strips(app)]
         colours = {seg.style.color.triplet for line in lines for seg in line if seg.style and seg.style.color}
         assert colours and all(c is None or len(set(c)) == 1 for c in colours), "grey alone"
@@ -438,6 +456,28 @@ def test_half_written_records_and_odd_log_lines_are_passed_over_and_counted() ->
     run.store.put(layout.log_key("r00", 1, run._logs["r00", 1]), b'{"at": "yesterday"}\n\xff\xfe\n[1, 2]\n{"at": 1')
     run.store.put("log/stray", b"x")
     shows(looks_at(run, 10 * STEP_S), "outer step 10 of 11", "starting", "4 lines or objects under log/ are no events")
+
+
+# -------------------------------------------------------------------- a real terminal
+
+
+def test_in_a_real_terminal_it_draws_resizes_leaves_at_once_and_puts_the_terminal_back(tmp_path) -> None:
+    """One process, killed and started again: the bucket is as it was."""
+    _, store = founded(tmp_path)
+    before = {key: store.get(key) for key in store.list("")}
+    argv = [sys.executable, "-m", "executors.cli.main", "watch", str(tmp_path / "run")]
+    env = {**os.environ, "TERM": "xterm-256color"}
+    first = Terminal(argv, env, 80, 24)
+    first.wait_for("outer step 6 of 6")
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.wait_until_gone() == -signal.SIGKILL
+    again = Terminal(argv, env, 80, 24)
+    again.wait_for("reward by outer step, 0 to 5")
+    again.resize(160, 50)
+    again.wait_for("counted")
+    code, _ = again.end("q")
+    assert code == 0 and "\x1b[?1049l" in again.drawn and "\x1b[?25h" in again.drawn
+    assert {key: store.get(key) for key in store.list("")} == before
 
 
 # -------------------------------------------------------------------- not a terminal

@@ -114,6 +114,7 @@ class LiveReader:
         reader = Reader(self.store, watch_scope(head, replicas), cache)
         report = self._refresh(reader, WHOLE)
         self._reader = reader
+        self._view = replace(self._view, cache=None, answers={})
         self._budget = 0.0  # what was read at once is not paid back
         self._paid_at = self._clock.now()
         return report

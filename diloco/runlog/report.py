@@ -307,8 +307,9 @@ class Reader:
         claims = {**self._extent.claims, **found.claims}
         logs = {**self._extent.logs, **{owner: to for owner, (_, to) in found.logs.items()}}
         self._extent = ReadSoFar(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
-        if self._first and self._cache is not None:
+        if self._cache is not None:  # what comes later is read once, and would only fill the memory of who goes on
             self._cache.save()
+            self._cache = self._store.cache = None
         self._first = False
 
     def _read_config(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from executors.cli.watch_windows import TextWindow
 
 SMALLEST = (40, 10)  # columns and lines
 CURVES_FROM = 20  # lines of a terminal that has room for curves
+TALL_FROM = 36
 STYLES = {
     "train": "#5fd75f", "wait": "#d7af5f", "silent": "bold #ff5f5f", "heal": "#5fd7d7", "starting": "#5fd7d7",
 }  # fmt: skip
@@ -51,7 +52,7 @@ class WatchApp(App[int]):
     Screen { layout: vertical; }
     #header { height: 3; }
     #head { height: 1; text-style: bold underline; }
-    #rows { height: 1fr; min-height: 3; border: none; padding: 0; background: $background; }
+    #rows { height: auto; min-height: 3; border: none; padding: 0; background: $background; }
     #rows > .option-list--option { padding: 0; }
     #rows > .option-list--option-highlighted { background: $background; color: $foreground; text-style: none; }
     #rows:focus > .option-list--option-highlighted { background: $background; color: $foreground; text-style: none; }
@@ -59,10 +60,9 @@ class WatchApp(App[int]):
     #curves { height: 7; }
     #metrics { width: 1fr; height: 7; }
     #chart { width: 1fr; height: 7; padding-left: 2; }
-    #events { height: 6; }
+    #events { height: 1fr; min-height: 3; }
     #small { display: none; }
     .short #curves { display: none; }
-    .tall #events { height: 12; }
     .tall #curves { margin-top: 1; }
     .small #small { display: block; }
     .small #header, .small #head, .small #rows, .small #curves, .small #events, .small Footer { display: none; }
@@ -119,7 +119,9 @@ class WatchApp(App[int]):
         screen = self.screen_stack[0]
         screen.set_class(columns < SMALLEST[0] or lines < SMALLEST[1], "small")
         screen.set_class(lines < CURVES_FROM, "short")
-        screen.set_class(lines >= 36, "tall")
+        screen.set_class(lines >= TALL_FROM, "tall")
+        others = sum((3, 1, 1, 7 * (lines >= CURVES_FROM), lines >= TALL_FROM))  # header, head, footer, curves, air
+        self._rows.styles.max_height = max(3, (lines - others) * 2 // 3 if lines < TALL_FROM else lines - others - 8)
         self._drawn = []
         self.call_after_refresh(self.draw)
 
@@ -169,7 +171,8 @@ class WatchApp(App[int]):
         seen = aged(self.picture.seen, self.age_s)
         fresh = words.freshness_line(self.age_s, self.trouble, width)
         more = " · curves are on their way" if self.picture.partial and not self.trouble else ""
-        last = fresh if self.trouble else words.cut(f"{self.picture.supervision} · {fresh}{more}", width)
+        parts = [words.phases_words(seen), self.picture.supervision, f"{fresh}{more}"]
+        last = fresh if self.trouble else words.cut(" · ".join(part for part in parts if part), width)
         head = Text("\n").join(
             [
                 *(
@@ -214,7 +217,8 @@ class WatchApp(App[int]):
 
     def _draw_events(self, picture: Picture) -> None:
         events = self._static("#events")
-        remarks = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in picture.remarks]
+        trouble = [f"! {self.trouble}"] if self.trouble else []
+        remarks = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in (*trouble, *picture.remarks)]
         lines = [*remarks, *(Text(line) for line in picture.events)][: max(1, events.size.height)]
         for line in lines:
             line.truncate(max(20, events.size.width), overflow="ellipsis")

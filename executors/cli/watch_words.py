@@ -12,6 +12,7 @@ Not promised: a word of advice for every event; what an event says itself is not
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,6 +139,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else format_duration(seconds) if seconds >= 600 else f"{seconds:.0f} s"
 
 
+def phases_words(seen: Overview) -> str:
+    """ "60 train, 3 wait, 1 silent": the newest sessions that live, by phase."""
+    phases = Counter(row.phase for row in seen.rows if row.is_live and row.is_newest)
+    return ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
+
+
 def freshness_line(read_s: float, trouble: str, width: int) -> str:
     """read_s: since the newest look that ended well.   trouble: why the last one did not, "" if it did."""
     if trouble:
@@ -214,6 +221,8 @@ def last_ends(rows: Iterable[SessionRow], shown: Iterable[SessionRow]) -> dict[s
 
 
 def _end_words(row: SessionRow) -> str:
+    if row.why.startswith(row.end):
+        return row.why
     return f"{row.end}: {row.why}" if row.why else row.end
 
 

@@ -12,75 +12,24 @@ requests and RSS.
 Not measured: TLS, a bucket that throttles.  Server and view share this machine's cores.
 """
 
-import fcntl
 import json
 import os
-import pty
-import re
-import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 import urllib.request
-from pathlib import Path
 
 import tests.long_run
 import tests.test_diloco_report
 from tests.benchmarks.bench_views import KEYS
 from tests.long_run import LongRun, copied, copy, long_run
 from tests.s3_server import S3Server
+from tests.terminal import Terminal
 
 STEP_S = 43.2
 COMMAND = [sys.executable, "-m", "executors.cli.main", "watch"]
-
-
-class Terminal:
-    """The command in a pty, and what it has drawn so far."""
-
-    def __init__(self, argv: list[str], env: dict[str, str], columns: int = 160, lines: int = 50) -> None:
-        self.began = time.monotonic()
-        self.drawn = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execve(argv[0], argv, env)
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def read(self, seconds: float) -> None:
-        """Whatever it draws for so long."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if select.select([self.fd], [], [], left)[0]:
-                try:
-                    self.drawn += os.read(self.fd, 1 << 16).decode(errors="replace")
-                except OSError:  # the process has ended
-                    return
-
-    def wait_for(self, pattern: str, limit_s: float = 120.0) -> float:
-        """-> seconds since the start of the process."""
-        while not re.search(pattern, self.drawn):
-            assert time.monotonic() - self.began < limit_s, self.drawn[-2000:]
-            self.read(0.02)
-        return time.monotonic() - self.began
-
-    @property
-    def rss_mb(self) -> float:
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # type: ignore[index]
-
-    def press(self, key: str) -> None:
-        os.write(self.fd, key.encode())
-
-    def end(self) -> float:
-        """-> seconds from `q` to the end of the process."""
-        began = time.monotonic()
-        self.press("q")
-        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-            self.read(0.01)
-        return time.monotonic() - began
 
 
 class Server:
@@ -156,7 +105,7 @@ def _measure(run: LongRun, s3: S3Server, server: Server, home: str, seconds: int
         words = f"first paint {first:.2f} s ({at_first} requests), whole {whole:.2f} s"
         print(f"  {look}: {words} ({server.requests - before} requests), RSS {view.rss_mb:.0f} MB", flush=True)
         if look == "cold":
-            print(f"  q: gone after {view.end():.2f} s", flush=True)
+            print(f"  q: gone after {view.end()[1]:.2f} s", flush=True)
     _sit(run, s3, server, view, seconds)
     os.kill(view.pid, signal.SIGKILL)
     os.waitpid(view.pid, 0)
