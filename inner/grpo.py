@@ -53,6 +53,7 @@ METRIC_NAMES = {
     "loss/beta_replay": "loss/beta_replay",
     "reward": "reward",
     "reward_std": "reward_std",
+    "frac_reward_zero_std": "equal_groups",
     "kl": "kl",
     "dynamic/informative": "informative_groups",
     "dynamic/generations": "further_generations",

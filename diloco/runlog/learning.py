@@ -16,6 +16,7 @@ NAMES = {
     "loss": "loss {:.4g}", "grad_norm": "grad norm {:.3g}", "entropy": "entropy {:.3g}", "kl": "KL {:.3g}",
     "completion_length": "length {:.3g}", "reward_missing": "{:.3g} completions without reward",
 }  # fmt: skip
+WATCHED = ("reward_std", "equal_groups", "tool_failures", "importance_masked")  # for troubles; views do not show them
 COUNTS = ("reward_missing",)  # summed over replicas; of all others the mean is shown
 LINE = {"reward": "reward {:.4g}", **NAMES, "lr": "lr {:.3g}", "samples": "{:.0f} samples"}
 SECONDS = {"inner_s": "train {:.1f} s", "wait_s": "wait {:.1f} s"}
@@ -50,8 +51,8 @@ class Curve:
 
 
 def learning_numbers(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of NAMES in an offer's stats or in a step event."""
-    return {name: float(stats[name]) for name in NAMES if isinstance(stats.get(name), int | float)}
+    """The numbers of NAMES and WATCHED in an offer's stats or in a step event."""
+    return {name: float(stats[name]) for name in (*NAMES, *WATCHED) if isinstance(stats.get(name), int | float)}
 
 
 def headline_curve(steps: Sequence[Measured], slots: Iterable[str]) -> Curve:
@@ -68,10 +69,10 @@ def newest_numbers(steps: Sequence[Measured]) -> dict[str, float]:
     return next((found for step in reversed(steps) if (found := over_replicas(step))), {})
 
 
-def over_replicas(step: Measured) -> dict[str, float]:
+def over_replicas(step: Measured, names: Iterable[str] = tuple(NAMES)) -> dict[str, float]:
     """One outer step's numbers: means over replicas, counts added up."""
     found: dict[str, float] = {}
-    for name in NAMES:
+    for name in names:
         values = list(_by_slot(step, name).values())
         if values:
             found[name] = sum(values) if name in COUNTS else fmean(values)

@@ -106,7 +106,7 @@ class Overview:
 
 def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None = None) -> Overview:
     """now: Unix time.   read_at: slot -> when its beat was read (default: now)."""
-    state = _state(report)
+    state = run_state(report)
     step_s = seconds_per_step(report.steps)
     open_s = now - report.steps[-1].at if report.steps and state == "running" else None
     snapshot = report.steps[-1].snapshot if report.steps else None
@@ -148,7 +148,7 @@ def aged(seen: Overview, by_s: float) -> Overview:
     )
 
 
-def _state(report: Report) -> str:
+def run_state(report: Report) -> str:
     if report.done:
         return "done"
     if report.stopped:

@@ -1,0 +1,41 @@
+"""What a person must hear of a run, as data: one detector per kind, in one table.  Pure; no torch here.
+
+    Report, now, Spending ──▶ find_troubles ──▶ [Trouble, …]     `diloco status`, `diloco watch`, `--alert URL`
+
+    docs/troubles.md has a section for each kind; a test compares them.
+
+Costs are an argument: prices are known to executors (executors/supervision/costs.py), and executors add what only they
+know of: platforms, disks, rewards that are asked again (executors/supervision/remarks.py).
+
+Not promised: a verdict.  A detector says what it saw.
+"""
+
+from collections.abc import Callable, Mapping
+
+from diloco.runlog import fleet_troubles as fleet
+from diloco.runlog import learning_troubles as learning
+from diloco.runlog.learning_troubles import flagged_steps as flagged_steps
+from diloco.runlog.report import Report
+from diloco.runlog.trouble import PAGE as PAGE
+from diloco.runlog.trouble import Spending as Spending
+from diloco.runlog.trouble import Trouble as Trouble
+
+Detector = Callable[[Report, float, Spending | None], list[Trouble]]
+DETECTORS: Mapping[str, Detector] = {  # the most urgent first
+    "diverged": fleet.diverged,
+    "stalled": fleet.stalled,
+    "slot_lost": fleet.slot_lost,
+    "budget": fleet.budget,
+    "no_signal": learning.no_signal,
+    "reward_hacking": learning.reward_hacking,
+    "overfitting": learning.overfitting,
+    "tool_failures": learning.tool_failures,
+    "masked": learning.masked,
+    "gated": fleet.gated,
+    "snapshot_late": fleet.snapshot_late,
+}
+
+
+def find_troubles(report: Report, now: float, spent: Spending | None = None) -> list[Trouble]:
+    """now: Unix time.   spent: what the run has cost; None where nobody reckons it."""
+    return [found for detector in DETECTORS.values() for found in detector(report, now, spent)]
