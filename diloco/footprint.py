@@ -142,7 +142,7 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
         f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
         f"bucket: {in_bytes(f.each_step)} per outer step ({f.codec}), {in_bytes(f.each_snapshot)} per snapshot; {kept}",
         f"a sync takes about {in_seconds(f.sync_s)} at an assumed {link} up and down, every {in_seconds(f.compute_s)} "
-        "(a guess); `diloco doctor URL` measures the link",
+        "(a guess, for a GPU); `diloco doctor URL` measures the link",
     ]
 
 

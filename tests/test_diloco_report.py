@@ -219,7 +219,7 @@ def test_sparkline():
     assert sparkline([1.0, 1.0]) == "▁▁"
 
 
-def numbered(gated: bool = True) -> Bucket:
+def numbered(gated: bool = True, **more: float) -> Bucket:
     """Two outer steps; in the second r01 is gated and r00 tells its numbers."""
     b = Bucket(steps=2)
     for slot in ("r00", "r01"):
@@ -227,7 +227,8 @@ def numbered(gated: bool = True) -> Bucket:
     b.commit(0, 2.0, [b.offer(0, "r00", 1, 0.1)])
     last = replace(b.offer(1, "r01", 1, 0.1), factor=0.01 if gated else 1.0)
     b.commit(1, 4.0, [b.offer(1, "r00", 1, 0.1), last])
-    b.tell("r00", 1, 4.0, "step", step=1, rho=0.9, effective_step=1.27, cos_pair=0.25, mean_norm=3.0, outer_lr=0.7)
+    told = {"rho": 0.9, "effective_step": 1.27, "cos_pair": 0.25, "mean_norm": 3.0, "outer_lr": 0.7, **more}
+    b.tell("r00", 1, 4.0, "step", step=1, **told)
     return b
 
 
@@ -274,3 +275,9 @@ def test_held_out_rewards_are_told_and_drawn_beside_those_of_training(tmp_path):
     assert list(drawn.lines[0].get_xdata()) == [0, STEPS] and figure.axes[0].get_xlim()[1] > STEPS
     page, _ = write_report(report, tmp_path)
     assert "held out, greedy" in page.read_text()
+
+
+def test_a_line_of_numbers_that_is_too_long_ends_after_a_whole_one():
+    text = summary(read_report(numbered(cross_term=0.0022).store))
+    (line,) = [line for line in text.splitlines() if line.startswith("  outer step 1")]
+    assert line == "  outer step 1: ρ 0.90 · η_eff 1.27 · cos of replicas 0.25 …"

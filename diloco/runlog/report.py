@@ -632,7 +632,15 @@ def summary(report: Report) -> str:
     lines += [f"  {words}" for words in kept_words(report)]
     lines += ["", *_session_lines(report, room=21 - len(lines) - 5), ""]
     lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
-    return "\n".join(line[:80] for line in lines[:24])
+    return "\n".join(_shortened(line) for line in lines[:24])
+
+
+def _shortened(line: str, most: int = 80) -> str:
+    """At most 80 columns; a list of numbers ends after a whole one: half of 0.0022 is 0.0."""
+    if len(line) <= most:
+        return line
+    whole, mark, _ = line[: most - 1].rpartition(" · ")
+    return f"{whole} …" if mark else line[:most]
 
 
 def headline(report: Report) -> str:
