@@ -69,5 +69,5 @@ def test_all_commands_of_a_page_run(page: str, tmp_path: Path, environment: dict
         written = key_shapes(tmp_path / "mine/runs/first")
         assert written <= bucket_drawing()
         assert bucket_drawing() - written <= {"seal.json", "residuals/{}-{}-{}.bin", "alive/{}.json"}
-        assert (tmp_path / "mine/my-model/adapter_model.safetensors").is_file()
+        assert (tmp_path / "mine/my-model/model.safetensors").is_file()
         assert (tmp_path / "own/runs/own/report.html").is_file()
