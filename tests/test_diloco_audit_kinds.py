@@ -12,8 +12,11 @@ from diloco import config
 from diloco.audit.explain import explain
 from diloco.audit.step_facts import read_step
 from diloco.audit.verify import verify
+from diloco.gc import collect, plan_gc
 from diloco.launch import read_run
 from executors.cli.main import main
+from rendezvous.clock import SystemClock
+from rendezvous.membership import write_control
 from rendezvous.rules import Rules
 from tests.puppets import PuppetRun
 
@@ -96,3 +99,29 @@ def test_every_kind_of_run_is_explained(played: PuppetRun) -> None:
     assert not [line for line in credited if "gone" in line]
     assert {p: p.read_bytes() for p in played.folder.rglob("*") if p.is_file()} == before
     json.dumps(vars(read_step(run, 0).effect)["gone"])
+
+
+def test_a_step_whose_bytes_were_collected_is_explained_as_far_as_records_go(tmp_path: Path) -> None:
+    run = PuppetRun(tmp_path, fleet={"keep": "all"})
+    run.rounds(12)
+    found = read_run(run.url)
+    write_control(found.store, SystemClock(), stop=True)
+    whole = explain(read_step(found, 1))
+    collect(found, plan_gc(found, "window", SystemClock()), SystemClock())
+    left = explain(read_step(found, 1))
+    assert [line for line in left if "counted with weight" in line] == [
+        line for line in whole if "counted with" in line
+    ]
+    assert left[:2] == whole[:2] and not [line for line in left if "the outer step moved" in line]
+    unknown = [line for line in left if line.startswith("not known: ")]
+    assert any("the mean: " in line for line in unknown), left
+
+
+def test_an_offer_that_the_norm_gate_damped(tmp_path: Path) -> None:
+    run = PuppetRun(tmp_path, fleet={"keep": "all"}, outer={"norm_gate": 3.0})
+    honest = run.delta
+    run.delta = lambda slot, step, state: honest(slot, step, state) * (50 if (slot, step) == ("r01", 6) else 1)
+    run.rounds(8)
+    lines = explain(read_step(read_run(run.url), 6))
+    (gated,) = [line for line in lines if "of which the norm gate left" in line]
+    assert gated.lstrip().startswith("r01-1 at ") and not [x for x in explain(read_step(run.run, 5)) if "gate" in x]

@@ -151,4 +151,12 @@ def test_the_command_on_a_bucket_that_refuses_to_be_written(
         s3.fault("403", op="Put|Post|Delete|Create", times=FOREVER)
         assert cli.main(["verify", "s3://bucket/run"]) == 1
         assert f"differs: step 2: steps/0000000002/mean/{mean.name}: the stored mean" in capsys.readouterr().out
+        assert cli.main(["explain", "s3://bucket/run", "--step", "1"]) == 0
+        assert "the outer step moved θ by" in capsys.readouterr().out
+        assert cli.main(["blame", "s3://bucket/run", "--from", "2", "--no-metric"]) == 0
+        assert "without r01" in capsys.readouterr().out
+        assert cli.main(["bisect", "s3://bucket/run", "--", "sh", "-c", "test {step} -lt 4"]) == 0
+        assert "outer step 3 made it of θ_3" in capsys.readouterr().out
+        assert cli.main(["gc", "s3://bucket/run", "--keep", "window", "--dry-run"]) == 0
+        assert "nothing was deleted" in capsys.readouterr().out
         assert not [fault for fault in s3.faults if fault.times < FOREVER], "nothing was asked to be written"

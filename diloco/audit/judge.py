@@ -11,7 +11,6 @@ Not promised: a time limit.  Ctrl-C ends the command, and the search.
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from diloco.history import state_at, write_model
 from diloco.launch import ModelRecord, Run
 from diloco.optimizer import OuterState
 
+STDERR = 2  # of this process, whatever sys.stderr is
 UNCLEAR, COULD_NOT_RUN = 125, 126  # the latter and all above: no such command, a signal
 
 
@@ -38,7 +38,7 @@ class Judge:
     def judge(self, step: int) -> Judgement:
         """By the exit code, on θ_step.   What the command prints goes to this program's stderr."""
         at, state = state_at(self.run, self.record, step)
-        code = self._call(at, state, stdout=sys.stderr.fileno()).returncode
+        code = self._call(at, state, stdout=STDERR).returncode
         if code >= COULD_NOT_RUN or code < 0:
             raise ConfigError(
                 f"{self._name} ended with code {code} on θ_{step}; 0 says good, 125 cannot say, 1 to 124 bad"
