@@ -19,9 +19,10 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown", ".txt": "text"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file that is linked to and lies outside docs/, and the script for a search from disk."""
-    worker = Path(__file__).with_name("iframe-worker.js").read_text(encoding="utf-8")
-    files.append(File.generated(config, "assets/iframe-worker.js", content=worker))
+    """Add a page for each file that is linked to and lies outside docs/, and the site's own script and style."""
+    for name in ("iframe-worker.js", "site.css"):
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        files.append(File.generated(config, f"assets/{name}", content=text))
     linked = {target for file in files.documentation_pages() for target in linked_sources(file)}
     for target in sorted(linked):
         files.append(File.generated(config, f"source/{target}.md", content=source_page(target)))
