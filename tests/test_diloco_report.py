@@ -1,14 +1,13 @@
 """A synthetic run: two replicas, one of them killed in step 2 and replaced; read back, told, drawn."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
 
 from diloco.launch import RunRecord
 from diloco.runlog import charts
-from diloco.runlog.charts import draw_figure, write_report
+from diloco.runlog.charts import draw_figure, write_picture
 from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
@@ -186,8 +185,7 @@ def test_summary_of_many_sessions_still_fits():
 def test_a_run_that_has_just_begun_can_be_told_and_drawn(tmp_path):
     report = read_report(Bucket().store)
     assert "0 of 6" in summary(report)
-    page, png = write_report(report, tmp_path)
-    assert page.stat().st_size > 1000 and png.stat().st_size > 1000
+    assert write_picture(report, tmp_path).stat().st_size > 1000
 
 
 def test_the_words_of_an_early_kill_do_not_run_into_the_title(monkeypatch):
@@ -200,11 +198,8 @@ def test_the_words_of_an_early_kill_do_not_run_into_the_title(monkeypatch):
     assert len(words) == 2 and not any(curve._left_title.get_window_extent().overlaps(box) for box in words)
 
 
-def test_the_page_is_self_contained_and_follows_the_readers_theme(tmp_path):
-    page, png = write_report(read_report(killed_and_replaced().store), tmp_path / "new")
-    text = page.read_text()
-    assert "<svg" in text and "prefers-color-scheme: dark" in text and "var(--ink)" in text
-    assert not re.search(r"""(src|href)=["']https?://""", text)
+def test_the_picture_is_a_png_in_a_folder_that_is_made(tmp_path):
+    png = write_picture(read_report(killed_and_replaced().store), tmp_path / "new")
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -232,14 +227,13 @@ def numbered(gated: bool = True, **more: float) -> Bucket:
     return b
 
 
-def test_the_numbers_of_an_outer_step_are_told(tmp_path):
+def test_the_numbers_of_an_outer_step_are_told():
     report = read_report(numbered().store)
     assert report.steps[1].numbers["outer_lr"] == 0.7 and report.steps[0].numbers == {}
     text = summary(report)
     assert "outer step 1: ρ 0.90 · η_eff 1.27 · cos of replicas 0.25 · ‖ḡ‖ 3" in text
     assert "counted as one of typical length: r01@1" in text
     assert "typical length" not in summary(read_report(numbered(gated=False).store))
-    assert "<th>ρ</th>" in write_report(report, tmp_path)[0].read_text()
 
 
 def test_a_step_of_one_replica_alone_is_said_while_it_is_the_newest():
@@ -259,7 +253,7 @@ def held_out_event(step: int, mean: float, *, share: int = 0) -> dict[str, objec
     return {"step": step, "share": share, "shares": 2, "prompts": 10, "total": 20, "greedy": {"reward": sums}}
 
 
-def test_held_out_rewards_are_told_and_drawn_beside_those_of_training(tmp_path):
+def test_held_out_rewards_are_told_and_drawn_beside_those_of_training():
     b = killed_and_replaced()
     b.tell("r00", 1, 5.0, "evaluated", **held_out_event(0, 0.125))
     b.tell("r01", 1, 5.1, "evaluated", **held_out_event(0, 0.125, share=1))
@@ -273,8 +267,6 @@ def test_held_out_rewards_are_told_and_drawn_beside_those_of_training(tmp_path):
     (drawn,) = figure.axes[0].containers
     assert drawn.get_label() == "held out, greedy"
     assert list(drawn.lines[0].get_xdata()) == [0, STEPS] and figure.axes[0].get_xlim()[1] > STEPS
-    page, _ = write_report(report, tmp_path)
-    assert "held out, greedy" in page.read_text()
 
 
 def test_a_line_of_numbers_that_is_too_long_ends_after_a_whole_one():

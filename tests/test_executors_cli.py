@@ -247,11 +247,13 @@ def test_status_for_programs(capsys, run):
     assert [x["how"] for x in told["lives"]] == ["done", "killed", "running"]
 
 
-def test_report_draws_into_the_runs_folder(capsys, run):
+def test_report_writes_into_the_runs_folder(capsys, run):
     code, out, _ = say(capsys, "report", run.url)
     folder = Path(run.url.removeprefix("file://"))
     assert code == 0 and "6 of 6 outer steps" in out
-    assert (folder / "report.html").exists() and (folder / "report.png").exists()
+    assert (folder / "report.html").exists() and not (folder / "report.png").exists()
+    code, out, _ = say(capsys, "report", run.url, "--png")
+    assert code == 0 and "report.png" in out and (folder / "report.png").exists()
 
 
 def test_stop_of_a_run_where_nobody_runs(capsys, run):

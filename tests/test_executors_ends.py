@@ -104,14 +104,14 @@ def test_a_goodbye_that_was_asked_for_needs_no_reason() -> None:
 
 
 def test_the_report_shows_the_reasons_and_the_page_too(tmp_path: Path) -> None:
-    from diloco.runlog.charts import write_report
+    from executors.cli.report import write_page
 
-    report = read_report(out_of_memory().store)
+    store = out_of_memory().store
+    report = read_report(store)
     text = summary(report)
     assert "r00-1: exit code 1; torch.OutOfMemoryError: CUDA out of memory" in text
-    assert (
-        max(map(len, text.splitlines())) <= 80 and "CUDA out of memory" in write_report(report, tmp_path)[0].read_text()
-    )
+    assert max(map(len, text.splitlines())) <= 80
+    assert "CUDA out of memory" in write_page(report, store, tmp_path, T0 + 40).read_text()
 
 
 def test_programs_are_told_the_reason_too() -> None:

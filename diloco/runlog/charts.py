@@ -1,4 +1,4 @@
-"""A report, drawn: report.png, and report.html in one self-contained file.
+"""A report as one picture, report.png: for a README or a slide.  The page for people is diloco/runlog/page/.
 
     reward (or loss, where there is none) by outer step, per replica and mean, with every kill and return
     one lane per session: starting, training, its counted steps, its end
@@ -7,26 +7,21 @@
 matplotlib is imported when something is drawn.  Not promised: a picture of a run without any outer step.
 """
 
-import html
-import io
 from collections.abc import Sequence
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from diloco.runlog.learning import NAMES, Curve, over_replicas
+from diloco.runlog.learning import Curve
 from diloco.runlog.report import (
     BAD_ENDS,
-    NUMBERS,
     PART_NAMES,
     PARTS,
     Report,
     SessionSummary,
-    checks,
     curve_of,
     headline,
-    nice_bytes,
 )
 
 if TYPE_CHECKING:
@@ -38,42 +33,28 @@ class ReportError(RuntimeError):
     """The report cannot be drawn."""
 
 
-INK, FAINT = "#1f2329", "#c9d1d8"  # in report.html these two follow the reader's light or dark page
+INK, FAINT = "#1f2329", "#c9d1d8"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31")  # Okabe and Ito: colour-blind safe
 MARKERS = "osD^vP"
 ALARM = "#d55e00"
-OUTER_HEADS = {
-    "rho": "ρ", "effective_step": "η_eff", "cos_pair": "cos of replicas", "cross_term": "LoRA cross term",
-    "mean_norm": "‖ḡ‖",
-}  # fmt: skip
 BOOT = "#9aa4ae"
 
 
-def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
-    """Draw report.png and report.html into `folder`; -> their paths."""
+def write_picture(report: Report, folder: Path) -> Path:
+    """Draw report.png into `folder`; -> its path."""
     try:
         import matplotlib
     except ModuleNotFoundError:
         raise ReportError(
-            "drawing a report needs matplotlib, which is not installed. "
-            "Next: pip install 'serverless-diloco[report]', then `diloco report` again"
+            "drawing a picture needs matplotlib, which is not installed. Next: pip install "
+            "'serverless-diloco[report]', or leave out --png: report.html needs nothing"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    png = folder / "report.png"
-    page = folder / "report.html"
-    fonts: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "svg.hashsalt": report.url,
-    }
+    path = folder / "report.png"
+    fonts: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 9}
     with matplotlib.rc_context(fonts):
-        figure = draw_figure(report)
-        figure.savefig(png, dpi=130, facecolor="white")
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    page.write_text(_html_page(report, svg.getvalue()), encoding="utf-8")
-    return page, png
+        draw_figure(report).savefig(path, dpi=130, facecolor="white")
+    return path
 
 
 def draw_figure(report: Report) -> "Figure":
@@ -271,79 +252,3 @@ def _style_axes(ax: "Axes", title: str, x: str, y: str) -> None:
     for side in ax.spines:
         ax.spines[side].set_visible(side in ("left", "bottom"))
         ax.spines[side].set_color(INK)
-
-
-# -------------------------------------------------------------------- the page
-
-CSS = """
-:root { color-scheme: light dark; --ink: #1f2329; --faint: #c9d1d8; --page: #ffffff; --bad: #b3261e; --good: #1a7f37 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --faint: #3d444d; --page: #0d1117; --bad: #ff7b72; --good: #3fb950 } }
-body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 62rem;
-       margin: 2rem auto; padding: 0 1rem }
-svg { width: 100%; height: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid var(--faint) }
-th:first-child, td:first-child { text-align: left } .wide { overflow-x: auto }
-.ok::before { content: "✓ "; color: var(--good) } .no::before { content: "✗ "; color: var(--bad) }
-ul { list-style: none; padding: 0 }
-code { background: color-mix(in srgb, var(--faint) 40%, transparent); padding: 0 .3em }
-"""
-
-
-def _html_page(report: Report, svg: str) -> str:
-    picture = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(FAINT, "var(--faint)")
-    found = "".join(f'<li class="{"ok" if c.ok else "no"}">{html.escape(c.text)}</li>' for c in checks(report))
-    title = html.escape(headline(report))
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(report.name)}</title><style>{CSS}</style><h1>{title}</h1><ul>{found}</ul>{picture}"
-        f"<h2>Outer steps</h2><div class=wide>{_step_table(report)}</div>"
-        f"<h2>Sessions</h2><div class=wide>{_session_table(report)}</div>"
-        f"<p>Read from <code>{html.escape(report.url)}</code>; "
-        f"again at any time with <code>diloco report {html.escape(report.url)}</code>.</p></html>\n"
-    )
-
-
-def _step_table(report: Report) -> str:
-    measured = [over_replicas(s) for s in report.steps]
-    shown = [name for name in NAMES if any(name in numbers for numbers in measured)]
-    slots = report.slots
-    head = ["step", "mean reward", *slots, *(name.replace("_", " ") for name in shown)]
-    head += ["inner steps", "closed by", "later work", "gated"]
-    outer = [k for k in NUMBERS if k != "cross_term" or any(k in s.numbers for s in report.steps)]  # LoRA's alone
-    head += [OUTER_HEADS[k] for k in outer] + ["s", "up", "down"]
-    rows = []
-    before = report.began
-    for s, numbers_of_step in zip(report.steps, measured, strict=True):
-        rewards = [_format_number(s.reward.get(slot)) + ("" if slot in s.fresh else " ·") for slot in slots]
-        late = ", ".join(f"{slot}@{t}" for slot, t in s.carried)
-        inner = "/".join(str(s.h[slot]) for slot in sorted(s.h))
-        up, down = (nice_bytes(sum(b.values())) for b in (s.up, s.down))
-        numbers = [f"{s.numbers[k]:.3g}" if k in s.numbers else "–" for k in outer]
-        if s.empty:
-            numbers[-1] = "0, θ stays"
-        learning = [f"{numbers_of_step[name]:.3g}" if name in numbers_of_step else "–" for name in shown]
-        about = [*learning, inner, s.by, late, ", ".join(s.gated), *numbers]
-        rows.append([str(s.t), _format_number(s.mean_reward), *rewards, *about, f"{s.at - before:.2f}", up, down])
-        before = s.at
-    return _html_table(head, rows) + "<p>· means: not in this step's own commit.</p>"
-
-
-def _session_table(report: Report) -> str:
-    head = ["session", "claimed (s)", "joined (s)", "joined at step", "counted in", "end"]
-    rows = []
-    for x in report.sessions:
-        joined = ["–", "–"] if x.joined is None else [f"{x.joined - report.began:.1f}", str(x.joined_step)]
-        end = x.end + ("" if x.ended is None else f", {x.ended - report.began:.1f} s") + (f": {x.why}" if x.why else "")
-        rows.append([x.name, f"{x.claimed - report.began:.1f}", *joined, f"{len(x.commits)} steps", end])
-    return _html_table(head, rows)
-
-
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _html_table(head: list[str], rows: list[list[str]]) -> str:
-    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"

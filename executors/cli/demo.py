@@ -9,14 +9,16 @@ import os
 import shutil
 import signal
 import sys
+import time
 from importlib.resources import files
 from pathlib import Path
 
 from diloco.config import load_config
 from diloco.launch import Run, open_run
-from diloco.runlog.charts import write_report
+from diloco.runlog.charts import write_picture
 from diloco.runlog.report import Check, Report, SessionSummary, checks, first_and_last, read_report, summary
 from executors.cli.foreground import say, supervise_here
+from executors.cli.report import write_page
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
@@ -42,7 +44,8 @@ def demo(folder: Path | None) -> int:
     found = [*extra_checks(report)]
     print("\n" + summary(report))
     print("\n".join(f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in found))
-    write_report(report, path)
+    write_page(report, run.store, path, time.time())
+    write_picture(report, path)
     print(next_commands(path))
     return 0 if all(c.ok for c in [*checks(report), *found]) else 1
 

@@ -544,18 +544,25 @@ def _say(text: str) -> None:
 
 
 def _report(args: Namespace) -> int:
-    from diloco.runlog.charts import write_report
     from diloco.runlog.opening import open_view
     from diloco.runlog.report import Reader, summary
     from diloco.runlog.scope import EVERYTHING
     from executors.cli import status
+    from executors.cli.report import write_page
 
     view = open_view(run_url.checked_url(args.run), EVERYTHING)
     report = Reader(view.run.store, EVERYTHING, view.cache, view.answers).refresh()
     folder = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
-    page, png = write_report(report, folder)
-    data = {**status.status_dict(report, time.time()), "page": str(page), "picture": str(png)}
-    _print_answer(args, data, summary(report), f"\nwrote {page} and {png}")
+    now = time.time()
+    page = write_page(report, view.run.store, folder, now)
+    data = {**status.status_dict(report, now), "page": str(page)}
+    wrote = f"\nwrote {page}"
+    if args.png:
+        from diloco.runlog.charts import write_picture
+
+        data["picture"] = str(write_picture(report, folder))
+        wrote += f" and {data['picture']}"
+    _print_answer(args, data, summary(report), wrote)
     return 0
 
 

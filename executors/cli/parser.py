@@ -179,8 +179,9 @@ def _add_writing_verbs(verbs: Any) -> None:
     evaluate.add_argument(
         "--samples", type=natural, metavar="N", help="completions per prompt at the run's temperature"
     )
-    report = _add_verb(verbs, "report", "draw report.html and report.png", run)
+    report = _add_verb(verbs, "report", "the run as a page in one file, report.html", run)
     report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
+    report.add_argument("--png", action="store_true", help="and report.png, a picture of it")
     traces = _add_verb(
         verbs, "traces", "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)", run
     )

@@ -1,0 +1,77 @@
+"""Who contributed to each outer step, a letter per slot.  Pure.
+
+    step      0 1 2 3 4
+    r00       f f f f f      f  fresh: listed by this step's own commit      g  the same, its weight lowered by the gate
+    r01       f f l . f      l  late: of this step, listed by a later commit
+    r02       f f x x f      x  lost: a session trained here and nothing of it counts      w  it may yet be listed
+                             .  nobody trained there
+
+A session trained in a step if it was there for more than half of the step's time, or was cut off in it.
+
+Not promised: that x is lost work to the second; times of different machines are compared.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from diloco.runlog.report import BAD_ENDS, Report, SessionSummary
+
+FRESH, GATED, LATE, LOST, WAITS, ABSENT = "fglxw."
+NAMES = {FRESH: "fresh", GATED: "gated", LATE: "late", LOST: "lost"}
+
+
+def contribution_rows(report: Report, slots: Sequence[str]) -> list[str]:
+    """One text per outer step, a letter per slot."""
+    column = {slot: i for i, slot in enumerate(slots)}
+    rows = [[ABSENT] * len(slots) for _ in report.steps]
+    for session in report.sessions:
+        for t in _trained_in(session, report):
+            rows[t][column[session.slot]] = _unlisted(t, report)
+    for step in report.steps:
+        for slot in step.fresh:
+            _write(rows, column, step.t, slot, GATED if slot in step.gated else FRESH)
+        for slot, t in step.carried:
+            _write(rows, column, t, slot, LATE)
+    return ["".join(row) for row in rows]
+
+
+def _write(rows: list[list[str]], column: Mapping[str, int], t: int, slot: str, letter: str) -> None:
+    if t < len(rows) and slot in column:
+        rows[t][column[slot]] = letter
+
+
+def _unlisted(t: int, report: Report) -> str:
+    """Work for step t that no commit lists: it may be listed `max_carry` meetings of its fragment later."""
+    outer = report.config.get("outer", {})
+    wait = outer.get("max_carry", 2) * outer.get("fragments", 1) if isinstance(outer, dict) else 2
+    waits = isinstance(wait, int) and not report.done and t + wait >= report.head
+    return WAITS if waits else LOST
+
+
+def _trained_in(session: SessionSummary, report: Report) -> list[int]:
+    times = [step.at for step in report.steps]
+    joined = session.joined if session.joined is not None else next((at for _, at in session.commits), None)
+    if joined is None or not times:
+        return []
+    ended = session.ended if session.ended is not None else report.ended
+    found = list[int]()
+    for t in range(bisect_right(times, joined), len(times)):
+        start = times[t - 1] if t else report.began
+        if start >= ended:
+            break
+        was_there = min(times[t], ended) - max(start, joined)
+        cut_off = session.how in BAD_ENDS and start < ended <= times[t]
+        if cut_off or 2 * was_there > times[t] - start:
+            found.append(t)
+    return found
+
+
+def tally(blocks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, dict[str, int]]:
+    """(slots, rows) -> slot -> how often each of NAMES."""
+    found = dict[str, dict[str, int]]()
+    for slots, rows in blocks:
+        for i, slot in enumerate(slots):
+            counts = found.setdefault(slot, dict.fromkeys(NAMES.values(), 0))
+            for letter, name in NAMES.items():
+                counts[name] += sum(row[i] == letter for row in rows)
+    return found
