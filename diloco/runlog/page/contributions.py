@@ -24,9 +24,11 @@ def contribution_rows(report: Report, slots: Sequence[str]) -> list[str]:
     """One text per outer step, a letter per slot."""
     column = {slot: i for i, slot in enumerate(slots)}
     rows = [[ABSENT] * len(slots) for _ in report.steps]
+    times = [report.began, *(step.at for step in report.steps)]
+    first_waiting = _first_that_waits(report)
     for session in report.sessions:
-        for t in _trained_in(session, report):
-            rows[t][column[session.slot]] = _unlisted(t, report)
+        for t in _trained_in(session, times):
+            rows[t][column[session.slot]] = WAITS if t >= first_waiting else LOST
     for step in report.steps:
         for slot in step.fresh:
             _write(rows, column, step.t, slot, GATED if slot in step.gated else FRESH)
@@ -40,28 +42,26 @@ def _write(rows: list[list[str]], column: Mapping[str, int], t: int, slot: str, 
         rows[t][column[slot]] = letter
 
 
-def _unlisted(t: int, report: Report) -> str:
-    """Work for step t that no commit lists: it may be listed `max_carry` meetings of its fragment later."""
-    outer = report.config.get("outer", {})
-    wait = outer.get("max_carry", 2) * outer.get("fragments", 1) if isinstance(outer, dict) else 2
-    waits = isinstance(wait, int) and not report.done and t + wait >= report.head
-    return WAITS if waits else LOST
+def _first_that_waits(report: Report) -> int:
+    """Work for a step that no commit lists may be listed `max_carry` meetings of its fragment later."""
+    carry, fragments = report.setting("outer", "max_carry", 2), report.setting("outer", "fragments", 1)
+    return report.head if report.done else report.head - carry * fragments
 
 
-def _trained_in(session: SessionSummary, report: Report) -> list[int]:
-    times = [step.at for step in report.steps]
+def _trained_in(session: SessionSummary, times: Sequence[float]) -> list[int]:
+    """times: of the run's beginning, and of each commit."""
     joined = session.joined if session.joined is not None else next((at for _, at in session.commits), None)
-    if joined is None or not times:
+    if joined is None:
         return []
-    ended = session.ended if session.ended is not None else report.ended
+    ended = session.ended if session.ended is not None else times[-1]
     found = list[int]()
-    for t in range(bisect_right(times, joined), len(times)):
-        start = times[t - 1] if t else report.began
+    for t in range(max(0, bisect_right(times, joined) - 1), len(times) - 1):
+        start, end = times[t], times[t + 1]
         if start >= ended:
             break
-        was_there = min(times[t], ended) - max(start, joined)
-        cut_off = session.how in BAD_ENDS and start < ended <= times[t]
-        if cut_off or 2 * was_there > times[t] - start:
+        was_there = min(end, ended) - max(start, joined)
+        cut_off = session.how in BAD_ENDS and start < ended <= end
+        if cut_off or 2 * was_there > end - start:
             found.append(t)
     return found
 

@@ -59,23 +59,24 @@ def page_data(report: Report, now: float, beside: Beside | None = None) -> dict[
 
 def head_of(report: Report, now: float, beside: Beside, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seen = overview(report, now, read_at=beside.read_at)
+    began = report.began  # looks at every event
     return {
         "format": FORMAT,
         "made": now,
         "poll_s": beside.poll_s,
         "partial": beside.partial,
         "stale": beside.stale,
-        **_numbers_of(seen, report),
+        **_numbers_of(seen, report, began),
         "headline": headline(report),
         "checks": [{"ok": check.ok, "text": check.text} for check in checks(report)],
         "troubles": list(beside.troubles),
         "remarks": _remarks(report),
         "slots": report.slots,
-        "sessions": [_session(session, report, seen) for session in report.sessions],
+        "sessions": _sessions(report, seen, began),
         "counted": _counted(chunks),
-        "marks": _marks(report),
+        "marks": _marks(report, began),
         "evaluations": [evaluation_dict(evaluation) for evaluation in report.evaluations],
-        "events": _events(report),
+        "events": _events(report, began),
         "explanations": EXPLANATIONS,
         "costs": beside.costs,
         "parent": report.config.get("parent"),
@@ -87,14 +88,14 @@ def head_of(report: Report, now: float, beside: Beside, chunks: Sequence[Mapping
     }
 
 
-def _numbers_of(seen: Overview, report: Report) -> dict[str, Any]:
+def _numbers_of(seen: Overview, report: Report, began: float) -> dict[str, Any]:
     return {
         "name": seen.name,
         "url": seen.url,
         "state": seen.state,
         "step": seen.step,
         "steps": seen.steps,
-        "began": report.began,
+        "began": began,
         "last_sign": report.last_sign,
         "elapsed_s": brief(seen.elapsed_s),
         "step_s": brief(seen.step_s),
@@ -116,17 +117,21 @@ def _remarks(report: Report) -> list[str]:
 # -------------------------------------------------------------------- sessions, events
 
 
-def _session(session: SessionSummary, report: Report, seen: Overview) -> dict[str, Any]:
-    row = next((r for r in seen.rows if (r.slot, r.generation) == (session.slot, session.generation)), None)
+def _sessions(report: Report, seen: Overview, began: float) -> list[dict[str, Any]]:
+    rows = {(row.slot, row.generation): row for row in seen.rows}
+    return [_session(session, rows.get((session.slot, session.generation)), began) for session in report.sessions]
+
+
+def _session(session: SessionSummary, row: SessionRow | None, began: float) -> dict[str, Any]:
     return {
         "name": session.name,
         "slot": session.slot,
         "place": place_of_host(session.host),
         "device": session.device,
-        "claimed": brief(session.claimed - report.began),
-        "joined": None if session.joined is None else brief(session.joined - report.began),
+        "claimed": brief(session.claimed - began),
+        "joined": None if session.joined is None else brief(session.joined - began),
         "joined_step": session.joined_step,
-        "ended": None if session.ended is None else brief(session.ended - report.began),
+        "ended": None if session.ended is None else brief(session.ended - began),
         "bad": session.how in BAD_ENDS,
         "end": session.end,
         "why": session.why,
@@ -153,7 +158,7 @@ def _counted(chunks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     return tally([(chunk["slots"], chunk["who"]) for chunk in chunks])
 
 
-def _marks(report: Report) -> list[dict[str, Any]]:
+def _marks(report: Report, began: float) -> list[dict[str, Any]]:
     """The ends and returns that curves are marked with, by time."""
     found = list[tuple[float, str, str]]()
     for session in report.sessions:
@@ -164,7 +169,7 @@ def _marks(report: Report) -> list[dict[str, Any]]:
             found.append((session.joined, "joined", f"{session.name} {words}"))
     times = [step.at for step in report.steps]
     return [
-        {"at": brief(at - report.began), "step": brief(_step_at(times, at)), "kind": kind, "text": text}
+        {"at": brief(at - began), "step": brief(_step_at(times, at)), "kind": kind, "text": text}
         for at, kind, text in sorted(found)[-MARKS:]
     ]
 
@@ -177,12 +182,12 @@ def _step_at(ends: Sequence[float], at: float) -> float:
     return t - 1 + (at - ends[t - 1]) / max(ends[t] - ends[t - 1], 1e-6)
 
 
-def _events(report: Report) -> list[dict[str, Any]]:
+def _events(report: Report, began: float) -> list[dict[str, Any]]:
     """The newest that have an explanation, the newest first."""
     known = [e for e in report.events if e["event"] in EXPLANATIONS][-NEWEST_EVENTS:]
     return [
         {
-            "at": brief(e["at"] - report.began),
+            "at": brief(e["at"] - began),
             "kind": e["event"],
             "who": e["who"],
             "slot": e["slot"],
@@ -214,9 +219,8 @@ def chunks_of(report: Report) -> list[dict[str, Any]]:
     slots = report.slots
     who = contribution_rows(report, slots)
     starts = range(0, len(report.steps), CHUNK)
-    return [
-        _chunk(report.steps[start : start + CHUNK], report.began, slots, who[start : start + CHUNK]) for start in starts
-    ]
+    began = report.began
+    return [_chunk(report.steps[start : start + CHUNK], began, slots, who[start : start + CHUNK]) for start in starts]
 
 
 def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Sequence[str]) -> dict[str, Any]:
