@@ -21,12 +21,14 @@ from diloco.runlog.opening import View, open_view
 from diloco.runlog.overview import MetricCurve, SessionRow, overview
 from diloco.runlog.report import read_report
 from diloco.runlog.scope import COSTS
+from diloco.runlog.troubles import find_troubles
 from executors.cli import main as cli
+from executors.cli import watch_actions
 from executors.cli import watch_words as words
 from executors.cli.status import key_values
 from executors.cli.watch import check_textual, write_lines
 from executors.cli.watch_app import WatchApp
-from executors.cli.watch_looks import Picture, RunLooks
+from executors.cli.watch_looks import Picture, RunLooks, with_beats_as_read
 from executors.cli.watch_windows import AskWindow, NumberWindow, TextWindow
 from executors.supervision.costs import costs
 from rendezvous import layout
@@ -207,6 +209,41 @@ def test_without_colour_every_state_is_still_a_word(mine, monkeypatch) -> None:
     play(looks, (80, 24), script, whole(looks))
 
 
+# -------------------------------------------------------------------- troubles
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, 2), (240, 1)])
+def test_troubles_stand_above_the_events_with_what_to_do(width, lines) -> None:
+    run = long_run(60, 24)  # $47 of $50
+    looks = looks_at(run, 60 * STEP_S + 5)
+
+    async def script(app, pilot) -> None:
+        text = screen(app)
+        at = next(i for i, line in enumerate(text) if line.startswith("! $47"))
+        assert "of $50.00 are spent" in text[at] and "the run ends by itself" in text[at + lines - 1]
+        assert "launched" in " ".join(text[at + lines :])
+
+    play(looks, (width, 40), script, whole(looks))
+
+
+def test_who_was_not_looked_at_lately_is_not_counted_as_silent(mine) -> None:
+    """A large fleet's beats are read in turns: a stall must not say that nobody beats."""
+    report = read_report(mine.store)
+    now = T0 + 60 * STEP_S + 400
+    read_at = dict.fromkeys(report.beats, T0 + 60 * STEP_S + 3)
+    report.url = "s3://bucket/run"
+    (found,) = [t for t in find_troubles(with_beats_as_read(report, read_at, now), now) if t.kind == "stalled"]
+    assert "3 of 3 replicas beat" in found.text
+    (found,) = [t for t in find_troubles(with_beats_as_read(report, {}, now), now) if t.kind == "stalled"]
+    assert "0 of 3 replicas beat" in found.text
+
+
+def test_completions_of_steps_whose_reward_may_be_hacked_are_flagged() -> None:
+    sample = (12, "r00", "2+2?", "4 4 4 4", 1.0)
+    assert "is its reward hacked?" in watch_actions.rollout_words(sample, range(11, 20))
+    assert "hacked" not in watch_actions.rollout_words(sample, range(12, 20))
+
+
 # -------------------------------------------------------------------- size
 
 
@@ -261,9 +298,10 @@ def test_l_shows_the_log_of_a_dead_session_out_of_the_bucket(tmp_path) -> None:
     play(looks, (100, 30), script, whole(looks))
 
 
-def test_o_shows_rollouts_with_their_rewards_the_newest_first(tmp_path) -> None:
+def test_o_shows_rollouts_with_their_rewards_the_newest_first_and_the_first_ones_last(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(watch_actions, "ROLLOUTS", 2)
     looks, store = founded(tmp_path)
-    for n, step in enumerate((1, 3)):
+    for n, step in enumerate((1, 2, 3)):
         rows = [{"step": step, "tools": []}]
         rows += [
             {
@@ -274,7 +312,7 @@ def test_o_shows_rollouts_with_their_rewards_the_newest_first(tmp_path) -> None:
             for r in (0.25, 1.0)
         ]
         store.put(layout.rollouts_key("r00", 1, n), "\n".join(map(json.dumps, rows)).encode())
-    store.put(layout.rollouts_key("r00", 1, 2), b"\x00 half a li")
+    store.put(layout.rollouts_key("r00", 1, 3), b"\x00 half a li")
 
     async def script(app, pilot) -> None:
         await pilot.press("o")
@@ -284,6 +322,9 @@ def test_o_shows_rollouts_with_their_rewards_the_newest_first(tmp_path) -> None:
         await pilot.press("p")
         await pilot.pause()
         assert "outer step 4 · reward 1 " in window_text(app) and "say 1.0" in window_text(app)
+        await pilot.press("p")
+        await pilot.pause()
+        assert "outer step 2 · reward 0.25" in window_text(app)
 
     play(looks, (100, 30), script, whole(looks))
 

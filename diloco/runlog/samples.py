@@ -73,17 +73,19 @@ class SampleReader:
         return True
 
 
-def newest_samples(store: Readable, slot: str, generation: int, most: int) -> list[Sample]:
-    """The newest rollouts of one session, the newest outer step first."""
-    keys = [key for key in store.list(layout.logs_prefix(slot, generation)) if layout.is_rollouts(key)]
-    found = list[Sample]()
-    for key in sorted(keys, reverse=True):
-        if len(found) >= most:
-            break
-        head, *lines = (store.get(key) or b"").decode(errors="replace").splitlines() or [""]
-        if (row := _row_of(head)) is not None:
-            found += [sample for line in lines if (sample := _sample_of(line, row, slot)) is not None]
-    return found[:most]
+def session_samples(store: Readable, slot: str, generation: int, most: int) -> list[Sample]:
+    """The newest rollouts of one session, the newest outer step first; at the end those of its first object."""
+    keys = sorted(key for key in store.list(layout.logs_prefix(slot, generation)) if layout.is_rollouts(key))
+    newest = list[Sample]()
+    while keys[1:] and len(newest) < most:
+        newest += _samples_in(store, keys.pop(), slot)
+    return [*newest[:most], *(_samples_in(store, keys[0], slot)[:most] if keys else [])]
+
+
+def _samples_in(store: Readable, key: str, slot: str) -> list[Sample]:
+    head, *lines = (store.get(key) or b"").decode(errors="replace").splitlines() or [""]
+    row = _row_of(head)
+    return [] if row is None else [found for line in lines if (found := _sample_of(line, row, slot)) is not None]
 
 
 def _row_of(head: str) -> int | None:

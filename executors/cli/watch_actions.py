@@ -1,7 +1,7 @@
 """The keys of `diloco watch` that read more, or write: through the very code of `diloco logs`, `scale` and `drain`.
 
     l   LogAction       ─▶ lines of the session's log, dead or alive
-    o   RolloutAction   ─▶ its newest rollouts, with their rewards
+    o   RolloutAction   ─▶ its newest rollouts, with their rewards; the first ones last
     d   DrainAction     ask ─▶ control: drain         ┐  read-only credentials: nothing is written, and it says so
     s   ScaleAction     number ─▶ price ─▶ ask ─▶ control: replicas  ┘
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from diloco.launch import Run
 from diloco.runlog.cache import cache_of
 from diloco.runlog.report import read_report
-from diloco.runlog.samples import Sample, newest_samples
+from diloco.runlog.samples import Sample, session_samples
 from diloco.runlog.scope import COSTS
 from executors.cli import logs, scale
 from executors.cli.watch_looks import error_words
@@ -52,8 +52,11 @@ class LogAction:
 
 @dataclass(frozen=True)
 class RolloutAction:
+    """flagged: outer steps whose completions are worth a look, since the reward may be hacked there."""
+
     run: Run
     session: str
+    flagged: range = range(0)
 
     @property
     def title(self) -> str:
@@ -61,15 +64,16 @@ class RolloutAction:
 
     def read(self) -> Sequence[str]:
         slot, _, generation = self.session.partition("-")
-        found = newest_samples(self.run.store, slot, int(generation or 0), ROLLOUTS)
+        found = session_samples(self.run.store, slot, int(generation or 0), ROLLOUTS)
         none = f"{self.session} has written no rollouts (fleet.log_rollouts says how many it writes per outer step)"
-        return [rollout_words(sample) for sample in found] or [none]
+        return [rollout_words(sample, self.flagged) for sample in found] or [none]
 
 
-def rollout_words(sample: Sample) -> str:
+def rollout_words(sample: Sample, flagged: range) -> str:
     step, _, prompt, completion, reward = sample
     worth = "no reward" if reward is None else f"reward {reward:.4g}"
-    return f"outer step {step} · {worth}\n\n[prompt]\n{prompt}\n\n[completion]\n{completion}"
+    flag = " · ! is its reward hacked? (docs/troubles.md)" if step - 1 in flagged else ""
+    return f"outer step {step} · {worth}{flag}\n\n[prompt]\n{prompt}\n\n[completion]\n{completion}"
 
 
 class DrainAction:

@@ -28,6 +28,7 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from diloco.runlog.overview import SessionRow, aged
+from diloco.runlog.troubles import flagged_steps
 from executors.cli import watch_words as words
 from executors.cli.watch_actions import DrainAction, LogAction, RolloutAction, ScaleAction
 from executors.cli.watch_looks import Picture, RunLooks, error_words
@@ -217,11 +218,13 @@ class WatchApp(App[int]):
 
     def _draw_events(self, picture: Picture) -> None:
         events = self._static("#events")
-        trouble = [f"! {self.trouble}"] if self.trouble else []
-        remarks = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in (*trouble, *picture.remarks)]
-        lines = [*remarks, *(Text(line) for line in picture.events)][: max(1, events.size.height)]
+        width = max(20, events.size.width)
+        told = [f"! {self.trouble}"] if self.trouble else []
+        told += [*words.trouble_lines(picture.troubles, width), *picture.remarks]
+        styled = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in told]
+        lines = [*styled, *(Text(line) for line in picture.events)][: max(1, events.size.height)]
         for line in lines:
-            line.truncate(max(20, events.size.width), overflow="ellipsis")
+            line.truncate(width, overflow="ellipsis")
         events.update(Text("\n").join(lines) if lines else "nothing has happened yet")
 
     def _static(self, name: str) -> Static:
@@ -251,8 +254,9 @@ class WatchApp(App[int]):
             self.push_screen(TextWindow(LogAction(self.looks.run, self.picture.wanted, self.chosen)))
 
     def action_rollout(self) -> None:
-        if self.chosen:
-            self.push_screen(TextWindow(RolloutAction(self.looks.run, self.chosen)))
+        if self.chosen and self.picture is not None:
+            flagged = flagged_steps(self.picture.troubles, self.picture.seen.step)
+            self.push_screen(TextWindow(RolloutAction(self.looks.run, self.chosen, flagged)))
 
     def action_metric(self) -> None:
         self.metric += 1

@@ -9,13 +9,16 @@ Reads the run only; killing and starting it again changes nothing there.
 Not promised: a picture that is newer than its bucket; what is stale says since when.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco.runlog.live import LiveReader
 from diloco.runlog.opening import View
 from diloco.runlog.overview import Overview, overview
 from diloco.runlog.report import Report
+from diloco.runlog.trouble import Spending, Trouble
+from diloco.runlog.troubles import find_troubles
 from executors.cli.status import remark_lines
 from executors.cli.watch_words import event_lines
 from executors.supervision.costs import Costs, costs
@@ -31,7 +34,7 @@ LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
 class Picture:
     """Everything that is shown.   at: when it was read, Unix time.   partial: the curves are still to come.
 
-    supervision: who looks after the run.   remarks: what it waits for, and troubles.   events: the newest first.
+    supervision: who looks after the run.   remarks: what it waits for.   events: the newest first.
     """
 
     at: float
@@ -39,6 +42,7 @@ class Picture:
     spent: Costs
     wanted: Wanted
     supervision: str
+    troubles: tuple[Trouble, ...]
     remarks: tuple[str, ...]
     events: tuple[str, ...]
     partial: bool = False
@@ -85,16 +89,28 @@ class RunLooks:
 
     def _picture_of(self, report: Report) -> Picture:
         now = self.clock.wall()
+        spent = costs(report, now)
+        spending = Spending(spent.usd, spent.hours, spent.rate)
+        as_read = with_beats_as_read(report, self._live.read_at, now)
+        troubles = find_troubles(as_read, now, spending) if self._live.is_whole else []
+        told = {found.line for found in troubles}
         return Picture(
             at=now,
             seen=overview(report, now, read_at=self._live.read_at),
-            spent=costs(report, now),
+            spent=spent,
             wanted=report.wanted,
             supervision=describe_supervisor(self._live.supervisor_beat, self.clock, report)[0],
-            remarks=tuple(line.strip() for line in remark_lines(report, now)),
+            troubles=tuple(troubles),
+            remarks=tuple(line.strip() for line in remark_lines(as_read, now) if line.lstrip("! ") not in told),
             events=tuple(event_lines(report)),
             partial=not self._live.is_whole,
         )
+
+
+def with_beats_as_read(report: Report, read_at: Mapping[str, float], now: float) -> Report:
+    """The report with each beat as old as it was when it was read: what was not looked at since is not silent."""
+    beats = {slot: replace(beat, at=beat.at + now - read_at.get(slot, now)) for slot, beat in report.beats.items()}
+    return replace(report, beats=beats)
 
 
 def error_words(error: BaseException) -> str:

@@ -4,6 +4,7 @@
                     ──▶ row_line       r01-2   modal   H100  train   3/6   4.4/s    2 s  after lost: preempted by Modal
                     ──▶ metric_line    › reward      0.10 ▁▂▃▅▆▇ 0.41
                     ──▶ chart_lines    the chosen metric, some lines high
+    troubles        ──▶ trouble_lines  ! no outer step for 6 min … · the next thing to do
     events          ──▶ event_lines    12:03:11 r01-1 lost: preempted by Modal · its supervisor starts it again
 
 A cell that does not fit ends with "…".  Nothing is said by colour alone.
@@ -22,6 +23,7 @@ from typing import Any
 from diloco.runlog.ends import ENDS, observed_words, own_words
 from diloco.runlog.overview import MetricCurve, Overview, SessionRow
 from diloco.runlog.report import Report, sparkline
+from diloco.runlog.trouble import PAGE, Trouble
 from executors.cli.status import EVENTS, LOUD, cost_limits
 from executors.platforms.full_disk import found_room
 from executors.supervision.costs import Costs
@@ -276,7 +278,18 @@ def number_words(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1e5 else f"{value:.1e}"
 
 
-# -------------------------------------------------------------------- events
+# -------------------------------------------------------------------- troubles and events
+
+
+def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
+    """What was seen, and the next thing to do: in one line where there is room, else in two."""
+    lines = list[str]()
+    for found in troubles:
+        about = f"{found.slot}: " if found.slot else ""
+        seen, advice = f"! {about}{found.text}", f"{found.advice} ({PAGE}#{found.page})"
+        whole = f"{seen} · {advice}"
+        lines += [whole] if len(whole) <= width else [cut(seen, width), cut(f"  → {found.advice}", width)]
+    return lines
 
 
 def event_lines(report: Report) -> list[str]:
