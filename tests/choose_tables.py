@@ -27,6 +27,7 @@ PAGE = DOCS / "choose.md"
 ROOM = 1.6
 VRAM = {"T4": 16, "L4": 24, "A10": 24, "L40S": 48, "A100-40GB": 40, "A100-80GB": 80, "H100": 80, "H200": 141}  # GB
 CODECS = ("fp32", "bf16", "int8", "int4")
+ON_THE_HUB = 2  # bytes per parameter: bfloat16
 REPLICAS = 4
 RANK = 16
 
@@ -118,7 +119,17 @@ def memory_table() -> str:
     rows = [_memory_row(model, "adapter", lora=True) for model in MODELS]
     rows += [_memory_row(model, "all weights", lora=False) for model in MODELS]
     rows += [_memory_row(model, "all, bfloat16", lora=False, dtype="bfloat16") for model in MODELS]
-    head = ("model", "trained", "VRAM, states", "RAM", "bucket per step", "per snapshot", "GPU", "dollars per hour")
+    head = (
+        "model",
+        "trained",
+        "VRAM, states",
+        "RAM",
+        "disk",
+        "bucket per step",
+        "per snapshot",
+        "GPU",
+        "dollars per hour",
+    )
     return table(head, rows)
 
 
@@ -126,7 +137,7 @@ def _memory_row(model: Model, what: str, **settings: Any) -> tuple[str, ...]:
     found = sized(model, **settings)
     gpu = gpu_for(found.device)
     price = f"{usd_per_hour(gpu, model.parameters):.2f}" if gpu else ""
-    sizes = (found.device, found.host, found.each_step, found.each_snapshot)
+    sizes = (found.device, found.host, ON_THE_HUB * model.parameters, found.each_step, found.each_snapshot)
     return (model.name, what, *(in_bytes(size) for size in sizes), gpu or "none of one device", price)
 
 

@@ -1,13 +1,20 @@
 """The documentation holds together: what can be checked without the builder of the site (`make docs`, strict too)."""
 
+import argparse
 import importlib
 import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from diloco import StoreManager, make_diloco
+from diloco.config import RunConfig
+from executors.cli.parser import make_parser
+from inner.tables import list_settings
 from rendezvous import layout
 from tests import choose_tables
 from tests.site_pages import (
@@ -136,3 +143,56 @@ def test_what_agents_are_told_to_open_and_to_run_is_there() -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(targets)
     paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|yml))`", text)
     assert len(paths) > 15 and not [path for path in paths if not (ROOT / path).exists()]
+
+
+SETTINGS = set(list_settings(RunConfig))
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_each_toml_block_is_toml_with_settings_that_exist(page: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.DOTALL)
+    unknown = [name for block in blocks for name in _settings_in(tomllib.loads(block)) if name not in SETTINGS]
+    assert not unknown
+
+
+def _settings_in(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        name = f"{above}{key}"
+        if isinstance(value, dict) and name not in SETTINGS:
+            yield from _settings_in(value, f"{name}.")
+        else:
+            yield name
+
+
+def test_each_command_that_is_shown_has_a_verb_and_options_that_exist() -> None:
+    verbs = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    known = {verb: {o for action in parser._actions for o in action.option_strings} for verb, parser in verbs.items()}
+    wrong, seen = list[str](), set[str]()
+    for page in all_pages():
+        if page.name in ("CHANGELOG.md", "log.md"):  # what was
+            continue
+        for verb, rest in _commands_in(page.read_text(encoding="utf-8")):
+            options = re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest)
+            seen.add(verb)
+            if verb not in known or not set(options) <= known[verb]:
+                wrong.append(f"{page.name}: diloco {verb}{rest}")
+    assert not wrong and len(seen) > 20
+
+
+def _commands_in(text: str) -> Iterator[tuple[str, str]]:
+    """(verb, what follows it) of code spans and of lines that begin with the program's name."""
+    for line in [*re.findall(r"`(diloco [^`\n]+)`", text), *(line.strip() for line in text.splitlines())]:
+        if match := re.match(r"(?:\$ |\.venv/bin/)?diloco ([a-z]+)\b(.*)", line):
+            yield match[1], match[2].split("#")[0].split(" -- ")[0]
+
+
+def test_the_python_of_the_page_about_rewards_does_what_it_says() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "rewards.md").read_text(encoding="utf-8"), re.M | re.DOTALL)
+    found: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, found)
+    replies = [[{"role": "assistant", "content": text}] for text in ("it is 7", "8")]
+    assert found["score"](replies, answer=["7", "7"], other=[1, 2]) == [1.0, 0.0]
+    world = found["World"]()
+    world.reset(stock={"bolts": 3}, prompt="…")
+    assert world.count("bolts") == 3 and world.get_reward() == 0.0
