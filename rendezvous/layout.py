@@ -18,6 +18,7 @@
     ├── residuals/{slot}-{generation}-{nonce}.bin  what its codec had not sent; deleted when taken put, new name
     ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
     ├── again/                                     a whole run: the one that counts if this one was superseded
+    ├── page/index.html, data/{n}.json             a view for browsers; no replica reads it        put, by a publisher
     └── log/{slot}-{generation}/
         ├── {n:06d}.jsonl                          metrics and events                              put, by its slot
         └── {n:06d}.rollouts.jsonl                 a few of the student's rollouts, for traces     put, by its slot
@@ -41,6 +42,9 @@ LOGS = "log/"
 CONTROLS = "control/"
 AGAIN = "again"  # a folder: the run that counts where this one is superseded
 CLAIMS = "replicas/"
+PAGE = "page/"  # a view of the run: may be written over, and deleted, at any time
+PAGE_INDEX = "page/index.html"
+_CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
 _WORD = re.compile("[A-Za-z0-9_]+")
@@ -218,6 +222,17 @@ def log_number(key: str) -> int:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 10
+
+
+def page_data_key(name: str) -> str:
+    """ "head.json", "0.json" -> where a published page asks for it."""
+    return f"{PAGE}data/{name}"
+
+
+def content_type(key: str) -> str | None:
+    """The type that a browser must be told; None for what no browser reads."""
+    ending = "." + key.rpartition(".")[2]
+    return _CONTENT_TYPES.get(ending) if key.startswith(PAGE) else None
 
 
 def record_kind(key: str) -> str | None:

@@ -107,6 +107,10 @@ class LiveReader:
         focus = WHOLE if self._is_near else next_focus(self._report, asked, now=now, budget=self._budget)
         return None if focus is None else self._refresh(self._reader, focus)
 
+    def charge(self, requests: int) -> None:
+        """Somebody else has asked the store for this view: the next looks wait for it."""
+        self._budget -= requests
+
     def _first_look(self) -> Report:
         cache = self._view.cache
         head = 0 if self._report is None else self._report.head

@@ -322,8 +322,13 @@ def _status(args: Namespace) -> int:
 
 
 def _watch(args: Namespace) -> int:
-    from executors.cli.watch import watch
     from rendezvous.clock import SystemClock
+
+    if args.web or args.publish:
+        from executors.cli.watch_page import watch_page
+
+        return watch_page(args, run_url.checked_url(args.run), SystemClock())
+    from executors.cli.watch import watch
 
     return watch(run_url.checked_url(args.run), SystemClock(), as_json=args.json)
 
@@ -548,7 +553,7 @@ def _report(args: Namespace) -> int:
     from diloco.runlog.report import Reader, summary
     from diloco.runlog.scope import EVERYTHING
     from executors.cli import status
-    from executors.cli.report import write_page
+    from executors.cli.report import publish_page, write_page
 
     view = open_view(run_url.checked_url(args.run), EVERYTHING)
     report = Reader(view.run.store, EVERYTHING, view.cache, view.answers).refresh()
@@ -562,6 +567,9 @@ def _report(args: Namespace) -> int:
 
         data["picture"] = str(write_picture(report, folder))
         wrote += f" and {data['picture']}"
+    if args.publish:
+        data["published"] = publish_page(report, view.run.store, now)
+        wrote += f"\npublished: {data['published']}"
     _print_answer(args, data, summary(report), wrote)
     return 0
 

@@ -129,9 +129,7 @@ def _add_budget_options(parser: argparse.ArgumentParser) -> None:
 def _add_looking_verbs(verbs: Any) -> None:
     run = ("RUN", "")
     _add_verb(verbs, "status", "what a run is doing", run)
-    _add_verb(
-        verbs, "watch", "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts", run
-    )
+    _add_watch(verbs)
     which = ("SLOT", "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor")
     logs = _add_verb(verbs, "logs", "what a replica prints", run, which)
     _set_completion(logs._actions[2], SLOTS)
@@ -140,6 +138,17 @@ def _add_looking_verbs(verbs: Any) -> None:
     logs.add_argument("--follow", "-f", action="store_true", help="and what comes, until it ends")
     logs.add_argument("--tail", type=natural, metavar="N", help="the last N lines only")
     _add_verb(verbs, "costs", "what a run has cost so far, by replica and place", run)
+
+
+def _add_watch(verbs: Any) -> None:
+    text = "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts"
+    watch = _add_verb(verbs, "watch", text, ("RUN", ""))
+    watch.add_argument("--web", action="store_true", help="as a page in your browser")
+    watch.add_argument("--port", type=port, metavar="P", help="of --web: default 8642, else a free one; 0: a free one")
+    watch.add_argument(
+        "--bind", default="127.0.0.1", metavar="HOST", help="of --web: elsewhere its address has a token"
+    )
+    watch.add_argument("--publish", action="store_true", help="write the page into the bucket, again and again")
 
 
 def _add_changing_verbs(verbs: Any) -> None:
@@ -181,6 +190,7 @@ def _add_writing_verbs(verbs: Any) -> None:
     )
     report = _add_verb(verbs, "report", "the run as a page in one file, report.html", run)
     report.add_argument("--to", metavar="DIR", help="where to (default: the run's folder; here, for a bucket)")
+    report.add_argument("--publish", action="store_true", help="and write the page into the bucket, below page/")
     report.add_argument("--png", action="store_true", help="and report.png, a picture of it")
     traces = _add_verb(
         verbs, "traces", "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)", run
@@ -300,6 +310,13 @@ def positive(text: str) -> int:
     if number < 1:
         advice = "; to end a run: diloco stop RUN" if text == "0" else ""
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1{advice}")
+    return number
+
+
+def port(text: str) -> int:
+    number = natural(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
     return number
 
 

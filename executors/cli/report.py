@@ -6,16 +6,21 @@
 Not promised: that a page of a run that goes on is newer than the moment it was made; `diloco watch RUN --web` is.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from diloco.runlog.page.data import Beside, page_data
+from diloco.runlog.page.data import Beside, encode_chunks, json_bytes, page_data
 from diloco.runlog.page.freeze import write_frozen
+from diloco.runlog.page.publish import Publisher
 from diloco.runlog.page.rollouts import RolloutEnds
 from diloco.runlog.report import Report
+from diloco.runlog.troubles import Spending, find_troubles
 from executors.cli.status import cost_status
+from executors.preflight.run_url import UsageError
 from executors.supervision.costs import costs
-from rendezvous.store import Readable
+from rendezvous.errors import RendezvousError
+from rendezvous.store import Readable, Store
 
 
 def write_page(report: Report, store: Readable, folder: Path, now: float) -> Path:
@@ -27,7 +32,35 @@ def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:
     """Everything that a page shows, read once."""
     ends = RolloutEnds(store)
     ends.read(report)
-    return page_data(report, now, Beside(costs=cost_data(report, now), early=ends.early, late=ends.late))
+    beside = Beside(costs=cost_data(report, now), early=ends.early, late=ends.late, troubles=trouble_data(report, now))
+    return page_data(report, now, beside)
+
+
+def publish_page(report: Report, store: Store, now: float) -> str:
+    """Into the run's bucket; -> where it lies.   Raises UsageError where the bucket may only be read."""
+    data = whole_page(report, store, now)
+    chunks = {f"{n}.json": body for n, body in encode_chunks(data["chunks"]).bodies.items()}
+    publisher = Publisher(store, report.name)
+    try:
+        publisher.publish({**chunks, "head.json": json_bytes(data["head"])})
+    except (RendezvousError, OSError) as error:
+        raise UsageError(publish_refused(error)) from None
+    return publisher.url
+
+
+def publish_refused(error: Exception) -> str:
+    """For a bucket that may only be read."""
+    return (
+        f"the page cannot be written into the bucket: {' '.join(str(error).split())}. "
+        "What needs no writing still works: diloco watch RUN --web, diloco report RUN"
+    )
+
+
+def trouble_data(report: Report, now: float) -> list[dict[str, Any]]:
+    """The troubles of the run, the most urgent first.  One that is over is none: it is looked at as it was then."""
+    spent = costs(report, now)
+    at = report.last_sign if report.done or report.stopped else now
+    return [asdict(found) for found in find_troubles(report, at, Spending(spent.usd, spent.hours, spent.rate))]
 
 
 def cost_data(report: Report, now: float) -> dict[str, Any]:

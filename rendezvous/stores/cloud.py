@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Body, Buffer, plain_key, plain_prefix
 
@@ -131,6 +132,8 @@ class CloudStore:
         body = memoryview(body).cast("B")
         single = len(body) <= SINGLE
         parts: dict[str, Any] = {} if single else {"chunk_size": PART, "max_concurrency": PARTS_AT_ONCE}
+        if (content_type := layout.content_type(key)) is not None:
+            parts["attributes"] = {"Content-Type": content_type}
         self._ask_bucket("write", key, lambda at: at.for_writing.put(key, body, use_multipart=not single, **parts))
 
     def create(self, key: str, body: Buffer) -> None:

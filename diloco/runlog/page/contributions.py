@@ -21,25 +21,26 @@ NAMES = {FRESH: "fresh", GATED: "gated", LATE: "late", LOST: "lost"}
 
 
 def contribution_rows(report: Report, slots: Sequence[str]) -> list[str]:
-    """One text per outer step, a letter per slot."""
+    """One text per outer step that was read, a letter per slot."""
     column = {slot: i for i, slot in enumerate(slots)}
     rows = [[ABSENT] * len(slots) for _ in report.steps]
     times = [report.began, *(step.at for step in report.steps)]
     first_waiting = _first_that_waits(report)
+    first = report.steps[0].t if report.steps else 0
     for session in report.sessions:
-        for t in _trained_in(session, times):
-            rows[t][column[session.slot]] = WAITS if t >= first_waiting else LOST
+        for i in _trained_in(session, times):
+            rows[i][column[session.slot]] = WAITS if first + i >= first_waiting else LOST
     for step in report.steps:
         for slot in step.fresh:
-            _write(rows, column, step.t, slot, GATED if slot in step.gated else FRESH)
+            _write(rows, column, step.t - first, slot, GATED if slot in step.gated else FRESH)
         for slot, t in step.carried:
-            _write(rows, column, t, slot, LATE)
+            _write(rows, column, t - first, slot, LATE)
     return ["".join(row) for row in rows]
 
 
-def _write(rows: list[list[str]], column: Mapping[str, int], t: int, slot: str, letter: str) -> None:
-    if t < len(rows) and slot in column:
-        rows[t][column[slot]] = letter
+def _write(rows: list[list[str]], column: Mapping[str, int], i: int, slot: str, letter: str) -> None:
+    if 0 <= i < len(rows) and slot in column:
+        rows[i][column[slot]] = letter
 
 
 def _first_that_waits(report: Report) -> int:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.runlog.evaluation import evaluation_dict
@@ -54,10 +54,10 @@ class Beside:
 def page_data(report: Report, now: float, beside: Beside | None = None) -> dict[str, Any]:
     """{"head": …, "chunks": […]}.   now: Unix time."""
     chunks = chunks_of(report)
-    return {"head": head_of(report, now, beside or Beside(), chunks), "chunks": chunks}
+    return {"head": head_of(report, now, beside or Beside(), encode_chunks(chunks)), "chunks": chunks}
 
 
-def head_of(report: Report, now: float, beside: Beside, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks") -> dict[str, Any]:
     seen = overview(report, now, read_at=beside.read_at)
     began = report.began  # looks at every event
     return {
@@ -73,7 +73,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: Sequence[Mapping
         "remarks": _remarks(report),
         "slots": report.slots,
         "sessions": _sessions(report, seen, began),
-        "counted": _counted(chunks),
+        "counted": chunks.counted,
         "marks": _marks(report, began),
         "evaluations": [evaluation_dict(evaluation) for evaluation in report.evaluations],
         "events": _events(report, began),
@@ -84,7 +84,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: Sequence[Mapping
         "early": list(beside.early),
         "late": list(beside.late),
         "chunk": CHUNK,
-        "chunks": [version_of(chunk) for chunk in chunks],
+        "chunks": chunks.versions,
     }
 
 
@@ -153,11 +153,6 @@ def _live_numbers(row: SessionRow | None) -> dict[str, Any]:
     }
 
 
-def _counted(chunks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Slot -> how often its work of a step was fresh, gated, late, lost."""
-    return tally([(chunk["slots"], chunk["who"]) for chunk in chunks])
-
-
 def _marks(report: Report, began: float) -> list[dict[str, Any]]:
     """The ends and returns that curves are marked with, by time."""
     found = list[tuple[float, str, str]]()
@@ -215,12 +210,31 @@ def _shortened(value: Any) -> Any:
 # -------------------------------------------------------------------- outer steps
 
 
+@dataclass(frozen=True)
+class EncodedChunks:
+    """bodies: by the chunk's number.   versions: of every number, None where a chunk has not been read.
+
+    counted: slot -> how often its work was fresh, gated, late, lost."""
+
+    bodies: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    versions: Sequence[str | None] = ()
+    counted: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, dict[str, int]])
+
+
+def encode_chunks(chunks: Sequence[Mapping[str, Any]]) -> EncodedChunks:
+    bodies = {chunk["first"] // CHUNK: json_bytes(chunk) for chunk in chunks}
+    versions = [version_of(bodies[n]) if n in bodies else None for n in range(max(bodies, default=-1) + 1)]
+    return EncodedChunks(bodies, versions, tally([(chunk["slots"], chunk["who"]) for chunk in chunks]))
+
+
 def chunks_of(report: Report) -> list[dict[str, Any]]:
+    """Of the steps that were read; a first glance has the newest alone."""
     slots = report.slots
     who = contribution_rows(report, slots)
-    starts = range(0, len(report.steps), CHUNK)
     began = report.began
-    return [_chunk(report.steps[start : start + CHUNK], began, slots, who[start : start + CHUNK]) for start in starts]
+    numbers = sorted({step.t // CHUNK for step in report.steps})
+    at = [[i for i, step in enumerate(report.steps) if step.t // CHUNK == n] for n in numbers]
+    return [_chunk(report.steps[i[0] : i[-1] + 1], began, slots, who[i[0] : i[-1] + 1]) for i in at]
 
 
 def _chunk(steps: Sequence[Step], began: float, slots: Sequence[str], who: Sequence[str]) -> dict[str, Any]:
@@ -280,6 +294,6 @@ def json_bytes(data: Mapping[str, Any]) -> bytes:
     return text.encode("ascii")
 
 
-def version_of(chunk: Mapping[str, Any]) -> str:
+def version_of(body: bytes) -> str:
     """Other bytes have another version."""
-    return hashlib.sha256(json_bytes(chunk)).hexdigest()[:12]
+    return hashlib.sha256(body).hexdigest()[:12]

@@ -16,20 +16,26 @@ Page.source = (function () {
 
   async function ask(name) {
     const answer = await fetch(address(name), {cache: "no-cache", signal: AbortSignal.timeout(30000)});
-    if (!answer.ok) throw new Error("the server answers " + answer.status);
+    if (!answer.ok) throw new Error("the server answers " + answer.status + " " + (await answer.text()).slice(0, 400));
     const data = await answer.json();
     if (data.format !== FORMAT) throw new Error("these data are of another release of diloco; reload the page");
     return data;
   }
 
   async function bringChunks(versions, on) {
-    const wanted = versions.map((version, n) => [n, version]).filter(([n, version]) => have[n] !== version).reverse();
+    const wanted = versions.map((version, n) => [n, version]).filter(([n, version]) => version !== null && have[n] !== version).reverse();
     while (wanted.length) {
       await Promise.all(wanted.splice(0, AT_ONCE).map(async ([n, version]) => {
         on.chunk(n, await ask(n));
         have[n] = version;
       }));
     }
+  }
+
+  // A page in a bucket is as new as what its publisher last wrote.
+  function silent(head) {
+    const age = Date.now() / 1000 - head.made;
+    return head.state === "running" && head.poll_s > 0 && age > 60 + 4 * head.poll_s ? "Nothing new was written for " + Page.seconds(age) + "." : "";
   }
 
   async function look(on) {
@@ -39,7 +45,7 @@ Page.source = (function () {
       on.head(head);
       await bringChunks(head.chunks, on);
       failures = 0;
-      on.stale(head.stale || "");
+      on.stale(head.stale || silent(head));
       if (head.poll_s === 0) return;
       pause = head.poll_s;
     } catch (error) {

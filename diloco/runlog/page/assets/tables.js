@@ -29,9 +29,9 @@ Page.tables = (function () {
   }
 
   function showTroubles(head) {
-    const found = head.troubles.map((one) => element("div", {class: "trouble"}, element("strong", {}, one.text),
+    const found = head.troubles.map((one) => element("div", {class: "trouble"}, element("strong", {}, (one.slot ? one.slot + ": " : "") + one.text),
       one.advice ? element("div", {}, one.advice) : null,
-      one.page ? element("div", {class: "quiet"}, "docs/" + one.page) : null));
+      one.page ? element("div", {class: "quiet"}, "docs/troubles.md#" + one.page) : null));
     const mild = head.remarks.map((text) => element("div", {class: "trouble mild"}, text));
     Page.put("troubles", found, mild);
     Page.byId("troubles").hidden = !(found.length + mild.length);

@@ -1,0 +1,204 @@
+"""`diloco watch RUN --web`: a run's page on a port of this machine.
+
+    GET /                  the page: one file, its scripts and styles in it
+    GET /data/head.json    name, sessions, events …        GET /data/{n}.json    outer steps
+        └─ of PageLooks' files: however many browsers ask, the bucket is asked by one reader
+
+Only GET is answered, and only where the Host is this machine's, so that no other site's page reads along through a name
+that it points here (DNS rebinding).  Bound to loopback there is no token; bound elsewhere the page's address has one,
+and nothing is answered without it.  Nothing here writes to the run.
+
+Not promised: secrecy on a network without TLS: put a tunnel or a proxy in front of it.
+"""
+
+import hmac
+import ipaddress
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.config import ConfigError
+from diloco.runlog.page.data import version_of
+from diloco.runlog.page.freeze import content_policy, live_page
+from executors.preflight.run_url import UsageError
+
+PORT = 8642
+LOOPBACK = "127.0.0.1"
+HEADERS = {
+    "Content-Security-Policy": f"{content_policy()}; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Door:
+    """Who is answered.   hosts: names that a Host header may have.   token: "" on loopback."""
+
+    port: int
+    hosts: frozenset[str] = frozenset({"localhost", "127.0.0.1", "::1"})
+    token: str = ""
+
+    def refusal(self, method: str, host: str, token: str) -> tuple[int, str] | None:
+        """The status and why; None for who may come in."""
+        if method != "GET":
+            return 405, "this page is only read: GET"
+        if not self._is_here(host):
+            return (
+                421,
+                f"this machine is not called {host[:80]!r} here; use the address that `diloco watch --web` printed",
+            )
+        if self.token and not hmac.compare_digest(token.encode(), self.token.encode()):
+            return 403, "the address lacks its token; use the one that `diloco watch --web` printed, with ?token=…"
+        return None
+
+    def _is_here(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+        name = name.strip("[]").lower()
+        return name in self.hosts or (bool(self.token) and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    """A number is no name that somebody else could point here."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def make_door(bind: str, port: int) -> Door:
+    if _is_loopback(bind):
+        return Door(port)
+    names = {"localhost", bind.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+    return Door(port, frozenset(names), secrets.token_urlsafe(24))
+
+
+def _is_loopback(bind: str) -> bool:
+    return bind == "localhost" or (_is_address(bind) and ipaddress.ip_address(bind).is_loopback)
+
+
+def page_address(bind: str, door: Door) -> str:
+    """The whole address, to be opened."""
+    name = socket.gethostname() if bind in ("0.0.0.0", "::") else bind
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{door.port}/" + (f"?token={door.token}" if door.token else "")
+
+
+def bound_socket(bind: str, port: int | None) -> socket.socket:
+    """A socket that listens there.   port: None: PORT, or a free one where that is taken.   Raises UsageError."""
+    try:
+        return _listen(bind, PORT if port is None else port)
+    except OSError as error:
+        if port is None:
+            return _listen(bind, 0)
+        raise UsageError(
+            f"--port {port} on {bind} cannot be used: {error.strerror or error}. Another viewer may listen there; "
+            "--port 0 takes a free one"
+        ) from None
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"--bind {bind}: {error.strerror or error}. Use an address of this machine") from None
+    made = socket.socket(family, kind)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(64)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+# -------------------------------------------------------------------- answers
+
+
+@dataclass
+class PageApp:
+    """An ASGI application.   files: the newest ones, by name; empty until the first look is done.   stale: why."""
+
+    door: Door
+    name: str
+    files: Callable[[], Mapping[str, bytes]]
+    stale: Callable[[], str] = lambda: ""
+    _page: bytes = field(default=b"", init=False)
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+        from starlette.responses import Response
+
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        refused = self.door.refusal(
+            request.method, request.headers.get("host", ""), request.query_params.get("token", "")
+        )
+        status, body = refused or self._answer(request.url.path)
+        kind = "text/html" if status == 200 and request.url.path == "/" else "application/json"
+        kind = "text/plain" if status != 200 else kind
+        headers = {**HEADERS, "Allow": "GET"} if status == 405 else dict(HEADERS)
+        content = body.encode() if isinstance(body, str) else body
+        if status == 200:
+            headers["ETag"] = f'"{version_of(content)}"'
+            if request.headers.get("if-none-match") == headers["ETag"]:
+                status, content = 304, b""
+        await Response(content, status, headers, kind)(scope, receive, send)
+
+    def _answer(self, path: str) -> tuple[int, str | bytes]:
+        if path == "/":
+            self._page = self._page or live_page(self.name)
+            return 200, self._page
+        files = self.files()
+        if path.startswith("/data/") and (body := files.get(path.removeprefix("/data/"))) is not None:
+            return 200, body
+        if path == "/data/head.json":
+            return 503, self.stale() or "the run is being read"
+        return 404, "there is nothing here"
+
+
+# -------------------------------------------------------------------- serving
+
+
+def check_web() -> None:
+    """Raises ConfigError where a package is missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "`diloco watch --web` serves with starlette and uvicorn, which are not installed: "
+            "pip install 'serverless-diloco[web]' (without them: diloco report RUN writes the page as a file)"
+        ) from None
+
+
+class PageServer:
+    """Serves until it is told to stop."""
+
+    def __init__(self, app: PageApp, listening: socket.socket) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._socket = listening
+
+    def start(self) -> None:
+        """In a thread, whose signals stay the command's own."""
+        run = self._server.run
+        self._thread = threading.Thread(target=run, kwargs={"sockets": [self._socket]}, daemon=True, name="page")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
