@@ -222,6 +222,10 @@ def test_troubles_stand_above_the_events_with_what_to_do(width, lines) -> None:
         at = next(i for i, line in enumerate(text) if line.startswith("! $47"))
         assert "of $50.00 are spent" in text[at] and "the run ends by itself" in text[at + lines - 1]
         assert "launched" in " ".join(text[at + lines :])
+        await pilot.press("e")
+        await until(pilot, lambda: isinstance(app.screen, TextWindow) and bool(app.screen.pages))
+        await pilot.pause()
+        assert "resume RUN --max-usd X --max-hours H` allows more (docs/troubles.md#budget)" in app.screen.pages[0]
 
     play(looks, (width, 40), script, whole(looks))
 

@@ -2,6 +2,7 @@
 
     l   LogAction       ─▶ lines of the session's log, dead or alive
     o   RolloutAction   ─▶ its newest rollouts, with their rewards; the first ones last
+    e   EventsAction    ─▶ troubles and events in full
     d   DrainAction     ask ─▶ control: drain         ┐  read-only credentials: nothing is written, and it says so
     s   ScaleAction     number ─▶ price ─▶ ask ─▶ control: replicas  ┘
 
@@ -74,6 +75,17 @@ def rollout_words(sample: Sample, flagged: range) -> str:
     worth = "no reward" if reward is None else f"reward {reward:.4g}"
     flag = " · ! is its reward hacked? (docs/troubles.md)" if step - 1 in flagged else ""
     return f"outer step {step} · {worth}{flag}\n\n[prompt]\n{prompt}\n\n[completion]\n{completion}"
+
+
+@dataclass(frozen=True)
+class EventsAction:
+    """Troubles, remarks and events of a picture, in full."""
+
+    lines: tuple[str, ...]
+    title = "troubles and events, the newest first"
+
+    def read(self) -> Sequence[str]:
+        return ["\n".join(self.lines) or "nothing has happened yet"]
 
 
 class DrainAction:

@@ -4,7 +4,7 @@
     │ one row per session                                      ↑↓ chooses │                    └ wait pause_s, or `r`
     │ curves                        the chosen one, drawn larger        m │      keys:    never wait for the bucket:
     │ what it waits for, troubles, the newest events with advice          │               each opens a window that
-    └ l log · o rollout · m metric · a all · d drain · s scale · q quit   ┘               fills when the answer comes
+    └ l log · o rollout · e events · m metric · a all · d drain · s · q   ┘               fills when the answer comes
 
 A look that fails leaves the picture as it is, with "stale" in the header; after a failure the pauses grow.
 
@@ -30,7 +30,7 @@ from textual.widgets.option_list import Option
 from diloco.runlog.overview import SessionRow, aged
 from diloco.runlog.troubles import flagged_steps
 from executors.cli import watch_words as words
-from executors.cli.watch_actions import DrainAction, LogAction, RolloutAction, ScaleAction
+from executors.cli.watch_actions import DrainAction, EventsAction, LogAction, RolloutAction, ScaleAction
 from executors.cli.watch_looks import Picture, RunLooks, error_words
 from executors.cli.watch_windows import TextWindow
 
@@ -71,6 +71,7 @@ class WatchApp(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l,enter", "log", "log"),
         Binding("o", "rollout", "rollout"),
+        Binding("e", "events", "events"),
         Binding("m", "metric", "metric"),
         Binding("a", "everything", "all"),
         Binding("d", "drain", "drain"),
@@ -152,10 +153,6 @@ class WatchApp(App[int]):
 
     # ------------------------------------------------------------------ drawing
 
-    @property
-    def age_s(self) -> float:
-        return 0.0 if self.picture is None else max(0.0, self.looks.clock.wall() - self.picture.at)
-
     def draw(self) -> None:
         self.draw_ages()
         if self.picture is not None:
@@ -169,8 +166,9 @@ class WatchApp(App[int]):
             text = f"! {self.trouble}; asking again" if self.trouble else "reading …"
             self._static("#header").update(words.cut(text, 2 * width))
             return
-        seen = aged(self.picture.seen, self.age_s)
-        fresh = words.freshness_line(self.age_s, self.trouble, width)
+        age_s = max(0.0, self.looks.clock.wall() - self.picture.at)
+        seen = aged(self.picture.seen, age_s)
+        fresh = words.freshness_line(age_s, self.trouble, width)
         more = " · curves are on their way" if self.picture.partial and not self.trouble else ""
         parts = [words.phases_words(seen), self.picture.supervision, f"{fresh}{more}"]
         last = fresh if self.trouble else words.cut(" · ".join(part for part in parts if part), width)
@@ -251,12 +249,18 @@ class WatchApp(App[int]):
 
     def action_log(self) -> None:
         if self.picture is not None and self.chosen:
-            self.push_screen(TextWindow(LogAction(self.looks.run, self.picture.wanted, self.chosen)))
+            log = LogAction(self.looks.run, self.picture.wanted, self.chosen)
+            self.push_screen(TextWindow(log, from_end=True))
 
     def action_rollout(self) -> None:
         if self.chosen and self.picture is not None:
             flagged = flagged_steps(self.picture.troubles, self.picture.seen.step)
             self.push_screen(TextWindow(RolloutAction(self.looks.run, self.chosen, flagged)))
+
+    def action_events(self) -> None:
+        if self.picture is not None:
+            told = [f"! {found.line}" for found in self.picture.troubles]
+            self.push_screen(TextWindow(EventsAction((*told, *self.picture.remarks, *self.picture.events))))
 
     def action_metric(self) -> None:
         self.metric += 1

@@ -65,16 +65,18 @@ class TextWindow(ModalScreen[None]):
     TextWindow #title { height: 1; text-style: bold; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,l,o,ctrl+c", "dismiss(None)", "back"),
+        Binding("escape,q,l,o,e,ctrl+c", "dismiss(None)", "back"),
         Binding("n", "turn(-1)", "newer"),
         Binding("p", "turn(1)", "older"),
         Binding("g,home", "top", "top", show=False),
         Binding("G,end", "bottom", "end", show=False),
     ]
 
-    def __init__(self, source: TextSource) -> None:
+    def __init__(self, source: TextSource, *, from_end: bool = False) -> None:
+        """from_end: the last lines are shown first."""
         super().__init__()
         self.source = source
+        self.from_end = from_end
         self.pages: Sequence[str] = ()
         self.page = 0
 
@@ -93,7 +95,7 @@ class TextWindow(ModalScreen[None]):
             return
         self.pages = pages
         self._draw()
-        if len(pages) == 1:
+        if self.from_end:
             self.call_after_refresh(self.action_bottom)
 
     def _draw(self) -> None:
