@@ -105,8 +105,9 @@ def drawn_keys(tree: str) -> set[str]:
         if entry.endswith("/"):
             folders.append(entry)
             continue
-        head, slash, names = entry.rpartition("/")
-        found |= {f"{''.join(folders)}{head}{slash}{name}" for name in names.split(", ")}
+        first, *others = entry.split(", ")
+        head, slash, _ = first.rpartition("/")
+        found |= {f"{''.join(folders)}{name}" for name in (first, *(f"{head}{slash}{name}" for name in others))}
     return {re.sub(r"\{[^}]*\}", "{}", key) for key in found}
 
 

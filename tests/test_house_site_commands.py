@@ -68,6 +68,7 @@ def test_all_commands_of_a_page_run(page: str, tmp_path: Path, environment: dict
         assert (tmp_path / "mine/runs/first/report.html").stat().st_size > 10_000
         written = key_shapes(tmp_path / "mine/runs/first")
         assert written <= bucket_drawing()
-        assert bucket_drawing() - written <= {"seal.json", "residuals/{}-{}-{}.bin", "alive/{}.json"}
+        elsewhere = {"seal.json", "residuals/{}-{}-{}.bin", "page/index.html", "page/data/{}.json"}
+        assert bucket_drawing() - written <= {*elsewhere, "alive/{}.json"}
         assert (tmp_path / "mine/my-model/model.safetensors").is_file()
         assert (tmp_path / "own/runs/own/report.html").is_file()
