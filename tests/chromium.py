@@ -80,8 +80,9 @@ class Tab:
         return self.wait_for("document.documentElement && document.documentElement.dataset.drawn")
 
     def wait_for(self, expression: str) -> Any:
+        """An expression that cannot be evaluated yet is not yet true."""
         until = time.monotonic() + PATIENCE_S
-        while not (value := self.evaluate(expression)):
+        while not (value := self.evaluate(f"(() => {{ try {{ return {expression}; }} catch {{ return null; }} }})()")):
             assert time.monotonic() < until, f"never: {expression}; {self.errors}"
             time.sleep(0.02)
         return value
@@ -144,6 +145,7 @@ class Chromium:
             for domain in ("Page", "Runtime", "Log", "Network"):
                 tab.call(f"{domain}.enable")
             tab.resize(width, height)
+            tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
             wish = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
             tab.call("Emulation.setEmulatedMedia", features=[wish])
             tab.call("Page.navigate", url=url)

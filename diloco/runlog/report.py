@@ -12,6 +12,7 @@ replica said after its last outer step before a `kill -9`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -191,7 +192,17 @@ class Report:
         return self.config.get(section, {}).get(name, default)
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] in kinds]
+        """Events of these kinds, by time."""
+        found = sorted(i for kind in kinds for i in self._index.get(kind, ()))
+        return [self.events[i] for i in found]
+
+    @cached_property
+    def _index(self) -> dict[str, list[int]]:
+        """Kind -> where its events stand: who looks for troubles asks hundreds of times."""
+        found: dict[str, list[int]] = {}
+        for i, event in enumerate(self.events):
+            found.setdefault(event["event"], []).append(i)
+        return found
 
     @property
     def evaluations(self) -> list[Evaluation]:

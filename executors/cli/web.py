@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.config import ConfigError
-from diloco.runlog.page.data import version_of
+from diloco.runlog.page.data import FORMAT, json_bytes, version_of
 from diloco.runlog.page.freeze import content_policy, live_page
 from executors.preflight.run_url import UsageError
 
@@ -162,7 +162,7 @@ class PageApp:
         if path.startswith("/data/") and (body := files.get(path.removeprefix("/data/"))) is not None:
             return 200, body
         if path == "/data/head.json":
-            return 503, self.stale() or "the run is being read"
+            return 200, json_bytes({"format": FORMAT, "waiting": self.stale() or "The run is being read."})
         return 404, "there is nothing here"
 
 

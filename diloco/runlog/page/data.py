@@ -29,7 +29,7 @@ FORMAT = 1  # of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps
 NEWEST_EVENTS = 300
 LONGEST = 2000  # characters of one text of the config, or of an event
-MARKS = 400
+MARKS = 2000
 OUTER = (*NUMBERS, "outer_lr")
 
 

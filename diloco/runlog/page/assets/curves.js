@@ -3,7 +3,7 @@
 "use strict";
 Page.curves = (function () {
   const drawn = new Map();
-  const FEW_POINTS = 60, FEW_REPLICAS = 6;
+  const FEW_POINTS = 60, FEW_REPLICAS = 6, FEW_MARKS = 24;
   let byTime = false;
 
   function axisX(count) {
@@ -21,17 +21,19 @@ Page.curves = (function () {
 
   function placeOf(mark) { return byTime ? mark.at / 3600 : mark.step; }
 
+  // Lines from top to bottom; where there are many of them, ticks at the foot, so that the curve can still be seen.
   function drawMarks(u, chart) {
     const {ctx, bbox} = u, ratio = devicePixelRatio || 1;
+    const top = chart.marks().length > FEW_MARKS ? bbox.top + bbox.height - 9 * ratio : bbox.top;
     ctx.save();
     ctx.lineWidth = ratio;
     for (const mark of chart.marks()) {
       const x = u.valToPos(placeOf(mark), "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.strokeStyle = Page.colour(mark.kind === "lost" ? "--bad" : "--good");
-      ctx.setLineDash(mark.kind === "lost" ? [5 * ratio, 4 * ratio] : [2 * ratio, 3 * ratio]);
+      if (top === bbox.top) ctx.setLineDash(mark.kind === "lost" ? [5 * ratio, 4 * ratio] : [2 * ratio, 3 * ratio]);
       ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
+      ctx.moveTo(x, top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }

@@ -15,20 +15,35 @@ Page.lanes = (function () {
     return bar;
   }
 
-  function lane(session, whole, now) {
-    const end = session.ended === null ? now : session.ended;
+  function pieces(session, whole) {
+    const end = session.ended === null ? whole : session.ended;
     const joined = session.joined === null ? end : Math.min(session.joined, end);
-    const track = Page.element("div", {class: "track", "aria-hidden": "true"},
-      piece("boot", session.claimed, joined, whole), piece("train", joined, end, whole));
+    const found = [piece("boot", session.claimed, joined, whole), piece("train", joined, end, whole)];
     if (session.bad) {
       const cross = piece("end", end, end, whole);
       cross.style.left = "min(calc(100% - 4px), " + 100 * end / whole + "%)";
-      track.append(cross);
+      found.push(cross);
     }
-    const how = Page.element("span", {class: session.bad ? "how alarm" : "how"}, words(session));
-    const row = Page.element("div", {class: "lane", role: "listitem"}, Page.element("span", {}, session.name), track, how);
-    row.title = session.name + ": " + words(session) + (session.why ? " (" + session.why + ")" : "");
+    return found;
+  }
+
+  // One session, or all sessions of one slot.   about: what stands beside it.
+  function lane(name, sessions, about, alarm, whole) {
+    const track = Page.element("div", {class: "track", "aria-hidden": "true"}, sessions.flatMap((one) => pieces(one, whole)));
+    return Page.element("div", {class: "lane", role: "listitem", title: name + ": " + about}, Page.element("span", {}, name), track,
+      Page.element("span", {class: alarm ? "how alarm" : "how"}, about));
+  }
+
+  function laneOfSession(session, whole) {
+    const row = lane(session.name, [session], words(session), session.bad, whole);
+    if (session.why) row.append(Page.element("div", {class: "why"}, session.why));
     return row;
+  }
+
+  function laneOfSlot(slot, sessions, whole) {
+    const newest = sessions[sessions.length - 1], lost = sessions.filter((one) => one.bad).length;
+    const times = sessions.length > 1 ? sessions.length + " sessions, " + lost + " lost; " : "";
+    return lane(slot, sessions, times + (newest.phase || newest.end), newest.bad, whole);
   }
 
   function words(session) {
@@ -40,13 +55,11 @@ Page.lanes = (function () {
 
   function showSessions(head) {
     const whole = Math.max(1e-3, head.elapsed_s || 0, ...head.sessions.map((one) => one.ended || one.claimed));
-    const lanes = [];
-    for (const session of head.sessions) {
-      const row = lane(session, whole, whole);
-      if (session.why && head.sessions.length <= MANY) row.append(Page.element("div", {class: "why"}, session.why));
-      lanes.push(row);
-    }
-    const list = Page.element("div", {class: head.sessions.length > MANY ? "lanes many" : "lanes", role: "list"}, lanes);
+    const slots = [...new Set(head.sessions.map((one) => one.slot))], many = head.sessions.length > MANY;
+    const lanes = many ? slots.map((slot) => laneOfSlot(slot, head.sessions.filter((one) => one.slot === slot), whole))
+      : head.sessions.map((session) => laneOfSession(session, whole));
+    Page.put("lane-means", many ? "One line per slot; a red end, and the next session follows." : "One line per process that held a slot.");
+    const list = Page.element("div", {class: slots.length > MANY ? "lanes many" : "lanes", role: "list"}, lanes);
     const scale = Page.element("p", {class: "quiet"}, "From the start to " + Page.seconds(whole) + ".");
     Page.put("lanes", ...(lanes.length ? [list, scale, sessionTable(head)] : [Page.element("p", {class: "quiet"}, "No replica has claimed a slot yet.")]));
   }

@@ -42,6 +42,11 @@ Page.source = (function () {
     let pause = 5;
     try {
       const head = await ask("head");
+      if (head.waiting) {
+        on.stale(head.waiting);
+        polled = setTimeout(() => look(on), 500);
+        return;
+      }
       on.head(head);
       await bringChunks(head.chunks, on);
       failures = 0;
