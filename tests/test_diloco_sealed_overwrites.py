@@ -59,6 +59,7 @@ LAUNCHED = {
     "model_file",
     "log_key",
     "rollouts_key",
+    "page_data_key",
 }  # below, each in a test of its own
 
 
@@ -342,6 +343,17 @@ def test_forged_rollouts_are_no_traces() -> None:
     store = under_key(bucket, clock, SECRET)
     bucket.put(layout.rollouts_key("r00", 1, 0), b'{"step": 1}\n{"reward": 9, "messages": []}\n')
     assert run_states(store) == []
+
+
+def test_a_page_that_somebody_else_wrote_is_read_by_nobody() -> None:
+    clock, bucket = ManualClock(), MemoryStore()
+    store = under_key(bucket, clock, SECRET)
+    write_control(store, clock, replicas=1, min_replicas=1)
+    before = read_report(store)
+    for key in (layout.PAGE_INDEX, layout.page_data_key("head.json"), layout.page_data_key("0.json")):
+        bucket.put(key, b"<script>")
+    after = read_report(store)
+    assert (after, after.damage) == (before, "")
 
 
 def test_what_a_log_says_cannot_steer_a_terminal() -> None:

@@ -8,7 +8,7 @@ from diloco import footprint as sizes
 from diloco.config import RunConfig
 from diloco.sizing import BUILT_IN
 from rendezvous.codecs import get_codec
-from rendezvous.garbage import _parse_blob_key
+from rendezvous.garbage import parse_blob_key
 from tests.fleet import Fleet
 
 
@@ -16,7 +16,7 @@ def stored(run: Path) -> dict[str, int]:
     """kind -> bytes of all blobs of that kind."""
     found = {"delta": 0, "mean": 0, "snapshot": 0}
     for path in run.rglob("*"):
-        blob = _parse_blob_key(path.relative_to(run).as_posix()) if path.is_file() else None
+        blob = parse_blob_key(path.relative_to(run).as_posix()) if path.is_file() else None
         if blob is not None:
             found[blob[0]] += path.stat().st_size
     return found

@@ -511,7 +511,7 @@ def test_in_a_real_terminal_it_draws_resizes_leaves_at_once_and_puts_the_termina
     _, store = founded(tmp_path)
     before = {key: store.get(key) for key in store.list("")}
     argv = [sys.executable, "-m", "executors.cli.main", "watch", str(tmp_path / "run")]
-    env = {**os.environ, "TERM": "xterm-256color"}
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}  # as `docker exec -e` passes them
     first = Terminal(argv, env, 80, 24)
     first.wait_for("outer step 6 of 6")
     os.kill(first.pid, signal.SIGKILL)

@@ -303,6 +303,8 @@ def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> None:
 
 def run_app(looks: RunLooks) -> int:
     """-> exit code, once a person has left."""
+    for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would believe them for ever
+        os.environ.pop(name, None)
     code = WatchApp(looks).run() or 0
     if threading.active_count() > 1:  # a request that nobody answers would hold the process for a minute
         sys.stdout.flush()
