@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from diloco.launch import RunRecord
 from diloco.runlog.report import Report, read_report
+from diloco.runlog.scope import STATUS
 from diloco.runlog.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
+from executors.supervision import remarks
 from rendezvous import layout
-from rendezvous.membership import write_control
-from rendezvous.records import Beat
+from rendezvous.membership import decode_or_none, write_control
+from rendezvous.records import Beat, Offer
 from tests.long_run import STEP_S, long_run
 from tests.test_diloco_report import T0, Bucket, killed_and_replaced
 
@@ -249,6 +252,24 @@ def test_a_metric_that_is_back_in_its_band_and_a_run_that_has_just_begun_are_sil
     assert kinds(Planted(9, lambda t: {"completion_length": 40.0 * 2**t, "reward": 0.1 * t})) == []
 
 
+def test_status_reads_the_first_steps_of_a_long_run_for_the_band() -> None:
+    """It reads the newest logs alone, so these numbers come from offers."""
+    run = Planted(0)
+    for t in range(60):
+        offers = []
+        for slot in ("r00", "r01"):
+            listed = run.offer(t, slot, 1, 0.3 if t < 55 else 0.9)
+            offer = decode_or_none(Offer, run.store.get(layout.offer_key(t, slot, 0)) or b"")
+            assert offer is not None
+            stats = {**offer.stats, "kl": 0.01 if t < 55 else 2.0}
+            run.store.put(layout.offer_key(t, slot, 0), replace(offer, stats=stats).encode())
+            offers.append(listed)
+        run.commit(t, GAP_S * (t + 1), offers)
+    report = read_report(run.store, STATUS)
+    assert {5, 9} <= {s.t for s in report.steps if s.learned} and not report.steps[20].learned
+    assert find_troubles(report, T0 + 60 * GAP_S)[0].kind == "reward_hacking"
+
+
 def test_the_steps_with_suspicious_completions_are_named() -> None:
     report = drifting("kl", 0.02, 0.4).report()
     assert flagged_steps(list(found_in(report).values()), report.head) == range(12, 16)
@@ -302,7 +323,7 @@ def test_an_evaluation_that_falls_while_the_training_reward_rises_is_told() -> N
 
 def test_the_page_has_a_section_for_every_trouble_and_no_other() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / PAGE).read_text(), re.M)
-    assert [s for s in sections if s != "Alerts"] == list(DETECTORS)
+    assert [s for s in sections if s != "Alerts"] == [*DETECTORS, *remarks.DETECTORS]
 
 
 def test_a_detector_finds_troubles_of_its_own_kind_and_page() -> None:

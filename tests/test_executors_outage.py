@@ -13,7 +13,6 @@ import pytest
 from diloco import exitcodes
 from diloco.runlog.report import SUPERVISOR, read_report
 from executors.cli import main as cli
-from executors.cli.status import remark_lines
 from executors.platforms.base import Handle, Refused, State, Status, Unavailable, unanswered
 from executors.platforms.multi import Mixed, Place
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
@@ -21,6 +20,7 @@ from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.supervision.outage import REPORT_S, Outages
+from executors.supervision.remarks import remark_lines
 from executors.supervision.supervisor import Supervisor
 from rendezvous.clock import SystemClock
 from rendezvous.membership import read_beat

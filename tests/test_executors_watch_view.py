@@ -25,12 +25,12 @@ from diloco.runlog.troubles import find_troubles
 from executors.cli import main as cli
 from executors.cli import watch_actions
 from executors.cli import watch_words as words
-from executors.cli.status import key_values
 from executors.cli.watch import check_textual, write_lines
 from executors.cli.watch_app import WatchApp
 from executors.cli.watch_looks import Picture, RunLooks, with_beats_as_read
 from executors.cli.watch_windows import AskWindow, NumberWindow, TextWindow
 from executors.supervision.costs import costs
+from executors.supervision.remarks import key_values
 from rendezvous import layout
 from rendezvous.errors import StoreUnclear
 from rendezvous.membership import read_control

@@ -19,9 +19,10 @@ from statistics import fmean, median
 from diloco.runlog.evaluation import Evaluation, score_words
 from diloco.runlog.learning import WATCHED, over_replicas
 from diloco.runlog.report import Report, Step
+from diloco.runlog.scope import AT_FIRST
 from diloco.runlog.trouble import Spending, Trouble, trouble
 
-FIRST_STEPS = 10  # the run's own: the band is made of them
+FIRST_STEPS = AT_FIRST  # the run's own: the band is made of them
 LEAST_FIRST = 6
 NEWEST = 3  # outer steps in a row before anything is said
 SAME_REWARDS = 5  # outer steps in a row whose groups all have equal rewards

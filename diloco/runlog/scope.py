@@ -2,8 +2,8 @@
 
     view      commits   offers (rewards)       logs of replicas            logs of supervisors
     report    all       all                    all, found by LIST          all
-    status    all       first 2, newest 24     newest 24 objects of the    all
-                                               two newest generations
+    status    all       first 2, newest 24,    newest 24 objects of the    all
+                        4 of each of 8 more    two newest generations
     costs     count     none                   none                        all
     watch     all       as status, and 4 of    as status, until the         all
                         each of 48 more steps  view goes on in turns
@@ -34,8 +34,8 @@ class Scope:
         return self.newest is None or t < self.first or t >= head - self.newest
 
     def samples_offers(self, t: int, head: int) -> bool:
-        """Are a few of step t's offers read for the curve of the whole run?"""
-        return self.spread > 0 and t % max(1, head // self.spread) == 0
+        """Are a few of step t's offers read: for the curve of the whole run, or for how it was at first?"""
+        return bool(self.newest and t < AT_FIRST) or (self.spread > 0 and t % max(1, head // self.spread) == 0)
 
     @property
     def first(self) -> int:
@@ -71,6 +71,7 @@ EVERYTHING = Scope()
 STATUS = Scope(newest=24)
 COSTS = Scope(commits=False, newest=0)
 WHOLE = Focus()
+AT_FIRST = 10  # outer steps that the newest are compared with (diloco/runlog/learning_troubles.py)
 SAMPLED = 4  # offers of a step that stand for all of them in a curve
 SMALL_RUN = 1500  # offers: a live view reads all of them, as a report does
 

@@ -18,6 +18,7 @@ from diloco.runlog.report import Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.cli.status import StatusView, view_for
 from executors.platforms.multi import build_executor
+from executors.supervision.alerts import VARIABLE as ALERT
 from executors.supervision.lease import Supervised, supervisor_of
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous.clock import Clock, SystemClock
@@ -43,6 +44,7 @@ def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | No
             executor,
             SystemClock(),
             parent=processes.process_name(os.getpid()),
+            alert=os.environ.get(ALERT, ""),
             show=view.show,
             each_tick=each_tick,
         )

@@ -213,6 +213,7 @@ def _make_quote(
 ) -> "Quote":
     """The plan and the price of a start.   replicas, wanted, spent: where nothing else is said or read."""
     from executors.preflight import quote
+    from executors.preflight.alert_url import take_alert
     from rendezvous.membership import read_control
     from rendezvous.stores.open import open_store
 
@@ -220,6 +221,8 @@ def _make_quote(
     places = quote.wanted_places(args, wanted.places)
     places = places if config is None else quote.fitted_places(places, config)
     quote.check_reach(url, places)
+    if "alert" in args:
+        take_alert(args.alert, places, detach=args.detach, environ=os.environ)
     slots = quote.slots_of(_replicas_from(args) or replicas)
     return quote.make_offer(
         url, places, slots, quote.budget_from(args, wanted), _spent_so_far(url) if spent is None else spent

@@ -92,6 +92,9 @@ def _add_starting_verbs(verbs: Any) -> None:
     for parser in (train, resume):
         parser.add_argument("--detach", action="store_true", help="return once a supervisor elsewhere watches it")
         parser.add_argument("--yes", "-y", action="store_true", help="do not ask whether the price is right")
+        parser.add_argument(
+            "--alert", metavar="URL", help="a webhook that hears of troubles (or DILOCO_ALERT in the environment)"
+        )
 
 
 def _add_fleet_options(parser: argparse.ArgumentParser) -> None:

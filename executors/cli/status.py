@@ -15,13 +15,14 @@ Not promised: that a line is the newest truth; the bucket is, and it is read a f
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
-from diloco.runlog.overview import inner_steps_per_round, phase_of, silent_s
+from diloco.runlog.overview import inner_steps_per_round, phase_of
 from diloco.runlog.report import (
     Report,
     SessionSummary,
@@ -34,12 +35,9 @@ from diloco.runlog.report import (
     solo_words,
     sparkline,
 )  # fmt: skip
-from executors.platforms.full_disk import found_room, full_words
 from executors.supervision.costs import Costs
-from executors.supervision.outage import open_outages
-from executors.supervision.reward_waits import reward_waits
+from executors.supervision.remarks import LOUD, all_troubles, event_fields, is_listening, key_values, remark_lines
 from rendezvous.membership import Wanted
-from rendezvous.records import Beat
 
 # Events that people want to hear of; everything else stays in the log.
 EVENTS = {
@@ -47,11 +45,6 @@ EVENTS = {
     "gave_up_on", "diverged", "crashed", "hung", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
     "platform_silent", "platform_answers",
 }  # fmt: skip
-LOUD = {
-    "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
-    "replay_differs", "reward_failed", "hint_failed", "disk_full",
-}  # fmt: skip
-SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")
 OLD_SESSIONS = 4
 INDENT = " " * 12
 
@@ -112,26 +105,6 @@ def step_fields(step: Step, report: Report) -> dict[str, Any]:
     fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
     fields |= numbers
     return {**fields, "fresh": fresh, **late, **gated, "by": step.by}
-
-
-def event_line(event: dict[str, Any], began: float) -> str:
-    return key_values(event_fields(event, began))
-
-
-def event_fields(event: dict[str, Any], began: float) -> dict[str, Any]:
-    about = {"slot": event["slot"]} if event["slot"] else {}
-    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
-    generation = {"generation": event["generation"]} if event["generation"] else {}
-    return {"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest}
-
-
-def key_values(fields: dict[str, Any]) -> str:
-    return " ".join(f"{k}={_value_in_words(v)}" for k, v in fields.items())
-
-
-def _value_in_words(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text
 
 
 class Screen:
@@ -245,7 +218,7 @@ def _elapsed_seconds(report: Report, now: float) -> float:
     """Of the run's clock, which stands once nobody runs any more."""
     if report.done:
         return report.seconds
-    beating = any(_is_listening(b, report, now) for b in report.beats.values())
+    beating = any(is_listening(b, report, now) for b in report.beats.values())
     return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)
 
 
@@ -260,35 +233,6 @@ def _session_line(session: SessionSummary, report: Report, now: float) -> str:
     inner = f"{beat.inner}/{inner_steps_per_round(report)}" if phase == "train" else ""
     age = f"{max(0.0, now - beat.at):.1f} s"
     return f"  {session.name:9s} {phase:7s} {beat.step:4d} {inner:>6s} {shown:>7s} {len(session.commits):8d}  {age}"
-
-
-def remark_lines(report: Report, now: float) -> list[str]:
-    """Lines about what the run waits for, and the latest warnings."""
-    loud = [e for e in report.of_kind(*LOUD) if not found_room(e, report)]
-    lines = [f"! {e['who']}: {_event_in_words(e)}" for e in loud[-2:]]
-    lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and _is_listening(b, report, now)]
-    lines += [f"! {text}" for text in open_outages(report.events, now)]
-    lines[:0] = [f"! {text}" for text in reward_waits(report, now)]
-    if full := full_words(report.url):
-        lines.insert(0, f"! {full}")
-    if report.damage:
-        lines.insert(0, f"! {report.damage}")
-    if report.passed_over:
-        lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
-    if words := solo_words(report):
-        lines.append(f"! {words}")
-    if report.wanted.stop:
-        lines.append("! a stop was asked for; `diloco resume` goes on")
-    return lines[:6]
-
-
-def _is_listening(beat: Beat, report: Report, now: float) -> bool:
-    return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
-
-
-def _event_in_words(event: dict[str, Any]) -> str:
-    said = event.get("text") or event.get("cause") or event.get("trouble")
-    return f"{event['event'].replace('_', ' ')}: {said}" if said else event_line(event, event["at"])
 
 
 def status_dict(report: Report, now: float) -> dict[str, Any]:
@@ -311,6 +255,7 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "lives": [_session_status(x, report, now) for x in report.sessions],
         "kept": " · ".join(kept_words(report)),
         "remarks": remark_lines(report, now),
+        "troubles": [asdict(trouble) for trouble in all_troubles(report, now)],
     }
 
 

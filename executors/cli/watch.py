@@ -18,8 +18,9 @@ from typing import Any, TextIO
 from diloco.config import ConfigError
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
-from executors.cli.status import Lines, key_values
+from executors.cli.status import Lines
 from executors.cli.watch_looks import RunLooks, error_words
+from executors.supervision.remarks import key_values
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 

@@ -19,10 +19,10 @@ from diloco.runlog.overview import Overview, overview
 from diloco.runlog.report import Report
 from diloco.runlog.trouble import Spending, Trouble
 from diloco.runlog.troubles import find_troubles
-from executors.cli.status import remark_lines
 from executors.cli.watch_words import event_lines
 from executors.supervision.costs import Costs, costs
 from executors.supervision.health import describe_supervisor
+from executors.supervision.remarks import remark_lines
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 from rendezvous.membership import Wanted

@@ -24,10 +24,11 @@ from diloco.runlog.ends import ENDS, observed_words, own_words
 from diloco.runlog.overview import MetricCurve, Overview, SessionRow
 from diloco.runlog.report import Report, sparkline
 from diloco.runlog.trouble import PAGE, Trouble
-from executors.cli.status import EVENTS, LOUD, cost_limits
+from executors.cli.status import EVENTS, cost_limits
 from executors.platforms.full_disk import found_room
 from executors.supervision.costs import Costs
 from executors.supervision.health import format_duration
+from executors.supervision.remarks import LOUD
 from rendezvous.membership import Wanted
 
 OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot

@@ -37,6 +37,8 @@ from executors.platforms.base import (
 )
 from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
 from executors.platforms.multi import build_executor, former_places, places_of
+from executors.supervision.alerts import VARIABLE as ALERT
+from executors.supervision.alerts import alerts_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
@@ -92,6 +94,7 @@ class Outcome:
 class Supervisor:
     """parent: "PID:START" that replicas of this machine should not outlive ("" for a detached run).
 
+    alert: a webhook's address, "" for none.
     show(report): draws.   each_tick(supervisor, report): a hook, for who wants to meddle (the demo kills).
     """
 
@@ -101,6 +104,7 @@ class Supervisor:
     parent: str = ""
     entrypoint: str = REPLICA
     limits: Limits = field(default_factory=Limits)
+    alert: str = field(default="", repr=False)  # it may be a secret
     show: Callable[[Report], None] = lambda report: None
     each_tick: Callable[["Supervisor", Report], None] = lambda supervisor, report: None
 
@@ -129,6 +133,7 @@ class Supervisor:
         self._trackers = tracker_child(
             self.run, self.clock, lambda text: self.emit("warning", kind="trackers", text=text)
         )
+        self._alerts = alerts_of(self.alert, self.clock, self.emit)
         self._starts = Starts(
             self.slots, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
         )
@@ -164,6 +169,7 @@ class Supervisor:
             if outcome.code == exitcodes.DONE:
                 self.lease.keep_while(self._sweep_once_more, "launching")
             end_with_run(self._trackers, self.lease, outcome.code)
+            self._alerts.close()
         except Exception as error:
             self._trackers.end(done=False)
             self._emit_end("crashed", exitcodes.CRASHED, f"{type(error).__name__}: {error}")
@@ -223,6 +229,7 @@ class Supervisor:
         self._leaving = self._leaving or self._spend_limit.must_end(report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
+        self._alerts.tick(report)
         self.each_tick(self, report)
         self.show(report)
         self._ticked = True
@@ -395,7 +402,8 @@ def _supervise_run(url: str, entrypoint: str) -> Outcome:
     wanted = read_control(run.store)
     executor = build_executor(wanted.places, wanted.former)
     try:
-        return Supervisor(run, executor, SystemClock(), entrypoint=entrypoint).supervise()
+        alert = os.environ.get(ALERT, "")
+        return Supervisor(run, executor, SystemClock(), entrypoint=entrypoint, alert=alert).supervise()
     finally:
         executor.close()
 

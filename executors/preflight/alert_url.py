@@ -1,0 +1,38 @@
+"""The address that `--alert` names, checked before anything starts, and handed to the supervisor as a secret.
+
+    --alert URL ─▶ this environment: DILOCO_ALERT ─▶ a supervisor here, in a terminal or detached
+    a supervisor on Modal or in a Hugging Face job sees nothing of this environment: a secret of the platform has it
+
+It is written nowhere: neither into the bucket nor into a log.
+
+Not promised: that somebody listens at the address; the first trouble shows it (docs/troubles.md).
+"""
+
+from collections.abc import MutableMapping, Sequence
+
+from executors.platforms.multi import Place
+from executors.preflight.run_url import UsageError
+from executors.supervision.alerts import VARIABLE, host_of
+
+HOSTS = {
+    "modal": "put it into a secret of Modal's, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",
+    "hf-jobs": "set {0} in this shell and name it as a job's secret: --secret {0}",
+}  # platforms where a detached supervisor lives
+
+
+def take_alert(url: str | None, places: Sequence[Place], *, detach: bool, environ: MutableMapping[str, str]) -> None:
+    """Raises UsageError, without the URL, for what is none or would not reach its supervisor."""
+    if any(VARIABLE in place.env for place in places):
+        raise UsageError(f"{VARIABLE} is among a place's env, which the bucket shows; name a secret instead: --secret")
+    if not url:
+        return
+    try:
+        host_of(url)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    there = {place.executor for place in places}
+    name = there.pop() if len(there) == 1 else ""
+    if detach and name in HOSTS and not (name == "hf-jobs" and any(VARIABLE in p.secrets for p in places)):
+        way = HOSTS[name].format(VARIABLE)
+        raise UsageError(f"--alert does not reach a supervisor on {name}; {way}, without --alert")
+    environ[VARIABLE] = url

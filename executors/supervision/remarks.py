@@ -1,0 +1,123 @@
+"""The one home of what a person must hear of a run: its troubles, and lines about what it waits for.
+
+    find_troubles (diloco/runlog/troubles.py) ─┐
+    platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (executors/supervision/alerts.py)
+    newest loud events, notes of replicas ──────────────────────┴▶ remark_lines ─▶ `diloco status`, `diloco watch`
+
+Not promised: that all fits; `remark_lines` shows the most urgent.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco.runlog.overview import silent_s
+from diloco.runlog.report import Report, solo_words
+from diloco.runlog.trouble import trouble
+from diloco.runlog.troubles import Spending, Trouble, find_troubles
+from executors.platforms.full_disk import found_room, full_words
+from executors.supervision.costs import costs
+from executors.supervision.outage import open_outages
+from executors.supervision.reward_waits import reward_waits
+from rendezvous.records import Beat
+
+LOUD = {
+    "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
+    "replay_differs", "reward_failed", "hint_failed", "disk_full",
+}  # fmt: skip
+MOST_LINES = 8
+SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")
+
+
+def disk_full(report: Report, now: float) -> list[Trouble]:
+    words = full_words(report.url)
+    return [trouble("disk_full", words, "Free some space on it", step=report.head)] if words and not report.done else []
+
+
+def reward_failed(report: Report, now: float) -> list[Trouble]:
+    advice = "`diloco check CONFIG` tries the reward"
+    return [trouble("reward_failed", text, advice, step=report.head) for text in reward_waits(report, now)]
+
+
+def platform_silent(report: Report, now: float) -> list[Trouble]:
+    advice = "Replicas go on; nobody is replaced until it answers"
+    texts = open_outages(report.events, now)
+    return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
+
+
+def alerts_failed(report: Report, now: float) -> list[Trouble]:
+    """The newest alert that a webhook was to hear did not reach it."""
+    newest = report.of_kind("alerted", "alert_failed")[-1:]
+    if not newest or newest[0]["event"] == "alerted":
+        return []
+    text = f"alerts do not reach {newest[0].get('host')}: {newest[0].get('text')}"
+    advice = "Try its address with curl, then `diloco resume RUN --alert URL`"
+    return [trouble("alerts_failed", text, advice, step=report.head)]
+
+
+DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
+    "disk_full": disk_full,
+    "reward_failed": reward_failed,
+    "platform_silent": platform_silent,
+    "alerts_failed": alerts_failed,
+}
+
+
+def all_troubles(report: Report, now: float) -> list[Trouble]:
+    """The most urgent first.   now: Unix time."""
+    own = [found for detector in DETECTORS.values() for found in detector(report, now)]
+    return [*own, *found_in_log(report, now)]
+
+
+def found_in_log(report: Report, now: float) -> list[Trouble]:
+    """Those of the log alone, and of what the run has cost."""
+    spent = costs(report, now)
+    return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
+
+
+def remark_lines(report: Report, now: float) -> list[str]:
+    """Lines about what the run waits for, and the latest warnings."""
+    lines = [f"! {report.damage}"] if report.damage else []
+    lines += [f"! {found.text}" for kind in DETECTORS for found in DETECTORS[kind](report, now)]
+    lines += [f"! {found.line}" for found in found_in_log(report, now)]
+    loud = [e for e in report.of_kind(*LOUD) if not found_room(e, report)]
+    lines += [f"! {e['who']}: {_event_in_words(e)}" for e in loud[-2:]]
+    lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and is_listening(b, report, now)]
+    if report.passed_over:
+        lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
+    if words := solo_words(report):
+        lines.append(f"! {words}")
+    if report.wanted.stop:
+        lines.append("! a stop was asked for; `diloco resume` goes on")
+    return lines[:MOST_LINES]
+
+
+def is_listening(beat: Beat, report: Report, now: float) -> bool:
+    return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
+
+
+def _event_in_words(event: dict[str, Any]) -> str:
+    said = event.get("text") or event.get("cause") or event.get("trouble")
+    return f"{event['event'].replace('_', ' ')}: {said}" if said else event_line(event, event["at"])
+
+
+# -------------------------------------------------------------------- an event in a line
+
+
+def event_line(event: dict[str, Any], began: float) -> str:
+    return key_values(event_fields(event, began))
+
+
+def event_fields(event: dict[str, Any], began: float) -> dict[str, Any]:
+    about = {"slot": event["slot"]} if event["slot"] else {}
+    rest = {k: v for k, v in event.items() if k not in SAID and v is not None}
+    generation = {"generation": event["generation"]} if event["generation"] else {}
+    return {"event": event["event"], "at": round(event["at"] - began, 2), **about, **generation, **rest}
+
+
+def key_values(fields: dict[str, Any]) -> str:
+    return " ".join(f"{k}={_value_in_words(v)}" for k, v in fields.items())
+
+
+def _value_in_words(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return '"' + text.replace('"', "'") + '"' if " " in text or not text else text
