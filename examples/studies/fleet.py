@@ -11,7 +11,7 @@ Not promised: sampling noise of real fleets: replicas here draw from one generat
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Replica:
         return self._ended
 
 
-def outer_steps(loops: Sequence[InnerLoop], *, every: int, rate: OuterRate, mu: float) -> Iterator[Tensor]:
+def outer_steps(loops: Sequence[InnerLoop], *, every: int, rate: OuterRate, mu: float) -> Generator[Tensor]:
     """θ after each outer step, without end.   The first loop's weights are θ₀."""
     theta = flat(loops[0])
     momentum = torch.zeros_like(theta)
