@@ -1,4 +1,4 @@
-"""The fleet of the studies takes the steps of a real one."""
+"""The fleet of the studies takes the steps of a real one; their curves, differences and rules are what they say."""
 
 import sys
 from itertools import islice
@@ -13,11 +13,17 @@ from diloco.replica import share_of
 from diloco.seeds import derive_seed
 from inner import Seeds, build_inner
 from tests.fleet import Fleet
+from tests.study_trials import count_to_seed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "studies"))
+import effective_step
+import replicas
 from fleet import flat, outer_steps
+from trials import Trial, area, at_step, first_step, paired, read_rows, run_missing
+from worlds import WORLDS
 
 STEPS = 3
+RULES = effective_step.RULES  # fixed, matched, root
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +58,64 @@ def test_an_error_in_a_replica_is_told(fleet: Fleet) -> None:
 
     with pytest.raises(ValueError, match="a broken loop"):
         next(outer_steps([Broken()], every=2, rate=lambda mean, deltas: 0.7, mu=0.9))  # type: ignore[list-item]
+
+
+# -------------------------------------------------------------------- curves and differences
+
+CURVE = [(0, 0.0), (10, 1.0), (30, 1.0), (40, 0.5)]
+
+
+def test_a_curve_as_a_number() -> None:
+    assert area(CURVE) == pytest.approx((5 + 20 + 7.5) / 40)
+    assert [at_step(CURVE, s) for s in (5, 10, 35, 99)] == [0.5, 1.0, 0.75, 0.5]
+    assert first_step(CURVE, 0.8) == pytest.approx(8) and first_step(CURVE, 1.1) is None
+
+
+def test_paired_differences_are_those_of_a_t_test() -> None:
+    """scipy 1.17.1: ttest_rel(a, b).confidence_interval(), two-sided and each side alone, at 95 %."""
+    a = [5.1, 4.9, 6.2, 5.8, 5.5, 6.0, 5.3, 5.9]
+    b = [4.8, 5.0, 5.6, 5.1, 5.4, 5.7, 5.2, 5.1]
+    found = paired(a, b)
+    assert found.mean == pytest.approx(0.35)
+    assert found.half_width == pytest.approx((0.6181232 - 0.0818768) / 2, rel=1e-3)
+    assert (found.lower, found.upper) == pytest.approx((0.1351750, 0.5648250), rel=1e-3)
+
+
+def test_a_trial_runs_once_and_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    with pytest.raises(ValueError, match="a broken trial"):
+        run_missing([Trial("a", 3), Trial("broken", 3)], count_to_seed, path, workers=1)
+    before = path.read_text()
+    rows = run_missing([Trial("a", 3), Trial("a", 4)], count_to_seed, path, workers=1)
+    assert path.read_text().startswith(before) and len(read_rows(path)) == 2
+    assert [(row["arm"], row["seed"], row["curve"][-1]) for row in rows] == [("a", 3, [1, 3.0]), ("a", 4, [1, 4.0])]
+
+
+# -------------------------------------------------------------------- the studies themselves, in small
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(replicas, "STEPS", 32)
+    monkeypatch.setattr(effective_step, "STEPS", 10)
+    WORLDS["text"].prepare(tmp_path)
+    return tmp_path
+
+
+def test_all_arms_take_the_same_samples_and_begin_at_the_same_model(small: Path) -> None:
+    curves = {arm: replicas.run(WORLDS["text"], small, Trial(arm, 7)) for arm in ("alone", "linked-4", "fleet-2-5")}
+    assert {arm: curve[-1][0] for arm, curve in curves.items()} == {"alone": 32, "linked-4": 8, "fleet-2-5": 15}
+    assert len({curve[0] for curve in curves.values()}) == 1
+    assert all(curve[-1][1] < curve[0][1] for curve in curves.values())
+
+
+def test_the_root_rule_goes_further_where_replicas_disagree(small: Path) -> None:
+    agreeing, strangers = torch.ones(4), torch.eye(4)
+    assert effective_step.disagreement(agreeing, [agreeing] * 4) == 1
+    assert effective_step.disagreement(strangers.mean(0), list(strangers)) == pytest.approx(2)  # √N
+    rates = {
+        rule: effective_step.rate_of(rule, 0.5, 4)(strangers.mean(0), list(strangers)) for rule in ("matched", "root")
+    }
+    assert rates["root"] == pytest.approx(rates["matched"] * 2**0.5)
+    ends = {rule: effective_step.run(small, Trial(f"{rule} μ=0.5 H=5", 7))[-1][1] for rule in RULES}
+    assert len(set(ends.values())) == 3

@@ -35,7 +35,7 @@ def run_missing(trials: Sequence[Trial], run: Callable[[Trial], Curve], path: Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     have = {(row["arm"], row["seed"]) for row in read_rows(path)}
     missing = [trial for trial in trials if (trial.arm, trial.seed) not in have]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         running = [pool.submit(_timed, run, trial) for trial in missing]
         for ended in as_completed(running):
             row = ended.result()
@@ -57,12 +57,6 @@ def _timed(run: Callable[[Trial], Curve], trial: Trial) -> Row:
     curve = run(trial)
     rounded = [[step, round(value, 5)] for step, value in curve]
     return {"arm": trial.arm, "seed": trial.seed, "cpu_s": round(time.process_time() - began, 1), "curve": rounded}
-
-
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
 
 
 # -------------------------------------------------------------------- a curve as a number
