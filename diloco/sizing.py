@@ -11,6 +11,7 @@ Not promised: that replicas elsewhere see the bandwidth that the founder saw.  A
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -138,15 +139,27 @@ def _shapes_in(path: Path) -> dict[str, list[int]]:
     return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
 
 
+def stored_bytes(model: str, revision: str | None) -> int:
+    """Of a model on the Hub, in the dtypes that it is stored in.  Raises ConfigError."""
+    return sum(DTYPE_BYTES.get(dtype, 4) * count for dtype, count in _counts_on_the_hub(model, revision).items())
+
+
 def _parameters_on_the_hub(model: str, revision: str | None) -> int:
-    from huggingface_hub import get_safetensors_metadata
+    return sum(_counts_on_the_hub(model, revision).values())
+
+
+def _counts_on_the_hub(model: str, revision: str | None) -> Mapping[str, int]:
+    """Dtype, as safetensors writes it -> parameters."""
+    from huggingface_hub import HfApi
 
     try:
-        counts = get_safetensors_metadata(model, revision=revision).parameter_count
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+        counts = api.get_safetensors_metadata(model, revision=revision).parameter_count
     except Exception as error:  # no network, no such model, a private one, no safetensors: the advice is the same
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None
-    return sum(counts.values())
+    return {str(dtype): count for dtype, count in counts.items()}
 
 
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # safetensors'
 _ADVICE = "give --parameters N instead (doctor), or name a codec instead of auto"

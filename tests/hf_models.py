@@ -34,9 +34,10 @@ class HubModels:
                 hub.asked.append((self.command, self.path))
                 status, headers, body = hub.answer(unquote(urlsplit(self.path).path))
                 if status == 200 and (asked := self.headers.get("Range", "")):
-                    start = int(asked.removeprefix("bytes=").partition("-")[0])
-                    headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-                    status, body = 206, body[start:]
+                    first, _, last = asked.removeprefix("bytes=").partition("-")
+                    start, end = int(first), min(int(last or len(body)), len(body) - 1)
+                    headers["Content-Range"] = f"bytes {start}-{end}/{len(body)}"
+                    status, body = 206, body[start : end + 1]
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)

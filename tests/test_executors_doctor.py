@@ -105,7 +105,7 @@ def test_a_model_that_the_hub_does_not_tell_of(monkeypatch: pytest.MonkeyPatch) 
     def offline(*args: object, **kwargs: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", offline)
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", offline)
     config = RunConfig(inner=InnerConfig(loop="supervised", model="org/model", data={"text": "text.txt"}))
     with pytest.raises(ConfigError, match=r"parameters of org/model: no network. Give --parameters N"):
         sizing.parameters_of(config)

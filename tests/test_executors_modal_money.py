@@ -188,7 +188,8 @@ def config(tmp_path: Path, **inner: Any) -> RunConfig:
 def model_of(folder: Path, parameters: int) -> Path:
     """A folder whose weights have such a header."""
     folder.mkdir()
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 0]}}).encode()
+    tensor = {"dtype": "BF16", "shape": [parameters // 1000, 1000], "data_offsets": [0, 0]}
+    header = json.dumps({"model.layers.0.mlp.up_proj.weight": tensor}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return folder
 
@@ -203,6 +204,9 @@ def test_the_memory_limit_follows_the_models_size(tmp_path) -> None:
         [ReplicaSpec("s3://b/r", "r00", gpu=("H100",))]
     )
     assert dear is not None and cheap.usd_per_hour is not None and dear > cheap.usd_per_hour
+    adapter = config(tmp_path, model=str(tmp_path / "m"), lora={"r": 8})
+    (light,) = fitted_places([Place("modal", gpu=("H100",))], adapter)
+    assert 28e9 < light.options["max_memory_mib"] * 2**20 < 40e9, "the base is only loaded"
     own = Place("modal", options={"max_memory_mib": 4096})
     assert fitted_places([own], large) == (own,), "whoever names a limit has it"
 

@@ -6,17 +6,18 @@
 Not promised: what only the bucket knows (whether another config stands there, what was spent).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.config import ConfigError, RunConfig, keep_bytes
-from diloco.footprint import footprint, lines
+from diloco.footprint import footprint, in_bytes, lines
 from diloco.superseded import current_url
 from executors.platforms.multi import Place
 from inner.known import ASK_S
+from inner.task_settings import reward_model_parts
 from rendezvous.errors import RendezvousError
 from rendezvous.membership import Wanted, read_control
 from rendezvous.stores.open import open_store
@@ -66,7 +67,20 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
     from diloco.sizing import trained_parameters_of
 
     found = footprint(config, parameters, replicas, steps, trained_parameters_of(config, model))
-    return lines(found, steps, keep_bytes(config.fleet.keep))
+    return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
+
+
+def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
+    """Device memory that comes on top, model by model."""
+    from diloco.sizing import stored_bytes
+
+    found: list[str] = []
+    for spelling in config.inner.rewards.models.values():
+        name, revision = reward_model_parts(spelling)
+        size = _within(seconds, lambda name=name, revision=revision: stored_bytes(name, revision or None))
+        said = "its size could not be read; it lies" if size is None else f"{in_bytes(size)} more"
+        found.append(f"reward model {name}: {said} on the device of every replica, beside what its passes need")
+    return found
 
 
 def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
@@ -75,9 +89,14 @@ def parameters_within(config: RunConfig, model: "Path | None", seconds: float = 
 
     if model is not None:
         return parameters_in(model) or None
+    return _within(seconds, lambda: parameters_of(config))
+
+
+def _within(seconds: float, ask: Callable[[], int]) -> int | None:
+    """The answer; None if it takes longer, or there is none."""
     pool = ThreadPoolExecutor(1)
     try:
-        return pool.submit(parameters_of, config).result(seconds)
+        return pool.submit(ask).result(seconds)
     except (Late, ConfigError):
         return None
     finally:

@@ -16,7 +16,7 @@ from typing import Any, TextIO, TypeGuard
 
 from diloco.config import ConfigError, RunConfig, check_fleet
 from diloco.launch import Run
-from diloco.sizing import parameters_of
+from diloco.sizing import parameters_of, trained_parameters_of
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.multi import Place, are_places, build_executor, place_of, places_of
@@ -102,7 +102,7 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
         return tuple(found)
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
     try:
-        options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config))}
+        options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config), trained_parameters_of(config))}
     except ConfigError:  # nobody knows its size here: the platform's own default holds
         options = cache
     return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)

@@ -44,7 +44,8 @@ DAY_S = 24 * 3600
 STARTUP_S = 1800
 HUB_VOLUME, HUB_CACHE = "diloco-hub-cache", "/hub-cache"  # its name, and where it is in a container
 BASE_MIB = 6 * 1024  # Python, torch, CUDA's context, the data
-HOST_BYTES = 32  # per parameter: θ, μ, Δ, a body and a residual in fp32, 8 while a snapshot is written, 4 to load
+LOAD_BYTES = 4  # per parameter, to bring it to the device
+HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, 8 while a snapshot is written
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,10 @@ class Kind(Plain):
         return {"volumes": {HUB_CACHE: volume}, "env": {"HF_HUB_CACHE": HUB_CACHE}}
 
 
-def memory_limit_mib(parameters: int) -> int:
-    """Of a replica with so many parameters, in whole GiB."""
-    return 1024 * math.ceil((BASE_MIB + HOST_BYTES * parameters / 2**20) / 1024)
+def memory_limit_mib(parameters: int, trained: int | None = None) -> int:
+    """Of a replica with so many parameters, in whole GiB.   trained: of an adapter, if the rest is only loaded."""
+    held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
+    return 1024 * math.ceil((BASE_MIB + held / 2**20) / 1024)
 
 
 def gpu_fault(gpu: str) -> str:
