@@ -76,7 +76,7 @@ $(TASKS)/.installed: pyproject.toml constraints.txt | install
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there
 test-vllm: $(VLLM)/.installed $(SMOLLM2)
-	$(VLLM)/bin/python -m pytest -q -s tests/test_diloco_vllm.py
+	$(VLLM)/bin/python -m pytest -q -s tests/test_diloco_vllm.py tests/test_diloco_weights_vllm.py
 	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" tests/test_inner_*.py tests/test_diloco_lora.py tests/test_diloco_outer.py
 
 # the second set of versions, and vLLM's CPU build, which is not of the project; the three that go are built for another torch

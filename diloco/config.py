@@ -129,6 +129,11 @@ class FleetConfig(Table):
         'Bytes of pseudogradients, means and snapshots that stay in the bucket: "20 GB", "500 MB", a number, "all", or '
         '"window" for no more than the last two snapshots need, which always stays (default with [inner.lora]: "all").',
     )
+    broadcast_weights: bool = setting(
+        False,
+        "Write each outer step's weights in bf16 for engines that generate rollouts (docs/weights.md): what changed, "
+        "and all of it every 30 steps.",
+    )
     give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.")
     start_patience_s: float = setting(
         30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them."
@@ -255,7 +260,7 @@ class RunConfig:
     def check(self) -> None:
         """Contradictions between settings; the single sections check themselves."""
         check_boundary(self.outer, self.inner.boundary)
-        _check_rendezvous(self.rendezvous, self.outer)
+        _check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
         check_fleet(self.fleet)
         if self.eval is not None and self.inner.loop == "supervised":
             raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
@@ -434,12 +439,17 @@ def check_lighthouse(outer: OuterConfig) -> None:
             )
 
 
-def _check_rendezvous(rendezvous: str, outer: OuterConfig) -> None:
+def _check_rendezvous(rendezvous: str, outer: OuterConfig, *, broadcasts: bool) -> None:
     if rendezvous == BUCKET:
         return
     if not re.fullmatch(r"lighthouse://(\[[0-9a-fA-F:]+\]|[^:/@\s]+):\d+", rendezvous):
         raise ConfigError(
             f'rendezvous = {rendezvous!r} is not known. Use "bucket" (or no line), or lighthouse://host:port'
+        )
+    if broadcasts:
+        raise ConfigError(
+            "fleet.broadcast_weights = true writes into the bucket, and a run over a lighthouse has none. Leave the "
+            "line away, or use the bucket"
         )
     check_lighthouse(outer)
 

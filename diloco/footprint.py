@@ -31,6 +31,7 @@ from rendezvous.rules import Rules, reduces_sharded
 
 LINK = 125e6  # bytes per second, up and down: 1 Gbit/s, what rented machines get to a bucket of their region
 HOST = 20
+BROADCAST = 3.5  # bf16 of θ, and what is being written of it at most
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
 ADAPTER_WIDTH = 4  # an adapter is fp32, whatever its base is
@@ -86,7 +87,7 @@ def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, tra
         parameters=base or parameters,
         codec=codec,
         device=width * base + STATES * states * parameters,
-        host=HOST * parameters,
+        host=ceil((HOST + BROADCAST * config.fleet.broadcast_weights) * parameters),
         each_step=each_step,
         each_snapshot=each_snapshot,
         once=once,

@@ -43,7 +43,7 @@ class StoreManager:
     run: its URL, an open Store, or a Session that has claimed the slot already.   slot: r00, r01, ….
     rounds: what `make_diloco` joins; until it has, this manager is bare.
     replicas, min_replicas, steps: the desired fleet of a run that has none yet (min_replicas: min(2, replicas)).
-    keep: what stays in the bucket, as fleet.keep of a run.toml (diloco/config.py).
+    keep, broadcast_weights: as [fleet] of a run.toml (diloco/config.py).
     load_state_dict, state_dict: only for a bare manager.
     theta_0: the outer state's arrays as the run began, where every replica has them from elsewhere
     (diloco/start_model.py).
@@ -60,6 +60,7 @@ class StoreManager:
         min_replicas: int | None = None,
         steps: int | None = None,
         keep: int | str = FleetConfig.keep,
+        broadcast_weights: bool = False,
         timing: Timing | None = None,
         clock: Clock | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
@@ -72,7 +73,7 @@ class StoreManager:
             clock = clock or SystemClock()
             store = under_key(open_store(run) if isinstance(run, str) else run, clock, run_key())
             ensure_slot(store, clock, slot, replicas=replicas, min_replicas=min_replicas, steps=steps)
-            run = Session(store, slot, timing or Timing(), clock=clock, keep=most)
+            run = Session(store, slot, timing or Timing(), clock=clock, keep=most, broadcasts=broadcast_weights)
         self.session = run
         self.rounds = StoreRounds(run, founds=founds, theta_0=theta_0)
         self._bare = BareRounds(run, load_state_dict, state_dict)

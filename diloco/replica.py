@@ -94,7 +94,7 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     try:
         session = Session(
             run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), parent_alive=parent_alive,
-            hung_after_s=run.config.fleet.hung_after_s,
+            hung_after_s=run.config.fleet.hung_after_s, broadcasts=run.config.fleet.broadcast_weights,
         )  # fmt: skip
     except Fenced as error:
         return _print_end(slot, error, exitcodes.FENCED)

@@ -127,6 +127,8 @@ class StoreRounds:
         self._samples = [0.0] * loop.rules.fragments
         rv.join(loop.state, self._theta_0)
         rv.baggage = self._pack_moments
+        if self.session.weights is not None:
+            self.session.weights.layout = layout_of(loop.model)
         self.session.emit("joined", step=rv.step)
         self._unpack_moments(loop)
         self.session.flush()

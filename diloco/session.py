@@ -32,9 +32,11 @@ from rendezvous.membership import read_control, refuse_lost, write_control
 from rendezvous.rendezvous import Rendezvous
 from rendezvous.rules import Rules, Timing
 from rendezvous.seal import SignedStore
-from rendezvous.store import Store
+from rendezvous.store import PatientStore, Store
+from rendezvous.weights.writer import WeightsWriter
 
 ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
+WEIGHTS_PATIENCE_S = 10.0
 LAST_WORDS_S = 10.0  # to write into the bucket that a session ends, if the store answers
 
 
@@ -43,6 +45,7 @@ class Session:
 
     hung_after_s: seconds without an inner step after which the session may end itself (diloco/watchdog.py), 0: never.
     keep: bytes of blobs that stay in the bucket (rendezvous/keeping.py), None for all.
+    broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Session:
         *,
         clock: Clock | None = None,
         keep: int | None = None,
+        broadcasts: bool = False,
         parent_alive: Callable[[], bool] = lambda: True,
         hung_after_s: float = 0.0,
     ) -> None:
@@ -71,6 +75,7 @@ class Session:
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
         self.watchdog = Watchdog(self.clock, hung_after_s)
         self._flush_due = False
+        self.weights = self._weights_writer() if broadcasts else None
         self.rv = Rendezvous(
             store,
             self.clock,
@@ -84,6 +89,7 @@ class Session:
             background=Worker(self.emit),
             uploads=Worker(self.emit),
             together=together_on(store),
+            weights=self.weights,
         )
         self._parts = Parts(self.emit)
         refuse_lost(store, read_control(store))
@@ -94,6 +100,11 @@ class Session:
         self.emit("claimed", generation=self.rv.generation, pid=os.getpid(), host=host_name(), device=device_name())
         self._thread = threading.Thread(target=self._beat, name=f"beat-{slot}", daemon=True)
         self._thread.start()
+
+    def _weights_writer(self) -> WeightsWriter:
+        """Its store has little patience: the next step's weights come without these, too."""
+        store = PatientStore(self._store, self.clock, WEIGHTS_PATIENCE_S)
+        return WeightsWriter(store, self.clock, reading=Worker(self.emit), uploads=Worker(self.emit), emit=self.emit)
 
     def emit(self, event: str, **fields: Any) -> None:
         if self._journal is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rendezvous.stores.files import FileStore
     from rendezvous.stores.memory import MemoryStore
     from rendezvous.stores.open import open_store
+    from rendezvous.weights.follower import follow_weights
 
 _HOMES = {
     "FileStore": "stores.files",
@@ -28,6 +29,7 @@ _HOMES = {
     "Rendezvous": "rendezvous",
     "Rules": "rules",
     "SystemClock": "clock",
+    "follow_weights": "weights.follower",
     "Timing": "rules",
     "open_store": "stores.open",
     "put_once": "store",
@@ -41,6 +43,7 @@ __all__ = [
     "Rules",
     "SystemClock",
     "Timing",
+    "follow_weights",
     "open_store",
     "put_once",
 ]

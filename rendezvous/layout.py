@@ -17,6 +17,8 @@
     ├── leave/{slot}-{generation}.json             a graceful goodbye                              put_once
     ├── residuals/{slot}-{generation}-{nonce}.bin  what its codec had not sent; deleted when taken put, new name
     ├── control/{n:06d}.json                       what the operator wants                         put_once, dense
+    ├── weights/{t:010d}/
+    │   └── manifest.json, {nonce}-{part:04d}.bin  θ_t in bf16, or what differs from θ_{t−1}       put_once
     ├── again/                                     a whole run: the one that counts if this one was superseded
     ├── page/index.html, data/{n}.json             a view for browsers; no replica reads it        put, by a publisher
     └── log/{slot}-{generation}/
@@ -42,6 +44,7 @@ LOGS = "log/"
 CONTROLS = "control/"
 AGAIN = "again"  # a folder: the run that counts where this one is superseded
 CLAIMS = "replicas/"
+WEIGHTS = "weights/"  # for engines that train nothing; no replica reads them
 PAGE = "page/"  # a view of the run: may be written over, and deleted, at any time
 PAGE_INDEX = "page/index.html"
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
@@ -166,6 +169,21 @@ def snapshot_step(key: str) -> int | None:
     return step if key == snapshot_key(step) else None
 
 
+def weights_key(t: int) -> str:
+    return f"{WEIGHTS}{t:010d}/manifest.json"
+
+
+def weights_blob(t: int, nonce: str) -> str:
+    return f"{WEIGHTS}{t:010d}/{nonce}.bin"
+
+
+def weights_step(key: str) -> int | None:
+    """The step of a manifest of weights, or None for any other key below `weights/`."""
+    parts = key.split("/")
+    step = int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
+    return step if key == weights_key(step) else None
+
+
 def control_number(key: str) -> int | None:
     """control/000003.json -> 3; None for any other key below `control/`."""
     number = key.removeprefix(CONTROLS).removesuffix(".json")
@@ -244,6 +262,8 @@ def record_kind(key: str) -> str | None:
         return _FOLDERS[parts[0]]
     if parts[0] == "snapshots":
         return "snapshot" if parts[-1] == "manifest.json" else None
+    if parts[0] == "weights":
+        return "weights" if parts[-1] == "manifest.json" else None
     if parts[0] == "steps" and parts[-1].endswith(".json"):
         return "commit" if parts[-1] == "commit.json" else parts[2]
     return None

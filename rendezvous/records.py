@@ -16,6 +16,7 @@ Not promised: that what a record says is true.  The engine compares it with the 
 import json
 import secrets
 from dataclasses import dataclass, field
+from math import prod
 from typing import Annotated, Any, ClassVar, Self
 
 from rendezvous import layout
@@ -270,6 +271,60 @@ class Snapshot(Record):
     def check_consistency(self) -> None:
         if self.t or self.blob:
             check_blob(self.blob, layout.snapshot_blob(self.t, ""))
+
+
+@dataclass(frozen=True)
+class WeightsPart:
+    """One blob of weights: chunks as in rendezvous/weights/patch.py."""
+
+    blob: Key
+    size: Count
+    digest: Word
+
+
+@dataclass(frozen=True)
+class Weights(Record):
+    """θ_t in bf16, for engines that train nothing: all of it (an anchor), or what differs from θ_{t−1}.
+
+    values: how many θ has.   changed: how many are in the parts.   digest: of all values as little-endian uint16, xxh3.
+    parent: the digest of θ_{t−1}'s, on which the parts go; "": on nothing, this is an anchor.
+    base: digest of the state as the writer has it, which is commit t's.
+    layout: in an anchor, [name, shape, dtype] in flat order.
+    """
+
+    kind = "weights"
+    most = 64 << 20
+    t: Step
+    base: Word
+    parent: Word
+    digest: Word
+    values: Count
+    changed: Count
+    parts: tuple[WeightsPart, ...]
+    nonce: Word
+    at: UnixTime
+    layout: list[Any] = field(default_factory=list[Any])
+
+    def check_consistency(self) -> None:
+        for part in self.parts:
+            check_blob(part.blob, layout.weights_blob(self.t, ""))
+        if not self.parent and self.changed != self.values:
+            raise ValueError("it has no parent, and not all values")
+        if not self.parent:
+            _check_layout(self.layout, self.values)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.size for part in self.parts)
+
+
+def _check_layout(parameters: list[Any], values: int) -> None:
+    for name, shape, dtype in parameters:
+        if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in shape)):
+            raise ValueError(f"its layout has {brief_repr([name, shape, dtype])}")
+    if sum(prod(shape) for _, shape, _ in parameters) != values:
+        raise ValueError(f"its layout is not one of {values} values")
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from rendezvous.snapshot_duty import SnapshotDuty
 from rendezvous.state import Digests, ReplicatedState
 from rendezvous.step_wait import StepTimes, StepWait
 from rendezvous.store import PatientStore, Store
+from rendezvous.weights.writer import NoWeights, WeightsWriter
 from rendezvous.wire import check_shape
 
 
@@ -55,6 +56,7 @@ class Rendezvous:
     background: runs what nobody waits for.   uploads: the same for what may take longer than a round.
     together: runs requests that go together (`background.together_on`).
     keep: bytes of blobs that stay in the bucket beside what a reader may need (rendezvous/keeping.py); None for all.
+    weights: writes bf16 weights of the steps that this replica closes, for engines that train nothing.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Rendezvous:
         background: Background | None = None,
         uploads: Background | None = None,
         together: Together = in_turn,
+        weights: WeightsWriter | None = None,
     ) -> None:
         self.slot = slot
         self.clock = clock
@@ -93,6 +96,7 @@ class Rendezvous:
         self._background = background or Inline()
         self._uploads = uploads or self._background
         self._together = together
+        self._weights = weights or NoWeights()
         self._times = StepTimes(clock)
         self._theta_0: Callable[[], snapshots.Arrays] | None = None
         self._joined_at = -1  # the step in whose middle we joined
@@ -191,6 +195,7 @@ class Rendezvous:
 
     def _heal_once(self, upto: int | None) -> None:
         self._snapshots.writer.abandon()
+        self._weights.wait_until_read()
         self.chain.forget_commits()
         replay = StateReplay(
             self.store, self.chain, self.state, self.rules.fragments, self._averager.mean_of_past,
@@ -316,6 +321,7 @@ class Rendezvous:
         self._snapshots.writer.release_fragment(
             commit.t % self.rules.fragments
         )  # as late as can be: the caller steps it now
+        self._weights.wait_until_read()
 
     def advance(self, commit: Commit) -> None:
         """The caller has applied the mean: the next step is open."""
@@ -335,6 +341,9 @@ class Rendezvous:
             self.state, self.step, base=self.base, prev=self.chain.commit_digest(commit.t),
             closed=commit.by == self.name, idle=not (self.is_behind or self.is_done),
         )  # fmt: skip
+        self._weights.note_step(
+            self.state, self.step, self.rules.fragments, base=self.base, closed=commit.by == self.name
+        )
         self.members.status.enter_phase("train", self.step)
         self._times.begin()
         self.members.begin_step(commit.pace, self.own_blobs.readers_of(commit))
@@ -347,6 +356,7 @@ class Rendezvous:
         self._snapshots.confirm(commit, closed=commit.by == self.name)
         self._averager.mean_of_past(commit, mean)
         self._snapshots.writer.release_fragment(fragment)
+        self._weights.wait_until_read()
         self.state.apply(fragment, mean)
         self.advance(commit)
 
@@ -407,6 +417,8 @@ class Rendezvous:
             self._snapshots.writer.abandon()
         self._uploads.drain()
         self._background.drain()
+        if self.is_done:
+            self._weights.drain()
         if self.is_done:
             self._digests.check_unchanged()  # our digest may confirm the last snapshot
         try:

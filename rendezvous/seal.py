@@ -2,7 +2,8 @@
 
     replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
     replica ◀── record ── SealedStore ◀── record + tag ── bucket
-                 └─ a tag that is wrong:   claim, offer, leave, control, beat, log ─▶ VOID: passed over, reported once
+                 └─ a tag that is wrong:
+                     claim, offer, leave, control, beat, log, weights ─▶ VOID: passed over, reported once
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
     replica ◀── blob ──── its SHA-256 stands in a sealed record
 
@@ -36,7 +37,7 @@ KEY = "DILOCO_RUN_KEY"
 LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
 _FIELD = 64 + len(',"seal":""}')
 _LINE = 64 + len('{"seal":""}\n')
-_PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log"}
+_PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights"}
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,11 @@ def one_of_each() -> dict[str, records.Record]:
         "snapshots/0000000008/manifest.json": records.Snapshot(
             8, "c" * 32, sha, "snapshots/0000000008/0011223344556677.safetensors", 99, sha, "n2", False
         ),
+        "weights/0000000008/manifest.json": records.Weights(
+            8, "c" * 32, "", "xxh3-128:" + "7" * 32, 6, 6,
+            (records.WeightsPart("weights/0000000008/0011223344556677-0000.bin", 40, sha),), "n8", 7.5,
+            [["w", [2, 3], "float32"]],
+        ),
         "leave/r00-2.json": records.Leave("r00", 2, 8, "c" * 32, "done", "n3", 2.5),
         "control/000000.json": records.Control(0, "n4", 3.0, replicas=3, steps=40, min_replicas=2, max_usd=12.5),
         "alive/r00.json": records.Beat("r00", 2, 17, "train", 8, 3, 0.25, 4.0, "host", 4711),

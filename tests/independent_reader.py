@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import struct
+import zlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -195,6 +196,23 @@ def _from_gaps(coded: bytes) -> list[int]:
     if coded and coded[-1] == 255:
         raise Unsound("it ends inside a gap")
     return places
+
+
+def apply_patch(bits: np.ndarray, body: bytes) -> None:
+    """Weights for engines: a part's values over what is there, uint16."""
+    while body:
+        magic, start, count, changed, *sizes = struct.unpack_from("<4sQIIIII", body)
+        assert magic == b"bf16" and changed <= count <= 1 << 22
+        at, pieces = 32, list[bytes]()
+        for size in sizes:
+            pieces.append(body[at : at + size])
+            at += size
+        high, low = zlib.decompress(pieces[1], -15), pieces[2]
+        places = [int(i) for i in _from_gaps(zlib.decompress(pieces[0], -15))] if pieces[0] else list(range(count))
+        assert len(places) == len(high) == len(low) == changed and all(i < count for i in places)
+        for place, a, b in zip(places, high, low, strict=True):
+            bits[start + place] = a << 8 | b
+        body = body[at:]
 
 
 def _largest(levels: int) -> np.float32:

@@ -60,6 +60,8 @@ LAUNCHED = {
     "log_key",
     "rollouts_key",
     "page_data_key",
+    "weights_key",
+    "weights_blob",
 }  # below, each in a test of its own
 
 

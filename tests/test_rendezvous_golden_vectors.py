@@ -25,6 +25,7 @@ from rendezvous.rules import Rules
 from rendezvous.seal import under_key
 from rendezvous.store import Store
 from rendezvous.stores.files import FileStore
+from rendezvous.weights.patch import bf16_bits, changes_between, encode, whole
 from tests import independent_reader as reader
 from tests.fakes import ManualClock
 from tests.golden_vectors import PATH, SECTIONS, made, one_of_each, vector
@@ -42,7 +43,18 @@ def test_the_reader_imports_nothing_of_the_project() -> None:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         named |= {name.partition(".")[0] for name in names}
         assert not (isinstance(node, ast.Name) and node.id in ("__import__", "importlib", "exec", "eval"))
-    standard = {"hashlib", "hmac", "itertools", "json", "struct", "statistics", "dataclasses", "pathlib", "typing"}
+    standard = {
+        "hashlib",
+        "hmac",
+        "itertools",
+        "json",
+        "struct",
+        "statistics",
+        "dataclasses",
+        "pathlib",
+        "typing",
+        "zlib",
+    }
     assert named == standard | {"numpy", "xxhash"}
 
 
@@ -103,6 +115,20 @@ def _check_largest(x: np.ndarray, kept: reader.Residual, body: bytes) -> None:
     left = np.where(out == 0, np.abs(whole), 0).max(axis=1)
     full = (out != 0).sum(axis=1) == 3
     assert full.any() and (left <= least * (1 + 2.0**-17))[full].all()
+
+
+def test_the_reader_has_the_weights_for_engines() -> None:
+    old, new = (vector([[0, 3000, -4]], [], seed) for seed in (1, 1))
+    new[[0, 1, 255, 256, 511, 767, 2000, 2999]] += np.float32(1.0)
+    before, after = bf16_bits(old), bf16_bits(new)
+    assert after.tobytes() == (reader.encode("bf16", new))
+    found = np.zeros(3000, np.uint16)
+    for at in (0, 1500):
+        reader.apply_patch(found, encode(whole(before[at : at + 1500], at)))
+    assert np.array_equal(found, before)
+    for at in (0, 1500):
+        reader.apply_patch(found, encode(changes_between(before[at : at + 1500], after[at : at + 1500], at)))
+    assert np.array_equal(found, after) and int((before != after).sum()) == 8
 
 
 def test_the_reader_cuts_the_same_grid_and_parts() -> None:

@@ -26,6 +26,8 @@ from rendezvous.records import (
     Offer,
     Record,
     Snapshot,
+    Weights,
+    WeightsPart,
     WireError,
     new_nonce,
 )
@@ -53,6 +55,7 @@ RECORDS: list[Record] = [
     ),
     Mean(3, layout.mean_blob(3, "n"), 12, "d", "n"),
     Snapshot(3, "base", None, layout.snapshot_blob(3, "n"), 12, "d", "n", False),
+    Weights(3, "base", "p", "d", 9, 2, (WeightsPart(layout.weights_blob(3, "n-0000"), 12, "d"),), "n", 9.0),
     Leave("r00", 1, 3, "base", "done", "n", 9.0),
     Control(0, "n", 9.0, replicas=3, stop=True),
     Beat("r00", 1, 5, "train", 3, 2, 0.25, 9.0),

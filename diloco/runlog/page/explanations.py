@@ -52,6 +52,8 @@ EXPLANATIONS = {
     "stopped": "The supervisor ended.",
     "store_trouble": "The store refused a request or did not answer. It is asked again; nothing is lost.",
     "sync_failed": "A round could not be finished. The replica goes on with the next one.",
+    "weights": "The step's weights were written in bf16, for engines that generate rollouts.",
+    "weights_left_out": "The store is slower than a round: the step's bf16 weights were not written; later ones are.",
     "warning": "Something wants a person's attention; the text says what.",
 }
 ABOUT = frozenset(

@@ -1,0 +1,245 @@
+"""An engine that generates rollouts gets the weights of each outer step, from the bucket alone.
+
+    weights/{t} ──▶ is its parent what I have?   yes ─▶ write the changed values over mine ─▶ the digest is right ─▶ t
+                              │ no: never applied                                                    │ no
+                              └──▶ the newest anchor, and the changes after it ◀─────────────────────┘
+
+    for weights in follow_weights("s3://bucket/run"):
+        weights.load_into(model)                                              # transformers, peft: any nn.Module
+        engine.load_weights(weights.named_tensors(changed_only=True))         # vLLM's model (docs/weights.md)
+
+It only reads.  Weights whose writer turns out to have had another θ than the commit after them are thrown away, and
+what was built on them.
+
+Not promised: every step; the newest that can be had comes first, and those before it do not come.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.background import no_emit
+from rendezvous.clock import Clock, SystemClock
+from rendezvous.digests import has_digest, required_digest_kind
+from rendezvous.errors import Corrupt, WrongRun
+from rendezvous.records import Commit, Weights, WeightsPart, WireError
+from rendezvous.seal import open_signed
+from rendezvous.store import PatientStore, Store
+from rendezvous.weights.patch import decode, digest_of_bits
+from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
+
+if TYPE_CHECKING:
+    import torch
+
+PATIENCE_S = 60.0  # of a store without an answer
+
+
+@dataclass(frozen=True)
+class FollowedWeights:
+    """θ of one outer step in bf16.   Its tensors are the follower's memory: use them before the next ones are asked.
+
+    step: outer steps inside θ.   parameters: name -> its first value and shape.   bits: uint16 (P,).
+    changed: names of parameters that are not what they were in the ones before; of the first: all.
+    bytes: that were read for it.
+    """
+
+    step: int
+    parameters: dict[str, tuple[int, tuple[int, ...]]]
+    bits: np.ndarray
+    changed: frozenset[str]
+    bytes: int
+
+    def named_tensors(self, *, changed_only: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(name, bf16 tensor of its shape), in the model's order."""
+        import torch
+
+        flat = torch.as_tensor(self.bits.view(np.int16)).view(torch.bfloat16)
+        for name, (at, shape) in self.parameters.items():
+            if not changed_only or name in self.changed:
+                yield name, flat[at : at + prod(shape)].view(shape)
+
+    def load_into(self, model: "torch.nn.Module") -> None:
+        """Write them over the model's parameters of these names, in their dtype and on their device.
+
+        Raises WrongRun, before anything is written, where it has no such parameter, or another shape.
+        """
+        import torch
+
+        own = dict(model.named_parameters())
+        for name, (_, shape) in self.parameters.items():
+            found = tuple(own[name].shape) if name in own else "no such parameter"
+            if found != shape:
+                raise WrongRun(
+                    f"the run's parameter {name} has shape {shape}, this model has {found}. Load the run's start "
+                    "model (diloco export RUN --to DIR), with the adapter if the run trains one"
+                )
+        with torch.no_grad():
+            for name, tensor in self.named_tensors():
+                own[name].copy_(tensor)
+
+
+class WeightsFollower:
+    """What one reader has.   emit("weights_refused", step=…, text=…): why something was not taken."""
+
+    def __init__(self, store: Store, emit: Callable[..., None] = no_emit) -> None:
+        self._store = store
+        self._emit = emit
+        self._bits = np.empty(0, np.uint16)
+        self._has: Weights | None = None  # the bits are of these
+        self._confirmed = False  # has the commit after them said so?
+        self._given = -1  # the last step that `poll` gave
+        self._head = -1  # the newest step that is known to have been reached
+        self._refused: set[str] = set()  # nonces of manifests that are not tried again
+        self._parameters: dict[str, tuple[int, tuple[int, ...]]] = {}
+
+    def poll(self) -> FollowedWeights | None:
+        """The newest weights that can be had, if they are newer than the last ones; else None."""
+        self._look_for_head()
+        self._confirm()
+        for t in range(self._head, max(self._given, self._head - ANCHOR_EVERY), -1):
+            weights = self._read(t)
+            if weights is None or not self._is_right(weights):
+                continue
+            if (found := self._reach(weights)) is not None:
+                self._given = t
+                return found
+        return None
+
+    # ------------------------------------------------------------------ what there is
+
+    def _look_for_head(self) -> None:
+        """By GETs of commits; the first time from where a LIST, which may lag, has seen weights."""
+        if self._head < 0:
+            listed = (layout.weights_step(key) for key in self._store.list(layout.WEIGHTS))
+            self._head = max((t for t in listed if t is not None), default=0)
+        while self._store.get(layout.commit_key(self._head)) is not None:
+            self._head += 1
+
+    def _read(self, t: int) -> Weights | None:
+        weights = read_weights(self._store, t)
+        return None if weights is None or weights.nonce in self._refused else weights
+
+    def _confirm(self) -> None:
+        """Was θ what the others had?  The commit after it says."""
+        if self._has is not None and not self._confirmed and self._head > self._has.t:
+            self._confirmed = self._is_right(self._has)
+            if not self._confirmed:
+                self._has = None
+
+    def _is_right(self, weights: Weights) -> bool:
+        """Yes, too, while there is no commit after them."""
+        body = self._store.get(layout.commit_key(weights.t))
+        try:
+            right = body is None or Commit.decode(body).base == weights.base
+        except WireError:
+            right = True  # replicas say so, loudly
+        if not right:
+            self._refuse(weights, "their writer had another θ than the commit after them says")
+        return right
+
+    # ------------------------------------------------------------------ from here to there
+
+    def _reach(self, weights: Weights) -> FollowedWeights | None:
+        """Become these, by changes to what is there, or from an anchor; None where neither leads there."""
+        for start in dict.fromkeys((self._has.digest if self._has else "", "")):
+            way = self._way_from(start, weights)
+            if way is not None and (touched := self._walk(way)) is not None:
+                return FollowedWeights(
+                    step=weights.t, parameters=self._parameters, bits=self._bits,
+                    changed=frozenset(touched), bytes=sum(w.size for w in way),
+                )  # fmt: skip
+        return None
+
+    def _way_from(self, start: str, weights: Weights) -> list[Weights] | None:
+        """The manifests from the one after `start` (a digest; "": from an anchor on) to these, or None."""
+        way = [weights]
+        while (parent := way[-1].parent) and parent != start:
+            before = self._read(way[-1].t - 1)
+            if before is None or len(way) > ANCHOR_EVERY or not self._is_right(before):
+                return None
+            if before.digest != parent:
+                self._refuse(way[-1], f"they go on {parent}, and those of step {before.t} are {before.digest}")
+                return None
+            way.append(before)
+        return way[::-1]
+
+    def _walk(self, way: list[Weights]) -> set[str] | None:
+        """Apply them, oldest first; -> names of parameters that were written to, or None: nothing is known any more."""
+        touched = set[str]()
+        for weights in way:
+            self._has = None
+            try:
+                touched |= self._apply(weights)
+            except Corrupt as error:
+                self._refuse(weights, str(error))
+                return None
+            self._has, self._confirmed = weights, False
+        return touched
+
+    def _apply(self, weights: Weights) -> set[str]:
+        if not weights.parent:
+            self._begin(weights)
+        names = list(self._parameters)
+        bounds = np.array([*(at for at, _ in self._parameters.values()), len(self._bits)])
+        touched = np.zeros(len(names), bool)
+        for part in weights.parts:
+            for changes in decode(self._fetch(part)):
+                if changes.start + changes.count > len(self._bits):
+                    raise Corrupt("a patch writes behind the last value")
+                changes.apply(self._bits)
+                touched |= changes.touch(bounds)
+        found = digest_of_bits(self._bits)
+        if found != weights.digest:
+            raise Corrupt(f"θ_{weights.t} in bf16 has digest {found}, and {weights.digest} was announced")
+        return {names[i] for i in np.flatnonzero(touched)}
+
+    def _begin(self, anchor: Weights) -> None:
+        if len(self._bits) != anchor.values:
+            self._bits = np.zeros(anchor.values, np.uint16)
+        at = 0
+        self._parameters = {}
+        for name, shape, _ in anchor.layout:
+            self._parameters[name] = at, tuple(shape)
+            at += prod(shape)
+
+    def _fetch(self, part: WeightsPart) -> bytearray:
+        body = bytearray(part.size)
+        for _ in range(3):
+            if not self._store.get_into(part.blob, memoryview(body)):
+                raise Corrupt(f"{part.blob} is not there any more")
+            if has_digest(body, part.digest, required_digest_kind(self._store)):
+                return body
+        raise Corrupt(f"{part.blob} has not the bytes that were announced")
+
+    def _refuse(self, weights: Weights, why: str) -> None:
+        self._refused.add(weights.nonce)
+        self._emit("weights_refused", step=weights.t, text=why)
+
+
+def follow_weights(
+    run: "str | Store",
+    *,
+    until: int | None = None,
+    poll_s: float = 2.0,
+    clock: Clock | None = None,
+    emit: Callable[..., None] = no_emit,
+) -> Iterator[FollowedWeights]:
+    """Each newest weights of a run, as they come; waits in between.   Raises RendezvousError where the store gives up.
+
+    run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: for ever.
+    A run writes them with fleet.broadcast_weights = true.
+    """
+    clock = clock or SystemClock()
+    store = PatientStore(open_signed(run) if isinstance(run, str) else run, clock, PATIENCE_S)
+    follower = WeightsFollower(store, emit)
+    step = -1
+    while until is None or step < until:
+        if (weights := follower.poll()) is None:
+            clock.sleep(poll_s)
+        else:
+            step = weights.step
+            yield weights

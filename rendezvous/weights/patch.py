@@ -1,0 +1,152 @@
+"""The bf16 values of a flat vector that are not what they were, as bytes.
+
+    θ (fp32) ── nearest, ties to even ──▶ 16 bits each ── ≠ before ──▶ positions, new values
+    chunk of 2²² values  =  head ‖ gaps ‖ high bytes ‖ low bytes
+
+    gaps   u8: how many values in a row stay before the next one that does not; 255: 255 stay and none follows.  None
+           at all where every value is written
+    high   sign and 7 bits of the exponent      low   1 bit of the exponent and the mantissa
+    gaps and high are Huffman-coded (raw deflate): neighbours' exponents are alike.  low is noise
+
+Values are absolute, so a patch that is applied twice does no harm, and the same bytes carry a whole model.
+
+Not promised: the smallest bytes.  XOR with the old values would take about half, and must be applied exactly once.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from rendezvous.digests import digest
+from rendezvous.errors import Corrupt
+from rendezvous.store import Buffer
+
+CHUNK = 1 << 22  # values
+MAGIC = b"bf16"
+_HEAD = struct.Struct("<4sQIIIII")  # magic, first value, values, changed ones, bytes of gaps, high, low
+_FAR = 255
+_EXPONENT = 0x7F80
+Bits = np.ndarray  # uint16: a bf16 value each
+
+
+def bf16_bits(values: np.ndarray) -> Bits:
+    """fp32 (n,) -> uint16 (n,), rounded to the nearest bf16, ties to even, as torch and every GPU do; no NaN in it."""
+    bits = values.view(np.uint32)
+    return ((bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
+
+
+def digest_of_bits(bits: Bits) -> str:
+    """xxh3-128 of the values, little-endian."""
+    return digest(bits.astype("<u2", copy=False).data)
+
+
+def is_finite(bits: Bits) -> bool:
+    return not np.any((bits & _EXPONENT) == _EXPONENT)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Values of one chunk.   start: of the chunk.   positions: inside it, rising; None: every one."""
+
+    start: int
+    count: int
+    positions: np.ndarray | None
+    values: Bits
+
+    def apply(self, bits: Bits) -> None:
+        """Write them into the whole vector."""
+        part = bits[self.start : self.start + self.count]
+        part[slice(None) if self.positions is None else self.positions] = self.values
+
+    def touch(self, bounds: np.ndarray) -> np.ndarray:
+        """Which ranges of the whole vector, from one bound to the next, have a value of these?   -> bool"""
+        inside = np.clip(bounds - self.start, 0, self.count)
+        before = inside if self.positions is None else np.searchsorted(self.positions, inside)
+        return before[1:] > before[:-1]
+
+
+def changes_between(old: Bits, new: Bits, start: int) -> Changes:
+    """of one chunk: (n,) and (n,)."""
+    positions = np.flatnonzero(old != new)
+    return Changes(start, len(new), positions, new[positions])
+
+
+def whole(bits: Bits, start: int) -> Changes:
+    return Changes(start, len(bits), None, bits)
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def encode(changes: Changes) -> bytes:
+    gaps = b"" if changes.positions is None else _deflate(_gaps(changes.positions))
+    planes = np.ascontiguousarray(changes.values, "<u2").view(np.uint8).reshape(-1, 2)
+    high, low = _deflate(planes[:, 1].tobytes()), planes[:, 0].tobytes()
+    numbers = changes.start, changes.count, len(changes.values), len(gaps), len(high), len(low)
+    return b"".join((_HEAD.pack(MAGIC, *numbers), gaps, high, low))
+
+
+def decode(body: Buffer) -> Iterator[Changes]:
+    """The chunks of a body, in order.   Raises Corrupt, whatever the bytes are."""
+    view = memoryview(body).cast("B")
+    while view:
+        if len(view) < _HEAD.size:
+            raise Corrupt(f"a patch ends in the middle of a chunk's head ({len(view)} bytes are left)")
+        magic, start, count, changed, *sizes = _HEAD.unpack_from(view)
+        if magic != MAGIC or count > CHUNK or changed > count or _HEAD.size + sum(sizes) > len(view):
+            raise Corrupt("a patch has a chunk whose head makes no sense: damaged bytes, or no patch of this version")
+        ends = list(accumulate(sizes, initial=_HEAD.size))
+        gaps, high, low = (view[a:b] for a, b in pairwise(ends))
+        yield _chunk(start, count, changed, gaps=gaps, high=high, low=low)
+        view = view[ends[-1] :]
+
+
+def _chunk(start: int, count: int, changed: int, *, gaps: memoryview, high: memoryview, low: memoryview) -> Changes:
+    if len(low) != changed or (not gaps and changed not in (0, count)):
+        raise Corrupt("a patch has a chunk with another number of values than its head says")
+    planes = np.empty((changed, 2), np.uint8)
+    planes[:, 1] = np.frombuffer(_inflate(high, changed, exactly=True), np.uint8)
+    planes[:, 0] = np.frombuffer(low, np.uint8)
+    everything = not gaps and changed == count
+    positions = None if everything else _positions(_inflate(gaps, count) if gaps else b"", count, changed)
+    return Changes(start, count, positions, planes.view("<u2").reshape(-1).astype(np.uint16, copy=False))
+
+
+def _gaps(positions: np.ndarray) -> bytes:
+    between = np.diff(positions, prepend=-1) - 1
+    far, near = np.divmod(between, _FAR)
+    out = np.full(len(positions) + int(far.sum()), _FAR, np.uint8)
+    out[np.cumsum(far + 1) - 1] = near
+    return out.tobytes()
+
+
+def _positions(gaps: bytes, count: int, changed: int) -> np.ndarray:
+    steps = np.frombuffer(gaps, np.uint8).astype(np.int64)
+    ends = np.cumsum(np.where(steps == _FAR, _FAR, steps + 1)) - 1
+    positions = ends[steps != _FAR]
+    if len(positions) != changed or (changed and positions[-1] >= count):
+        raise Corrupt("a patch has a chunk whose gaps do not lead to its values")
+    return positions
+
+
+def _deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+    return packer.compress(data) + packer.flush()
+
+
+def _inflate(data: memoryview, most: int, *, exactly: bool = False) -> bytes:
+    """At most `most` bytes, so that a small body cannot fill the memory."""
+    unpacker = zlib.decompressobj(-15)
+    try:
+        found = unpacker.decompress(data, max(1, most))
+    except zlib.error as error:
+        raise Corrupt(f"a patch has a chunk that cannot be unpacked ({error})") from error
+    if not unpacker.eof and unpacker.decompress(unpacker.unconsumed_tail, 1):
+        raise Corrupt("a patch has a chunk that unpacks to more than its head says")
+    if exactly and len(found) != most:
+        raise Corrupt("a patch has a chunk with another number of values than its head says")
+    return found

@@ -1,0 +1,239 @@
+"""θ_t in bf16, written by the replica that closed the step before, while the next round trains.
+
+    advance to t ──▶ (reading) bits ← bf16(θ_t); what differs from bf16(θ_{t−1}) ──▶ (uploads) blobs ─▶ manifest
+                          │                                                             put_once
+    mean of t ─── waits ──┘ θ is about to be stepped
+
+Every replica that may close a step keeps bf16(θ): 2 bytes for each value.  It writes an anchor, all of it, at each step
+that ANCHOR_EVERY divides, and wherever a reader could not go on otherwise: its own copy is not of t−1, θ_{t−1} was not
+written (its writer was killed, or slow), or has another digest.  So the chain mends itself at the next step.
+
+An anchor lets the blobs of the chain before the previous one go.
+
+Not promised: weights of every step.  Where the store is slower than a round, some are left out; a chain that was being
+deleted when its replica was killed stays.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rendezvous import layout
+from rendezvous.background import Background, Emit, submit_reported
+from rendezvous.clock import Clock
+from rendezvous.digests import digest, required_digest_kind
+from rendezvous.errors import RendezvousError
+from rendezvous.records import Weights, WeightsPart, WireError, new_nonce
+from rendezvous.state import ReplicatedState
+from rendezvous.store import Store, put_once
+from rendezvous.weights.patch import (
+    CHUNK,
+    Changes,
+    bf16_bits,
+    changes_between,
+    digest_of_bits,
+    encode,
+    is_finite,
+    whole,
+)
+
+ANCHOR_EVERY = 30
+PART = 64 << 20  # bytes of a blob, about
+
+
+class NotFinite(RendezvousError):
+    """θ has values that no engine should load."""
+
+
+@dataclass
+class _Found:
+    """What is to be written of θ_t.   parent: digest of what the bodies go on; "": nothing."""
+
+    t: int
+    base: str
+    parent: str = ""
+    digest: str = ""
+    changed: int = 0
+    bodies: list[bytearray] = field(default_factory=list[bytearray])
+
+    def add(self, changes: Changes) -> None:
+        if changes.positions is not None and not len(changes.positions):
+            return
+        body = encode(changes)
+        self.changed += len(changes.values)
+        if self.bodies and len(self.bodies[-1]) + len(body) <= PART:
+            self.bodies[-1] += body
+        else:
+            self.bodies.append(bytearray(body))
+
+
+class NoWeights:
+    """Of a run that does not broadcast them."""
+
+    def note_step(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> None: ...
+    def wait_until_read(self) -> None: ...
+    def drain(self) -> None: ...
+
+
+class WeightsWriter:
+    """One replica's part in it.   layout: [name, shape, dtype] of θ in flat order; told before the first step.
+
+    reading: reads θ.   uploads: writes blobs.   Two, so that a slow store holds no outer step up.
+    """
+
+    def __init__(self, store: Store, clock: Clock, *, reading: Background, uploads: Background, emit: Emit) -> None:
+        self._store = store
+        self._clock = clock
+        self._reading = reading
+        self._uploads = uploads
+        self._emit = emit
+        self._bits = np.empty(0, np.uint16)  # bf16 of all fragments, one after another
+        self._of: int | None = None  # the step that they are of
+        self._digest = self._base = ""
+        self._read = threading.Event()
+        self._read.set()
+        self._uploading = False
+        self.layout: list[Any] = []
+
+    def note_step(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> None:
+        """θ_t stands.   closed: this replica wrote commit t−1, and so writes this."""
+        self.wait_until_read()
+        self._read.clear()
+
+        def read() -> None:
+            try:
+                found = self._take(state, t, fragments, base=base, closed=closed)
+            finally:
+                self._read.set()
+            if found is not None:
+                self._hand_on(found)
+
+        submit_reported(self._reading, read, self._emit)
+
+    def wait_until_read(self) -> None:
+        """θ is about to be stepped."""
+        self._read.wait()
+
+    def drain(self) -> None:
+        """What was closed is written: the replica goes."""
+        self._reading.drain()
+        self._uploads.drain()
+
+    # ------------------------------------------------------------------ reading
+
+    def _take(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> _Found | None:
+        follows = self._of == t - 1
+        parent = self._digest if closed and follows and self._has_parent(t) else ""
+        self._of = None  # until all is read
+        sizes = [state.size(f) for f in range(fragments)]
+        if not follows:
+            self._bits = np.zeros(sum(sizes), np.uint16)
+        found = _Found(t, base, parent) if closed else None
+        turns = [(t - 1) % fragments] if follows else range(fragments)
+        for f in turns:
+            self._take_fragment(state.arrays(f)[f"theta.{f}"], sum(sizes[:f]), found if parent else None)
+        self._digest = digest_of_bits(self._bits)
+        self._of, self._base = t, base
+        return None if found is None else self._finish(found)
+
+    def _has_parent(self, t: int) -> bool:
+        """Do the weights of t−1 stand, as this replica has them?  Else a reader needs an anchor."""
+        there = read_weights(self._store, t - 1) if t % ANCHOR_EVERY else None
+        return there is not None and (there.digest, there.base) == (self._digest, self._base)
+
+    def _take_fragment(self, theta: np.ndarray, offset: int, found: _Found | None) -> None:
+        """bits ← bf16(θ) of one fragment; its changes go to `found`."""
+        flat = theta.reshape(-1)
+        for at in range(0, len(flat), CHUNK):
+            new = bf16_bits(flat[at : at + CHUNK])
+            if not is_finite(new):
+                raise NotFinite("θ has values that are NaN or infinite in bf16; no weights are written of it")
+            old = self._bits[offset + at : offset + at + len(new)]
+            if found is not None:
+                found.add(changes_between(old, new, offset + at))
+            old[:] = new
+
+    def _finish(self, found: _Found) -> _Found:
+        if not found.parent:
+            for changes in self._all():
+                found.add(changes)
+        found.digest = self._digest
+        return found
+
+    def _all(self) -> Iterator[Changes]:
+        for at in range(0, len(self._bits), CHUNK):
+            yield whole(self._bits[at : at + CHUNK], at)
+
+    # ------------------------------------------------------------------ writing
+
+    def _hand_on(self, found: _Found) -> None:
+        if self._uploading:
+            self._emit("weights_left_out", step=found.t, text="those of an earlier step are still being written")
+            return
+        self._uploading = True
+        values = len(self._bits)
+
+        def write() -> None:
+            try:
+                self._write(found, values)
+            finally:
+                self._uploading = False
+
+        submit_reported(self._uploads, write, self._emit)
+
+    def _write(self, found: _Found, values: int) -> None:
+        began = self._clock.now()
+        nonce = new_nonce()
+        parts = tuple(self._put_part(found.t, f"{nonce}-{k:04d}", body) for k, body in enumerate(found.bodies))
+        mine = Weights(
+            t=found.t, base=found.base, parent=found.parent, digest=found.digest, values=values,
+            changed=found.changed, parts=parts, nonce=nonce, at=self._clock.wall(),
+            layout=[] if found.parent else self.layout,
+        )  # fmt: skip
+        put_once(self._store, self._clock, layout.weights_key(found.t), mine.encode())
+        self._emit(
+            "weights", step=found.t, anchor=not found.parent, bytes=mine.size,
+            changed=found.changed / max(1, values), upload_s=self._clock.now() - began,
+        )  # fmt: skip
+        if not found.parent:
+            self._store.delete(_blobs_before_last_anchor(self._store, found.t))
+
+    def _put_part(self, t: int, name: str, body: bytearray) -> WeightsPart:
+        key = layout.weights_blob(t, name)
+        self._store.put(key, body)
+        return WeightsPart(key, len(body), digest(body, required_digest_kind(self._store)))
+
+
+def read_weights(store: Any, t: int) -> Weights | None:
+    """The manifest of θ_t's weights, if there is one that can be read."""
+    body = store.get(layout.weights_key(t))
+    try:
+        found = None if body is None else Weights.decode(body)
+    except WireError:
+        return None
+    return found if found is not None and found.t == t else None
+
+
+def _blobs_before_last_anchor(store: Store, t: int) -> list[str]:
+    """An anchor of step t stands: the blobs of the chain before the anchor before it."""
+    found = _chain_ends(lambda u: read_weights(store, u), t)
+    return [part.blob for weights in found for part in weights.parts]
+
+
+def _chain_ends(read: Callable[[int], Weights | None], t: int) -> list[Weights]:
+    """From the step before the last anchor before t, back to the anchor before that one."""
+    found: list[Weights] = []
+    anchors = 0
+    for u in range(t - 1, max(-1, t - 1 - 3 * ANCHOR_EVERY), -1):
+        weights = read(u)
+        if weights is None:
+            continue
+        if anchors == 1:
+            found.append(weights)
+        anchors += not weights.parent
+        if anchors == 2:
+            break
+    return found
