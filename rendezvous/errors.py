@@ -20,6 +20,7 @@
     ├── BadCommit                 a commit that does not follow the run's rules
     ├── WireError                 an object that is no record of this wire version (rendezvous/records.py)
     ├── Abandoned                 a snapshot whose replica went on or ended meanwhile (rendezvous/snapshot_writer.py)
+    ├── NotFinite                 θ that no engine should load (rendezvous/weights/writer.py)
     ├── Corrupt                   bytes that do not have their announced digest, after repeated reading
     ├── BadDelta                  a pseudogradient that must not be offered
     └── WrongRun                  the URL holds a run with another mathematics, layout or key

@@ -90,7 +90,9 @@ def times(before: np.ndarray, theta: np.ndarray) -> str:
 def main() -> None:
     torch.manual_seed(0)
     model, tokenizer = load(Path(sys.argv[1]))
-    model.train().bfloat16().float()
+    model.train()
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     theta = flat(model).copy()
     old = np.concatenate([bf16_bits(theta[at : at + CHUNK]) for at in range(0, len(theta), CHUNK)])
