@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.bench_weights FOLDER      a model's folder (`diloco export`), or a .gguf file
 
-The model begins with bf16 values, as published ones do.  Two replicas take 50 AdamW steps (β₂ .95, batches of 2 windows of 64 tokens of code in this repository); the outer step
-is the first one of a run with the defaults (η .7, μ .5: θ moves 1.05 of the mean).  Bytes are set against 2 per
-value, all of bf16, and against 3 per changed value: a gap and the value as they are.
+The model begins with bf16 values, as published ones do.  Two replicas take 50 AdamW steps (β₂ .95, batches of 2 windows
+of 64 tokens of this repository's code); the outer step is the first one of a run with the defaults (η .7, μ .5: θ moves
+1.05 of the mean).  Bytes are set against 2 per value, which is all of bf16.
 
 Not promised: other data, other optimizers; later outer steps with momentum move further, up to 1.4 of the mean.
 """
@@ -21,7 +21,7 @@ import torch
 
 from rendezvous.weights.patch import CHUNK, bf16_bits, changes_between, decode, encode, whole
 
-RATES, EVERY, REPLICAS, MOVES = (1e-6, 1e-5, 1e-4), (1, 2, 5, 10, 20, 50), 2, 1.05
+RATES, EVERY, REPLICAS, MOVES = (1e-6, 1e-5, 1e-4), (1, 10, 50), 2, 1.05
 
 
 def load(path: Path) -> tuple[Any, Any]:
