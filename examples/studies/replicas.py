@@ -9,6 +9,7 @@
     fleet-N-H    N machines, each H steps of B sequences by itself, then an outer step (the project's defaults); 320/N
                  inner steps each
     …-auto       the same with outer.lr = "auto"
+    …-mu         the same with outer.momentum = 0.9; not preregistered, so only where --arms asks for it
 
 All arms see equal samples (equal GPU-hours); at equal inner steps of one machine they have taken equal wall-clock time,
 if a link costs nothing, which is in the linked arms' favour.  The curve is of θ, held out.
@@ -42,12 +43,16 @@ SIZES, EVERY = (2, 4, 8), (5, 20)
 
 @dataclass(frozen=True)
 class Arm:
-    """machines: N.   every: H; 0 where machines are linked, or one is alone.   scale: of the learning rate."""
+    """machines: N.   every: H; 0 where machines are linked, or one is alone.   scale: of the learning rate.
+
+    mu: of the outer step; None: the default's.
+    """
 
     machines: int = 1
     every: int = 0
     scale: float = 1.0
     auto: bool = False
+    mu: float | None = None
 
 
 ARMS = {
@@ -57,6 +62,8 @@ ARMS = {
     **{f"fleet-{n}-{h}": Arm(n, h) for h in EVERY for n in (1, *SIZES)},
     **{f"fleet-4-{h}-auto": Arm(4, h, auto=True) for h in EVERY},
 }
+LATER = {f"fleet-{n}-{h}-mu": Arm(n, h, mu=0.9) for h in EVERY for n in SIZES}
+ALL = ARMS | LATER
 
 
 def main() -> None:
@@ -76,7 +83,7 @@ def main() -> None:
 
 def run(world: World, folder: Path, trial: Trial) -> Curve:
     torch.set_num_threads(1)
-    arm = ARMS[trial.arm]
+    arm = ALL[trial.arm]
     return fleet(world, folder, trial, arm) if arm.every else linked(world, folder, trial, arm)
 
 
@@ -102,8 +109,9 @@ def fleet(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
     build = partial(world.build, folder, trial.seed, batch=world.batch, lr=world.lr)
     loops = [build(machine) for machine in range(arm.machines)]
     outer, count = OuterConfig(), STEPS // arm.machines // arm.every
-    rate = auto_rate(loops[0], outer.momentum) if arm.auto else lambda mean, deltas: float(outer.lr)
-    thetas = outer_steps(loops, every=arm.every, rate=rate, mu=outer.momentum)
+    mu = outer.momentum if arm.mu is None else arm.mu
+    rate = auto_rate(loops[0], mu) if arm.auto else lambda mean, deltas: float(outer.lr)
+    thetas = outer_steps(loops, every=arm.every, rate=rate, mu=mu)
     return curve_of(world, loops[0], thetas, count, arm.every)
 
 
@@ -133,12 +141,12 @@ def table(world: World, rows: list[Row]) -> str:
         f"samples to it, × {world.batch} |",
         "|---|---|---|---|---|",
     ]
-    for name in [name for name in ARMS if any(row["arm"] == name for row in rows)]:
+    for name in [name for name in ALL if any(row["arm"] == name for row in rows)]:
         curves = [row["curve"] for row in rows if row["arm"] == name]
         reached = [first_step([(s, sign * v) for s, v in curve], level) for curve in curves]
         known = [step for step in reached if step is not None]
         told = f"{fmean(known):.0f}" if len(known) == len(reached) else f"{len(known)} of {len(reached)} get there"
-        samples = f"{fmean(known) * ARMS[name].machines:.0f}" if len(known) == len(reached) else ""
+        samples = f"{fmean(known) * ALL[name].machines:.0f}" if len(known) == len(reached) else ""
         end, mean = fmean(curve[-1][1] for curve in curves), fmean(area(curve) for curve in curves)
         lines.append(f"| {name} | {end:.3f} | {mean:.3f} | {told} | {samples} |")
     return "\n".join(lines)
@@ -150,7 +158,7 @@ def comparisons(world: World, rows: list[Row]) -> str:
     for first, second, what in COMPARED:
         a, b = ([row["curve"] for row in by_seed(rows, name)] for name in (first, second))
         if a and len(a) == len(b) > 1:
-            values = [[MEASURES[what](curve, ARMS[first].machines) for curve in curves] for curves in (a, b)]
+            values = [[MEASURES[what](curve, ALL[first].machines) for curve in curves] for curves in (a, b)]
             ordered = values if world.upwards else values[::-1]
             lines.append(f"| {first} − {second} | {what} | {paired(*ordered)} |")
     return "\n".join(lines)
@@ -171,6 +179,7 @@ COMPARED = [
       for n in SIZES for h in EVERY for s in ("", "-sqrt")),
     *((f"fleet-{n}-20", f"fleet-{n}-5", "mean over the run, equal samples") for n in SIZES),
     *((f"fleet-4-{h}-auto", f"fleet-4-{h}", "mean over the run, equal samples") for h in EVERY),
+    *((name, name.removesuffix("-mu"), what) for name in LATER for what in MEASURES if "samples" in what),
     *((f"fleet-1-{h}", "alone", "mean over the run, equal samples") for h in EVERY),
 ]  # fmt: skip
 
@@ -204,11 +213,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("world", choices=list(WORLDS))
     parser.add_argument("--to", type=Path, default=Path("studies"), help="the folder for everything")
     parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=list(SEEDS))
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help=", ".join(ARMS))
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help=", ".join(ALL))
     parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
     given = parser.parse_args()
-    if unknown := [name for name in given.arms if name not in ARMS]:
-        parser.error(f"no arm is called {unknown[0]!r}; there are: {', '.join(ARMS)}")
+    if unknown := [name for name in given.arms if name not in ALL]:
+        parser.error(f"no arm is called {unknown[0]!r}; there are: {', '.join(ALL)}")
     return given
 
 
