@@ -119,3 +119,27 @@ def test_the_root_rule_goes_further_where_replicas_disagree(small: Path) -> None
     assert rates["root"] == pytest.approx(rates["matched"] * 2**0.5)
     ends = {rule: effective_step.run(small, Trial(f"{rule} μ=0.5 H=5", 7))[-1][1] for rule in RULES}
     assert len(set(ends.values())) == 3
+
+
+ROWS = Path(__file__).parent.parent / "docs" / "studies" / "rows"
+PAGE = (ROWS.parent / "replicas.md").read_text()
+
+
+@pytest.mark.parametrize("world", ["toolworld", "text"])
+def test_the_pages_tables_are_those_of_the_rows(world: str) -> None:
+    rows = read_rows(ROWS / f"{world}.jsonl")
+    assert {(row["arm"], row["seed"]) for row in rows} == {(arm, s) for arm in replicas.ARMS for s in replicas.SEEDS}
+    assert replicas.table(WORLDS[world], rows) in PAGE and replicas.comparisons(WORLDS[world], rows) in PAGE
+
+
+def test_the_pages_tables_of_the_effective_step_are_those_of_the_rows() -> None:
+    rows = read_rows(ROWS / "effective-step.jsonl")
+    assert len(rows) == len(effective_step.ARMS) * 8
+    assert effective_step.table(rows) in PAGE and effective_step.comparisons(rows) in PAGE
+
+
+def test_what_was_run_after_the_fact_is_marked_so_and_is_no_arm_of_the_study() -> None:
+    later = read_rows(ROWS / "later.jsonl")
+    assert {row["arm"] for row in later} <= set(replicas.LATER) and not set(replicas.LATER) & set(replicas.ARMS)
+    told = replicas.comparisons(WORLDS["toolworld"], [*read_rows(ROWS / "toolworld.jsonl"), *later]).splitlines()
+    assert all(line in PAGE.partition("after the fact\n")[2] for line in told if "-mu −" in line)
