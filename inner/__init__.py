@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from inner.replay.states import TraceState, TraceWarning, load_states, save_states
     from inner.replay.teachers import DEFAULT_TEACHERS, Teacher, TeacherAction
     from inner.replay.traces import openhands_states, swe_agent_states, tau_bench_states
+    from inner.rollout_check import RolloutCheck, check_rollouts
     from inner.spans import hinted_spans, span_batch
     from inner.supervised import SupervisedLoop
     from inner.trainer import ComposerReplicationTrainer
@@ -57,6 +58,7 @@ __all__ = [
     "NormalizedDPOPair",
     "Replay",
     "ReplayStopped",
+    "RolloutCheck",
     "Seeds",
     "SupervisedLoop",
     "TAIDScheduler",
@@ -68,6 +70,7 @@ __all__ = [
     "build_batch",
     "build_inner",
     "check_inner",
+    "check_rollouts",
     "compose_loss",
     "dpo_loss",
     "entropy_aware_opd_loss",
@@ -144,6 +147,8 @@ _HOME = {
     "sdpo_loss": "inner.losses.sdpo",
     "sequence_logprobs": "inner.losses.preference",
     "simpo_loss": "inner.losses.preference",
+    "RolloutCheck": "inner.rollout_check",
+    "check_rollouts": "inner.rollout_check",
     "span_batch": "inner.spans",
     "swe_agent_states": "inner.replay.traces",
     "taid_loss": "inner.losses.taid",

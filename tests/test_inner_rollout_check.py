@@ -1,0 +1,111 @@
+"""A worker with the checker's model is believed; one with another model, temperature or numbers made up is not."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from inner import check_rollouts
+from inner.rollout_check import _token_statistics
+
+Rollout = tuple[list[int], list[int], list[float]]
+
+
+def small_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, tie_word_embeddings=False)).eval()
+    model.lm_head.weight.data *= 20.0  # else every token is as likely as another
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model(0)
+
+
+@torch.no_grad()
+def answers(model: Any, temperature: float = 1.0, count: int = 6, length: int = 40) -> list[Rollout]:
+    rng = torch.Generator().manual_seed(3)
+    found: list[Rollout] = []
+    for i in range(count):
+        tokens, logps = [i + 1, 5], list[float]()
+        for _ in range(length):
+            every = (model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / temperature).log_softmax(-1)
+            tokens.append(int(torch.multinomial(every.exp(), 1, generator=rng)))
+            logps.append(float(every[tokens[-1]]))
+        found.append((tokens[:2], tokens[2:], logps))
+    return found
+
+
+def asked(model: Any, rollouts: list[Rollout]) -> list[Rollout]:
+    """The same tokens with the log-probs of the right model."""
+    return [(p, c, _token_statistics(model, p, c, 1.0)[0].tolist()) for p, c, _ in rollouts]
+
+
+def test_an_honest_worker_is_believed(model: Any) -> None:
+    found = check_rollouts(model, answers(model))
+    assert found.doubts == [] and found.disagreement < 1e-4 and found.tokens == 240 and found.positions == 32
+
+
+def test_so_is_one_with_another_dtype(model: Any) -> None:
+    assert check_rollouts(model, answers(copy.deepcopy(model).bfloat16())).doubts == []
+
+
+def test_and_one_at_the_temperature_that_was_asked_for(model: Any) -> None:
+    assert check_rollouts(model, answers(model, 0.7), temperature=0.7).doubts == []
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_another_temperature_is_found_even_when_the_right_model_gave_the_numbers(
+    model: Any, temperature: float
+) -> None:
+    rollouts = answers(model, temperature)
+    assert "its log-probs are not the model's" in check_rollouts(model, rollouts).doubts[0]
+    (doubt,) = check_rollouts(model, asked(model, rollouts)).doubts
+    assert ("likelier" if temperature < 1 else "less likely") in doubt
+
+
+def test_another_model_is_found_either_way(model: Any) -> None:
+    rollouts = answers(small_model(1))
+    assert len(check_rollouts(model, rollouts).doubts) == 2
+    assert "less likely than draws" in check_rollouts(model, asked(model, rollouts)).doubts[0]
+
+
+def test_numbers_that_are_made_up_are_found(model: Any) -> None:
+    rollouts = [(p, c, [-1.0] * len(c)) for p, c, _ in answers(model)]
+    assert check_rollouts(model, rollouts).doubts
+    for bad in (math.nan, math.inf, -math.inf):
+        assert check_rollouts(model, [(p, c, [bad] * len(c)) for p, c, _ in rollouts]).doubts
+
+
+def test_the_surprise_is_that_of_the_formula(model: Any) -> None:
+    prompt, completion, _ = answers(model, count=1, length=3)[0]
+    with torch.no_grad():
+        logps, entropy, spread = _token_statistics(model, prompt, completion, 1.0)
+        every = model(input_ids=torch.tensor([prompt + completion])).logits[0, 1:4].double().softmax(-1)
+    for t in range(3):
+        p = every[t]
+        assert logps[t] == pytest.approx(float(p[completion[t]].log()))
+        assert entropy[t] == pytest.approx(float(-(p * p.log()).sum()))
+        assert spread[t] == pytest.approx(float((p * (p.log() + entropy[t]) ** 2).sum()))
+    found = check_rollouts(model, [(prompt, completion, logps.tolist())])
+    assert found.surprise == pytest.approx(float((-logps - entropy).sum() / spread.sum().sqrt()))
+
+
+def test_the_surprise_of_honest_workers_is_a_standard_normal(model: Any) -> None:
+    z = [check_rollouts(model, [rollout]).surprise for rollout in answers(model, count=60, length=20)]
+    mean = sum(z) / len(z)
+    spread = (sum((v - mean) ** 2 for v in z) / (len(z) - 1)) ** 0.5
+    assert abs(mean) < 0.4 and 0.7 < spread < 1.3
+
+
+@pytest.mark.parametrize("rollout", [([], [1], [0.0]), ([1], [], []), ([1], [1, 2], [0.0])])
+def test_a_rollout_that_does_not_fit_is_refused(model: Any, rollout: Rollout) -> None:
+    with pytest.raises(ValueError, match="it needs a prompt, and as many log-probs as completion tokens"):
+        check_rollouts(model, [rollout])
+    with pytest.raises(ValueError, match="no rollout"):
+        check_rollouts(model, [])
