@@ -1,6 +1,7 @@
 """`train --from OLD[@STEP]`: a run that begins with the weights of another one, and with its clock."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from diloco.config import ConfigError
 from diloco.fork import begin, read_fork
 from diloco.history import model_record, state_at
-from diloco.launch import Run, open_run, publish_model, read_run
+from diloco.launch import Run, RunRecord, open_run, publish_model, read_run
+from diloco.runlog.comparison import Comparison, list_changes
 from diloco.runlog.report import read_report, summary
 from diloco.superseded import Superseded, url_below
 from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.clock import SystemClock
+from rendezvous.digests import SHA256, digest, hex_of
 from rendezvous.errors import WrongRun
 from rendezvous.store import put_once
 from rendezvous.stores.open import open_store
@@ -141,13 +144,33 @@ def test_diff_says_what_differs_and_shows_a_fork_at_the_others_steps(
     capsys.readouterr()
     assert main(["diff", old.url, fleet.url]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in told[:2]] == [["fleet.steps", "2", "→", "3"], ["inner.lr", "None", "→", "0.0001"]]
+    assert [" ".join(line.split()) for line in told[:2]] == ["fleet.steps 2 → 3", "inner.lr not set → 0.0001"]
     steps, there, here = told[3:]
     assert steps.split()[-5:] == ["0", "1", "2", "3", "4"]
     assert len(there.split()) == 1 + 4 and len(here.split()) == 1 + 3
     assert here.index(".") > there.index(".")  # the fork's first column is step 2
     assert main(["diff", old.url, old.url, "--json"]) == 0
     assert '"changes": []' in capsys.readouterr().out
+
+
+def with_reward(record: RunRecord, spelling: str, body: bytes, **settings: Any) -> RunRecord:
+    named = digest(body, SHA256)
+    stored = {"digest": named, "key": layout.code_key(hex_of(named), spelling.partition(":")[0])}
+    inner = {**record.config["inner"], "rewards": {"function": spelling}, **settings}
+    return replace(record, config={**record.config, "inner": inner}, files={**record.files, "reward": stored})
+
+
+def test_diff_names_the_users_files_and_their_functions(old: Fleet) -> None:
+    record = with_reward(old.run.record, "rewards.py:score", b"a")
+    assert list_changes(record, with_reward(record, "renamed.py:score", b"a")) == [], "its bytes and function count"
+    ((name, there, here),) = list_changes(record, with_reward(record, "rewards.py:score", b"b"))
+    assert name == "inner.rewards.function"
+    assert there.startswith("rewards.py:score (contents ") and here.startswith("rewards.py:score (contents ")
+    assert there != here
+    ((_, there, here),) = list_changes(record, with_reward(record, "rewards.py:strict", b"a"))
+    assert there.startswith("rewards.py:score") and here.startswith("rewards.py:strict"), "another function of it"
+    without = Comparison(list_changes(old.run.record, with_reward(old.run.record, "r.py:f", b"a")), {})
+    assert without.lines("old", "new")[0].startswith("inner.rewards.function  not set → r.py:f (contents ")
 
 
 def test_a_run_has_one_parent(old: Fleet, tmp_path: Path) -> None:

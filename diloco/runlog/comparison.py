@@ -1,21 +1,21 @@
 """`diloco diff OLD NEW`: which settings two runs do not have in common, and their curves side by side.
 
-    inner.lr          5e-06 → 0.0001
-    eval.prompts      file 3f2a09c1 → file 9c1d77e0
-    outer step        0      1      2      3
-    OLD          reward  0.114  0.202  0.306  0.495
-    NEW          reward                0.306  0.611      a fork of OLD stands at OLD's steps
+    inner.lr                5e-06 → 0.0001
+    inner.rewards.function  rewards.py:score (contents 3f2a09c1) → rewards.py:score (contents 9c1d77e0)
+    outer step              0      1      2      3
+    OLD                reward  0.114  0.202  0.306  0.495
+    NEW                reward                0.306  0.611      a fork of OLD stands at OLD's steps
 
 Not promised: that a difference of the curves is one of the settings; one seed each shows little.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.launch import RunRecord
 from diloco.runlog.report import Report, curve_of
-from inner.flat_names import setting_of
+from inner.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
 from rendezvous.digests import hex_of
 
 COLUMNS = 8
@@ -31,7 +31,7 @@ class Comparison:
 
     def lines(self, old: str, new: str) -> list[str]:
         width = max((len(name) for name, _, _ in self.changes), default=0)
-        changes = [f"{name:{width}}  {there} → {here}" for name, there, here in self.changes]
+        changes = [f"{name:{width}}  {_words(there)} → {_words(here)}" for name, there, here in self.changes]
         found = changes or ["the configs and files are the same"]
         for name, values in self.curves.items():
             found += ["", *_curve_lines(name, values, (old, new))]
@@ -59,15 +59,44 @@ def compare_runs(records: tuple[RunRecord, RunRecord], reports: tuple[Report, Re
 
 
 def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
-    """Settings whose values differ; of the user's files those whose bytes differ, whatever they are called."""
+    """Settings whose values differ; the user's files count by their bytes and function, whatever they are called."""
     there, here = _flat(old.config), _flat(new.config)
     for kind in {*old.files, *new.files}:
-        name = setting_of(kind)
-        for flat in (there, here):
-            flat.pop(name, None)
-        there[f"{name} ({kind})"], here[f"{name} ({kind})"] = (_file_words(record, kind) for record in (old, new))
+        files = [_UserFile.read(record, kind, flat) for record, flat in ((old, there), (new, here))]
+        name = setting_of(kind) if kind in FILE_SETTINGS or kind == EVAL else f"{setting_of(kind)} ({kind})"
+        there[name], here[name] = files if files[0] != files[1] else (None, None)
     names = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-    return [(name, there.get(name), here.get(name)) for name in names]
+    return [(name, _plain(there.get(name)), _plain(here.get(name))) for name in names]
+
+
+@dataclass(frozen=True)
+class _UserFile:
+    """spelled: as the setting names it, which alone is no difference."""
+
+    digest: str
+    function: str
+    spelled: str = field(compare=False)
+
+    @classmethod
+    def read(cls, record: RunRecord, kind: str, settings: Mapping[str, Any]) -> "_UserFile | None":
+        stored = record.files.get(kind)
+        if stored is None:
+            return None
+        name = stored["key"].rpartition("/")[2]
+        setting = settings.get(setting_of(kind))
+        function = setting.rpartition(":")[2] if is_code(kind) and isinstance(setting, str) else ""
+        return cls(hex_of(stored["digest"])[:8], function, f"{name}:{function}" if function else name)
+
+    def __str__(self) -> str:
+        return f"{self.spelled} (contents {self.digest})"
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, _UserFile) else value
+
+
+def _words(value: Any) -> str:
+    return "not set" if value is None else str(value)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -78,11 +107,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif prefix or key not in ("name", "overrides"):
             found[prefix + key] = value
     return {name: value for name, value in found.items() if not name.startswith(("overrides.", "log."))}
-
-
-def _file_words(record: RunRecord, kind: str) -> str | None:
-    stored = record.files.get(kind)
-    return None if stored is None else f"file {hex_of(stored['digest'])[:8]}"
 
 
 def _side_by_side(old: Mapping[int, float | None], new: Mapping[int, float | None], shift: int) -> SideBySide:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.cli.looking_back import split_command
 from executors.cli.parser import make_parser
+from executors.cli.wrapping import fit_lines
 from executors.preflight import run_url
 
 if TYPE_CHECKING:
@@ -92,6 +93,11 @@ def _print_answer(args: Namespace, data: dict[str, Any], *lines: str) -> None:
     """The answer, for programs or for people."""
     if args.json or lines:
         print(json.dumps(data, indent=1) if args.json else "\n".join(lines), flush=True)
+
+
+def _print_sentences(args: Namespace, data: dict[str, Any], lines: list[str]) -> None:
+    """The same, at the terminal's width."""
+    _print_answer(args, data, *fit_lines(lines, sys.stdout))
 
 
 # -------------------------------------------------------------------- starting
@@ -443,7 +449,7 @@ def _verify(args: Namespace) -> int:
     from diloco.audit.verify import verify
 
     verdict = verify(run, args.step)
-    _print_answer(args, {"run": run.url, **verdict.to_dict()}, *verdict.lines())
+    _print_sentences(args, {"run": run.url, **verdict.to_dict()}, verdict.lines())
     return 0 if verdict.good else 1
 
 
@@ -455,7 +461,7 @@ def _explain(args: Namespace) -> int:
     from diloco.audit.step_facts import read_step
 
     facts = read_step(run, args.step)
-    _print_answer(args, {"run": run.url, **explain_dict(facts)}, *explain(facts))
+    _print_sentences(args, {"run": run.url, **explain_dict(facts)}, explain(facts))
     return 0
 
 
@@ -464,7 +470,7 @@ def _bisect(args: Namespace) -> int:
     from executors.cli.looking_back import bisect_answer
 
     data, lines = bisect_answer(read_run(run_url.checked_url(args.run)), args, _say)
-    _print_answer(args, data, *lines)
+    _print_sentences(args, data, lines)
     return 0
 
 
@@ -473,7 +479,7 @@ def _blame(args: Namespace) -> int:
     from executors.cli.looking_back import blame_answer
 
     data, lines = blame_answer(read_run(run_url.checked_url(args.run)), args)
-    _print_answer(args, data, *lines)
+    _print_sentences(args, data, lines)
     return 0
 
 
@@ -482,7 +488,7 @@ def _gc(args: Namespace) -> int:
     from executors.cli.looking_back import gc_answer
 
     data, lines = gc_answer(read_run(run_url.checked_url(args.run)), args, _is_deletion_agreed)
-    _print_answer(args, data, *lines)
+    _print_sentences(args, data, lines)
     return 0
 
 
@@ -492,7 +498,7 @@ def _is_deletion_agreed(lines: list[str]) -> bool:
 
     if not sys.stdin.isatty():
         raise run_url.UsageError("what is deleted does not come back. Say --yes, or look first with --dry-run")
-    _say("\n".join(lines))
+    _say("\n".join(fit_lines(lines, sys.stderr)))
     return quote.yes("delete them?", agreed=False)
 
 
