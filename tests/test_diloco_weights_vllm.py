@@ -10,7 +10,7 @@ import torch
 
 from inner.gguf_model import load_gguf
 from inner.vllm_settings import has_vllm
-from rendezvous import FileStore, SystemClock, follow_weights
+from rendezvous import FileStore, SystemClock, follow_weights, layout
 from rendezvous.background import Inline, no_emit
 from rendezvous.weights.writer import WeightsWriter
 from tests.vllm_replica import ENVIRON, FUSED, on_cpu
@@ -66,7 +66,8 @@ def test_an_engine_holds_the_runs_weights_bit_for_bit(tmp_path: Path) -> None:
     for step, share in ((1, 0.0), (2, 0.02), (3, 1.0)):
         moved = rng.random(theta.flat.size) < share
         moved[: theta.flat.size // 2] &= step != 2  # in step 2 the first half of the model stays
-        theta.flat[moved] *= np.float32(1.05)
+        theta.flat[moved] *= rng.uniform(0.2, 1.8, int(moved.sum())).astype(np.float32)
+        store.put(layout.commit_key(step - 1), b"the follower counts commits")
         writer.note_step(theta, step, 1, base="", closed=True)
         weights = next(following)
         assert weights.step == step and (step != 2 or 0 < len(weights.changed) < len(theta.layout))
