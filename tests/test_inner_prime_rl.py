@@ -9,6 +9,9 @@ import subprocess
 import sys
 import tomllib
 import types
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +129,13 @@ def test_it_needs_torch_and_nothing_else() -> None:
 
 
 @pytest.fixture(scope="module")
-def upstream() -> Any:
-    sys.modules.setdefault("wandb", types.ModuleType("wandb"))
-    return pytest.importorskip("prime_rl.trainer.rl.loss", reason="prime-rl is not installed: docs/backends.md")
+def upstream() -> Iterator[Any]:
+    if find_spec("prime_rl") is None:
+        pytest.skip("prime-rl is not installed: docs/backends.md")
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("wandb") is None:
+            patch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+        yield import_module("prime_rl.trainer.rl.loss")
 
 
 @pytest.mark.parametrize("name", SAMPLES)
