@@ -137,3 +137,12 @@ def _parents(drawing: str) -> set[tuple[str, str]]:
             above[depth:] = [at[1]]
             found.add((above[depth - 1], at[1]))
     return found
+
+
+def test_the_changelogs_newest_version_is_the_projects() -> None:
+    """An entry goes below [Unreleased]; a release gives that part a number and a date."""
+    titles = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert titles[0] == ("Unreleased", "") and titles[1][0] == PROJECT["project"]["version"]
+    assert all(day for _, day in titles[1:]) and [day for _, day in titles[1:]] == sorted(
+        (d for _, d in titles[1:]), reverse=True
+    )
