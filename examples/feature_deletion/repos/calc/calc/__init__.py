@@ -1,0 +1,1 @@
+"""calc: arithmetic in text, with exact fractions."""

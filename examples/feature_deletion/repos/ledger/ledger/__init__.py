@@ -1,0 +1,1 @@
+"""ledger: accounts that move money between each other, in cents."""

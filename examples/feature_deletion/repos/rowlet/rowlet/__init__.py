@@ -1,0 +1,1 @@
+"""rowlet: small tables from and to text."""

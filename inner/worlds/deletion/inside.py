@@ -1,0 +1,50 @@
+"""The first code in the sandbox: it limits itself, runs one program, and hands out one value.   Standard library alone.
+
+    stdin   {"run": program, "path": folder, "limits": {"memory": bytes, "cpu": seconds, "file": bytes}, "value": bool}
+
+    value   fd 1 becomes nothing; what the program calls `result` goes out as canonical JSON
+            {"raises": "ValueError"} where the program raised, with the error's class
+    else    the program's own output goes out
+
+It reads nothing else: no expected value, no other test.   `python -I -S -B` read neither sitecustomize nor *.pth.
+
+Not promised: that the value comes from the program. Code that runs here can write to any descriptor, so what it
+writes is compared with a value that it cannot see (judge.py).
+"""
+
+import json
+import os
+import resource
+import sys
+
+
+def main() -> None:
+    asked = json.loads(sys.stdin.buffer.read())
+    limits = asked["limits"]
+    for kind, value in (
+        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_CPU, limits["cpu"]),
+        (resource.RLIMIT_FSIZE, limits["file"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+    ):
+        resource.setrlimit(kind, (value, value))
+    sys.path.insert(0, asked["path"])
+    sys.dont_write_bytecode = True
+    if not asked["value"]:
+        exec(compile(asked["run"], "<program>", "exec"), {"__name__": "__main__"})
+        return
+    dumps, write, leave = json.dumps, os.write, os._exit
+    out = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    names = {"__name__": "__main__"}
+    try:
+        exec(compile(asked["run"], "<test>", "exec"), names)
+        value = names.get("result")
+    except Exception as error:
+        value = {"raises": type(error).__name__}
+    write(out, dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+    leave(0)
+
+
+main()

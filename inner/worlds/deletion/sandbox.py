@@ -1,0 +1,199 @@
+"""One Python process in bubblewrap: its files read-only, no network, no second process, limits on everything.
+
+    files (path → text) ──▶ /work, read-only          /tmp: 8 MiB, gone afterwards; nothing else can be written
+    this Python, its standard library, the C library  no site-packages, no home, no /etc, nothing of the run
+    no capabilities, uid 65534, namespaces of its own     clone, fork, vfork, unshare, mount, ptrace: EPERM (seccomp)
+    memory, CPU seconds: limits that inside.py sets before anything else        wall time, output: killed from here
+
+One process is all there is, so its memory limit is the sandbox's, and a fork bomb has no first fork.
+Without bwrap, or where it may not make namespaces, `require_sandbox` raises: nothing ever runs unsandboxed.
+
+Not promised: protection from a fault of the kernel, or from measuring time. x86-64 and arm64 Linux only.
+"""
+
+import json
+import os
+import platform
+import selectors
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from inner.errors import InnerError
+
+INSIDE = (Path(__file__).parent / "inside.py").read_text()
+WORK = "/work"
+# AUDIT_ARCH, and the numbers of clone, clone3, fork, vfork, unshare, mount, ptrace, setns
+CALLS = {
+    "x86_64": (0xC000003E, (56, 435, 57, 58, 272, 165, 101, 308)),
+    "aarch64": (0xC00000B7, (220, 435, 97, 40, 117, 268)),
+}
+EPERM, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """seconds: wall clock.   memory: of the whole sandbox.   output: bytes, then it is killed."""
+
+    seconds: float = 5.0
+    memory: int = 256 << 20
+    output: int = 16 << 10
+    file: int = 1 << 20
+    tmp: int = 8 << 20
+
+
+@dataclass(frozen=True)
+class Ended:
+    """output: at most limits.output bytes.   why: "" (ended by itself), "time limit" or "output limit"."""
+
+    output: bytes
+    code: int | None
+    why: str = ""
+
+
+def run_sandboxed(files: Mapping[str, str], program: str, limits: SandboxLimits, *, value: bool = False) -> Ended:
+    """Run `program` beside `files`. `value`: hand out what it calls `result` (inside.py), not what it prints."""
+    require_sandbox()
+    asked = {
+        "run": program,
+        "path": WORK,
+        "value": value,
+        "limits": {"memory": limits.memory, "cpu": int(limits.seconds) + 1, "file": limits.file},
+    }
+    with tempfile.TemporaryDirectory(prefix="deletion-") as folder:
+        write_files(Path(folder), files)
+        return _watch(_command(folder, limits), json.dumps(asked).encode(), limits)
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Each file below `folder`; the paths were checked by `checked_path`."""
+    for name, text in files.items():
+        path = folder / checked_path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def checked_path(name: str) -> str:
+    """The same relative path; ValueError for one that leaves the folder or is no plain name."""
+    parts = name.split("/")
+    if not name or any(p in ("", ".", "..") or p.startswith(".git") or "\0" in p for p in parts):
+        raise ValueError(f"{name!r} is no path inside the repository. Give one like `package/module.py`.")
+    return name
+
+
+@cache
+def require_sandbox() -> None:
+    """Raise InnerError where no sandbox can be made."""
+    where = f"feature deletion runs code that a model wrote, in bubblewrap only ({platform.system()})"
+    if platform.machine() not in CALLS:
+        raise InnerError(f"{where}: there is no list of system calls for {platform.machine()}. Use x86-64 or arm64.")
+    if shutil.which("bwrap") is None:
+        raise InnerError(f"{where}: `bwrap` is not on the PATH. `apt-get install bubblewrap`, or take its image.")
+    with tempfile.TemporaryDirectory(prefix="deletion-") as folder:
+        asked = {"run": "print('inside')", "path": WORK, "value": False}
+        asked["limits"] = {"memory": 256 << 20, "cpu": 5, "file": 1 << 20}
+        ended = _watch(_command(folder, SandboxLimits()), json.dumps(asked).encode(), SandboxLimits(seconds=20))
+    if ended.output != b"inside\n":
+        said = ended.output.decode(errors="replace").strip()[-300:]
+        raise InnerError(
+            f"{where}: bwrap cannot make one here ({ended.why or f'exit code {ended.code}'}: {said}). Allow user "
+            "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or run where they are."
+        )
+
+
+def _command(folder: str, limits: SandboxLimits) -> list[str]:
+    """bwrap's own arguments; `{fd}` is the descriptor of the seccomp program (see _watch)."""
+    python = os.path.realpath(sys.executable)
+    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    words += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
+    words += ["--ro-bind", "/usr/lib", "/usr/lib", "--symlink", "usr/lib", "/lib"]
+    if Path("/usr/lib64").exists():
+        words += ["--ro-bind", "/usr/lib64", "/usr/lib64", "--symlink", "usr/lib64", "/lib64"]
+    for hidden in ("/usr/lib/python3", "/usr/lib/debug"):
+        words += ["--tmpfs", hidden, "--remount-ro", hidden] if Path(hidden).is_dir() else []
+    for path in _python_paths(python):
+        words += ["--ro-bind", path, path]
+    for hidden in _site_folders():
+        words += ["--tmpfs", hidden, "--remount-ro", hidden]
+    words += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm", "--remount-ro", "/dev"]
+    words += ["--ro-bind", folder, WORK, "--size", str(limits.tmp), "--tmpfs", "/tmp", "--chdir", WORK]
+    words += ["--remount-ro", "/"]
+    return [*words, "--seccomp", "{fd}", "--", python, "-I", "-S", "-B", "-c", INSIDE]
+
+
+def _python_paths(python: str) -> list[str]:
+    """The interpreter, its standard library, and its own shared library where it has one."""
+    stdlib = sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix})
+    shared = sorted(Path(sys.base_prefix, "lib").glob("libpython*.so*"))
+    found = [python, stdlib, *(str(path) for path in shared)]
+    return [path for path in found if not path.startswith("/usr/lib/")]
+
+
+def _site_folders() -> list[str]:
+    stdlib = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
+    return [str(stdlib / n) for n in ("site-packages", "dist-packages", "test") if (stdlib / n).is_dir()]
+
+
+def _watch(command: list[str], stdin: bytes, limits: SandboxLimits) -> Ended:
+    """Feed it, read it, and end it at the first limit that it passes."""
+    with tempfile.TemporaryFile() as rules, tempfile.TemporaryFile() as asked:
+        for file, content in ((rules, _seccomp_program()), (asked, stdin)):
+            file.write(content)
+            file.seek(0)
+        child = subprocess.Popen(
+            [str(rules.fileno()) if word == "{fd}" else word for word in command],
+            stdin=asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[rules.fileno()], env={},
+            executable=shutil.which("bwrap"),
+        )  # fmt: skip
+    try:
+        output, why = _read(child, limits)
+    finally:
+        child.kill()  # its pid namespace goes with it
+        code = child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+    return Ended(output, code, why)
+
+
+def _read(child: subprocess.Popen[bytes], limits: SandboxLimits) -> tuple[bytes, str]:
+    assert child.stdout is not None
+    output, end = b"", time.monotonic() + limits.seconds
+    with selectors.DefaultSelector() as ready:
+        ready.register(child.stdout, selectors.EVENT_READ)
+        while True:
+            if not ready.select(max(0.0, end - time.monotonic())):
+                return output, "time limit"
+            block = os.read(child.stdout.fileno(), 1 << 16)
+            if not block:
+                return _wait(child, output, end)
+            output += block
+            if len(output) > limits.output:
+                return output[: limits.output], "output limit"
+
+
+def _wait(child: subprocess.Popen[bytes], output: bytes, end: float) -> tuple[bytes, str]:
+    """Closing the output is not the end: the process may go on."""
+    try:
+        child.wait(max(0.01, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return output, "time limit"
+    return output, ""
+
+
+def _seccomp_program() -> bytes:
+    """Classic BPF: another architecture (or x32) is killed, the calls of CALLS are EPERM, all else is allowed."""
+    arch, calls = CALLS[platform.machine()]
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
+    rules += [(0x35, 0, 1, 0x40000000), (0x06, 0, 0, KILL)]
+    for number in calls:
+        rules += [(0x15, 0, 1, number), (0x06, 0, 0, EPERM)]
+    rules.append((0x06, 0, 0, ALLOW))
+    return b"".join(struct.pack("=HBBI", *rule) for rule in rules)
