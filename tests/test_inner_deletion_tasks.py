@@ -1,0 +1,144 @@
+"""Feature Deletion's shipped tasks and Harbor folders, and an agent that restores a feature in a real GRPO step."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from inner.base import InnerConfig, Seeds
+from inner.errors import InnerError
+from inner.grpo import _silence_libraries, trainer_arguments
+from inner.trainer import ComposerReplicationTrainer
+from inner.worlds.deletion.generate import make_tasks, prompt_row
+from inner.worlds.deletion.harbor import write_harbor
+from inner.worlds.deletion.judge import CANARY, DeletionTask, judge, load_task
+from inner.worlds.deletion.world import FeatureDeletion
+from tests.scripted import scripted_folder
+from tests.test_inner_trainer import FOLDER
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not here: apt-get install bubblewrap")
+PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+EXAMPLE = Path(__file__).parent.parent / "examples" / "feature_deletion"
+
+
+@pytest.fixture(scope="module")
+def rowlet() -> list[DeletionTask]:
+    return make_tasks(EXAMPLE / "repos" / "rowlet")
+
+
+def shipped() -> list[DeletionTask]:
+    return [load_task(json.loads(line)["task"]) for line in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
+
+
+def test_the_generator_makes_what_is_shipped(rowlet: list[DeletionTask]) -> None:
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()
+    assert len(lines) == 9 and {json.dumps(prompt_row(task)) for task in rowlet} <= set(lines)
+    assert all(CANARY in line and task.fail_to_pass for line, task in zip(lines, shipped(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repo", ["calc", "ledger"])
+def test_the_generator_makes_the_rest(repo: str) -> None:
+    rows = [json.dumps(prompt_row(task)) for task in make_tasks(EXAMPLE / "repos" / repo)]
+    assert len(rows) == 3 and set(rows) <= set((EXAMPLE / "prompts.jsonl").read_text().splitlines())
+
+
+def test_the_original_passes_and_the_task_fails_exactly_fail_to_pass(rowlet: list[DeletionTask]) -> None:
+    task = rowlet[1]
+    assert judge(task, {**task.files, **task.solution}).reward == 1.0
+    assert sorted(judge(task, task.files).failed) == list(task.fail_to_pass) == ["totals by size", "totals of nothing"]
+
+
+def test_a_solution_that_breaks_something_else_scores_nothing(rowlet: list[DeletionTask]) -> None:
+    task = rowlet[1]
+    path = "rowlet/grouping.py"
+    worse = task.solution[path].replace("two spaces", "one space").replace('"  ".join', '" ".join')
+    verdict = judge(task, {**task.files, path: worse})
+    assert verdict.failed == {"a padded table"} and verdict.reward == 0.0 and not verdict.flags
+
+
+def test_honest_solutions_have_no_flags(rowlet: list[DeletionTask]) -> None:
+    for task in rowlet[:1]:
+        world = FeatureDeletion()
+        world.reset(**prompt_row(task))
+        for path, text in task.solution.items():
+            world.write_file(path, text)
+        assert world.get_reward() == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"tests": [{}]}', "7"])
+def test_a_column_that_is_no_task_is_refused(text: str) -> None:
+    with pytest.raises(InnerError, match=r"no feature-deletion task.*deletion\.generate"):
+        FeatureDeletion().reset(task=text)
+
+
+@pytest.mark.skipif(PYTHON is None, reason="no python3 that another user may start")
+def test_a_harbor_folder_scores_the_same(rowlet: list[DeletionTask]) -> None:
+    with tempfile.TemporaryDirectory() as parent:  # not tmp_path, which uid 65534 may not enter
+        Path(parent).chmod(0o755)
+        scores_the_same(rowlet[1], Path(parent) / "rowlet-totals")
+
+
+def scores_the_same(task: DeletionTask, folder: Path) -> None:
+    write_harbor(task, folder)
+    assert tomllib.loads((folder / "task.toml").read_text())["environment"]["allow_internet"] is False
+    assert harbor_reward(folder) == "0\n"
+    shutil.copytree(folder / "solution/files", folder / "environment/repo", dirs_exist_ok=True)
+    assert harbor_reward(folder) == "1\n"
+    (folder / "environment/repo/rowlet/__init__.py").write_text("import os\nos.write(1, b'[]')\nos._exit(0)\n")
+    assert harbor_reward(folder) == "0\n"
+    for path in ("task.toml", "environment/Dockerfile", "solution/solve.sh", "tests/test.sh", "tests/cases.json"):
+        assert CANARY in (folder / path).read_text(), path
+    assert CANARY not in (folder / "instruction.md").read_text()
+
+
+def harbor_reward(folder: Path) -> str:
+    """What tests/test.sh does in the container, with these paths."""
+    words = [str(PYTHON), "-I", "-S", str(folder / "tests/judge.py"), "--work", str(folder / "environment/repo")]
+    subprocess.run([*words, "--tests", str(folder / "tests"), "--to", str(folder / "r")], check=True, timeout=60)
+    return (folder / "r").read_text()
+
+
+def says(task: DeletionTask) -> Any:
+    """A model's turns: half of the rollouts write the solution with the tool, the others say that they did."""
+    path, text = next(iter(task.solution.items()))
+    call = json.dumps({"name": "write_file", "arguments": {"path": path, "text": text}})
+
+    def turns(self: Any, prompt_ids: Any, images: Any, fields: Any, num_generations: int, **kwargs: Any) -> Any:
+        turn = [f"<tool_call>\n{call}\n</tool_call>", "I restored it: 9 passed"]
+        said = ["done"] * len(prompt_ids) if num_generations == 1 else [turn[i % 2] for i in range(len(prompt_ids))]
+        ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+        return [[*one, self._tokenizer.eos_token_id] for one in ids], None
+
+    return turns
+
+
+def test_the_solution_scores_one_through_a_grpo_step(rowlet: list[DeletionTask], tmp_path: Path) -> None:
+    folder = scripted_folder(tmp_path / "model", "qwen3")
+    config = InnerConfig(
+        model=str(folder), data={"prompts": "p.jsonl"}, batch_size=4,
+        sampling={"environment": "w.py:World", "max_completion_length": 3000, "num_generations": 4},
+    )  # fmt: skip
+    with _silence_libraries(), patch.object(GRPOTrainer, "_generate_single_turn", says(rowlet[1])):
+        trainer = ComposerReplicationTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder),
+            reward_funcs=[],
+            args=trainer_arguments(config, Seeds(data=0, noise=1), FOLDER.name),
+            train_dataset=Dataset.from_list([prompt_row(rowlet[1])] * 4),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            environment_factory=FeatureDeletion,
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        batch = trainer._prepare_inputs([prompt_row(rowlet[1])] * 4)
+    assert trainer._metrics["train"]["reward"] == [0.5]
+    assert sorted(a > 0 for a in batch["advantages"].tolist()) == [False, False, True, True]
