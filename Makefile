@@ -7,6 +7,7 @@
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
+# make test-backends  the adapters to PRIME-RL and verl; the real verl in an environment of its own below .venv
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
 # make bench    all benchmarks into runs/bench/DATE.md, with the machine; ONLY="sync codecs" for some
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
@@ -23,12 +24,13 @@ MODELS := $(VENV)/models
 TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 TASKS := $(VENV)/tasks
+VERL := $(VENV)/verl
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow test-trackers test-tasks test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: install demo real docs test test-slow test-trackers test-tasks test-backends test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +63,22 @@ $(TRACKERS)/.installed: pyproject.toml | install
 	$(TRACKERS)/bin/pip install -q --disable-pip-version-check wandb==0.31.0 trackio==0.43.0 tensorboard==2.21.0
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
+
+test-backends: $(VERL)/.installed
+	$(BIN)/python -m pytest -q tests/test_inner_prime_rl.py
+	$(VERL)/bin/python -m pytest -q tests/test_inner_verl.py
+
+# verl's own pins want an older transformers; what is tested here runs with ours, which stands behind it
+$(VERL)/.installed: pyproject.toml | install
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 ray==2.60.0 tensordict==0.10.0 \
+	  TransferQueue==0.1.11 hydra-core==1.3.8 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 codetiming==1.4.0 pyvers==0.2.3 \
+	  orjson==3.13.0 torchdata==0.11.0 pylatexenc==2.11 pybind11==3.1.0 dill==0.4.1 msgpack==1.2.4 msgspec==0.22.0 pyzmq==27.3.0 \
+	  cloudpickle==3.1.2 cachetools==8.0.1 fastapi==0.165.0 annotated-doc==0.0.7 jsonschema==4.26.0 referencing==0.37.0 \
+	  rpds-py==2026.9.1 jsonschema-specifications==2025.9.1 attrs==26.1.0 filelock==4.2.12 protobuf==7.36.2
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	@touch $@
 
 test-tasks: $(TASKS)/.installed $(SMOLLM2)
