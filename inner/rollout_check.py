@@ -2,7 +2,7 @@
 
     tokens, claimed log-probs ──▶ one forward of the model that they should come from
         agreement   median over 32 positions of exp|log π_claimed − log π| − 1 ≤ .10     are the log-probs the model's?
-        surprise    z = Σ (−log π(token) − H(π)) / √Σ Var(log π),  |z| ≤ 4               are the tokens drawn from it?
+        surprise    z = Σ (−log π(token) − H(π)) / √Σ Var(log π),  |z| ≤ 5               are the tokens drawn from it?
 
 Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  It finds another model,
 precision or temperature where the worker sends the numbers that it sampled with.  A worker that asks the right model
@@ -28,7 +28,7 @@ from torch import Tensor
 
 POSITIONS = 32
 TOLERANCE = 0.10  # grail's; its worst honest rollout of 430,650 on three kinds of GPU had 0.066
-SIGMAS = 4.0  # an honest worker is doubted once in 16,000 checks
+SIGMAS = 5.0  # z of an honest worker has a longer tail than the normal: a rare token surprises much
 
 
 @dataclass(frozen=True)
