@@ -92,7 +92,7 @@ class Session:
             weights=self.weights,
         )
         self._parts = Parts(self.emit)
-        refuse_lost(store, read_control(store))
+        refuse_lost(self.rv.store, read_control(self.rv.store))
         self.rv.claim()
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:

@@ -23,6 +23,7 @@ from executors.platforms.multi import Place
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.preflight.quote import UsageError, ask_agreement, make_offer, slots_of, write_quote
 from executors.supervision.costs import Budget, Costs
+from executors.supervision.hosted import start_hosted
 from rendezvous.clock import SystemClock
 
 SECRETS = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -52,7 +53,7 @@ def main() -> int:
     run = open_run(config, args.run, SystemClock())
     write_quote(run.store, SystemClock(), offer)
     if args.detach:
-        print(f"supervised by the job {HFJobsExecutor().supervise(run.url).native}")
+        print(f"supervised by the job {start_hosted(HFJobsExecutor(), run.url).native}")
         return 0
     outcome = supervise_here(run)
     print(outcome.text)

@@ -51,7 +51,7 @@ def make_reward(folder: Path, name: str) -> Callable[..., list[float]]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
 
     @torch.inference_mode()
     def score(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:

@@ -123,3 +123,15 @@ def _circles(arrows: dict[str, set[str]]) -> list[set[str]]:
         if name in reach[name] and not any(name in circle for circle in circles):
             circles.append({other for other in reach[name] if name in reach[other]})
     return circles
+
+
+def test_an_accelerator_is_asked_for_only_if_it_is_there() -> None:
+    """torch's usual Linux wheel is built for CUDA; without check_available it names a GPU where there is none."""
+    calls = [
+        f"{path}:{node.lineno}"
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _called(node) == "current_accelerator"
+        and "check_available" not in [k.arg for k in node.keywords]
+    ]  # fmt: skip
+    assert not calls

@@ -165,7 +165,8 @@ def test_the_example_trains_one_step_with_a_local_model(tmp_path: Path) -> None:
     from inner.worlds.tiny import tiny_model, tiny_tokenizer
 
     example = ROOT / "examples" / "gsm8k"
-    config = replace(load_config(example / "run.toml").inner, model=str(tmp_path), max_completion_length=8)
+    config = replace(load_config(example / "run.toml").inner, model=str(tmp_path))
+    config = replace(config, lora=None, sampling=replace(config.sampling, max_completion_length=8))
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{%- for m in messages -%}{{ m.content }}\n{%- endfor -%}"
     tokenizer.save_pretrained(tmp_path)
@@ -174,7 +175,7 @@ def test_the_example_trains_one_step_with_a_local_model(tmp_path: Path) -> None:
     loop = build_inner(config, tmp_path, files, Seeds(data=0, noise=0))
     loop.train(lambda: True)
     seen = loop.pop_metrics()
-    assert (seen["samples"], seen["reward"]) == (8.0, 0.0), "eight completions, none of them right"
+    assert (seen["samples"], seen["reward"]) == (32.0, 0.0), "four batches of eight completions, none of them right"
 
 
 def test_the_replay_example_makes_pairs_from_traces(tmp_path: Path) -> None:

@@ -141,6 +141,6 @@ def _open_text(run: Run, record: ModelRecord, folder: Path, text: Path | None) -
     width = inner.data.context_length if inner.loop == "supervised" else WIDTH
     if len(tokens) <= width:
         raise ConfigError(f"{spelling} has {len(tokens)} tokens; a window needs {width + 1}. Name a longer text")
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     name = f"loss on {text}" if text else "loss on the run's text"
     return TextLoss(name, model.to(device), tokens, width)
