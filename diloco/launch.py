@@ -29,7 +29,7 @@ from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, re
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
 from rendezvous.fields import Where
 from rendezvous.membership import Wanted, read_control, write_control
-from rendezvous.records import Count, Key, Record, Step, UnixTime, Word, new_nonce
+from rendezvous.records import Count, Key, Record, Step, UnixTime, WireError, Word, new_nonce
 from rendezvous.rules import Timing
 from rendezvous.seal import SignedStore, run_key, signed_store, under_key
 from rendezvous.store import PatientStore, Readable, Store, plain_key, put_once
@@ -371,7 +371,18 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
 def read_run(url: str) -> Run:
     """Open the run at `url`; ConfigError if there is none."""
     answers, store = _open_stores(url)
-    return Run(url, store, RunRecord.decode(answers.get(layout.RUN) or b""))
+    return Run(url, store, decode_run(url, answers.get(layout.RUN) or b""))
+
+
+def decode_run(url: str, body: bytes) -> RunRecord:
+    """What run.json says.   Raises WireError with the run's URL and the next thing to do."""
+    try:
+        return RunRecord.decode(body)
+    except WireError as error:
+        raise WireError(
+            f"{url}/{layout.RUN} cannot be read, and without it nothing of the run: {error}. If it is damaged, "
+            "restore it from a backup; nothing was written"
+        ) from error
 
 
 def store_of(url: str) -> Store:
