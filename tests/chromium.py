@@ -140,7 +140,7 @@ class Chromium:
         made = urllib.request.Request(f"http://127.0.0.1:{self._port}/json/new?about:blank", method="PUT")
         with urllib.request.urlopen(made) as answer:
             about = json.load(answer)
-        with connect(about["webSocketDebuggerUrl"], max_size=None) as socket:
+        with connect(about["webSocketDebuggerUrl"], max_size=None, ping_interval=None) as socket:
             tab = Tab(socket)
             for domain in ("Page", "Runtime", "Log", "Network"):
                 tab.call(f"{domain}.enable")
