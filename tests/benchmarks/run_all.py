@@ -44,6 +44,7 @@ SUITE: dict[str, tuple[str, str]] = {
     "memory": ("3", "TRL + PEFT"),
     "views": ("1000 4 50", "a second"),
     "weights": (".venv/models/SmolLM2-135M-Instruct.Q4_1.gguf", "all weights in bf16"),
+    "rollout_check": (".venv/models/SmolLM2-135M-Instruct.Q4_1.gguf 24", "honest workers"),
     "web": ("1000 32 50 600", "two seconds, and a request per second"),
     "watch": ("1000 32 50 600", "two seconds, and a request per second"),
 }
