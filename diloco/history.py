@@ -40,6 +40,7 @@ from rendezvous.store import PatientStore
 
 BASE = "base.json"  # beside an exported adapter: the model that it belongs to
 MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has its own
+STATE_PATIENCE_S = 10.0
 
 
 def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
@@ -90,7 +91,7 @@ def state_at(
 ) -> tuple[int, OuterState]:
     """θ and outer momentum before commit `step` (default: after the last one), replayed."""
     clock = SystemClock()
-    store = PatientStore(run.store, clock, 10.0)
+    store = PatientStore(run.store, clock, STATE_PATIENCE_S)
     if step is not None:
         refuse_gone(run, step)
     rules = run.config.outer.rules

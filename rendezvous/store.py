@@ -131,6 +131,7 @@ class PatientStore:
     `patience_s` without an answer (a full store: `full_s`): GaveUp.  `create` still says StoreUnclear, until then:
     only `put_once` knows how to read that.
     `before_pause` is called before every pause and may raise (a replica that is asked to leave must not wait here).
+    waits_on_refusal=False: StoreRefused goes to the caller at once, where a person waits who can mend it.
     """
 
     def __init__(
@@ -143,8 +144,10 @@ class PatientStore:
         *,
         full_s: float = 0.0,
         on_recovered: Callable[[], None] = lambda: None,
+        waits_on_refusal: bool = True,
     ) -> None:
         self.url = store.url
+        self._waits_on_refusal = waits_on_refusal
         self._store = store
         self._clock = clock
         self._full_s = max(patience_s, full_s)
@@ -197,6 +200,8 @@ class PatientStore:
                     raise
                 self._wait_or_give_up(error, began, pause)
             except StoreRefused as error:
+                if not self._waits_on_refusal:
+                    raise
                 if self._clock.now() - said >= SAY_AGAIN_S:
                     said = self._clock.now()
                     self._on_trouble(f"{error}; trying again until {self._patience_for(error):.0f} s have passed")

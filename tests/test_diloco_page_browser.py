@@ -22,7 +22,7 @@ from tests.test_diloco_report import T0, FixedClock
 from tests.test_executors_web import view_of
 
 pytestmark = pytest.mark.slow
-SIZES = [(12, 3), (1000, 3), (12, 64), (300, 64)]
+SIZES = [(12, 3), (1000, 3), (12, 64), (300, 64), (1000, 32)]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,13 @@ def test_the_switches_change_the_theme_and_the_axis(browser, pages) -> None:
         assert tab.errors == []
 
 
-def test_axe_finds_nothing(browser, pages) -> None:
+@pytest.mark.parametrize("size", [(12, 3), (12, 64), (1000, 32)], ids=lambda size: "x".join(map(str, size)))
+def test_axe_finds_nothing(browser, pages, size) -> None:
     axe = os.environ.get("AXE")
     if not axe:
         pytest.skip("AXE is not set: npm install axe-core, then AXE=node_modules/axe-core/axe.min.js")
     for dark in (False, True):
-        with browser.open(pages[12, 3].as_uri(), dark=dark) as tab:
+        with browser.open(pages[size].as_uri(), dark=dark) as tab:
             tab.wait_until_drawn()
             tab.evaluate(Path(axe).read_text() + ";0")
             found = tab.evaluate(

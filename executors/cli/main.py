@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     args.judge = command
     try:
         _resolve_run(args)
-        return VERBS[args.command](args)
+        return _act(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `diloco status RUN | head`: the reader has seen enough
@@ -53,13 +53,32 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
 
+LOOKS = ("status", "costs", "report", "diff")  # short, and nothing is written before all was read
+
+
+BUSY = (
+    "The bucket is busy or cannot be reached from here. The command is right, and a run that goes on waits for its "
+    "bucket as well: say the same command again later"
+)
+
+
+def _act(args: Namespace) -> int:
+    from executors.cli.opening import ask_again
+
+    verb = VERBS[args.command]
+    return ask_again(lambda: verb(args)) if args.command in LOOKS else verb(args)
+
+
 def _explain_error(error: Exception) -> tuple[str, int]:
     """A platform that gives no answer, or a full disk, is no mistake in the command: the same one may do later."""
     from diloco import exitcodes
     from diloco.disk_space import full_disk_words, is_full
     from diloco.runlog.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
+    from rendezvous.errors import GaveUp, StoreUnclear
 
+    if isinstance(error, StoreUnclear | GaveUp):  # the latter says what to do
+        return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
         return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR
@@ -73,8 +92,10 @@ def _resolve_run(args: Namespace) -> None:
     if getattr(args, "run", None) is None or args.command in elsewhere:
         return
     from diloco.superseded import current_url
+    from executors.cli.opening import ask_again
 
-    args.run = current_url(run_url.checked_url(args.run))
+    url = run_url.checked_url(args.run)
+    args.run = ask_again(lambda: current_url(url))
 
 
 def _is_expected(error: Exception) -> bool:
@@ -339,15 +360,15 @@ def _watch(args: Namespace) -> int:
         return watch_page(args, run_url.checked_url(args.run), SystemClock())
     from executors.cli.watch import watch
 
-    return watch(run_url.checked_url(args.run), SystemClock(), as_json=args.json)
+    return watch(run_url.checked_url(args.run), SystemClock(), as_json=args.json, out=sys.stdout)
 
 
 def _logs(args: Namespace) -> int:
-    from diloco.launch import read_run
     from executors.cli import logs
+    from executors.cli.opening import reach_run
     from rendezvous.membership import read_control
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     with logs.log_of(run.url, read_control(run.store), args.slot) as log:
         if not args.follow:
             lines = log.lines(args.tail)
@@ -377,11 +398,11 @@ def _costs(args: Namespace) -> int:
 
 
 def _scale(args: Namespace) -> int:
-    from diloco.launch import read_run
     from executors.cli import scale
+    from executors.cli.opening import reach_run
     from rendezvous.clock import SystemClock
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     offer = scale.growth_quote(run, args.replicas, args.min_replicas, _spent_so_far(run.url))
     if offer is not None and not _is_agreed(args, offer):
         return 130
@@ -391,31 +412,32 @@ def _scale(args: Namespace) -> int:
 
 
 def _drain(args: Namespace) -> int:
-    from diloco.launch import read_run
     from executors.cli import scale
+    from executors.cli.opening import reach_run
     from rendezvous.clock import SystemClock
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     lines = scale.drain(run, SystemClock(), args.slot)
     _print_answer(args, {"run": run.url, "slot": args.slot, "told": lines}, *lines)
     return 0
 
 
 def _stop(args: Namespace) -> int:
-    from diloco.launch import store_of
     from executors.cli import scale
+    from executors.cli.opening import reach_store
     from executors.supervision.purge import purge_run
     from executors.supervision.shutdown import stop_run
     from rendezvous.clock import SystemClock
 
     url = run_url.checked_url(args.run)
+    store = reach_store(url)
     words = sys.stderr if args.json else sys.stdout
-    found = stop_run(store_of(url), SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
+    found = stop_run(store, SystemClock(), args.grace, lambda text: print(text, file=words, flush=True))
     live = [end.name for end in found if end.live]
     ends = [{"name": e.name, "live": e.live, "text": e.text} for e in found]
-    over = scale.after_stop_words(store_of(url), found=bool(found))
+    over = scale.after_stop_words(store, found=bool(found))
     rows = [f"  {end.name:12s} {end.text}" for end in found]
-    purged = purge_run(store_of(url)) if args.purge and not live else []
+    purged = purge_run(store) if args.purge and not live else []
     _print_answer(
         args, {"run": url, "live": live, "ends": ends, "purged": purged}, *rows, *([] if live else [over]), *purged
     )
@@ -429,9 +451,9 @@ def _stop(args: Namespace) -> int:
 
 
 def _export(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from executors.cli.opening import reach_run
 
-    run = read_run(run_url.checked_url(args.run))  # before the heavy import: a wrong path is told at once
+    run = reach_run(args.run)  # before the heavy import: a wrong path is told at once
     from diloco.history import export
 
     step = export(run.url, _best_step(run, args.step) if args.best else args.step, Path(args.to), args.merge)
@@ -443,9 +465,9 @@ def _export(args: Namespace) -> int:
 
 
 def _verify(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from executors.cli.opening import reach_run
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     from diloco.audit.verify import verify
 
     verdict = verify(run, args.step)
@@ -454,9 +476,9 @@ def _verify(args: Namespace) -> int:
 
 
 def _explain(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from executors.cli.opening import reach_run
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     from diloco.audit.explain import explain, explain_dict
     from diloco.audit.step_facts import read_step
 
@@ -466,28 +488,28 @@ def _explain(args: Namespace) -> int:
 
 
 def _bisect(args: Namespace) -> int:
-    from diloco.launch import read_run
     from executors.cli.looking_back import bisect_answer
+    from executors.cli.opening import reach_run
 
-    data, lines = bisect_answer(read_run(run_url.checked_url(args.run)), args, _say)
+    data, lines = bisect_answer(reach_run(args.run), args, _say)
     _print_sentences(args, data, lines)
     return 0
 
 
 def _blame(args: Namespace) -> int:
-    from diloco.launch import read_run
     from executors.cli.looking_back import blame_answer
+    from executors.cli.opening import reach_run
 
-    data, lines = blame_answer(read_run(run_url.checked_url(args.run)), args)
+    data, lines = blame_answer(reach_run(args.run), args)
     _print_sentences(args, data, lines)
     return 0
 
 
 def _gc(args: Namespace) -> int:
-    from diloco.launch import read_run
     from executors.cli.looking_back import gc_answer
+    from executors.cli.opening import reach_run
 
-    data, lines = gc_answer(read_run(run_url.checked_url(args.run)), args, _is_deletion_agreed)
+    data, lines = gc_answer(reach_run(args.run), args, _is_deletion_agreed)
     _print_sentences(args, data, lines)
     return 0
 
@@ -528,9 +550,9 @@ def _best_step(run: "Run", step: int | None) -> int:
 
 
 def _eval(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from executors.cli.opening import reach_run
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     prompts = _held_out_file(args.prompts, run.config) if args.prompts else None
     from diloco.offline_eval import evaluate_step
     from diloco.runlog.evaluation import evaluation_dict, evaluation_words
@@ -562,6 +584,7 @@ def _report(args: Namespace) -> int:
     from diloco.runlog.report import Reader, summary
     from diloco.runlog.scope import EVERYTHING
     from executors.cli import status
+    from executors.cli.opening import patient_store
     from executors.cli.report import publish_page, write_page
 
     view = open_view(run_url.checked_url(args.run), EVERYTHING)
@@ -577,7 +600,7 @@ def _report(args: Namespace) -> int:
         data["picture"] = str(write_picture(report, folder))
         wrote += f" and {data['picture']}"
     if args.publish:
-        data["published"] = publish_page(report, view.run.store, now)
+        data["published"] = publish_page(report, patient_store(view.run.store), now)
         wrote += f"\npublished: {data['published']}"
     _print_answer(args, data, summary(report), wrote)
     return 0
@@ -597,9 +620,9 @@ def _diff(args: Namespace) -> int:
 
 
 def _traces(args: Namespace) -> int:
-    from diloco.launch import read_run
+    from executors.cli.opening import reach_run
 
-    run = read_run(run_url.checked_url(args.run))
+    run = reach_run(args.run)
     from diloco.traces import freeze
 
     made = freeze(run.store, Path(args.to))

@@ -30,7 +30,8 @@ exit codes:
        (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run
   3    another supervisor has taken over this run
   4    ended before the last outer step, because somebody asked or the budget is used up; `diloco resume` goes on
-  75   nothing moved for too long, or a platform gave no answer; `diloco resume`, or the same command again, goes on
+  75   nothing moved for too long, or a platform or the bucket gave no answer; `diloco resume`, or the same command
+       again, goes on
   130  interrupted, or the price was declined: nothing was started
 
 DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for whoever takes part, seals a run's

@@ -19,7 +19,7 @@ from diloco.runlog.troubles import Spending, find_troubles
 from executors.cli.status import cost_status
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import costs
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import GaveUp, RendezvousError, StoreUnclear
 from rendezvous.store import Readable, Store
 
 
@@ -43,6 +43,8 @@ def publish_page(report: Report, store: Store, now: float) -> str:
     publisher = Publisher(store, report.name)
     try:
         publisher.publish({**chunks, "head.json": json_bytes(data["head"])})
+    except (StoreUnclear, GaveUp):
+        raise
     except (RendezvousError, OSError) as error:
         raise UsageError(publish_refused(error)) from None
     return publisher.url

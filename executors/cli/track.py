@@ -28,6 +28,7 @@ from diloco.runlog.samples import SampleReader
 from diloco.runlog.scope import EVERYTHING
 from diloco.runlog.trackers.make import check_tracker, make_tracker
 from diloco.runlog.trackers.tracker import TrackedRun
+from executors.cli.opening import ask_again
 from rendezvous.clock import Clock
 
 LOOK_S = 5.0  # between two looks at a run that goes on
@@ -48,7 +49,7 @@ def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -
     names = list(dict.fromkeys(args.to))
     for name in names:
         check_tracker(name)
-    view = open_view(url, EVERYTHING)
+    view = ask_again(lambda: open_view(url, EVERYTHING), clock)
     record = view.run.record
     run = TrackedRun(
         name=str(record.config.get("name", "run")),

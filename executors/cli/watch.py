@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from diloco.config import ConfigError
 from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
+from executors.cli.opening import ask_again
 from executors.cli.status import Lines
 from executors.cli.watch_looks import RunLooks, error_words
 from executors.supervision.remarks import key_values
@@ -25,13 +26,13 @@ from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 
 
-def watch(url: str, clock: Clock, *, as_json: bool, out: TextIO = sys.stdout) -> int:
+def watch(url: str, clock: Clock, *, as_json: bool, out: TextIO) -> int:
     """-> exit code.   Raises ConfigError where there is no run, or where the package for the terminal is missing."""
     is_terminal = out.isatty() and sys.stdin.isatty() and not as_json and os.environ.get("TERM") != "dumb"
     if is_terminal:
         check_textual()
         print(f"opening {url}", file=sys.stderr, flush=True)
-    looks = RunLooks(open_view(url, COSTS), clock)
+    looks = RunLooks(ask_again(lambda: open_view(url, COSTS), clock), clock)
     if not is_terminal:
         return write_lines(looks, out, json.dumps if as_json else key_values)
     looks.begin()

@@ -17,6 +17,7 @@ from diloco.runlog.opening import View, open_view
 from diloco.runlog.page.publish import Publisher
 from diloco.runlog.scope import COSTS
 from executors.cli import web
+from executors.cli.opening import ask_again
 from executors.cli.report import publish_refused
 from executors.cli.watch_looks import error_words
 from executors.cli.web_looks import POLL_S, PageLooks
@@ -30,7 +31,7 @@ def watch_page(args: Namespace, url: str, clock: Clock) -> int:
     """-> exit code.   Raises ConfigError and UsageError before anything is shown."""
     if args.web:
         web.check_web()
-    view = open_view(url, COSTS)
+    view = ask_again(lambda: open_view(url, COSTS), clock)
     looks = PageLooks(view, clock, POLL_S if args.web else PUBLISH_S)
     server = _serve(args, looks) if args.web else None
     publisher = PageWriter(view, clock, sys.stderr if args.json else sys.stdout) if args.publish else None
