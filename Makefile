@@ -8,6 +8,7 @@
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make test-backends  the adapters to PRIME-RL and verl; the real verl in an environment of its own below .venv
+# make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
 # make bench    all benchmarks into runs/bench/DATE.md, with the machine; ONLY="sync codecs" for some
 # make azurite  Microsoft's emulator of its blob store, for the az:// tests in make test-slow (needs npm)
@@ -30,7 +31,7 @@ VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow test-trackers test-tasks test-backends test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -53,6 +54,11 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# without the tests marked slow; a process that a test kills with -9 writes no numbers down
+coverage: install
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" --cov --cov-report=json:runs/coverage.json
+	$(BIN)/python -m tests.coverage_page runs/coverage.json docs/internals/coverage.md
 
 test-trackers: $(TRACKERS)/.installed
 	$(TRACKERS)/bin/python -m pytest -q tests/test_diloco_trackers.py

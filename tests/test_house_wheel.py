@@ -1,6 +1,6 @@
 """The wheel that a user installs has all that a command needs: the page's files, templates, pins, kernels' sources.
 
-    python -m hatchling build ─▶ wheel ─▶ unpacked, first on sys.path, in an empty directory ─▶ init, report
+python -m hatchling build ─▶ wheel ─▶ unpacked, first on sys.path, in an empty directory ─▶ init, report
 """
 
 import os
