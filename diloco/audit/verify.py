@@ -24,8 +24,9 @@ from diloco.config import ConfigError, keep_bytes
 from diloco.history import empty_state, keep_of, model_record, refuse_gone, start_arrays
 from diloco.launch import Run
 from diloco.optimizer import OuterState
+from diloco.runlog.ahead import Ahead
 from rendezvous import layout, snapshots
-from rendezvous.background import no_emit
+from rendezvous.background import no_emit, together_on
 from rendezvous.chain import Chain, first_open_step
 from rendezvous.clock import SystemClock
 from rendezvous.digests import has_digest, has_digest_of, required_digest_kind
@@ -36,10 +37,11 @@ from rendezvous.records import Commit, Listed, Offer, Snapshot, WireError
 from rendezvous.reduce import Reducer, refuse_misweighed
 from rendezvous.replay import StateReplay
 from rendezvous.state import all_arrays
-from rendezvous.store import PatientStore, Store
+from rendezvous.store import PatientStore, Readable
 from rendezvous.tensors import TensorFile
 
 UNSEEN = "that a pseudogradient is what its replica's inner steps gave (nothing of those is in the bucket)"
+STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # whose records are asked for together
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,11 @@ class _Verification:
         clock = SystemClock()
         self._run = run
         self._store = PatientStore(run.store, clock, 10.0)
+        self._ahead = Ahead(self._store)
         self._kind = required_digest_kind(run.store)
         self._outer = run.config.outer
         self._record = model_record(run)
-        self._reducer = Reducer(self._store, clock, no_emit, self._outer.rules)
+        self._reducer = Reducer(self._store, clock, no_emit, self._outer.rules, together=together_on(run.store))
         self._keeps_all = keep_bytes(keep_of(run)) is None
         self._chain: dict[int, Commit] = {}
         self._manifests: dict[int, Snapshot] = {}
@@ -119,7 +122,7 @@ class _Verification:
         end = self._read_chain(first, head if step is None else min(step + 1, head))
         last = end if step is None else min(step, end)
         self._read_snapshots(first, last)
-        self._logged = _read_logs(self._store)
+        self._logged = _read_logs(self._ahead)
         self._replay_all(last)
         return self.found
 
@@ -156,9 +159,24 @@ class _Verification:
 
     def _read_chain(self, first: int, head: int) -> int:
         """Read and check the commits from `first` on; -> the first that could not be read, or `head`."""
-        chain = Chain(self._store, 2)
+        chain = Chain(self._ahead, 2)
         listed = set[tuple[int, str]]()
-        for t in range(first, head):
+        for start in range(first, head, STEPS_AT_ONCE):
+            last = min(start + STEPS_AT_ONCE, head)
+            end = self._read_commits(chain, start, last)
+            commits = [self._chain[t] for t in range(start, end)]
+            self._ahead.ask(layout.offer_key(o.step, o.slot, 0) for commit in commits for o in commit.offers)
+            for commit in commits:
+                self._check_commit(commit, listed)
+            self._ahead.forget()
+            if end < last:
+                return end
+        return head
+
+    def _read_commits(self, chain: Chain, first: int, last: int) -> int:
+        """-> the first that could not be read, or `last`."""
+        self._ahead.ask(map(layout.commit_key, range(first, last)))
+        for t in range(first, last):
             try:
                 commit = chain.read(t)
                 assert commit is not None
@@ -169,8 +187,7 @@ class _Verification:
             self._chain[t] = commit
             if t == 0 and commit.prev is not None:
                 self._differs(0, layout.commit_key(0), commit.by, f"names {commit.prev} before the first commit")
-            self._check_commit(commit, listed)
-        return head
+        return last
 
     def _check_commit(self, commit: Commit, listed: set[tuple[int, str]]) -> None:
         key = layout.commit_key(commit.t)
@@ -188,7 +205,7 @@ class _Verification:
 
     def _check_offer(self, commit: Commit, listed: Listed) -> None:
         """The offer stands under its slot's key as the commit lists it, and began from its step's base."""
-        key, offer = _find_offer(self._store, listed)
+        key, offer = _find_offer(self._ahead, listed)
         if offer is None:
             self._differs(commit.t, key, listed.slot, "is listed, and there is no such offer")
             return
@@ -297,12 +314,10 @@ class _Verification:
         self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _check_mean_blob(self, t: int, blob: str, size: int, announced: str) -> None:
-        if not self._there(blob, size):
-            self._miss(t, blob)
-            return
         stored = np.empty(size, np.uint8)
-        whole = self._store.get_into(blob, stored.data)
-        if not whole or not has_digest(stored.data, announced, self._kind):
+        if not self._store.get_into(blob, stored.data):
+            self._miss(t, blob)
+        elif not has_digest(stored.data, announced, self._kind):
             self._differs(t, blob, "", f"the stored mean has not the digest that was announced, {announced}")
 
     def _name_bad_means(self, commit: Commit) -> None:
@@ -358,7 +373,7 @@ def _events(body: bytes) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _find_offer(store: Store, listed: Listed) -> tuple[str, Offer | None]:
+def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
     attempt = 0
     while (body := store.get(key := layout.offer_key(listed.step, listed.slot, attempt))) is not None:
         attempt += 1
@@ -371,19 +386,20 @@ def _find_offer(store: Store, listed: Listed) -> tuple[str, Offer | None]:
     return layout.offer_key(listed.step, listed.slot, max(0, attempt - 1)), None
 
 
-def _read_logs(store: Store) -> dict[int, dict[str, str]]:
+def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
     """step -> session -> the digest of θ that it says it held before that step.  Odd lines are no news."""
     said: dict[int, dict[str, str]] = {}
-    for key in store.list(layout.LOGS):
-        owner = layout.log_owner(key)
-        if owner is None or layout.is_rollouts(key):
-            continue
-        for event in _events(store.get(key) or b""):
+    owners = {key: owner for key in ahead.list(layout.LOGS) if (owner := layout.log_owner(key))}
+    keys = [key for key in owners if not layout.is_rollouts(key)]
+    for place, key in enumerate(keys):
+        if place % LOGS_AT_ONCE == 0:
+            ahead.ask(keys[place : place + LOGS_AT_ONCE])
+        for event in _events(ahead.get(key) or b""):
             step, theta = event.get("step"), event.get("theta")
             if event.get("event") == "step" and isinstance(step, int) and isinstance(theta, str):
-                said.setdefault(step + 1, {})[f"{owner[0]}-{owner[1]}"] = theta
+                said.setdefault(step + 1, {})["{}-{}".format(*owners[key][:2])] = theta
     return said
 
 
-def _snapshot_steps(store: Store) -> list[int]:
+def _snapshot_steps(store: Readable) -> list[int]:
     return snapshots.steps_of(store.list(layout.SNAPSHOTS))
