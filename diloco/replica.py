@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from diloco.launch import (
 from diloco.output import survive_full_disk
 from diloco.processes import is_named_alive
 from diloco.runlog.learning import step_line
+from diloco.scratch import Scratch
 from diloco.seeds import derive_seed
 from diloco.session import Session
 from inner import InnerError, Seeds
@@ -157,10 +157,7 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
 def _train_session(run: Run, session: Session) -> int:
     record = _wait_for_model(run, session)
     stay = lambda: _leave_now(session)  # noqa: E731
-    make_folder = lambda: tempfile.TemporaryDirectory(prefix="replica-")  # noqa: E731
-    temporary = retry_when_full(session, "temporary files", make_folder, stay)
-    with temporary as path:
-        scratch = Path(path)
+    with retry_when_full(session, "temporary files", Scratch, stay) as scratch:
         fetch = lambda: _fetch_inputs(run, record, scratch, session, stay)  # noqa: E731
         model_dir, files = retry_when_full(session, "the start model", fetch, stay)
         session.rv.members.status.note = ""

@@ -9,13 +9,13 @@ from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.errors import ChainBroken
 from rendezvous.records import Commit, WireError
-from rendezvous.store import Store
+from rendezvous.store import Readable
 
 
 class Chain:
     """The newest `window` commits that this replica has read, verified as they came."""
 
-    def __init__(self, store: Store, window: int) -> None:
+    def __init__(self, store: Readable, window: int) -> None:
         self._store = store
         self._window = window
         self._commits: dict[int, Commit] = {}
@@ -91,7 +91,7 @@ class Chain:
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
 
 
-def refuse_gap(store: Store, t: int) -> None:
+def refuse_gap(store: Readable, t: int) -> None:
     """Commit t was not there; raises ChainBroken if the one after it is, and t still is not.
 
     Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  An
@@ -111,7 +111,7 @@ def _is_commit(body: bytes | None, t: int) -> bool:
         return False
 
 
-def first_open_step(store: Store, known: int = 0) -> int:
+def first_open_step(store: Readable, known: int = 0) -> int:
     """The first step without a commit, by GETs from a step that is known to be decided (or 0) on."""
     while store.get(layout.commit_key(known)) is not None:
         known += 1
