@@ -19,6 +19,7 @@ from diloco import exitcodes
 from diloco.disk_space import retry_when_full
 from diloco.launch import open_run, publish
 from diloco.runlog.report import read_report
+from diloco.scratch import remove_left_behind
 from executors.cli.main import VERBS, main
 from executors.cli.status import status_table
 from executors.platforms.base import ReplicaSpec, Unavailable
@@ -130,6 +131,9 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
         fleet.wait_for(lambda: counted_since(filled + 1))
 
         fleet.sessions["r01"][0].kill()
+        fleet.sessions["r01"][0].join()
+        remove_left_behind(scratch.folder)  # as its next session does; somebody else is quicker to use that space
+        scratch.fill(but=left)
         fleet.start("r01", **own_disk)
         words = "no space left on this machine's disk for "
         said = fleet.wait_for(lambda: text if words in (text := status_of(fleet.url)) else "")
