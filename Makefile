@@ -88,7 +88,7 @@ $(VERL)/.installed: pyproject.toml | install
 	@touch $@
 
 test-tasks: $(TASKS)/.installed $(SMOLLM2)
-	$(TASKS)/bin/python -m pytest -q tests/test_inner_task_packages.py tests/test_inner_tasks.py tests/test_executors_task_packages.py
+	$(TASKS)/bin/python -m pytest -q tests/test_inner_task_packages.py tests/test_inner_verifiers_scores.py tests/test_inner_tasks.py tests/test_executors_task_packages.py
 
 # they go with our versions; everything else comes from .venv behind them
 $(TASKS)/.installed: pyproject.toml constraints.txt | install

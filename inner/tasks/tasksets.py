@@ -26,8 +26,8 @@ NEXT = (
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """All tasks that there are, in the seed's order.   Raises InnerError."""
+    _refuse_own_environment(spec)
     taskset = _open_taskset(spec)
-    _refuse_several_agents(spec)
     tasks = taskset.shuffle(spec.seed) if taskset.bounded else taskset
     try:
         for task in tasks:
@@ -63,7 +63,7 @@ async def _score_one(task: Any, reply: str) -> float:
 
     asked = _given_messages(task.data)
     nodes = [MessageNode(message=m, parent=i - 1 if i else None) for i, m in enumerate(asked)]
-    said = AssistantMessage(content=reply)
+    said = AssistantMessage(content=reply or None)  # as `vf-eval` commits an empty reply
     nodes.append(MessageNode(message=said, parent=len(nodes) - 1 if nodes else None, sampled=True))
     trace: Any = Trace(
         task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
@@ -106,10 +106,13 @@ def _open_taskset(spec: TaskSpec) -> Any:
         ) from error
 
 
-def _refuse_several_agents(spec: TaskSpec) -> None:
+def _refuse_own_environment(spec: TaskSpec) -> None:
     from verifiers.v1 import SingleAgentEnv  # pyright: ignore[reportMissingImports]
 
-    found = _loaders().environment_class(spec.name)
+    try:
+        found = _loaders().environment_class(spec.name)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return  # what is no taskset is refused when it is opened
     if found is not SingleAgentEnv:
         raise InnerError(f"taskset {spec.name}: it brings the environment {found.__name__}. {NEXT}")
 
