@@ -51,7 +51,7 @@ class GradedTask(vf.Task[GradedData]):
 
 
 class GradedConfig(vf.TasksetConfig):
-    words: list[str] = ["abc"]
+    words: tuple[str, ...] = ("abc",)
     system: str = "Reverse."
 
 
