@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 import verifiers.v1 as vf
+from pydantic import Field
 
 __all__ = ["GradedTaskset"]
 
@@ -51,7 +52,7 @@ class GradedTask(vf.Task[GradedData]):
 
 
 class GradedConfig(vf.TasksetConfig):
-    words: tuple[str, ...] = ("abc",)
+    words: list[str] = Field(default_factory=lambda: ["abc"])  # a tuple is not read from a command line
     system: str = "Reverse."
 
 
