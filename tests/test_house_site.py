@@ -185,6 +185,12 @@ def test_each_command_that_is_shown_has_a_verb_and_options_that_exist() -> None:
     assert not wrong and len(seen) > 20
 
 
+def test_every_verb_stands_in_the_list_of_operations() -> None:
+    verbs = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    shown = {verb for verb, _ in _commands_in((DOCS / "operations.md").read_text(encoding="utf-8"))}
+    assert set(verbs) - shown == {"completion"}, "completion is a line of its own below the list"
+
+
 def _commands_in(text: str) -> Iterator[tuple[str, str]]:
     """(verb, what follows it) of code spans and of lines that begin with the program's name."""
     for line in [*re.findall(r"`(diloco [^`\n]+)`", text), *(line.strip() for line in text.splitlines())]:
