@@ -10,6 +10,10 @@ class InnerError(RuntimeError):
     """Something the user wrote cannot work. The message says what, what was seen, and the next thing to do."""
 
 
+class SandboxMissing(InnerError):
+    """This machine cannot sandbox programs that a model wrote; another one may."""
+
+
 class RewardFailed(RuntimeError):
     """The reward gives no numbers any more. This session ends; its slot is started again, with growing pauses."""
 

@@ -16,14 +16,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
+from inner.errors import SandboxMissing
 
 TIME_S = 8.0
+SANDBOX = "inner.worlds.deletion.sandbox"
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,14 @@ class Rehearsal:
     """refused: what cannot work.   missing: a package that the code imports and this machine lacks.
 
     late: it was not done after TIME_S, so nothing is known.
+    sandboxed: it runs programs in bubblewrap, so replicas need that; no_sandbox: this machine cannot.
     """
 
     refused: str = ""
     missing: str = ""
     late: bool = False
+    sandboxed: bool = False
+    no_sandbox: bool = False
 
 
 def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: float = TIME_S) -> Rehearsal:
@@ -78,21 +83,28 @@ def run_checks(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
         if tokenizer and config.replay.pairs is not None:
             check_pairs(config, files, tokenizer)
     except InnerError as error:
-        return Rehearsal(str(error), missing_package(error))
+        no_sandbox = any(isinstance(cause, SandboxMissing) for cause in causes_of(error))
+        return Rehearsal(str(error), missing_package(error), sandboxed=no_sandbox, no_sandbox=no_sandbox)
     except BaseException as error:  # of the user's code: SystemExit and the like
         return Rehearsal(f"{config.own_code} raised {type(error).__name__}: {error}")
-    return Rehearsal()
+    return Rehearsal(sandboxed=SANDBOX in sys.modules)
 
 
 def missing_package(error: BaseException) -> str:
     """The top-level package whose absence is the root of this error; "" if it has another cause."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes_of(error):
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             top = cause.name.partition(".")[0]
             return top if importlib.util.find_spec(top) is None else ""
-        cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, and whatever led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def main(asked: Mapping[str, Any]) -> None:

@@ -413,6 +413,47 @@ def test_a_package_that_the_image_brings_is_no_mistake(folder: Path) -> None:
     assert "not checked: the image docker.io/me/mine:1" in told.out
 
 
+SANDBOXED = """
+from inner.worlds.deletion.world import FeatureDeletion
+"""
+
+
+@pytest.fixture
+def deletion(folder: Path) -> Path:
+    """A config whose environment runs programs in bubblewrap, and a PATH that has none."""
+    lines = [line for line in CONFIG.splitlines() if not line.startswith("rewards")]
+    (folder / "run.toml").write_text("\n".join(lines) + '\nsampling.environment = "environment.py:FeatureDeletion"\n')
+    (folder / "environment.py").write_text(SANDBOXED)
+    (folder / "bin").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("executor", ["local", *FAR])
+def test_a_place_without_the_sandbox_that_an_environment_needs(deletion: Path, executor: str) -> None:
+    """Whether the laptop itself has bubblewrap matters to replicas on the laptop alone."""
+    environ = {"PATH": str(deletion / "bin"), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    told, image = plan(deletion, *where(executor, deletion), **environ), ["--option", "image=me/x:1"]
+    if executor == "local":
+        assert "`bwrap` is not on the PATH. `apt-get install bubblewrap`" in refused(told, deletion)
+        return
+    said = refused(told, deletion)
+    assert "environment.py:FeatureDeletion runs programs in bubblewrap, and replicas on" in said and executor in said
+    brings = ["--option", "setup=sudo apt-get install -y bubblewrap"] if executor == "sky" else image
+    assert brings[1].partition("=")[0] in said
+    told = plan(deletion, *where(executor, deletion), *brings, "--allow-unknown-price", **environ)
+    assert told.code == 0 and f"not checked: that {executor} lets replicas make user namespaces" in told.out
+
+
+def test_a_laptop_with_the_sandbox_says_so_of_places_without() -> None:
+    with pytest.raises(InnerError, match="replicas on modal would have none"):
+        place_faults.about_sandbox("environment.py:E", "", [Place("local"), Place("modal")])
+    assert place_faults.about_sandbox("environment.py:E", "", [Place("local"), Place("slurm")]) == []
+    with pytest.raises(InnerError, match="no namespaces"):
+        place_faults.about_sandbox(
+            "environment.py:E", "no namespaces", [Place("modal", options={"image": "x"}), Place("slurm")]
+        )
+
+
 def test_a_reward_that_takes_long_is_not_waited_for(folder: Path) -> None:
     (folder / "reward.py").write_text("import time\ntime.sleep(600)\n" + REWARD)
     config = InnerConfig(rewards={"function": "reward.py:score"}, data={"prompts": "prompts.jsonl"})

@@ -20,7 +20,7 @@ from diloco.eval_config import check_held_out
 from diloco.runlog.trackers.make import check_tracker
 from diloco.runlog.trackers.tracker import TrackerError
 from executors.platforms.multi import Place
-from executors.preflight.place_faults import about_missing, notes_about, place_faults
+from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
 from inner.base import InnerError
 from inner.check import check_data
@@ -80,8 +80,10 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
         notes.append(f"not checked: {tried}: trying that here took longer than {TIME_S:.0f} s")
     elif found.missing:
         notes.append(about_missing(found.missing, code, found.refused, places))
-    elif found.refused:
+    elif found.refused and not found.no_sandbox:
         raise InnerError(found.refused)
+    if found.sandboxed:
+        notes += about_sandbox(code, found.refused, places)
     return notes
 
 

@@ -181,6 +181,26 @@ def _may_bring(place: Place, package: str) -> bool:
     return package.replace("_", "-") in named or any(key in place.options for key in ("image", "code"))
 
 
+def about_sandbox(spelling: str, refused: str, places: Sequence[Place]) -> list[str]:
+    """Notes for code that runs programs in bubblewrap; `refused`: in words, why this machine cannot.
+
+    Raises InnerError for a place that surely cannot: this machine, or an image that nobody put bubblewrap into.
+    """
+    far = [place for place in places if place.executor in FAR]
+    if refused and len(far) < len(places):
+        raise InnerError(refused)
+    for place in far:
+        brings = "setup" if place.executor == "sky" else "image"
+        if "bubblewrap" not in str(place.options.get("setup", "")) and "image" not in place.options:
+            mend = {"setup": "'sudo apt-get install -y bubblewrap'", "image": "NAME of one that has it"}[brings]
+            raise InnerError(
+                f"{spelling} runs programs in bubblewrap, and replicas on {place.executor} would have none.\n"
+                f"  next: --option {place.executor}.{brings}={mend} (docs/feature-deletion.md)."
+            )
+    names = sorted({place.executor for place in far})
+    return [f"not checked: that {name} lets replicas make user namespaces, as bubblewrap does" for name in names]
+
+
 def image_fault(place: Place) -> str:
     image = place.options.get("image")
     if isinstance(image, str) and REFERENCE.fullmatch(image) is None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from inner.errors import InnerError
+from inner.errors import SandboxMissing
 
 INSIDE = (Path(__file__).parent / "inside.py").read_text()
 WORK = "/work"
@@ -91,19 +91,19 @@ def checked_path(name: str) -> str:
 
 @cache
 def require_sandbox() -> None:
-    """Raise InnerError where no sandbox can be made."""
+    """Raise SandboxMissing where no sandbox can be made."""
     where = f"feature deletion runs code that a model wrote, in bubblewrap only ({platform.system()})"
     if platform.machine() not in CALLS:
-        raise InnerError(f"{where}: there is no list of system calls for {platform.machine()}. Use x86-64 or arm64.")
+        raise SandboxMissing(f"{where}: no system calls are listed for {platform.machine()}. Use x86-64 or arm64.")
     if shutil.which("bwrap") is None:
-        raise InnerError(f"{where}: `bwrap` is not on the PATH. `apt-get install bubblewrap`, or take its image.")
+        raise SandboxMissing(f"{where}: `bwrap` is not on the PATH. `apt-get install bubblewrap`.")
     with tempfile.TemporaryDirectory(prefix="deletion-") as folder:
         asked = {"run": "print('inside')", "path": WORK, "value": False}
         asked["limits"] = {"memory": 256 << 20, "cpu": 5, "file": 1 << 20}
         ended = _watch(_command(folder, SandboxLimits()), json.dumps(asked).encode(), SandboxLimits(seconds=20))
     if ended.output != b"inside\n":
         said = ended.output.decode(errors="replace").strip()[-300:]
-        raise InnerError(
+        raise SandboxMissing(
             f"{where}: bwrap cannot make one here ({ended.why or f'exit code {ended.code}'}: {said}). Allow user "
             "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or run where they are."
         )
