@@ -440,7 +440,9 @@ def test_a_place_without_the_sandbox_that_an_environment_needs(deletion: Path, e
     assert "environment.py:FeatureDeletion runs programs in bubblewrap, and replicas on" in said and executor in said
     brings = ["--option", "setup=sudo apt-get install -y bubblewrap"] if executor == "sky" else image
     assert brings[1].partition("=")[0] in said
-    told = plan(deletion, *where(executor, deletion), *brings, "--allow-unknown-price", **environ)
+    with HFServer() as server:
+        environ |= {"HF_TOKEN": server.token, "HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0"}
+        told = plan(deletion, *where(executor, deletion), *brings, "--allow-unknown-price", **environ)
     assert told.code == 0 and f"not checked: that {executor} lets replicas make user namespaces" in told.out
 
 
