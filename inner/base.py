@@ -29,6 +29,7 @@ from inner.errors import FLOAT16, InnerError
 from inner.flat_names import FILE_SETTINGS, FLAT_NAMES, GONE, NOW_TABLES
 from inner.lora_settings import LoraSettings
 from inner.objectives import find_objective, po_settings
+from inner.process_settings import WHOLE_SEQUENCE_LOSSES, ProcessSettings
 from inner.settings import ChannelSettings, ReplaySettings, SdpoSettings, refuse_unread
 from inner.tables import Table, list_settings, refuse_unknown, setting
 from inner.task_settings import (
@@ -57,7 +58,7 @@ DTYPES = ("float32", "bfloat16")
 AUTOCAST = ("auto", "bfloat16", "off")
 BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # two names of one thing in TRL
 
-# "reward", or "reward.NAME" of several | "environment" | "prompts" | "pairs" | "text" -> the user's file, here
+# "reward", or "reward.NAME" of several | "environment" | "prompts" | "pairs" | "process" | … -> the user's file, here
 Files = Mapping[str, Path]
 Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # θ as committed, by parameter name
 
@@ -133,6 +134,7 @@ class InnerConfig(Table):
     grpo: GrpoSettings = field(default_factory=GrpoSettings)
     sdpo: SdpoSettings = field(default_factory=SdpoSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
+    process: ProcessSettings | None = None
     vllm: VllmSettings | None = None
     toolworld: ToolworldSettings = field(default_factory=ToolworldSettings)
     trl: dict = setting(
@@ -189,8 +191,10 @@ class InnerConfig(Table):
 
     @property
     def compares_with_start(self) -> bool:
-        """Does the loss need θ₀ all along?   The reference of DPO, a KL term, a frozen teacher."""
+        """Does the loss need θ₀ all along?   The reference of DPO, a KL term, a frozen teacher, a process head."""
         if self.loop != "supervised" and self.objective_settings.get("beta"):
+            return True
+        if self.process is not None and self.process.head is not None:
             return True
         reference = self.replay.is_used and self.replay.variant == "dpo"
         return reference or (self.sdpo.is_used and self.sdpo.teacher == "frozen")
@@ -208,14 +212,15 @@ class InnerConfig(Table):
 
         A str; of "prompts" perhaps a list of them, or a task."""
         parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
-        named = {kind: getattr(getattr(self, table), key) for kind, (table, _, key) in parts.items()}
+        named = {kind: getattr(getattr(self, table), key, None) for kind, (table, _, key) in parts.items()}
         named["prompts"] = self.data.source
         return {kind: name for kind, name in named.items() if name} | self.rewards.named
 
     @property
     def own_code(self) -> str:
-        """The user's code, for a message about it: the rewards, or the environment."""
-        return ", ".join(self.rewards.lines.values()) or self.sampling.environment or ""
+        """The user's code, for a message about it: the rewards, the environment, or the process reward."""
+        process = self.process.function if self.process is not None else None
+        return ", ".join(self.rewards.lines.values()) or self.sampling.environment or process or ""
 
     @property
     def scoring_task(self) -> str | None:
@@ -283,6 +288,11 @@ class InnerConfig(Table):
                 'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both '
                 "to 0."
             )
+        if self.process is not None:
+            raise InnerError(
+                '[inner.process] scores turns of rollouts, and inner.loop = "supervised" has none. Leave the table '
+                'out, or set inner.loop = "grpo".'
+            )
 
     def _check_grpo(self) -> None:
         if self.model == "tiny":
@@ -301,6 +311,7 @@ class InnerConfig(Table):
         self.objective_settings  # noqa: B018  (it checks itself)
         self._check_vllm()
         self._check_batching()
+        self._check_process()
         if self.model not in BUILT_IN_MODELS:
             self._check_own_task()
 
@@ -312,6 +323,21 @@ class InnerConfig(Table):
                 f'inner.trl.{asked[0]} = true with inner.autocast = "{self.autocast}": where products are taken in '
                 "bfloat16, TRL would cast the trained float32 weights to it for good. Set inner.autocast = "
                 '"off", or leave it out (on a CPU it is the slower way to generate).'
+            )
+
+    def _check_process(self) -> None:
+        if self.process is None:
+            return
+        if self.objective_settings.get("loss_type") in WHOLE_SEQUENCE_LOSSES:
+            raise InnerError(
+                f"[inner.process] gives each turn an advantage of its own, and inner.grpo.objective = "
+                f'"{self.grpo.objective}" has one for the whole rollout by its formula. Choose another objective, or '
+                "leave [inner.process] out."
+            )
+        if self.grpo.weight == 0:
+            raise InnerError(
+                "[inner.process] moves the policy gradient, which inner.grpo.weight = 0 leaves out. Set "
+                "inner.grpo.weight above 0, or leave [inner.process] out."
             )
 
     def _check_vllm(self) -> None:

@@ -1,5 +1,6 @@
 """Checks that the user's files are usable, on the laptop, before anything is rented.
 
+    process       imports · answers for two empty rollouts; a head can be read
     reward        imports · is callable · (without an environment) answers one call on two empty completions
     environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
     prompts       every line parses · the same columns
@@ -19,9 +20,12 @@ from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
 from inner.flat_names import is_code
+from inner.lessons import Rollout
 from inner.pair_ids import encode_fitting_pairs
+from inner.process_settings import ProcessSettings
 from inner.prompts import load_prompts
 from inner.replay.pairs import training_pairs
+from inner.spans import Turn
 from inner.userfiles import check_syntax, load_object, load_reward, local_file, user_lines
 
 
@@ -38,6 +42,33 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         reward = load_reward(kind, spelling, files)
         if rows and environment is None:  # an environment's state cannot be faked
             reward(**_empty_call(rows))
+    if config.process is not None:
+        _check_process(config.process, files, rows)
+
+
+def _check_process(settings: ProcessSettings, files: Files, rows: list[dict[str, Any]]) -> None:
+    """The user's function answers for two empty rollouts; a head can be read."""
+    from inner.process import ProcessReward, score_steps
+    from inner.process_head import ProcessHead
+
+    if settings.function is None:
+        ProcessHead.load(local_file("process_head", str(settings.head), files))
+        return
+    score = load_object("process", settings.function, files)
+    path = local_file("process", settings.function, files)
+    try:
+        score_steps(ProcessReward(score), [_empty_rollout(row) for row in rows[:2]])
+    except InnerError:
+        raise
+    except Exception as error:
+        raise InnerError(
+            f"the process reward {settings.function} failed on two empty rollouts.\n{user_lines(error, path)}"
+        ) from error
+
+
+def _empty_rollout(row: dict[str, Any]) -> Rollout:
+    nothing: Any = [{"role": "assistant", "content": ""}] if isinstance(row["prompt"], list) else ""
+    return Rollout(row, prompt=[], ids=[], written=(), turns=[Turn(0, 0)], reward=0.0, completion=nothing)
 
 
 def check_data(config: InnerConfig, files: Files) -> None:

@@ -20,9 +20,9 @@ Batch = dict[str, Any]  # TRL's: tensors and lists with one entry per rollout, a
 
 
 def informative_groups(batch: Batch, group: int) -> list[int]:
-    """The groups in which not every rollout has the same advantage."""
-    advantages_G_K = batch["advantages"].view(-1, group)
-    return (advantages_G_K != advantages_G_K[:, :1]).any(1).nonzero().flatten().tolist()
+    """The groups in which not every rollout has the same advantage, (B,), or the same at every token, (B, T)."""
+    advantages_G_K = batch["advantages"].unflatten(0, (-1, group))
+    return (advantages_G_K != advantages_G_K[:, :1]).flatten(1).any(1).nonzero().flatten().tolist()
 
 
 def refill_groups(batch: Batch, sample_more: Callable[[int], Batch], group: int, tries: int) -> tuple[Batch, int, int]:

@@ -72,6 +72,7 @@ NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself
 
 # the user's own files: how `files`, run.json and errors call one ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
+FILE_SETTINGS |= {"process": "process.function", "process_head": "process.head"}
 EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]
 
 
@@ -88,4 +89,4 @@ def setting_of(kind: str, spelling: Any = None) -> str:
 
 def is_code(kind: str) -> bool:
     """Is it Python, spelled "file.py:name"?"""
-    return kind.partition(".")[0] in ("reward", "environment")
+    return kind.partition(".")[0] in ("reward", "environment", "process")

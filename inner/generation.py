@@ -38,6 +38,7 @@ class GenerationTrainer(LeanToolLoop):
 
     _turns     of the last generation: the turns of each rollout and the errors of its failed calls
     _rewards   of the last generation, one per rollout
+    _completions  of the last generation: messages, or texts
     """
 
     reads_turns = True  # whether the subclass uses them
@@ -61,6 +62,7 @@ class GenerationTrainer(LeanToolLoop):
         self._apply_objective(objective)
         self._turns: list[list[Turn]] | None = None
         self._rewards: list[float] = []
+        self._completions: Any = []
         self._start_at(data_seed, start, share)
         self._cache_schemas()
 
@@ -118,13 +120,14 @@ class GenerationTrainer(LeanToolLoop):
             self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
         return out
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        by_function = super()._calculate_rewards(*args, **kwargs)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
         if self._reward_calls is not None and self._mode() == "train":
             self._reward_calls.check_known(by_function, self.reward_func_names)
         if self.reads_turns:
             self._rewards = total_rewards(by_function, self.reward_weights)
+            self._completions = completions
         return by_function
 
     def _unscored_rows(self) -> list[int]:

@@ -30,7 +30,7 @@ AGAIN = "Correctly solve the original question."
 @dataclass(frozen=True)
 class Rollout:
     """One row of TRL's batch. ids: the completion's, without padding, whether it was cut off or not.
-    written: 1 where the model wrote them."""
+    written: 1 where the model wrote them.   reward: NaN where it is not known.   completion: messages, or a text."""
 
     row: Mapping[str, Any]
     prompt: list[int]
@@ -38,6 +38,7 @@ class Rollout:
     written: tuple[int, ...]
     turns: list[Turn]
     reward: float
+    completion: Any = ""
 
 
 def hint_lessons(

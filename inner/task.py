@@ -11,6 +11,8 @@ from typing import Any
 from inner.base import Files, InnerConfig
 from inner.check import load_environment
 from inner.hints import Hint
+from inner.process import ProcessReward
+from inner.process_head import ProcessHead
 from inner.prompts import load_prompts
 from inner.reward_model import load_reward_model
 from inner.tasks.score import score_replies
@@ -25,6 +27,7 @@ class Task:
     environment: type | None
     hint: Hint | None  # None: the templates of inner.hints
     pairs: Path | None = None  # for the replay channel
+    process: ProcessReward | None = None
 
 
 def load_task(config: InnerConfig, files: Files) -> Task:
@@ -41,8 +44,9 @@ def load_task(config: InnerConfig, files: Files) -> Task:
     if config.sampling.environment is not None:
         hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)
     pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
+    process = load_process(config, files)
     if config.model != "toolworld":
-        return Task(rows, rewards, environment, hint, pairs)
+        return Task(rows, rewards, environment, hint, pairs, process)
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
     return Task(
         rows=rows or world.rows(),
@@ -50,4 +54,17 @@ def load_task(config: InnerConfig, files: Files) -> Task:
         environment=environment or world.environment(),
         hint=hint if environment else world.hint,
         pairs=pairs,
+        process=process,
     )
+
+
+def load_process(config: InnerConfig, files: Files) -> ProcessReward | None:
+    """None without [inner.process].   Raises InnerError where its file cannot be used."""
+    settings = config.process
+    if settings is None:
+        return None
+    if settings.function is not None:
+        score = load_object("process", settings.function, files)
+    else:
+        score = ProcessHead.load(local_file("process_head", str(settings.head), files))
+    return ProcessReward(score, settings.weight, settings.credit)

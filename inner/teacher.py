@@ -58,8 +58,14 @@ class DistillationTeacher:
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:
         """(N, V) at the turns' positions: one forward without gradient."""
-        with swapped_weights(self.model, self._weights), eval_mode(self.model), uncached_autocast(device):
+        with self.in_place(device):
             return logits_at(self.model, backbone_states(self.model, *pad_rows(rows, device)), turns)
+
+    @contextmanager
+    def in_place(self, device: torch.device) -> Iterator[None]:
+        """`model` has the teacher's weights, without dropout."""
+        with swapped_weights(self.model, self._weights), eval_mode(self.model), uncached_autocast(device):
+            yield
 
 
 @contextmanager

@@ -21,8 +21,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -45,6 +47,9 @@ from inner.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.losses.divergence import zero_on_graph
 from inner.order import Share, step_in_generation
 from inner.precision import check_precision
+from inner.process import ProcessReward, Step, process_advantages, score_steps
+from inner.process_calls import ForgivingProcess
+from inner.process_head import open_process
 from inner.reference import ReplayPairs, pair_logprobs
 from inner.replay.pairs import DPOPair
 from inner.settings import ChannelSettings, linear_ramp, pop_channel_settings
@@ -64,6 +69,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
     pairs             DPOPairs, or the .jsonl that has them
     hint              (row, error) -> text or None; default: templates over the error and the tools (inner.hints)
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
+    process           a ProcessReward: scores of single turns beside the rewards, as (B, T) advantages; None: without
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
                       without data_seed: TRL's own sampler, and pairs in the order of args.seed
     share             instead of data_seed: the order of a replica that reads a part of the rows (inner/order.py)
@@ -85,6 +91,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         dpo_variant: str = "dpo",
         pairs: Sequence[DPOPair] | str | Path | None = None,
         hint: Hint | None = None,
+        process: ProcessReward | None = None,
         data_seed: int | None = None,
         start: int = 0,
         **kwargs: Any,
@@ -102,7 +109,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
             dpo_variant=dpo_variant,
             **pop_channel_settings(kwargs),
         )
-        self.reads_turns = self.channels.sdpo.is_used
+        self.reads_turns = self.channels.sdpo.is_used or process is not None
         super().__init__(*args, objective=objective, data_seed=data_seed, start=start, **kwargs)
         check_precision(self.accelerator.unwrap_model(self.model))
         self.alpha_sdpo = alpha_sdpo
@@ -111,6 +118,11 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self._forgiving: Hint | None = None
         self._step_of_run: Callable[[], int] | None = None
         self._theta: Theta | None = None
+        model = self.accelerator.unwrap_model(self.model)
+        self._process = None if process is None else open_process(process, self.loss_type, model)
+        self._score_steps: Callable[[Sequence[Rollout]], list[Step]] | None = (
+            None if self._process is None else partial(score_steps, self._process)
+        )
         self._take_over_truncation()
         self._open_channels(pairs, other)
 
@@ -168,8 +180,11 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self._theta = theta
 
     def report_to(self, host: Host) -> None:
-        """An error in a hint from now on costs only that hint, and is reported to `host`."""
+        """An error in a hint from now on costs only that hint, one in a process reward the scores of its batch; both
+        are reported to `host`."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
+        if self._process is not None:
+            self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
 
     def _committed_step(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()
@@ -179,18 +194,23 @@ class ComposerReplicationTrainer(GenerationTrainer):
     def _take_over_truncation(self) -> None:
         """TRL masks a truncated rollout out of the attention too, so at its turns the student would not see its own
         tokens. Where lessons need these states, we keep such a rollout out of the policy loss alone."""
-        self._masks_truncated = self.channels.sdpo.is_used and self.mask_truncated_completions
+        self._masks_truncated = self.reads_turns and self.mask_truncated_completions
         if self._masks_truncated:
             self.mask_truncated_completions = False
 
     def _generate_rollouts(self, inputs: Any) -> Any:
         batch = super()._generate_rollouts(inputs)
-        if not self.channels.sdpo.is_used:
+        if not self.reads_turns:
             return batch
         turns = self._turns or [[] for _ in inputs]
-        lessons = self._make_lessons(_rollouts_of(inputs, batch, turns, self._rewards))
+        rollouts = _rollouts_of(inputs, batch, turns, self._rewards, self._completions)
+        if self._process is not None and self._mode() == "train":
+            batch["advantages"] = self._process_advantages(self._process, rollouts, batch)
+        lessons = self._make_lessons(rollouts) if self.channels.sdpo.is_used else None
         if self._masks_truncated:
             batch |= self._without_truncated(batch)
+        if lessons is None:
+            return batch
         batch[LESSONS] = lessons
         errors = sum(turn.error is not None for rollout in turns for turn in rollout)
         self._record_metric("sdpo/error_turns", errors / len(inputs))
@@ -205,6 +225,23 @@ class ComposerReplicationTrainer(GenerationTrainer):
         counted = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * whole[:, None]
         total = self.accelerator.gather((batch["completion_mask"] * counted).sum())
         return {"tool_mask": counted, "num_items_in_batch": cast(Tensor, total).sum()}
+
+    # the process reward
+
+    def _process_advantages(self, process: ProcessReward, rollouts: list[Rollout], batch: Any) -> Tensor:
+        whole = [replace(r, turns=r.turns or [Turn(0, len(r.ids))]) for r in rollouts]  # without tools: one turn
+        assert self._score_steps is not None
+        steps = self._score_steps(whole)
+        self._record_metric("process/score", fmean(step.score for step in steps) if steps else 0.0)
+        self._record_metric("process/coverage", len({step.row for step in steps}) / len(rollouts))
+        return process_advantages(
+            batch["advantages"],
+            steps,
+            group=cast(int, self.num_generations),
+            width=batch["completion_ids"].size(1),
+            process=process,
+            scale=self.scale_rewards,
+        )
 
     def _make_lessons(self, rollouts: list[Rollout]) -> list[list[Lesson]]:
         assert self._splice is not None
@@ -235,7 +272,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         else:
             with self._caught_states(model) as caught:
                 grpo = self._policy_loss(model, inputs)
-            self._record_metric("grpo/coverage", (inputs["advantages"] != 0).float().mean().item())
+            self._record_metric("grpo/coverage", _informed(inputs["advantages"]))
             with self.accelerator.autocast():
                 sdpo = self._sdpo_loss(caught, inputs) if alpha else None
                 replay = self._replay_loss() if beta else None
@@ -372,8 +409,15 @@ class ComposerReplicationTrainer(GenerationTrainer):
             self._record_metric("loss/trace_replay_dpo", replay.item())
 
 
-def _rollouts_of(rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float]) -> list[Rollout]:
-    assert len(rows) == len(turns) == len(rewards) == len(batch["completion_ids"])
+def _informed(advantages: Tensor) -> float:
+    """The share of rollouts with an advantage.   (B,) or (B, T)"""
+    return (advantages.flatten(1) if advantages.dim() > 1 else advantages[:, None]).ne(0).any(1).float().mean().item()
+
+
+def _rollouts_of(
+    rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float], completions: Any
+) -> list[Rollout]:
+    assert len(rows) == len(turns) == len(rewards) == len(completions) == len(batch["completion_ids"])
     lengths = batch["completion_mask"].sum(1).tolist()  # whole: _take_over_truncation
     written = batch.get("tool_mask", batch["completion_mask"])
     return [
@@ -384,6 +428,7 @@ def _rollouts_of(rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[f
             written=tuple(written[i, : lengths[i]].tolist()),
             turns=turns[i],
             reward=rewards[i],
+            completion=completions[i],
         )
         for i, row in enumerate(rows)
     ]

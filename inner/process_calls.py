@@ -1,0 +1,43 @@
+"""The user's process reward as a replica of a fleet calls it: an error in it costs one batch its scores, and no more.
+
+    score(rollouts) ── raises, or answers what cannot be read ──▶ no scores, and an event for the host, once a minute
+
+Not promised: an end of a process reward that hangs; the watchdog ends that session.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from inner.host import Host
+from inner.lessons import Rollout
+from inner.process import ProcessReward, Step, score_steps
+
+EMIT_EVERY_S = 60.0
+
+
+class ForgivingProcess:
+    """steps(rollouts) as `score_steps` has them; [] where the user's code failed."""
+
+    def __init__(self, process: ProcessReward, host: Host, clock: Callable[[], float]) -> None:
+        self._process = process
+        self._host = host
+        self._clock = clock
+        self._last_emit_at = -math.inf
+        self._failures = 0
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[Step]:
+        try:
+            return score_steps(self._process, rollouts)
+        except Exception as error:
+            self._emit_failure(error)
+            return []
+
+    def _emit_failure(self, error: Exception) -> None:
+        now = self._clock()
+        self._failures += 1
+        if now - self._last_emit_at >= EMIT_EVERY_S:
+            what = f"the process reward {self._process.name} failed: {type(error).__name__}: {error}"
+            text = f"{what} ({self._failures} since the last report); those batches learn from their rewards alone"
+            self._host.emit("process_failed", text, failures=self._failures)
+            self._last_emit_at = now
+            self._failures = 0
