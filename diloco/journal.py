@@ -28,7 +28,8 @@ from rendezvous.store import Readable, Store
 
 LOUD = {
     "nothing_learned", "store_trouble", "forged", "bad_offer", "poisoned", "bad_blob", "bad_snapshot", "base_differs",
-    "replay_differs", "warning", "reward_failed", "hint_failed", "disk_full",
+    "replay_differs", "warning", "reward_failed", "hint_failed", "process_failed",
+    "disk_full",
 }  # fmt: skip
 
 

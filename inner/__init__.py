@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from inner.build import build_inner, publish_model
     from inner.check import check_inner
     from inner.compose import LossParts, build_batch, compose_loss
+    from inner.consensus import ConsensusScore, recorded_answers
+    from inner.lessons import Rollout
     from inner.llm_hints import LLMHints
     from inner.losses.divergence import generalized_jsd_loss
     from inner.losses.opd import entropy_aware_opd_loss, eopd_loss
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from inner.losses.taid import TAIDScheduler, taid_loss
     from inner.objectives import PO_OBJECTIVES
     from inner.poconfig import make_dr_grpo_config, make_po_config
+    from inner.process import ProcessReward, turn_states
+    from inner.process_head import ProcessHead, train_process_head
     from inner.replay.ask import Replay, ReplayStopped, replay_trace
     from inner.replay.normalize import (
         DJNormalizer,
@@ -47,6 +51,7 @@ __all__ = [
     "DEFAULT_TEACHERS",
     "PO_OBJECTIVES",
     "ComposerReplicationTrainer",
+    "ConsensusScore",
     "DJNormalizer",
     "DPOPair",
     "Files",
@@ -56,8 +61,11 @@ __all__ = [
     "LLMHints",
     "LossParts",
     "NormalizedDPOPair",
+    "ProcessHead",
+    "ProcessReward",
     "Replay",
     "ReplayStopped",
+    "Rollout",
     "RolloutCheck",
     "Seeds",
     "SupervisedLoop",
@@ -85,6 +93,7 @@ __all__ = [
     "openhands_states",
     "pair_outcomes",
     "publish_model",
+    "recorded_answers",
     "replay_and_normalize_trace",
     "replay_and_normalize_trace_sync",
     "replay_trace",
@@ -97,6 +106,8 @@ __all__ = [
     "swe_agent_states",
     "taid_loss",
     "tau_bench_states",
+    "train_process_head",
+    "turn_states",
 ]
 
 _HOME = {
@@ -149,6 +160,13 @@ _HOME = {
     "simpo_loss": "inner.losses.preference",
     "RolloutCheck": "inner.rollout_check",
     "check_rollouts": "inner.rollout_check",
+    "ConsensusScore": "inner.consensus",
+    "recorded_answers": "inner.consensus",
+    "Rollout": "inner.lessons",
+    "ProcessReward": "inner.process",
+    "turn_states": "inner.process",
+    "ProcessHead": "inner.process_head",
+    "train_process_head": "inner.process_head",
     "span_batch": "inner.spans",
     "swe_agent_states": "inner.replay.traces",
     "taid_loss": "inner.losses.taid",

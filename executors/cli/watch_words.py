@@ -53,6 +53,7 @@ ADVICE = {
     "nothing_learned": "is the task too hard or too easy? o shows rollouts with their rewards",
     "reward_failed": "diloco check CONFIG tries the reward here",
     "hint_failed": "o shows rollouts; the batch is learned from without the hint",
+    "process_failed": "the batch is learned from by its rewards alone; diloco check CONFIG tries the function",
     "store_trouble": "replicas ask again; diloco doctor URL says what the store can do",
     "disk_full": "free some space; all wait for it",
     "bad_blob": "it is read again; diloco verify says whether it stays bad",

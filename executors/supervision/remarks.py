@@ -22,7 +22,7 @@ from rendezvous.records import Beat
 
 LOUD = {
     "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
-    "replay_differs", "reward_failed", "hint_failed", "disk_full",
+    "replay_differs", "reward_failed", "hint_failed", "process_failed", "disk_full",
 }  # fmt: skip
 MOST_LINES = 8
 SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")

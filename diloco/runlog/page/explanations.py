@@ -11,7 +11,8 @@ from typing import Any
 LOUD = frozenset(
     {
         "bad_blob", "bad_snapshot", "base_differs", "crashed", "disk_full", "diverged", "forged", "gave_up",
-        "gave_up_on", "hint_failed", "hung", "killed", "lost", "nothing_learned", "platform_silent", "refused",
+        "gave_up_on", "hint_failed", "hung", "killed", "lost", "nothing_learned", "platform_silent",
+        "process_failed", "refused",
         "repaired", "replay_differs", "reward_failed", "store_trouble", "sync_failed", "warning",
     }
 )  # fmt: skip
@@ -41,6 +42,7 @@ EXPLANATIONS = {
     "nothing_learned": "All gradients of the round were zero, for example because all rewards of each group are equal.",
     "platform_answers": "The platform answers again.",
     "platform_silent": "The platform gives no answer. Replicas that run go on; none is started or replaced meanwhile.",
+    "process_failed": "The process reward gave no scores for a batch. The batch is learned from by its rewards alone.",
     "published": "The start model and its manifest lie in the bucket: replicas can begin.",
     "refused": "The platform refused a launch, or a store a request. A person has to mend it; see the text.",
     "repaired": "A stored object was damaged and was written again from other copies.",
