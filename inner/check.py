@@ -22,7 +22,7 @@ from inner.base import Files, InnerConfig, InnerError
 from inner.flat_names import is_code
 from inner.lessons import Rollout
 from inner.pair_ids import encode_fitting_pairs
-from inner.process_settings import ProcessSettings
+from inner.process_settings import ProcessSettings, read_head_width
 from inner.prompts import load_prompts
 from inner.replay.pairs import training_pairs
 from inner.spans import Turn
@@ -82,6 +82,8 @@ def check_data(config: InnerConfig, files: Files) -> None:
         load_prompts(config.data.source, files, config.data)
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
+    if config.process is not None and config.process.head is not None:
+        read_head_width(local_file("process_head", config.process.head, files))
 
 
 def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:

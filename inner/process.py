@@ -52,7 +52,7 @@ class ProcessReward:
 
 
 @dataclass(frozen=True)
-class Step:
+class ScoredSpan:
     """One score: of tokens start … end - 1 in turn `turn` of rollout `row`."""
 
     row: int
@@ -67,7 +67,7 @@ class Step:
 
 def process_advantages(
     advantages_B: Tensor,
-    steps: Sequence[Step],
+    steps: Sequence[ScoredSpan],
     *,
     group: int,
     width: int,
@@ -86,7 +86,7 @@ def process_advantages(
     return advantages_B[:, None] + process.weight * added.to(advantages_B.device)
 
 
-def _fill_unscored(added_B_T: Tensor, steps: Sequence[Step], total: Mapping[int, float]) -> None:
+def _fill_unscored(added_B_T: Tensor, steps: Sequence[ScoredSpan], total: Mapping[int, float]) -> None:
     """Tokens before, between and behind the scored ones learn from the steps behind them, too."""
     for row in total:
         mine = sorted((step for step in steps if step.row == row), key=lambda step: step.start)
@@ -96,9 +96,9 @@ def _fill_unscored(added_B_T: Tensor, steps: Sequence[Step], total: Mapping[int,
             before = step.end
 
 
-def standardise(steps: Sequence[Step], group: int, scale: str) -> list[float]:
+def standardise(steps: Sequence[ScoredSpan], group: int, scale: str) -> list[float]:
     """z of each step.   scale: "group", "batch" or "none", as TRL's scale_rewards."""
-    cells: dict[tuple[int, int], list[Step]] = defaultdict(list)
+    cells: dict[tuple[int, int], list[ScoredSpan]] = defaultdict(list)
     for step in steps:
         cells[step.row // group, step.turn].append(step)
     measured = {at: _Cell.of(cell) for at, cell in cells.items()}
@@ -120,7 +120,7 @@ class _Cell:
     spread: float
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> "_Cell":
+    def of(cls, steps: Sequence[ScoredSpan]) -> "_Cell":
         scores = [step.score for step in steps]
         return cls(len({step.row for step in steps}), fmean(scores), _spread(scores))
 
@@ -132,7 +132,7 @@ def _spread(scores: Sequence[float]) -> float:
 # -------------------------------------------------------------------- from the user's function to scores
 
 
-def score_steps(process: ProcessReward, rollouts: Sequence[Rollout]) -> list[Step]:
+def score_steps(process: ProcessReward, rollouts: Sequence[Rollout]) -> list[ScoredSpan]:
     """Ask for the scores, and read them.   Raises InnerError for an answer that cannot be read."""
     known = [i for i, rollout in enumerate(rollouts) if not math.isnan(rollout.reward)]
     answers = process.score([rollouts[i] for i in known]) if known else []
@@ -145,7 +145,7 @@ def score_steps(process: ProcessReward, rollouts: Sequence[Rollout]) -> list[Ste
     ]
 
 
-def _read_rollout(process: ProcessReward, row: int, rollout: Rollout, scores: Any) -> list[Step]:
+def _read_rollout(process: ProcessReward, row: int, rollout: Rollout, scores: Any) -> list[ScoredSpan]:
     turns = rollout.turns
     if not isinstance(scores, Sequence) or len(scores) != len(turns):
         raise InnerError(
@@ -163,9 +163,9 @@ def _read_rollout(process: ProcessReward, row: int, rollout: Rollout, scores: An
                         process, f"gave {len(values)} numbers for a turn of {turn.end - turn.start} tokens", "one each"
                     )
                 )
-            steps += [Step(row, k, turn.start + i, turn.start + i + 1, value) for i, value in enumerate(values)]
+            steps += [ScoredSpan(row, k, turn.start + i, turn.start + i + 1, value) for i, value in enumerate(values)]
         else:
-            steps.append(Step(row, k, turn.start, turn.end, float(score)))
+            steps.append(ScoredSpan(row, k, turn.start, turn.end, float(score)))
     if wrong := [step.score for step in steps if not math.isfinite(step.score)]:
         raise InnerError(_fault(process, f"gave {wrong[0]} as a score", "a finite number, or None for 'cannot say'"))
     return steps

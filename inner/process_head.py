@@ -13,7 +13,6 @@
 Not promised: a judgement of states that are unlike the traces', or of a policy that has learned to please the head.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from inner.errors import InnerError
 from inner.lessons import Rollout
 from inner.precision import uncached_autocast
 from inner.process import ProcessReward, TurnScore
-from inner.process_settings import WHOLE_SEQUENCE_LOSSES
+from inner.process_settings import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_width
 from inner.replay.commands import Key, key_of
 from inner.replay.pairs import count_votes
 from inner.replay.states import TraceState
@@ -38,7 +37,6 @@ from inner.teacher import DistillationTeacher
 
 HIDDEN = 32
 AT_ONCE = 32  # rows per forward pass
-_FORM = "process head 1"
 
 Place = tuple[int, int, int]  # row, first token of the turn, one behind its last
 
@@ -59,25 +57,15 @@ class ProcessHead(nn.Module):
     def save(self, path: str | Path) -> None:
         from safetensors.torch import save_file
 
-        save_file(self.state_dict(), str(path), {"form": _FORM, "width": str(self.width)})
+        save_file(self.state_dict(), str(path), {"form": HEAD_FORM, "width": str(self.width)})
 
     @classmethod
     def load(cls, path: str | Path) -> "ProcessHead":
         """Raises InnerError for a file that `save` did not write."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import load_file
 
-        try:
-            with safe_open(str(path), "pt") as file:
-                metadata = file.metadata() or {}
-                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if metadata.get("form") != _FORM:
-                raise ValueError(f"its metadata are {json.dumps(metadata)}")
-            head = cls(int(metadata["width"]))
-            head.load_state_dict(weights)
-        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise InnerError(
-                f"{path} is no process head: {error}. Write it with `train_process_head(…).save(path)`."
-            ) from error
+        head = cls(read_head_width(Path(path)))
+        head.load_state_dict(load_file(str(path)))
         return head.eval().requires_grad_(False)
 
 

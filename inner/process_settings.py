@@ -12,12 +12,14 @@ Not promised: that a score which teachers give leads to the reward: a model lear
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from inner.errors import InnerError
 from inner.tables import Table, setting
 
 CREDITS = ("turn", "rest")
+HEAD_FORM = "process head 1"  # in the metadata of a head's file
 WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # TRL's loss types with one advantage for a rollout, by their formula
 
 
@@ -44,3 +46,19 @@ class ProcessSettings(Table):
                 f"[inner.process] needs one of inner.process.function = {self.function!r} and inner.process.head = "
                 f'{self.head!r}. Set inner.process.function = "process.py:score", or leave the table out.'
             )
+
+
+def read_head_width(path: Path) -> int:
+    """D, the width of the states that a head reads, from its file's header.   Raises InnerError for another file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "numpy") as file:
+            metadata = file.metadata() or {}
+        if metadata.get("form") != HEAD_FORM:
+            raise ValueError(f"its metadata are {metadata}")
+        return int(metadata["width"])
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise InnerError(
+            f"{path} is no process head: {error}. Write it with `train_process_head(…)[0].save(path)`."
+        ) from error

@@ -47,7 +47,7 @@ from inner.lessons import Rollout, hint_lessons, rollout_lessons
 from inner.losses.divergence import zero_on_graph
 from inner.order import Share, step_in_generation
 from inner.precision import check_precision
-from inner.process import ProcessReward, Step, process_advantages, score_steps
+from inner.process import ProcessReward, ScoredSpan, process_advantages, score_steps
 from inner.process_calls import ForgivingProcess
 from inner.process_head import open_process
 from inner.reference import ReplayPairs, pair_logprobs
@@ -120,7 +120,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self._theta: Theta | None = None
         model = self.accelerator.unwrap_model(self.model)
         self._process = None if process is None else open_process(process, self.loss_type, model)
-        self._score_steps: Callable[[Sequence[Rollout]], list[Step]] | None = (
+        self._score_steps: Callable[[Sequence[Rollout]], list[ScoredSpan]] | None = (
             None if self._process is None else partial(score_steps, self._process)
         )
         self._take_over_truncation()

@@ -42,7 +42,7 @@ def test_no_key_stands_twice_and_every_moved_one_has_a_place() -> None:
     tables_known = {f"[{path}]" for path, _ in reference.list_tables(RunConfig)}
     assert {place.partition(" ")[0] for place in MOVED.values()} <= {*known, *tables_known}
     assert not set(MOVED) & set(known)
-    assert set(FILE_SETTINGS.values()) <= set(FLAT_NAMES.values())
+    assert {f"inner.{name}" for name in FILE_SETTINGS.values()} <= set(known)
     tables = [path for path, _ in reference.list_tables(RunConfig)]
     assert len(tables) == len(set(tables)) <= 17
 

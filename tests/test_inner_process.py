@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diloco.config import ConfigError, RunConfig
 from inner.base import InnerConfig, InnerError
+from inner.check import check_data, check_inner
 from inner.consensus import ConsensusScore, recorded_answers, turn_score
 from inner.dynamic import informative_groups
 from inner.grpo import _silence_libraries
 from inner.lessons import Rollout
 from inner.objectives import PO_OBJECTIVES
-from inner.process import ProcessReward, Step, process_advantages, score_steps, standardise, turn_states
+from inner.process import ProcessReward, ScoredSpan, process_advantages, score_steps, standardise, turn_states
 from inner.process_calls import ForgivingProcess
 from inner.process_head import HeadScore, ProcessHead, head_examples, train_process_head
 from inner.replay.pairs import count_votes
@@ -49,7 +51,9 @@ def rollout(*turns: tuple[int, int], reward: float = 0.0, **more: Any) -> Rollou
 # -------------------------------------------------------------------- the advantages
 
 
-def plain_reference(advantages: list[float], steps: list[Step], width: int, credit: str, scale: str, w: float) -> Any:
+def plain_reference(
+    advantages: list[float], steps: list[ScoredSpan], width: int, credit: str, scale: str, w: float
+) -> Any:
     """The formula of inner/process.py read out loud, for groups of two rollouts."""
     out = [[a] * width for a in advantages]
     for row in range(len(advantages)):
@@ -83,7 +87,7 @@ def test_advantages_equal_the_formula(credit: str, scale: str) -> None:
                 start = at + rng.randrange(2)
                 at = start + rng.randrange(1, 4)
                 if rng.random() < 0.8:  # else nobody can say
-                    steps.append(Step(row, turn, start, at, rng.choice([0.0, 0.5, 1.0, 3.0])))
+                    steps.append(ScoredSpan(row, turn, start, at, rng.choice([0.0, 0.5, 1.0, 3.0])))
         if len(steps) < 2:
             continue
         given = [rng.uniform(-1, 1) for _ in range(6)]
@@ -96,12 +100,14 @@ def test_no_turn_is_worth_more_for_its_place_or_their_number() -> None:
     """DeepSeekMath's mean over all steps pays a rollout for each further step that usually goes well."""
     rng = random.Random(0)
     steps = [
-        Step(row, k, k, k + 1, float(rng.random() < (0.2, 0.9, 0.9)[k])) for row in range(8) for k in range(1 + row % 3)
+        ScoredSpan(row, k, k, k + 1, float(rng.random() < (0.2, 0.9, 0.9)[k]))
+        for row in range(8)
+        for k in range(1 + row % 3)
     ]
     gains = standardise(steps, 8, "none")
     for k in range(3):
         assert abs(sum(g for step, g in zip(steps, gains, strict=True) if step.turn == k)) < 1e-9
-    alone = standardise([Step(0, 0, 0, 1, 5.0), Step(1, 1, 0, 1, 2.0)], 2, "group")
+    alone = standardise([ScoredSpan(0, 0, 0, 1, 5.0), ScoredSpan(1, 1, 0, 1, 2.0)], 2, "group")
     assert alone == [0.0, 0.0]  # each turn stands alone in its place: nothing to compare it with
 
 
@@ -140,20 +146,38 @@ def test_a_rollout_without_a_reward_has_no_scores() -> None:
     assert asked == [1] and [step.row for step in steps] == [1]
 
 
-def test_an_error_costs_one_batch_and_is_told_once_a_minute() -> None:
-    now, told = [0.0], []
+class Told:
+    """A host that remembers."""
 
-    class Host:
-        def emit(self, kind: str, text: str, **data: Any) -> None:
-            told.append((kind, text, data))
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+
+    def emit(self, kind: str, text: str, **data: Any) -> None:
+        self.events.append((kind, text, data))
+
+
+def test_an_error_costs_one_batch_and_is_told_once_a_minute() -> None:
+    now, told, fails = [0.0], Told(), [False]
 
     def score(rolled: Sequence[Rollout]) -> Any:
-        raise KeyError("answer")
+        if fails[0]:
+            raise KeyError("answer")
+        return [[1.0] for _ in rolled]
 
-    calls = ForgivingProcess(ProcessReward(score), Host(), lambda: now[0])  # type: ignore[arg-type]
-    for now[0] in (0.0, 30.0, 61.0):
+    calls = ForgivingProcess(ProcessReward(score), told, lambda: now[0])  # type: ignore[arg-type]
+    assert len(calls([rollout((0, 3))])) == 1
+    fails[0] = True
+    for now[0] in (0.0, 30.0, 61.0, 62.0):
         assert calls([rollout((0, 3))]) == []
-    assert [data["failures"] for _, _, data in told] == [1, 2] and "score failed: KeyError: 'answer'" in told[0][1]
+    assert [data["failures"] for _, _, data in told.events] == [1, 2]
+    assert told.events[0][0] == "process_failed" and "score failed: KeyError: 'answer'" in told.events[0][1]
+
+
+def test_a_process_reward_that_never_worked_ends_the_session() -> None:
+    calls = ForgivingProcess(ProcessReward(lambda rolled: []), Told(), lambda: 0.0)  # type: ignore[arg-type]
+    assert calls([rollout((0, 3))]) == calls([rollout((0, 3))]) == []
+    with pytest.raises(InnerError, match="the first 3 batches of this session"):
+        calls([rollout((0, 3))])
 
 
 # -------------------------------------------------------------------- in TRL's loss
@@ -209,7 +233,7 @@ def test_equal_scores_change_nothing_and_others_only_their_tokens() -> None:
         first = found[i, r.turns[0].start : r.turns[0].end]
         assert (first > 0).all() if i % 2 == 0 else (first < 0).all()
         assert not found[i, r.turns[0].end :].any()
-        assert [len(state["state_messages"]) for state in turn_states(r)][0] == 1
+        assert len(turn_states(r)[0]["state_messages"]) == 1
 
 
 def test_it_teaches_where_the_reward_says_nothing() -> None:
@@ -428,3 +452,44 @@ def test_settings_that_cannot_be(table: dict[str, Any], said: str) -> None:
 def test_a_head_needs_the_start_model_all_along() -> None:
     assert InnerConfig(process={"head": "h.safetensors"}).compares_with_start  # type: ignore[arg-type]
     assert not InnerConfig(process={"function": "p.py:f"}).compares_with_start  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------- on the laptop
+
+GOOD = "def score(rollouts):\n    return [[0.0] * len(r.turns) for r in rollouts]\n"
+SHORT = "def score(rollouts):\n    return []\n"
+RAISES = "def score(rollouts):\n    return [[1 / len(r.ids)] for r in rollouts]\n"
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [(GOOD, ""), (SHORT, "answered 0 entries for 2 rollouts"), (RAISES, "process.py, line 2: return .*ZeroDivision")],
+)
+def test_the_function_is_tried_before_anything_is_rented(tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "process.py").write_text(code)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    config = InnerConfig(process={"function": "process.py:score"}, data={"prompts": "prompts.jsonl"})  # type: ignore[arg-type]
+    files = {name: tmp_path / f"{name}.{end}" for name, end in (("process", "py"), ("prompts", "jsonl"))}
+    if not said:
+        check_inner(config, files)
+        return
+    with pytest.raises(InnerError, match=f"(?s){said}"):
+        check_inner(config, files)
+
+
+def test_a_head_that_is_none_is_refused_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "head.safetensors").write_text("def f(): pass")
+    config = InnerConfig(process={"head": "head.safetensors"})  # type: ignore[arg-type]
+    with pytest.raises(InnerError, match="is no process head"):
+        check_data(config, {"process_head": tmp_path / "head.safetensors"})
+
+
+def test_a_run_counts_the_function_by_its_bytes_and_name(tmp_path: Path) -> None:
+    (tmp_path / "process.py").write_text(GOOD)
+    raw = {"inner": {"process": {"function": "process.py:score"}}}
+    config = RunConfig.from_dict(raw, tmp_path)
+    assert config.mathematics()["entry_points"]["process"] == "score"
+    assert config.mathematics()["inner"]["process"] == {"weight": 1.0, "credit": "turn"}
+    assert config.user_files()["process"] == tmp_path / "process.py"
+    with pytest.raises(ConfigError, match="there is no file"):
+        RunConfig.from_dict({"inner": {"process": {"head": "none.safetensors"}}}, tmp_path)
