@@ -111,11 +111,110 @@ def test_fields_that_do_not_arrive_are_an_error_and_not_plain_grpo(verl: Any) ->
 def test_rows_that_were_moved_since_are_an_error(verl: Any) -> None:
     from inner.backends.verl import attach_composer_fields
 
-    data, fields = batch(verl)
+    for order in ([1, 0, 2, 3], [0, 1, 3, 2]):
+        data, fields = batch(verl)
+        attach_composer_fields(data, **fields)
+        data.reorder(torch.tensor(order))
+        with pytest.raises(KeyError, match="of other rows than this batch"):
+            advantage(verl, data, "grpo_composer", alpha_sdpo=0.1)
+
+
+def of_one_length(verl: Any, seed: int, uids: str = "aabb") -> tuple[Any, dict[str, torch.Tensor]]:
+    """Masks tell nothing about rows here, and rewards little."""
+    data, fields = batch(verl, seed=seed)
+    data.batch["response_mask"] = torch.ones(ROWS, TOKENS)
+    data.batch["token_level_rewards"][:, -1] = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    data.non_tensor_batch["uid"] = np.array(list(uids), dtype=object)
+    return data, fields
+
+
+def test_fields_of_the_batch_before_are_an_error_where_all_answers_are_equally_long(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    first, fields = of_one_length(verl, 0)
+    attach_composer_fields(first, **fields)
+    advantage(verl, first, "grpo_composer", alpha_sdpo=0.1)
+    for uids in ("ccdd", "aabb"):
+        with pytest.raises(KeyError, match="of an earlier batch"):
+            advantage(verl, of_one_length(verl, 1, uids)[0], "grpo_composer", alpha_sdpo=0.1)
+
+
+def test_rows_of_a_group_that_changed_places_are_an_error_even_with_one_length_and_reward(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = of_one_length(verl, 0)
     attach_composer_fields(data, **fields)
     data.reorder(torch.tensor([1, 0, 2, 3]))
     with pytest.raises(KeyError, match="of other rows than this batch"):
         advantage(verl, data, "grpo_composer", alpha_sdpo=0.1)
+
+
+def test_a_copy_of_the_same_rows_is_known_where_rows_can_be_told_apart(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = batch(verl)
+    attach_composer_fields(data, **fields)
+    mine = advantage(verl, data, "grpo_composer", alpha_sdpo=0.1)
+    data.batch = data.batch.clone()
+    assert torch.equal(mine, advantage(verl, data, "grpo_composer", alpha_sdpo=0.1))
+
+
+def test_the_last_fields_that_were_attached_count(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = batch(verl)
+    once = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
+    data, _ = batch(verl)
+    attach_composer_fields(data, **{name: torch.zeros_like(t) for name, t in fields.items()})
+    twice = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
+    assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("garbage", [-torch.inf, torch.nan])
+def test_what_lies_in_the_padding_does_not_matter(verl: Any, garbage: float) -> None:
+    """0 · −∞ is no number, and one such token would be the whole batch's loss."""
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = batch(verl)
+    unused = (fields["error_mask"] == 0) | (data.batch["response_mask"] == 0)
+    clean = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
+    data, fields = batch(verl)
+    fields["teacher_logprobs"][unused] = garbage
+    data.batch["old_log_probs"][unused] = garbage
+    dirty = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
+    assert torch.equal(clean, dirty)
+
+
+def test_a_used_token_without_a_number_and_a_bad_weight_are_refused(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = batch(verl)
+    fields["error_mask"][0, 0], fields["teacher_logprobs"][0, 0] = 1, -torch.inf
+    with pytest.raises(ValueError, match="1 tokens of the error mask have a log-prob"):
+        advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
+    for alpha in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"algorithm.alpha_sdpo = .*at least 0"):
+            advantage(verl, data, "grpo_composer", alpha_sdpo=alpha)
+
+
+def test_masks_and_log_probs_may_have_other_dtypes(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = batch(verl)
+    plain = advantage(verl, attach_composer_fields(data, **fields), "grpo_composer", alpha_sdpo=0.1)
+    other, _ = batch(verl)
+    other.batch["response_mask"] = other.batch["response_mask"].long()
+    fields = {"teacher_logprobs": fields["teacher_logprobs"].double(), "error_mask": fields["error_mask"].bool()}
+    mine = advantage(verl, attach_composer_fields(other, **fields), "grpo_composer", alpha_sdpo=0.1)
+    assert mine.dtype == torch.float32 and torch.allclose(mine, plain, atol=1e-7)
+
+
+def test_groups_of_one_are_verls(verl: Any) -> None:
+    from inner.backends.verl import attach_composer_fields
+
+    data, fields = of_one_length(verl, 0, "abcd")
+    plain = advantage(verl, of_one_length(verl, 0, "abcd")[0], "grpo")
+    assert torch.equal(advantage(verl, attach_composer_fields(data, **fields), "grpo_composer"), plain)
 
 
 def test_a_batch_that_is_handed_over_comes_first(verl: Any) -> None:
