@@ -89,6 +89,40 @@ def test_alpha_without_a_reference_says_which_algorithm_has_one() -> None:
         loss_fn(SAMPLES["no reference"][0], alpha_sdpo=0.1)
 
 
+def test_zeros_that_upstream_packs_for_a_missing_reference_are_no_reference() -> None:
+    """As a target they are probability 1 for every token."""
+    sample = drawn(0)
+    filled = Sample(**{**vars(sample), "ref_logprobs": torch.zeros_like(sample.trainer_logprobs)})
+    with pytest.raises(ValueError, match=r"each of this sample's ref_logprobs is 0.*probability 1"):
+        loss_fn(filled, alpha_sdpo=0.1)
+    empty = Sample(**{**vars(filled), "loss_mask": torch.zeros_like(sample.loss_mask)})
+    assert loss_fn(empty, alpha_sdpo=0.1).loss == 0 and torch.isfinite(loss_fn(filled).loss)
+
+
+@pytest.mark.parametrize("garbage", [-torch.inf, torch.nan])
+def test_what_a_reference_says_of_masked_tokens_does_not_matter(garbage: float) -> None:
+    sample = drawn(0)
+    assert sample.ref_logprobs is not None and not sample.loss_mask.all()
+    dirty = torch.where(sample.loss_mask, sample.ref_logprobs, garbage)
+    clean, other = (loss_fn(s, alpha_sdpo=0.1) for s in (sample, Sample(**{**vars(sample), "ref_logprobs": dirty})))
+    assert torch.equal(clean.loss, other.loss)
+    assert torch.equal(clean.metrics["sdpo/ref_kl"], other.metrics["sdpo/ref_kl"])
+
+
+def test_inputs_of_the_notes_days_will_do() -> None:
+    """Before 2026-06 PRIME-RL had no loss_weights, and teacher_logprobs for ref_logprobs."""
+    sample = drawn(0)
+    old = {name: v for name, v in vars(sample).items() if name not in ("loss_weights", "ref_logprobs")}
+    assert torch.equal(loss_fn(types.SimpleNamespace(**old)).loss, loss_fn(sample).loss)  # type: ignore[arg-type]
+    named = types.SimpleNamespace(**old, teacher_logprobs=sample.ref_logprobs)
+    assert torch.equal(loss_fn(named, alpha_sdpo=0.1).loss, loss_fn(sample, alpha_sdpo=0.1).loss)  # type: ignore[arg-type]
+
+
+def test_a_sample_of_no_tokens_is_0() -> None:
+    empty = Sample(**{name: None if v is None else v[:0] for name, v in vars(drawn(0)).items()})
+    assert loss_fn(empty).loss == 0 == loss_fn(empty, alpha_sdpo=0.1).loss
+
+
 def test_pairs_are_said_to_do_nothing() -> None:
     with pytest.warns(UserWarning, match="beta_dpo = 0.1 does nothing in PRIME-RL"):
         found = loss_fn(drawn(0), beta_dpo=0.1).loss
@@ -171,3 +205,22 @@ def test_a_packed_batch_goes_through_upstreams_compute_loss(upstream: Any) -> No
         for c in (CustomLossConfig(**{**config, "kwargs": {}}), DefaultLossConfig())
     ]
     assert torch.equal(*losses)
+
+
+def test_no_custom_loss_is_called_for_samples_of_opsd(upstream: Any) -> None:
+    """Why alpha_sdpo wants an algorithm of its own: upstream routes samples with a reference to its fixed ref_kl."""
+    seen = list[Any]()
+
+    def spy(inputs: Any) -> Any:
+        seen.append(inputs.ref_logprobs)
+        return loss_fn(inputs)
+
+    one, zero = torch.ones(20), torch.zeros(20)
+    parts = [drawn(seed, 20) for seed in range(2)]
+    names = ("trainer_logprobs", "inference_logprobs", "advantages")
+    upstream.compute_loss(
+        **{name: [getattr(p, name) for p in parts] for name in names},
+        ref_logprobs=[parts[0].ref_logprobs, zero], loss_mask=[one > 0, one > 0], rl_weights=[zero, one],
+        ce_weights=None, ref_kl_weights=[one, zero], rl_loss_fn=spy, rl_scale=20, ce_scale=1, ref_kl_scale=20,
+    )  # fmt: skip
+    assert len(seen) == 1 and torch.equal(seen[0], zero), "the sample of opsd was not given, and the other has zeros"

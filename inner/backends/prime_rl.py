@@ -7,7 +7,7 @@
 
     first line    PRIME-RL's default, DPPO (arXiv 2602.04879) with Kimi K2.5's KL (2602.02276); bit for bit at α = 0
     second line   the reverse KL to a reference, as its `ref_kl` component estimates it from sampled tokens; with the
-                  policy that has seen a hint as reference (algorithm `opsd`) it is the SDPO channel
+                  policy that has seen a hint as reference it is the SDPO channel
 
 PRIME-RL divides the sum by the global count of tokens.  The token masks come from its config, whose defaults have
 changed before: name them in yours.
@@ -16,7 +16,10 @@ changed before: name them in yours.
     type = "custom"
     import_path = "inner.backends.prime_rl.loss_fn"
     [trainer.loss.kwargs]
-    alpha_sdpo = 0.1
+    alpha_sdpo = 0.0
+
+α > 0 needs samples that have a reference and stay in the `rl` component.  PRIME-RL's own `opsd` and `opd` route theirs
+to its fixed `ref_kl`, where no custom loss is called, and its `grpo` has no reference (docs/backends.md).
 
 Checked with prime-rl 0.8.0 at 559b4477 (2026-08-21); nothing of it is needed to import this.
 
@@ -33,7 +36,11 @@ from torch import Tensor
 
 
 class LossInputs(Protocol):
-    """As PRIME-RL gives them: (T,) each.   ref_logprobs: None where the algorithm has no reference."""
+    """As PRIME-RL gives them: (T,) each.   ref_logprobs: None where the algorithm has no reference.
+
+    loss_weights and ref_logprobs may be absent: PRIME-RL called the reference teacher_logprobs until 2026-06, and had
+    no weights.
+    """
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
@@ -63,7 +70,7 @@ def loss_fn(
 ) -> LossOutputs:
     """The loss of one sample (formula above).
 
-    alpha_sdpo       α; needs inputs.ref_logprobs
+    alpha_sdpo       α; needs inputs.ref_logprobs (or teacher_logprobs, as they were called)
     beta_dpo         is said to do nothing, once: pairs do not reach a loss of one sample
     dppo_mask_high   how far a token's probability may have risen where A > 0
     dppo_mask_low    and fallen elsewhere; A = 0 counts as elsewhere
@@ -87,25 +94,40 @@ def loss_fn(
     masked = torch.where(inputs.advantages > 0, risen, fallen)
     gain = (inputs.loss_mask & ~masked) * (adv_tau * inputs.advantages) * ratio
     per_token = -gain + kl_tau * (inputs.loss_mask * log_ratio**2)
-    reference = _reference(inputs) if alpha_sdpo else None
-    if reference is not None:
-        pull = (inputs.loss_mask & ~fallen) * (reference - inputs.trainer_logprobs).detach() * ratio
-        per_token = per_token - alpha_sdpo * pull
-    if inputs.loss_weights is not None:
-        per_token = per_token * inputs.loss_weights
+    gap = _gap(inputs) if alpha_sdpo else None
+    if gap is not None:
+        per_token = per_token - alpha_sdpo * ((inputs.loss_mask & ~fallen) * gap * ratio)
+    weights: Tensor | None = getattr(inputs, "loss_weights", None)
+    if weights is not None:
+        per_token = per_token * weights
     metrics = _trust_region(inputs, log_ratio.detach(), ratio.detach(), masked)
-    if reference is not None:
-        metrics["sdpo/ref_kl"] = _mean((reference - inputs.trainer_logprobs).detach(), inputs.loss_mask)
+    if gap is not None:
+        metrics["sdpo/ref_kl"] = _mean(gap, inputs.loss_mask)
     return LossOutputs(per_token.sum(), metrics)
 
 
-def _reference(inputs: LossInputs) -> Tensor:
-    if inputs.ref_logprobs is None:
+def _gap(inputs: LossInputs) -> Tensor:
+    """sg(log π_ref − log π) where the mask is, 0 elsewhere: what a reference says of other tokens may be −∞."""
+    reference = _reference(inputs)
+    mask = inputs.loss_mask
+    if reference is None:
         raise ValueError(
-            "alpha_sdpo > 0 needs ref_logprobs, and this batch has none. Use an algorithm that scores with a reference "
-            '(PRIME-RL\'s "opsd": the policy with a demonstration; "opd": another model), or alpha_sdpo = 0'
+            "alpha_sdpo > 0 needs ref_logprobs, and this batch has none. PRIME-RL's grpo scores with no reference; its "
+            "opsd and opd do, for their own ref_kl loss. Use an algorithm that leaves such samples to the rl loss, or "
+            "alpha_sdpo = 0"
         )
-    return inputs.ref_logprobs
+    if mask.any() and not reference[mask].any():
+        raise ValueError(
+            "alpha_sdpo > 0, and each of this sample's ref_logprobs is 0: that is PRIME-RL's filling for a sample "
+            "without a reference that is packed beside one with it, and would pull each token to probability 1. Use "
+            "one algorithm with a reference for all environments, or alpha_sdpo = 0"
+        )
+    return torch.where(mask, reference - inputs.trainer_logprobs, 0.0).detach()
+
+
+def _reference(inputs: LossInputs) -> Tensor | None:
+    found = getattr(inputs, "ref_logprobs", None)
+    return getattr(inputs, "teacher_logprobs", None) if found is None else found
 
 
 def _trust_region(inputs: LossInputs, log_ratio: Tensor, ratio: Tensor, masked: Tensor) -> dict[str, Tensor]:
@@ -130,7 +152,8 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check(inputs: LossInputs, settings: dict[str, float]) -> None:
-    given: dict[str, Any] = {name: getattr(inputs, name) for name in LossInputs.__annotations__}
+    named = (*LossInputs.__annotations__, "teacher_logprobs")
+    given: dict[str, Any] = {name: getattr(inputs, name, None) for name in named}
     length = inputs.trainer_logprobs.shape
     for name, tensor in given.items():
         if tensor is not None and (tensor.shape != length or tensor.dim() != 1):
