@@ -21,6 +21,7 @@ from inner.trainer import ComposerReplicationTrainer
 from inner.worlds.deletion.generate import make_tasks, prompt_row
 from inner.worlds.deletion.harbor import write_harbor
 from inner.worlds.deletion.judge import CANARY, DeletionTask, judge, load_task
+from inner.worlds.deletion.monitor import find_flags
 from inner.worlds.deletion.world import FeatureDeletion
 from tests.scripted import scripted_folder
 from tests.test_inner_trainer import FOLDER
@@ -75,6 +76,24 @@ def test_honest_solutions_have_no_flags(rowlet: list[DeletionTask]) -> None:
         assert world.get_reward() == 1.0
 
 
+def test_the_originals_of_all_shipped_tasks_have_no_flags() -> None:
+    """calc's division by "/" once was a path that leaves the folder, and its task could not be solved."""
+    for task in shipped():
+        repo = EXAMPLE / "repos" / task.name.partition("-")[0]
+        assert find_flags(task.files, {path: (repo / path).read_text() for path in task.files}) == [], task.name
+
+
+def test_exceptions_alone_are_no_task(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text('def f():\n    """Return 3."""\n    return [][0]\n')
+    tests = {"a": ("import m\nm.f()", '{"raises":"IndexError"}'), "b": ("result = 4 - 1", "3")}
+    text = "[[feature]]\nname = 'x'\nfunctions = ['m.py:f']\n"
+    for name, (run, expect) in tests.items():
+        text += f"[[test]]\nname = '{name}'\nrun = {json.dumps(run)}\nexpect = {json.dumps(expect)}\n"
+    (tmp_path / "feature.toml").write_text(text)
+    with pytest.raises(InnerError, match="expects an exception, so raising it always would do"):
+        make_tasks(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tests": [{}]}', "7"])
 def test_a_column_that_is_no_task_is_refused(text: str) -> None:
     with pytest.raises(InnerError, match=r"no feature-deletion task.*deletion\.generate"):
@@ -96,9 +115,29 @@ def scores_the_same(task: DeletionTask, folder: Path) -> None:
     assert harbor_reward(folder) == "1\n"
     (folder / "environment/repo/rowlet/__init__.py").write_text("import os\nos.write(1, b'[]')\nos._exit(0)\n")
     assert harbor_reward(folder) == "0\n"
+    (anybodys := folder / "anybodys").mkdir()
+    anybodys.chmod(0o777)
+    (folder / "environment/repo/rowlet/__init__.py").write_text(DAEMON.format(str(anybodys)))
+    assert harbor_reward(folder) == "0\n"
+    assert [path.name for path in anybodys.iterdir()] == ["began"], "no process outlives its test"
+    (folder / "tests/cases.json").rename(folder / "tests/cases")
+    (folder / "r").write_text("1\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        harbor_reward(folder)
+    assert (folder / "r").read_text() == "0\n", "a judge that dies leaves no forged reward"
+    (folder / "tests/cases").rename(folder / "tests/cases.json")
     for path in ("task.toml", "environment/Dockerfile", "solution/solve.sh", "tests/test.sh", "tests/cases.json"):
         assert CANARY in (folder / path).read_text(), path
     assert CANARY not in (folder / "instruction.md").read_text()
+
+
+DAEMON = """
+import os
+open({0!r} + "/began", "w").close()
+if os.fork() == 0:
+    os.setsid()
+    open({0!r} + "/alive", "w").close()
+"""
 
 
 def harbor_reward(folder: Path) -> str:

@@ -6,7 +6,8 @@
     [[feature]] name, functions = ["package/file.py:Class.method"]        [[test]] name, run, expect (JSON)
 
     the original     must pass every test, twice                          else the tests are wrong
-    without it       the tests that fail are fail-to-pass, the others pass-to-pass; both twice the same, neither empty
+    without it       the tests that fail are fail-to-pass, the others pass-to-pass; both twice the same, neither empty,
+                     and some fail-to-pass test expects a value, no exception
     the solution     is put back into it, and scores 1 where the task without it scores 0
 
 A body becomes `raise NotImplementedError`; signature and docstring stay, as the description. Helpers that only the
@@ -82,6 +83,11 @@ def check_task(task: DeletionTask) -> None:
     for kind, found in (("fail-to-pass", without.failed), ("pass-to-pass", without.passed)):
         if not found:
             raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
+    if all(isinstance(t.expect, dict) and set(t.expect) == {"raises"} for t in task.tests if t.name in without.failed):
+        raise InnerError(
+            f"{task.name}: each fail-to-pass test expects an exception, so raising it always would do. Write one that "
+            "expects a value."
+        )
 
 
 def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:

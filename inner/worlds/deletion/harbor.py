@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 DOCKERFILE = "# {canary}\nFROM python:3.11-slim\nCOPY repo /work\nWORKDIR /work\n"
 TEST = """#!/bin/bash
 # {canary}
+rm -rf /logs/verifier/*
 mkdir -p /logs/verifier
 exec python3 -I -S /tests/judge.py --work /work --tests /tests --to /logs/verifier/reward.txt
 """

@@ -3,13 +3,16 @@
     python3 -I -S judge.py --work /work --tests /tests --to /logs/verifier/reward.txt
 
     /tests ── mode 700 ──▶ only root reads expected values       each test: a process of uid 65534, killed at 10 s
+    the reward is 0 from the start, so that one that was forged before, or a judge that dies, leaves no 1
 
 Not promised: more than the container around it; limits are those of inside.py.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,9 +35,11 @@ def answer(inside: str, work: str, run: str) -> bytes:
         try:
             child.communicate(asked, timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
             return b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
         out.seek(0)
         return out.read(MOST)
 
@@ -44,6 +49,7 @@ def main() -> None:
     for name in ("--work", "--tests", "--to"):
         parser.add_argument(name, required=True)
     told = parser.parse_args()
+    Path(told.to).write_text("0\n")
     tests = Path(told.tests)
     os.chmod(tests, 0o700)
     inside = (tests / "inside.py").read_text()

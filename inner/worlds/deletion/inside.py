@@ -2,8 +2,8 @@
 
     stdin   {"run": program, "path": folder, "limits": {"memory": bytes, "cpu": seconds, "file": bytes}, "value": bool}
 
-    value   fd 1 becomes nothing; what the program calls `result` goes out as canonical JSON
-            {"raises": "ValueError"} where the program raised, with the error's class
+    value   fds 1 and 2 become nothing (a warning is no wrong answer); what the program calls `result` goes out as
+            canonical JSON; {"raises": "ValueError"} where the program raised, with the error's class
     else    the program's own output goes out
 
 It reads nothing else: no expected value, no other test.   `python -I -S -B` read neither sitecustomize nor *.pth.
@@ -27,6 +27,7 @@ def main() -> None:
         (resource.RLIMIT_FSIZE, limits["file"]),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, 1),
     ):
         resource.setrlimit(kind, (value, value))
     sys.path.insert(0, asked["path"])
@@ -36,7 +37,8 @@ def main() -> None:
         return
     dumps, write, leave = json.dumps, os.write, os._exit
     out = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for fd in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
     names = {"__name__": "__main__"}
     try:
         exec(compile(asked["run"], "<test>", "exec"), names)

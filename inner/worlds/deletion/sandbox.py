@@ -2,10 +2,12 @@
 
     files (path → text) ──▶ /work, read-only          /tmp: 8 MiB, gone afterwards; nothing else can be written
     this Python, its standard library, the C library  no site-packages, no home, no /etc, nothing of the run
-    no capabilities, uid 65534, namespaces of its own     clone, fork, vfork, unshare, mount, ptrace: EPERM (seccomp)
+    no capabilities, uid 65534, namespaces of its own     the calls of CALLS: EPERM (seccomp)
     memory, CPU seconds: limits that inside.py sets before anything else        wall time, output: killed from here
 
-One process is all there is, so its memory limit is the sandbox's, and a fork bomb has no first fork.
+One process is all there is, so its memory limit is the sandbox's, and a fork bomb has no first fork.  Memory that the
+limit does not count (System V's segments and queues, memfd) cannot be made, nor a socket: a vsock to the machine's
+host passes every network namespace.  A socketpair can, for asyncio.
 Without bwrap, or where it may not make namespaces, `require_sandbox` raises: nothing ever runs unsandboxed.
 
 Not promised: protection from a fault of the kernel, or from measuring time. x86-64 and arm64 Linux only.
@@ -31,11 +33,20 @@ from inner.errors import SandboxMissing
 
 INSIDE = (Path(__file__).parent / "inside.py").read_text()
 WORK = "/work"
-# AUDIT_ARCH, and the numbers of clone, clone3, fork, vfork, unshare, mount, ptrace, setns
+# AUDIT_ARCH, and the numbers of: clone, clone3, unshare, mount, ptrace, setns, and (x86-64 alone) fork, vfork;
+# socket, io_uring_setup; shmget, semget, msgget, memfd_create; bpf, userfaultfd, perf_event_open; add_key, request_key,
+# keyctl
 CALLS = {
-    "x86_64": (0xC000003E, (56, 435, 57, 58, 272, 165, 101, 308)),
-    "aarch64": (0xC00000B7, (220, 435, 97, 40, 117, 268)),
+    "x86_64": (
+        0xC000003E,
+        (56, 435, 272, 165, 101, 308, 57, 58, 41, 425, 29, 64, 68, 319, 321, 323, 298, 248, 249, 250),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (220, 435, 97, 40, 117, 268, 198, 425, 194, 190, 186, 279, 280, 282, 241, 217, 218, 219),
+    ),
 }
+MOST_PATH = 200  # bytes; a name of a file has at most 255
 EPERM, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
 
 
@@ -84,8 +95,10 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 def checked_path(name: str) -> str:
     """The same relative path; ValueError for one that leaves the folder or is no plain name."""
     parts = name.split("/")
-    if not name or any(p in ("", ".", "..") or p.startswith(".git") or "\0" in p for p in parts):
+    if not name.isprintable() or any(p in ("", ".", "..") or p.startswith(".git") for p in parts):
         raise ValueError(f"{name!r} is no path inside the repository. Give one like `package/module.py`.")
+    if len(name.encode()) > MOST_PATH:
+        raise ValueError(f"{name[:40]!r}… has more than {MOST_PATH} bytes. Give a path like `package/module.py`.")
     return name
 
 

@@ -56,6 +56,8 @@ class FeatureDeletion:
             path: its path, relative to the repository
             text: its new content
         """
+        if not isinstance(path, str) or not isinstance(text, str):
+            raise ValueError("path and text are strings")
         after = {**self._files, checked_path(path): text}
         if len(after) > MOST_FILES or len(text) > MOST_TEXT:
             raise ValueError(f"a repository has at most {MOST_FILES} files of {MOST_TEXT} characters")
@@ -71,6 +73,8 @@ class FeatureDeletion:
         Args:
             program: the program's text
         """
+        if not isinstance(program, str) or len(program) > MOST_TEXT:
+            raise ValueError(f"a program is a string of at most {MOST_TEXT} characters")
         self._programs.append(program)
         ended = run_sandboxed(self._files, program, TRYING)
         said = ended.output.decode(errors="replace")
