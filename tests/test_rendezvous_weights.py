@@ -45,9 +45,23 @@ def test_rounds_as_torch_does() -> None:
 
 def test_what_is_not_finite_in_bf16_is_seen() -> None:
     values = np.array([1.0, np.inf, -np.inf, 3.4e38], np.float32)
-    assert [patch.is_finite(patch.bf16_bits(values[i : i + 1])) for i in range(4)] == [True, False, False, False]
-    nan = patch.bf16_bits(np.array([np.nan], np.float32))
-    assert not patch.is_finite(nan)
+    assert [patch.fits_bf16(values[i : i + 1]) for i in range(4)] == [True, False, False, False]
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, 50_000, dtype=np.uint64).astype(np.uint32)
+    edges = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0x7F7F8000, 0x7F7F7FFF, 1, 0x80000000], np.uint32)
+    values = np.concatenate([bits, edges, bits | 0x7F800000]).view(np.float32)
+    finite = torch.from_numpy(values).bfloat16().isfinite().tolist()
+    assert [patch.fits_bf16(values[i : i + 1]) for i in range(len(values))] == finite
+
+
+def test_what_a_gpu_calls_not_a_number_is_not_written_as_a_zero() -> None:
+    fleet = Broadcast()
+    fleet.step(2)
+    for seat in fleet.seats:
+        seat.state.theta.view(np.uint32)[3] = 0x7FFFFFFF  # CUDA's NaN; rounded as a number it is −0
+        seat.weights.note_step(seat.state, 3, 1, base="", closed=True)
+    assert read_weights(fleet.store, 3) is None
+    assert all("NaN or infinite" in str(dict(seat.told).get("not_written")) for seat in fleet.seats)
 
 
 @pytest.mark.parametrize("where", [
@@ -324,6 +338,47 @@ def test_uploads_that_are_slow_leave_steps_out() -> None:
     for job in Later.jobs:
         job()
     assert not fleet.manifest(7).parent and fleet.is_at(fleet.reader.poll(), 7)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_readers_of_a_damaged_bucket_have_right_weights_or_none(seed: int) -> None:
+    """Slow, fast and restarted readers; blobs with a flipped bit, cut, gone; false parents, digests and bases."""
+    rng = random.Random(seed)
+    fleet = Broadcast(rng.choice([1, 3]))
+    readers, truth, before = [fleet.new_reader() for _ in range(3)], dict[int, np.ndarray](), dict[int, np.ndarray]()
+    for _ in range(ANCHOR_EVERY + 10):
+        fleet.step()
+        truth[fleet.t] = fleet.seats[0].bits()
+        if rng.random() < 0.2:
+            damage(fleet, rng.randrange(1, fleet.t + 1), rng)
+        for i, reader in enumerate(readers):
+            if rng.random() < 0.03:
+                readers[i], reader = (new := fleet.new_reader()), new
+                before.pop(i, None)
+            if rng.random() < (0.9, 0.3, 0.05)[i] and (found := reader.poll()) is not None:
+                assert np.array_equal(found.bits, truth[found.step])
+                differs = before.get(i, ~found.bits) != found.bits
+                assert found.changed >= {n for n, d in (("a.weight", differs[:8]), ("b", differs[8:])) if d.any()}
+                before[i] = found.bits.copy()
+
+
+def damage(fleet: Broadcast, t: int, rng: random.Random) -> None:
+    manifest = read_weights(fleet.store, t)
+    if manifest is None or not manifest.parts:
+        return
+    blob = manifest.parts[0].blob
+    body = bytearray(fleet.store.get(blob) or b"\0")
+    body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+    harm: list[Callable[[], Any]] = [
+        lambda: fleet.store.put(blob, body),
+        lambda: fleet.store.put(blob, body[:-1]),
+        lambda: fleet.store.delete([blob]),
+        lambda: fleet.store.put(layout.weights_key(t), b"lost"),
+        lambda: fleet.alter(t, digest="xxh3-128:" + "0" * 32),
+        lambda: fleet.alter(t, base="somebody else's"),
+        lambda: fleet.alter(t, parent="xxh3-128:" + "0" * 32) if manifest.parent else None,
+    ]
+    rng.choice(harm)()
 
 
 # ---------------------------------------------------------------------- what a reader does with them

@@ -29,12 +29,15 @@ CHUNK = 1 << 22  # values
 MAGIC = b"bf16"
 _HEAD = struct.Struct("<4sQIIIII")  # magic, first value, values, changed ones, bytes of gaps, high, low
 _FAR = 255
-_EXPONENT = 0x7F80
+_OVER = np.uint32(0x7F7F8000)  # the least magnitude, as bits of fp32, that is infinite in bf16; all NaN are above
 Bits = np.ndarray  # uint16: a bf16 value each
 
 
 def bf16_bits(values: np.ndarray) -> Bits:
-    """fp32 (n,) -> uint16 (n,), rounded to the nearest bf16, ties to even, as torch and every GPU do; no NaN in it."""
+    """fp32 (n,) -> uint16 (n,), rounded to the nearest bf16, ties to even, as torch and every GPU do; no NaN in it.
+
+    A GPU's NaN, 0x7FFFFFFF, would become −0: ask `fits_bf16` first.
+    """
     bits = values.view(np.uint32)
     return ((bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
 
@@ -44,8 +47,9 @@ def digest_of_bits(bits: Bits) -> str:
     return digest(bits.astype("<u2", copy=False).data)
 
 
-def is_finite(bits: Bits) -> bool:
-    return not np.any((bits & _EXPONENT) == _EXPONENT)
+def fits_bf16(values: np.ndarray) -> bool:
+    """fp32 (n,): is every one finite in bf16?"""
+    return not np.any((values.view(np.uint32) & np.uint32(0x7FFFFFFF)) >= _OVER)
 
 
 @dataclass(frozen=True)

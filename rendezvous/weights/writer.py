@@ -36,7 +36,7 @@ from rendezvous.weights.patch import (
     changes_between,
     digest_of_bits,
     encode,
-    is_finite,
+    fits_bf16,
     whole,
 )
 
@@ -148,9 +148,10 @@ class WeightsWriter:
         """bits ← bf16(θ) of one fragment; its changes go to `found`."""
         flat = theta.reshape(-1)
         for at in range(0, len(flat), CHUNK):
-            new = bf16_bits(flat[at : at + CHUNK])
-            if not is_finite(new):
+            chunk = flat[at : at + CHUNK]
+            if not fits_bf16(chunk):
                 raise NotFinite("θ has values that are NaN or infinite in bf16; no weights are written of it")
+            new = bf16_bits(chunk)
             old = self._bits[offset + at : offset + at + len(new)]
             if found is not None:
                 found.add(changes_between(old, new, offset + at))
