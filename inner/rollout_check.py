@@ -3,11 +3,16 @@
     tokens, claimed log-probs ──▶ one forward of the model that they should come from
         agreement   median over 32 positions of exp|log π_claimed − log π| − 1 ≤ .10     are the log-probs the model's?
         surprise    z = Σ (−log π(token) − H(π)) / √Σ Var(log π),  |z| ≤ 5               are the tokens drawn from it?
+                    or a chance of more than e^(−5²/2): min over s of Π E[exp s(−log π − H)] · exp(−s·Σ…)    (Chernoff)
 
 Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  It finds another model,
 precision or temperature where the worker sends the numbers that it sampled with.  A worker that asks the right model
 for the numbers afterwards passes it, and is found by surprise: tokens drawn from π have, on average, the entropy of π
 as their surprisal, whatever π is; H and the variance are exact, from the same forward.
+
+z alone is not enough where π is nearly sure of most tokens: one rare token of an honest worker is then worth many
+standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So a worker beyond 5 is doubted
+if Chernoff's bound, which holds for every π, leaves it no more chance than it leaves a normal variable there, 4e-6.
 
 Positions are chosen by the reader's seed, which a worker must not know before it has answered.
 
@@ -28,7 +33,8 @@ from torch import Tensor
 
 POSITIONS = 32
 TOLERANCE = 0.10  # grail's; its worst honest rollout of 430,650 on three kinds of GPU had 0.066
-SIGMAS = 5.0  # z of an honest worker has a longer tail than the normal: a rare token surprises much
+SIGMAS = 5.0
+TILTS = tuple(2.0**k for k in range(-8, 3))  # s, in units of that which is best for a normal variable
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class RolloutCheck:
     """What was found of one rollout, or of several of one worker together.
 
     disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: how many each is of.
+    chance: a bound of how probable such a surprise is for draws from the model; 1 where |z| ≤ sigmas.
     """
 
     disagreement: float
@@ -44,6 +51,7 @@ class RolloutCheck:
     tokens: int
     tolerance: float = TOLERANCE
     sigmas: float = SIGMAS
+    chance: float = 0.0
 
     @property
     def doubts(self) -> list[str]:
@@ -55,11 +63,12 @@ class RolloutCheck:
                 f"{self.positions} positions, at most {self.tolerance:g} is believed (another model, precision or "
                 "temperature)"
             )
-        if not abs(self.surprise) <= self.sigmas:
+        if not abs(self.surprise) <= self.sigmas and not self.chance > math.exp(-(self.sigmas**2) / 2):
             way = "likelier" if self.surprise < 0 else "less likely"
             found.append(
                 f"its tokens are {way} than draws from the model would be: {self.surprise:+.1f} standard deviations "
-                f"over {self.tokens} tokens (another temperature or model, truncated sampling, or a choice among many)"
+                f"over {self.tokens} tokens, chance below {self.chance:.0e} (another temperature or model, truncated "
+                "sampling, or a choice among many)"
             )
         return found
 
@@ -75,13 +84,14 @@ def check_rollouts(
     tolerance: float = TOLERANCE,
     sigmas: float = SIGMAS,
 ) -> RolloutCheck:
-    """Check the rollouts of one worker together; one forward each.
+    """Check the rollouts of one worker together; one forward each, and a second one where z is beyond `sigmas`.
 
     model: a causal language model in eval mode, with the weights that the worker was asked to use.
     rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature).
-    positions: of all completions together, chosen by `seed`.   Raises ValueError where lengths do not fit, or nothing
-    was said.
+    positions: of all completions together, chosen by `seed`.   Raises ValueError where lengths do not fit, a token is
+    none of the model's, or nothing was said.
     """
+    known = _vocabulary(model)
     differences: list[float] = []
     surplus = variance = 0.0
     for prompt, completion, claimed in rollouts:
@@ -90,33 +100,76 @@ def check_rollouts(
                 f"a rollout has {len(prompt)} prompt tokens, {len(completion)} completion tokens and {len(claimed)} "
                 "log-probs; it needs a prompt, and as many log-probs as completion tokens"
             )
+        if wrong := [token for token in (*prompt, *completion) if not 0 <= token < known]:
+            raise ValueError(f"a rollout has the token {wrong[0]}; the model has {known:,.0f}, from 0 on")
         logps, entropy, spread = _token_statistics(model, prompt, completion, temperature)
         differences += (logps - torch.tensor(claimed, dtype=torch.float64)).abs().tolist()
         surplus += float((-logps - entropy).sum())
         variance += float(spread.sum())
     if not differences:
         raise ValueError("there is no rollout to be checked")
+    z = surplus / math.sqrt(max(variance, 1e-12))
+    chance = 1.0
+    if not abs(z) <= sigmas:
+        chance = _chance(model, [(p, c) for p, c, _ in rollouts], temperature, surplus=surplus, variance=variance)
     chosen = random.Random(seed).sample(differences, min(positions, len(differences)))
     return RolloutCheck(
         disagreement=math.expm1(min(700.0, median(chosen))) if not any(map(math.isnan, chosen)) else math.nan,
-        surprise=surplus / math.sqrt(max(variance, 1e-12)),
+        surprise=z,
         positions=len(chosen),
         tokens=len(differences),
         tolerance=tolerance,
         sigmas=sigmas,
+        chance=chance,
     )
+
+
+def _vocabulary(model: Any) -> float:
+    """How many tokens it has, before a GPU is asked about another one; ∞ for a model that does not say."""
+    table = getattr(model, "get_input_embeddings", None)
+    return math.inf if table is None else table().weight.shape[0]
+
+
+def _chance(
+    model: Any,
+    rollouts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    temperature: float,
+    *,
+    surplus: float,
+    variance: float,
+) -> float:
+    """Chernoff: P(Σ X ≥ x) ≤ exp(Σ log E[exp s·X] − s·x) for each s > 0, X = −log π − H; for x < 0 with s < 0."""
+    if not math.isfinite(surplus):
+        return 0.0  # a token that the model never draws
+    tilts = torch.tensor(TILTS, dtype=torch.float64) * surplus / max(variance, 1e-12)
+    exponents = -tilts * surplus
+    for prompt, completion in rollouts:
+        every = _log_softmax(model, prompt, completion, temperature)
+        entropy = _entropy(every)
+        for i, s in enumerate(tilts.tolist()):
+            scaled = torch.where(every == -math.inf, -math.inf, (1 - s) * every)
+            exponents[i] += float((scaled.logsumexp(-1) - s * entropy).sum())
+    return math.exp(min(0.0, float(exponents.nan_to_num(0.0).min())))
 
 
 def _token_statistics(
     model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log π of each completion token, the entropy there, and the variance of log π: (T,) each, fp64."""
-    ids = torch.tensor([[*prompt, *completion]], device=model.device)
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / temperature
-    every = logits.log_softmax(-1)
+    every = _log_softmax(model, prompt, completion, temperature)
+    entropy = _entropy(every)
     share = every.exp()
-    finite = every.masked_fill(share == 0, 0.0)  # 0 · log 0 = 0
-    entropy = -(share * finite).sum(-1)
-    spread = (share * finite.square()).sum(-1) - entropy.square()
-    logps = every.gather(-1, torch.tensor(completion, device=ids.device)[:, None])[:, 0]
+    spread = (share * every.masked_fill(share == 0, 0.0).square()).sum(-1) - entropy.square()
+    logps = every.gather(-1, torch.tensor(completion, device=every.device)[:, None])[:, 0]
     return logps.cpu(), entropy.cpu(), spread.clamp(min=0.0).cpu()
+
+
+def _log_softmax(model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> Tensor:
+    """log π of every token at each position of the completion: (T, V), fp64."""
+    ids = torch.tensor([[*prompt, *completion]], device=model.device)
+    return (model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
+
+
+def _entropy(every: Tensor) -> Tensor:
+    share = every.exp()
+    return -(share * every.masked_fill(share == 0, 0.0)).sum(-1)  # 0 · log 0 = 0

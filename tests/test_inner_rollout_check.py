@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 from typing import Any
 
 import pytest
@@ -101,6 +102,65 @@ def test_the_surprise_of_honest_workers_is_a_standard_normal(model: Any) -> None
     mean = sum(z) / len(z)
     spread = (sum((v - mean) ** 2 for v in z) / (len(z) - 1)) ** 0.5
     assert abs(mean) < 0.4 and 0.7 < spread < 1.3
+
+
+class Sure:
+    """A model with the same logits everywhere, (V,)."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.every = logits.log_softmax(-1)
+        self._table = torch.nn.Embedding(len(logits), 1)
+
+    def get_input_embeddings(self) -> Any:
+        return self._table
+
+    def __call__(self, input_ids: torch.Tensor) -> Any:
+        return types.SimpleNamespace(logits=self.every.expand(1, input_ids.shape[1], -1))
+
+    def draws(self, count: int, rng: torch.Generator) -> list[Rollout]:
+        tokens = torch.multinomial(self.every.exp(), count, replacement=True, generator=rng)
+        return [([1], tokens.tolist(), self.every[tokens].tolist())]
+
+
+@pytest.mark.parametrize("sure", [0.5, 0.99, 0.999, 0.9999])
+def test_an_honest_worker_of_a_model_that_is_sure_of_itself_is_believed(sure: float) -> None:
+    """Of .999 one in thirty has |z| > 5 by a single rare token; the normal distribution says one in two million."""
+    logits = torch.full((16,), math.log((1 - sure) / 15))
+    logits[0] = math.log(sure)
+    model, rng = Sure(logits), torch.Generator().manual_seed(0)
+    found = [check_rollouts(model, model.draws(32, rng)) for _ in range(400)]
+    assert not [f.doubts for f in found if f.doubts]
+    if sure == 0.999:
+        assert sum(abs(f.surprise) > 5 for f in found) > 4, "or this test says nothing"
+
+
+def test_and_a_worker_with_another_temperature_is_not() -> None:
+    logits = torch.full((16,), math.log(0.001 / 15))
+    logits[0] = math.log(0.999)
+    model, rng = Sure(logits), torch.Generator().manual_seed(0)
+    others = [check_rollouts(model, [(p, c, model.every[c].tolist())]) for p, c, _ in Sure(logits / 2).draws(256, rng)]
+    assert "less likely than draws" in others[0].doubts[0] and others[0].chance < 1e-20
+
+
+def test_the_chance_is_that_of_a_normal_variable_where_the_surprise_is_one() -> None:
+    model = Sure(torch.linspace(-1, 1, 16))
+    tokens = [0] * 300 + [15] * 40
+    found = check_rollouts(model, [([1], tokens, model.every[tokens].tolist())])
+    assert found.surprise > 5 and math.log(found.chance) == pytest.approx(-(found.surprise**2) / 2, rel=0.25)
+
+
+def test_a_token_that_the_model_never_draws_is_found_and_one_that_it_has_not_is_refused() -> None:
+    logits = torch.zeros(8)
+    logits[3] = -math.inf
+    model = Sure(logits)
+    assert check_rollouts(model, [([1], [0, 1, 2], [-math.log(7)] * 3)]).doubts == []
+    assert len(check_rollouts(model, [([1], [0, 3, 2], [-math.log(7)] * 3)]).doubts) == 1
+    assert len(check_rollouts(model, [([1], [3], [-math.inf])]).doubts) == 2
+    for tokens in ([8], [-1]):
+        with pytest.raises(ValueError, match="the model has 8, from 0 on"):
+            check_rollouts(model, [([1], tokens, [-1.0])])
 
 
 @pytest.mark.parametrize("rollout", [([], [1], [0.0]), ([1], [], []), ([1], [1, 2], [0.0])])
