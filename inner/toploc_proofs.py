@@ -1,0 +1,155 @@
+"""TOPLOC's own proofs (arXiv 2501.16007) of a rollout: an option, where the package `toploc` was built.
+
+    worker    forward ──▶ last hidden states, bf16 ──▶ of each 32 tokens the 128 largest, as a polynomial ──▶ 258 bytes
+    reader    one forward of the model ──▶ its own 128 largest, and what the polynomial says of them ──▶ how many
+              exponents differ, and by how much the mantissas of the others do
+
+It says whether hidden states are those of this model at this precision, for these tokens, without a log-prob.  It
+says nothing of how tokens were drawn: the temperature is not in a hidden state.  `check_rollouts` looks at that.
+
+TOPLOC itself passes an empty list of proofs, and divides by zero at the null proof, which it writes where it failed:
+here both are refused.  Its verification of a list forgets the proof's modulus: of 115,000 values it doubted the same
+ones in 4 cases of 40; that of a tensor does not, and is used.
+
+The wheel of 0.1.6 is built for an older torch and does not load.  From source it works (docs/weights.md):
+
+    pip install toploc==0.1.6 --no-binary toploc --no-build-isolation      needs setuptools, g++, three minutes
+
+Not promised: that thresholds of one model and kind of GPU are those of another: look at honest workers first.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inner.errors import InnerError
+
+TOPK = 128
+BATCH = 32  # tokens of a proof
+# SmolLM2-135M, checker fp32, worst of 12 proofs: bf16 .03 and 2.8, 8 bits per row .05 and 4.2; noise of 2 % of the
+# weights' size .13 and 8.2, 4 bits per row .65 and 31 (docs/weights.md)
+MISMATCHES = 0.10  # share of exponents that may differ
+MANTISSA = 6.0  # of 128 steps, in the mean
+
+
+@dataclass(frozen=True)
+class ProofCheck:
+    """What was found of one rollout's proofs; each number is that of the worst.
+
+    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the others'
+    mantissas; infinite where no exponent was right.
+    """
+
+    mismatches: float
+    mantissa: float
+    proofs: int
+    most_mismatches: float = MISMATCHES
+    most_mantissa: float = MANTISSA
+
+    @property
+    def doubts(self) -> list[str]:
+        """In words; empty: believed."""
+        if self.mismatches <= self.most_mismatches and self.mantissa <= self.most_mantissa:
+            return []
+        return [
+            f"its hidden states are not the model's: in the worst of {self.proofs} proofs {self.mismatches:.0%} of the "
+            f"exponents differ (at most {self.most_mismatches:.0%} is believed) and mantissas by {self.mantissa:.1f} "
+            f"(at most {self.most_mantissa:g}): another model, precision, prompt or completion"
+        ]
+
+
+def prove_rollout(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[str]:
+    """A worker's proofs, base64, from one forward: of the prompt, then of each BATCH tokens.
+
+    An engine that keeps hidden states as it generates may hand them to toploc's `build_proofs_base64` instead, in the
+    order of `hidden_states`.   Raises InnerError where toploc is missing, ValueError for nothing to prove.
+    """
+    states = hidden_states(model, prompt, completion)
+    _check_sizes(states)
+    return _toploc().build_proofs_base64(states, decode_batching_size=BATCH, topk=TOPK)
+
+
+def check_proofs(
+    model: Any,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    proofs: Sequence[str],
+    *,
+    mismatches: float = MISMATCHES,
+    mantissa: float = MANTISSA,
+) -> ProofCheck:
+    """Do a worker's proofs fit what this model thinks of these tokens?
+
+    mismatches, mantissa: what is believed at most.
+    Raises InnerError where toploc is missing, ValueError for proofs that are none, or too few or many of them.
+    """
+    states = hidden_states(model, prompt, completion)
+    _check_sizes(states)
+    parts = [states[0], *(torch.stack(states[at : at + BATCH]) for at in range(1, len(states), BATCH))]
+    if len(proofs) != len(parts):
+        raise ValueError(
+            f"{len(proofs)} proofs of {len(prompt)} prompt and {len(completion)} completion tokens; there must be "
+            f"{len(parts)}: one of the prompt, and one of each {BATCH} tokens behind it"
+        )
+    found = [_verify(part, proof) for part, proof in zip(parts, proofs, strict=True)]
+    return ProofCheck(
+        mismatches=max(one.exp_mismatches for one in found) / TOPK,
+        mantissa=max(math.inf if one.exp_mismatches == TOPK else float(one.mant_err_mean) for one in found),
+        proofs=len(parts),
+        most_mismatches=mismatches,
+        most_mantissa=mantissa,
+    )
+
+
+def _verify(part: Tensor, proof: str) -> Any:
+    """One proof of (n, H), by TOPLOC's verification of a tensor."""
+    (found,) = _toploc().verify_proofs(
+        part, [_parse(proof)], decode_batching_size=len(part), topk=TOPK, skip_prefill=True
+    )
+    return found
+
+
+@torch.no_grad()
+def hidden_states(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Tensor]:
+    """What the head reads, bf16: the prompt's (P, H), then (H,) of each token that was fed back: all but the last."""
+    if not prompt or not completion:
+        raise ValueError(f"a rollout has {len(prompt)} prompt and {len(completion)} completion tokens; it needs both")
+    ids = torch.tensor([[*prompt, *completion[:-1]]], device=model.device)
+    last = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0].to(torch.bfloat16).cpu()
+    return [last[: len(prompt)], *last[len(prompt) :]]
+
+
+def _check_sizes(states: Sequence[Tensor]) -> None:
+    width = states[0].shape[-1]
+    if width < TOPK:
+        raise ValueError(f"the model has {width} hidden values for a token, and a proof takes the {TOPK} largest")
+    if not all(torch.isfinite(state).all() for state in states):
+        raise ValueError("a hidden state is no finite number: nothing can be proved of it")
+
+
+def _parse(proof: str) -> Any:
+    """A worker may send anything: TOPLOC's own parser says why not in errors of several kinds."""
+    poly = _toploc().C.csrc.poly.ProofPoly
+    try:
+        found = poly.from_base64(proof)
+    except Exception as error:
+        raise ValueError(f"{proof[:40]!r} is no proof of TOPLOC: {error}") from error
+    if len(found) != TOPK or not found.modulus:
+        raise ValueError(f"{proof[:40]!r}… has {len(found)} coefficients and modulus {found.modulus}; {TOPK} are due")
+    return found
+
+
+def _toploc() -> Any:
+    try:
+        return import_module("toploc")
+    except ImportError as error:
+        raise InnerError(
+            f"TOPLOC's proofs need the package toploc, which cannot be imported here ({error}). Its wheel does not "
+            "load with this torch: `pip install toploc==0.1.6 --no-binary toploc --no-build-isolation` builds it "
+            "(setuptools and g++, three minutes). `check_rollouts` needs no package."
+        ) from error
