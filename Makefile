@@ -8,6 +8,7 @@
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
 # make test-backends  the adapters to PRIME-RL and verl; the real verl in an environment of its own below .venv
+# make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
 # make bench    all benchmarks into runs/bench/DATE.md, with the machine; ONLY="sync codecs" for some
@@ -26,12 +27,13 @@ TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 TASKS := $(VENV)/tasks
 VERL := $(VENV)/verl
+TOPLOC := $(VENV)/toploc
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -98,6 +100,21 @@ $(TASKS)/.installed: pyproject.toml constraints.txt | install
 	$(TASKS)/bin/pip install -q --disable-pip-version-check -c constraints.txt reasoning-gym==0.1.25 verifiers==0.4.0
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(TASKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
+
+test-backends: test-toploc
+
+test-toploc: $(TOPLOC)/.installed
+	$(TOPLOC)/bin/python -m pytest -q tests/test_inner_toploc.py
+
+# its wheel is built for an older torch and does not load; from source: g++, three minutes of one core
+$(TOPLOC)/.installed: | install
+	@echo "making $(TOPLOC) (once; some minutes: it is compiled)"
+	$(PYTHON) -m venv $(TOPLOC)
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(TOPLOC)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	$(TOPLOC)/bin/pip install -q --disable-pip-version-check setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2
+	$(TOPLOC)/bin/pip install -q --disable-pip-version-check --no-deps --no-binary toploc --no-build-isolation toploc==0.1.6
 	@touch $@
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there
