@@ -9,41 +9,89 @@
 
     reset(**row) ──▶ {"type": "reset"} ─┐                            ┌─▶ text, behind the last user message
     add(a=1, b=2) ─▶ {"type": "step"} ──┴─ one WebSocket, /ws ───────┼─▶ the tool's answer
-                                                                     └─▶ {'error': …, 'error_kind': …} if it failed
+                                                                     └─▶ ToolFailed: TRL shows the model
+                                                                         {'error': …, 'error_kind': …}
     metadata (of the observation)   error_kind, hint_template_key ──▶ the hint, as they are (spans.py, hints.py)
     _sites                          every call that failed: t, tool, error, and these two
     _messages_before(t)             what had been seen before step t, for a teacher: from the server's `State.history`
                                     where it keeps one (rfc-openenv-state-replay.md), else from what was said
 
-The reward is the sum of the steps' rewards; None where the session was lost. Needs no `openenv` here, only
-`websockets`: OpenEnv 0.10 wants older pandas and pillow than TRL's neighbours do.
+    reward      _reward_is = "sum"     each observation's reward is what this step earned (OpenEnv's own meaning), or 0
+                                       or None until the end (a delayed reward): they are added
+                             "last"    each is the total so far: the last one counts
+                None                   the session was lost, or the episode ended and the server gave no reward
+                0.0                    the episode did not end, and there was none so far
+    done        ends the episode: later calls are not sent, and earn nothing a second time
+
+A server that is started anew, or is full, is waited for at the next reset, `_patience_s` seconds. Needs no `openenv`
+here, only `websockets`: OpenEnv 0.10 wants older pandas and pillow than TRL's neighbours do.
 
 Not promised: a session that survives its connection; more than one environment server per class; images.
 """
 
-import inspect
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from inner.errors import InnerError
 from inner.replay.actions import Message
+from inner.worlds.mcp_tools import tool_methods
 
 URL_ENV = "OPENENV_URL"
 # OpenEnv's names for what went wrong (mcp_types.ToolErrorType) -> ours; others stay as they are. Its execution_error
 # says nothing: a wrong type is one, so the hint reads the text.
 KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
-_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+# fastmcp's own words for arguments that do not fit; OpenEnv 0.10 files them under execution_error or invalid_args
+_MISFIT = "validation error"
+_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up behind these
+_CLOSED = "environment is closed"  # a session that the server let go for being idle, its connection still open
+GONE, OVER = "the environment is gone", "the episode is over"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # between two attempts to reach a server
 _TEXTS = ("text", "message", "result", "output", "content")  # where an observation keeps its words
+
+
+class ToolFailed(Exception):
+    """A tool's failure.   record: {"error", "error_kind", "hint_template_key"}
+
+    TRL counts a tool as failed only if it raises, and writes `str({"error": str(exception)})` for the model. So the
+    text brings its own repr, which has the other keys behind it; a failure that is returned would not be counted."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__(record["error"])
+        self.record = dict(record)
+
+    def __str__(self) -> str:
+        return _ErrorText(self.record)
+
+
+class _ErrorText(str):
+    """The error's text, whose repr is what stands behind "'error': " in the record's."""
+
+    _rest: list[str]
+
+    def __new__(cls, record: Mapping[str, Any]) -> "_ErrorText":
+        text = super().__new__(cls, record["error"])
+        text._rest = [f"{key!r}: {value!r}" for key, value in record.items() if key != "error"]
+        return text
+
+    def __repr__(self) -> str:
+        return ", ".join([super().__repr__(), *self._rest])
 
 
 class OpenEnv:
     """One session. Everything but tools, reset and get_reward starts with _: TRL takes public methods for tools."""
 
     _url: str | None = None
-    _timeout_s: float = 60.0
+    _timeout_s: float = 60.0  # for one answer
+    _patience_s: float = 60.0  # for a server that is started anew or full, at a reset
+    _reward_is: Literal["sum", "last"] = "sum"
+    _tools: Collection[str] = ()  # the server's, if it said which
+    _sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def __init__(self) -> None:
         self._socket: Any = None
@@ -53,16 +101,20 @@ class OpenEnv:
         """A new episode. The row's columns are offered to the server's reset, which takes what it knows."""
         self._begin_episode()
         given = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
-        try:
-            reply = self._send_request("reset", given)
-        except (OSError, EOFError) as first:  # the server has been started anew, or lets idle sessions go
-            reply = self._retry_request("reset", given, first)
+        reply = self._send_patiently("reset", given)
+        if "refused" in reply:
+            raise InnerError(
+                f"the environment at {_server_url(self._url)} could not begin an episode: {reply['refused']}. Its "
+                f"`reset` was given the row's columns {sorted(given)}. Mend it there, or rename the column."
+            )
         text = self._record_observation(None, reply)
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
         """Of the episode so far."""
-        return None if self._lost or not self._rewards else float(sum(self._rewards))
+        if self._lost or (self._done and not self._rewards):
+            return None
+        return float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))
 
     # methods that a subclass may override
 
@@ -80,30 +132,39 @@ class OpenEnv:
 
     # one call
 
-    def _call(self, tool: str, **arguments: Any) -> Any:
-        """The tool's answer; for a failure {"error", "error_kind", "hint_template_key"}."""
-        if self._lost:
-            return "the environment is gone"
+    def _call(self, tool: str, /, **arguments: Any) -> Any:
+        """The tool's answer. Raises ToolFailed, which TRL shows to the model."""
+        if self._lost or self._done:
+            return GONE if self._lost else OVER
         action = self._action(tool, arguments)
         try:
             reply = self._send_request("step", action)
         except (OSError, EOFError):
-            self._lost = True
-            self._close()
-            return "the environment is gone"
-        self._record_observation(action, reply)
-        failure = failure_of(reply)
+            return self._lose_session()
+        failure = failure_of(reply, self._tools)
+        if failure and _CLOSED in failure["error"]:
+            return self._lose_session()
+        text = self._record_observation(action, reply)
         if failure is None:
-            return self._observed_steps[-1][1]
+            return text
         self._sites.append({"t": len(self._observed_steps) - 1, "tool": tool, **failure})
-        return failure["error"] if failure["error_kind"] == "transport_error" else failure  # not the student's fault
+        if failure["error_kind"] == "transport_error":  # not the student's fault
+            return failure["error"]
+        raise ToolFailed(failure)
+
+    def _lose_session(self) -> str:
+        self._lost = True
+        self._close()
+        return GONE
 
     def _record_observation(self, action: Mapping[str, Any] | None, reply: Mapping[str, Any]) -> str:
         text = self._text(reply.get("observation") or {})
-        failure = failure_of(reply)
+        failure = failure_of(reply, self._tools)
         self._observed_steps.append((action, text if failure is None else str(failure)))
-        if isinstance(reply.get("reward"), int | float):
-            self._rewards.append(reply["reward"])
+        reward = reply.get("reward")
+        if isinstance(reward, int | float) and math.isfinite(reward):
+            self._rewards.append(reward)
+        self._done = bool(reply.get("done"))
         return text
 
     # replay
@@ -126,17 +187,23 @@ class OpenEnv:
         return messages
 
     def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
-        """[(action, text)] as the server remembers it; None where it keeps no history."""
+        """[(action, text)] as the server remembers it; None where it keeps none of this whole episode."""
+        if self._lost or self._socket is None:  # another session would have another history
+            return None
         try:
             history = self._send_request("state", None).get("history")
         except (OSError, EOFError):
-            self._close()
+            self._lose_session()
             return None
-        return [(e.get("action"), self._remembered_text(e)) for e in history] if isinstance(history, list) else None
+        if not isinstance(history, list) or len(history) != len(self._observed_steps):
+            return None
+        if not all(isinstance(e, Mapping) and isinstance(e.get("observation"), Mapping) for e in history):
+            return None
+        return [(e.get("action"), self._remembered_text(e)) for e in history]
 
     def _remembered_text(self, entry: Mapping[str, Any]) -> str:
         reply = {"observation": entry["observation"], "metadata": entry["observation"].get("metadata")}
-        failure = failure_of(reply)
+        failure = failure_of(reply, self._tools)
         return self._text(entry["observation"]) if failure is None else str(failure)
 
     # the wire
@@ -145,23 +212,37 @@ class OpenEnv:
         self._observed_steps: list[tuple[Mapping[str, Any] | None, str]] = []  # (action, text); the first is reset's
         self._sites: list[dict[str, Any]] = []
         self._rewards: list[float] = []
-        self._lost = False
+        self._lost = self._done = False
 
     def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
         """One request and its answer. OSError or EOFError: the connection is of no more use."""
         self._socket = self._socket or _open_socket(self._url, self._timeout_s)
         return _exchange_message(self._socket, kind, data, self._timeout_s)
 
-    def _retry_request(self, kind: str, data: Mapping[str, Any], first: Exception) -> dict[str, Any]:
-        self._close()
-        try:
-            return self._send_request(kind, data)
-        except (OSError, EOFError) as error:
-            raise InnerError(
-                f"the environment at {_server_url(self._url)} does not answer: {error or type(error).__name__} "
-                f"(before: {first or type(first).__name__}). Start it, or set {URL_ENV}; it needs a "
-                "session per rollout (max_concurrent_envs)."
-            ) from error
+    def _send_patiently(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """`_send_request`, again while the server is started anew, is full, or has let an idle session go."""
+        pause, waited = 0.0, 0.0
+        while True:
+            try:
+                return self._send_request(kind, data)
+            except (OSError, EOFError) as error:
+                self._close()
+                waited += self._timeout_s if isinstance(error, TimeoutError) else 0.0
+                trouble = self._unreachable(error, waited)
+                if waited >= self._patience_s:
+                    raise InnerError(trouble) from error
+                if pause == FIRST_PAUSE_S:  # the second failure: the first may have been an old connection
+                    print(f"{trouble} Waiting up to {self._patience_s:g} s.", file=sys.stderr, flush=True)
+            self._sleep(pause)
+            waited += pause
+            pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+
+    def _unreachable(self, error: Exception, waited: float) -> str:
+        long = f" for {waited:.0f} s" if waited else ""
+        return (
+            f"the environment at {_server_url(self._url)} gives no session{long}: {error or type(error).__name__}. "
+            f"Start it, or set {URL_ENV}; it needs a session per rollout of every replica (max_concurrent_envs)."
+        )
 
     def _close(self) -> None:
         if self._socket is not None:
@@ -170,13 +251,24 @@ class OpenEnv:
         self._socket = None
 
     def __del__(self) -> None:
-        with suppress(Exception):
+        if not sys.is_finalizing():  # the socket's threads are gone by then, and closing it waits for them for ever
             self._close()
 
 
-def openenv_environment(url: str | None = None, name: str = "OpenEnvironment") -> type[OpenEnv]:
-    """A class with a method for each tool of the MCP server at `url` (default: what OPENENV_URL says)."""
-    probe = type(name, (OpenEnv,), {"_url": url})()
+def openenv_environment(
+    url: str | None = None,
+    name: str = "OpenEnvironment",
+    *,
+    reward_is: Literal["sum", "last"] = "sum",
+    timeout_s: float = OpenEnv._timeout_s,
+) -> type[OpenEnv]:
+    """A class with a method for each tool of the MCP server at `url` (default: what OPENENV_URL says).
+
+    reward_is   "sum": a step's reward is what it earned; "last": the total so far.   timeout_s: for one answer"""
+    if reward_is not in ("sum", "last"):
+        raise InnerError(f'reward_is = {reward_is!r}: it is "sum" (each step\'s own) or "last" (the total so far).')
+    settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}
+    probe = type(name, (OpenEnv,), settings)()
     try:
         tools = (probe._send_request("step", {"type": "list_tools"}).get("observation") or {}).get("tools")
     except (OSError, EOFError) as error:
@@ -190,43 +282,16 @@ def openenv_environment(url: str | None = None, name: str = "OpenEnvironment") -
             f"the server at {_server_url(url)} lists no tools, so it is not an MCP environment. Write a class on "
             "inner.worlds.openenv.OpenEnv with a method per tool."
         )
-    methods = {tool["name"]: tool_method(tool) for tool in tools}
-    return type(name, (OpenEnv,), {"_url": url, "__doc__": f"The tools of {_server_url(url)}.", **methods})
+    methods = tool_methods(tools, taken=dir(OpenEnv))
+    settings["_tools"] = frozenset(tool["name"] for tool in tools)
+    return type(name, (OpenEnv,), {**settings, "__doc__": f"The tools of {_server_url(url)}.", **methods})
 
 
-def tool_method(tool: Mapping[str, Any]) -> Any:
-    """A method that calls the tool, with the types and the docstring that its JSON schema says."""
-    schema = tool.get("input_schema") or tool.get("inputSchema") or {}
-    required = set(schema.get("required") or ())
-    properties = schema.get("properties") or {}
-    types = {name: _TYPES.get(spec.get("type"), str) for name, spec in properties.items()}
-
-    def method(self, **arguments: Any) -> Any:
-        return self._call(tool["name"], **arguments)
-
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=types[name],
-            default=inspect.Parameter.empty if name in required else spec.get("default"),
-        )
-        for name, spec in properties.items()
-    ]
-    parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
-    described = [f"    {n}: {s.get('description') or s.get('title') or n}" for n, s in properties.items()]
-    method.__name__ = method.__qualname__ = tool["name"]
-    method.__doc__ = "\n".join([tool.get("description") or tool["name"], *(["", "Args:", *described] if types else [])])
-    method.__annotations__ = types
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    method.__signature__ = inspect.Signature([itself, *parameters])  # pyright: ignore[reportFunctionMemberAccess]
-    return method
-
-
-def failure_of(reply: Mapping[str, Any]) -> dict[str, Any] | None:
+def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[str, Any] | None:
     """{"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
-    It failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action."""
+    It failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
+    tools: those that the server has; one of them cannot be unknown"""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}
     error = observation.get("error")
@@ -236,9 +301,13 @@ def failure_of(reply: Mapping[str, Any]) -> dict[str, Any] | None:
     if not kind and not broken and "refused" not in reply:
         return None
     text = reply.get("refused") or (error.get("message") if isinstance(error, Mapping) else error)
-    text = text or metadata.get("error") or observation_text(observation) or str(kind)
-    kind = kind or ("bad_arguments" if "refused" in reply else "execution_error")
-    failure = {"error": str(text), "error_kind": KINDS.get(kind, kind)}
+    text = str(text or metadata.get("error") or observation_text(observation) or kind)
+    kind = str(kind or ("bad_arguments" if "refused" in reply else "execution_error"))
+    if kind == "tool_not_found" and observation.get("tool_name") in tools:
+        kind = "execution_error"  # OpenEnv 0.10 takes every text with "not found" in it for one
+    if kind == "execution_error" and _MISFIT in text.partition("\n")[0]:
+        kind = "invalid_args"
+    failure = {"error": text, "error_kind": KINDS.get(kind, kind)}
     hinted = metadata.get("hint_template_key")
     return {**failure, "hint_template_key": hinted} if hinted else failure
 
@@ -246,12 +315,12 @@ def failure_of(reply: Mapping[str, Any]) -> dict[str, Any] | None:
 def observation_text(observation: Mapping[str, Any]) -> str:
     """The words of an observation: an MCP tool's result, a field that is called like words, else all of it as JSON."""
     result = observation.get("result")
-    if isinstance(result, Mapping):
+    if isinstance(result, Mapping) and ("content" in result or "data" in result):
         parts = [part["text"] for part in result.get("content") or () if isinstance(part.get("text"), str)]
         return "\n".join(parts) if parts else str(result.get("data", ""))
-    for name in _TEXTS:
-        if isinstance(observation.get(name), str | int | float):
-            return str(observation[name])
+    texts = [observation[name] for name in _TEXTS if isinstance(observation.get(name), str | int | float)]
+    if (words := next((text for text in texts if text != ""), None)) is not None:
+        return str(words)
     rest = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward") and value}
     return json.dumps(rest, ensure_ascii=False) if rest else ""
 
@@ -261,20 +330,21 @@ def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, ti
 
     message = {"type": kind} if data is None else {"type": kind, "data": data}
     try:
-        socket.send(json.dumps(message))
+        with suppress(WebSocketException):  # a server that hangs up has said why: that is read below
+            socket.send(json.dumps(message))
         answer = json.loads(socket.recv(timeout=timeout_s))
-    except WebSocketException as error:
+    except (WebSocketException, ValueError) as error:
         raise EOFError(str(error)) from error
     reply = answer.get("data") or {}
     return reply if answer.get("type") != "error" else _read_refusal(reply)
 
 
 def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """An error answer of the server as a reply: a wrong action, or a broken tool. EOFError if there is no session."""
+    """An error answer of the server as a reply: a wrong action, or a broken tool. EOFError if it ends the session."""
     code = reply.get("code")
     text = str(reply.get("message") or "no reason given")
-    if code == "CAPACITY_REACHED":
-        raise EOFError(f"{text} (CAPACITY_REACHED)")
+    if code in _NO_SESSION:
+        raise EOFError(f"{text} ({code})")
     if details := reply.get("errors"):
         text = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in details)
     kind = "bad_arguments" if code == "VALIDATION_ERROR" else "exception"

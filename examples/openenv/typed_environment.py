@@ -1,0 +1,25 @@
+"""The other end of typed_server.py: a class on OpenEnv with a method per tool, as TRL takes one.
+
+OPENENV_URL says where the server is. In run.toml: environment = "typed_environment.py:Guessing"; rows with `secret`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from inner.worlds.openenv import OpenEnv
+
+
+class Guessing(OpenEnv):
+    def guess(self, value: int) -> str:
+        """Guess the number.
+
+        Args:
+            value: from 0 to 20
+        """
+        return self._call("guess", value=value)
+
+    def _action(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(arguments)
+
+    def _read_action(self, action: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "guess", {"value": action["value"]}

@@ -1,0 +1,173 @@
+"""An MCP tool, which a JSON schema describes, as a Python method, which type hints and a docstring describe.
+
+    {"name": "move", "input_schema":                    def move(self, *, steps: int, to: Literal["up", "down"] = "up"):
+       {"properties": {"steps": {"type": "integer"}, ──▶    '''…
+                       "to": {"enum": [...], …}}}}              Args:
+                                                                    steps: …'''
+                                                            return self._call("move", steps=steps, to=to)
+
+    JSON schema                              hint
+    type, a list of types, nullable          int, float, str, bool, None, and unions of them
+    enum, const                              Literal
+    anyOf, oneOf, one allOf, $ref            unions, what they point at
+    array of X, object of X                  list[X], dict[str, X]
+    object with properties                   dict; the schema itself, in the argument's description
+    what is in no row                        Any
+
+The way there and back loses no name: TRL writes the schema again from the hints (transformers' `get_json_schema`), and
+the server gets the arguments by its own names. A name that Python or TRL cannot take gets another one for the model.
+
+Not promised: limits (minimum, pattern, …), and that the model keeps to any of it; the server checks.
+"""
+
+import inspect
+import json
+import keyword
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from inner.errors import InnerError
+
+Schema = Mapping[str, Any]
+DEEPEST = 8  # levels of a schema that are read; a recursive one has no end
+_TYPES: dict[str, Any] = {
+    "string": str, "integer": int, "number": float, "boolean": bool, "null": None, "array": list, "object": dict,
+}  # fmt: skip
+_SECTION = re.compile(r"\b(Args|Returns|Raises|(?i:choices)):")  # transformers reads more into these words
+
+
+def tool_methods(tools: Sequence[Schema], taken: Collection[str]) -> dict[str, Callable[..., Any]]:
+    """{method's name: method that calls the tool}.   taken: names of the class itself"""
+    methods: dict[str, Callable[..., Any]] = {}
+    for tool in tools:
+        name = method_name(tool["name"], taken)
+        if name in methods:
+            other = methods[name].__doc__
+            raise InnerError(
+                f"the server's tool {tool['name']!r} would be called {name!r} here, as another of its tools is "
+                f"({other!r}). Rename one of them."
+            )
+        methods[name] = tool_method(tool, name)
+    return methods
+
+
+def method_name(tool: str, taken: Collection[str]) -> str:
+    """The tool's own name, or "tool_…" where TRL would not see a method of that name, or see something else in it."""
+    return f"tool_{tool.lstrip('_')}" if tool.startswith("_") or tool in taken else tool
+
+
+def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
+    """A method that calls the tool, with the types and the docstring that its JSON schema says."""
+    schema: Schema = tool.get("input_schema") or tool.get("inputSchema") or {}
+    properties: dict[str, Schema] = {
+        given: spec if isinstance(spec, Mapping) else {} for given, spec in (schema.get("properties") or {}).items()
+    }
+    names = _argument_names(properties)  # ours -> the server's
+
+    def method(self: Any, /, **arguments: Any) -> Any:
+        return self._call(tool["name"], **{names.get(given, given): value for given, value in arguments.items()})
+
+    types = {ours: type_hint(properties[theirs], schema) for ours, theirs in names.items()}
+    described = [
+        f"    {ours}: {_describe_argument(theirs, _resolve_reference(properties[theirs], schema))}"
+        for ours, theirs in names.items()
+    ]
+    method.__name__ = method.__qualname__ = name or tool["name"]
+    text = _without_sections(tool.get("description") or tool["name"])
+    method.__doc__ = "\n".join([text, *(["", "Args:", *described] if types else [])])
+    method.__annotations__ = types
+    required = {ours for ours, theirs in names.items() if theirs in (schema.get("required") or ())}
+    defaults = {ours: properties[names[ours]].get("default") for ours in names if ours not in required}
+    method.__signature__ = _signature(types, defaults)  # pyright: ignore[reportFunctionMemberAccess]
+    return method
+
+
+def type_hint(spec: Schema, root: Schema, depth: int = 0) -> Any:
+    """The hint from which transformers writes the schema again. Any where there is none."""
+    spec = _resolve_reference(spec, root)
+    if depth > DEEPEST:
+        return Any
+    parts = spec.get("anyOf") or spec.get("oneOf") or spec.get("allOf")
+    if "enum" in spec or "const" in spec:
+        hint = _literal(spec["enum"] if "enum" in spec else [spec["const"]])
+    elif parts and (len(parts) == 1 or "allOf" not in spec):
+        hint = _union([type_hint(part, root, depth + 1) for part in parts])
+    elif isinstance(kind := spec.get("type"), list):
+        hint = _union([type_hint({**spec, "type": one}, root, depth + 1) for one in kind])
+    elif kind == "array" and isinstance(spec.get("items"), Mapping):
+        hint = list[type_hint(spec["items"], root, depth + 1)]
+    elif kind == "object" and isinstance(spec.get("additionalProperties"), Mapping):
+        hint = dict[str, type_hint(spec["additionalProperties"], root, depth + 1)]
+    else:
+        hint = _TYPES.get(kind, Any) if isinstance(kind, str) else Any
+    return _union([hint, None]) if spec.get("nullable") else hint
+
+
+def _literal(values: Sequence[Any]) -> Any:
+    plain = bool(values) and all(value is None or isinstance(value, str | int | float | bool) for value in values)
+    return Literal[tuple(values)] if plain else Any
+
+
+def _union(hints: Sequence[Any]) -> Any:
+    return Union[tuple(hints)] if hints else Any  # noqa: UP007  pyright: ignore[reportInvalidTypeArguments]
+
+
+def _resolve_reference(spec: Schema, root: Schema) -> Schema:
+    """What `{"$ref": "#/$defs/Point"}` points at, with the keys beside it."""
+    for _ in range(DEEPEST):
+        path = spec.get("$ref")
+        if not isinstance(path, str):
+            return spec
+        target: Any = root
+        for part in path.removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        spec = {**(target if isinstance(target, Mapping) else {}), **{k: v for k, v in spec.items() if k != "$ref"}}
+    return {}
+
+
+def _argument_names(properties: Schema) -> dict[str, str]:
+    """{an identifier: the server's name}: "from" is "from_" here, "x-y" is "x_y"."""
+    names: dict[str, str] = {}
+    for theirs in properties:
+        ours = re.sub(r"\W", "_", theirs, flags=re.ASCII)
+        ours = f"_{ours}" if not ours or ours[0].isdigit() else ours
+        while keyword.iskeyword(ours) or ours in ("self", "return") or ours in names:
+            ours += "_"
+        names[ours] = theirs
+    return names
+
+
+def _describe_argument(name: str, spec: Schema) -> str:
+    """One line: transformers' parser takes one that begins with "word:" for the next argument."""
+    text = " ".join(str(spec.get("description") or spec.get("title") or name).split())
+    text += f" (default {json.dumps(spec['default'], ensure_ascii=False, default=str)})" if spec.get("default") else ""
+    nested = _nested_schema(spec)
+    return _without_sections(f"{text} (JSON schema: {json.dumps(nested, ensure_ascii=False)})" if nested else text)
+
+
+def _nested_schema(spec: Schema) -> Schema | None:
+    """The schema without its own description, if type hints cannot say all of it."""
+    text = json.dumps(spec, default=str)
+    if '"properties"' not in text and '"$ref"' not in text:
+        return None
+    return {key: value for key, value in spec.items() if key not in ("description", "title", "default")}
+
+
+def _without_sections(text: str) -> str:
+    return _SECTION.sub(r"\1 -", text)
+
+
+def _signature(types: Mapping[str, Any], defaults: Mapping[str, Any]) -> inspect.Signature:
+    """(self, *, required …, optional = default …)"""
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hint,
+            default=defaults.get(name, inspect.Parameter.empty),
+        )
+        for name, hint in types.items()
+    ]
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return inspect.Signature([itself, *sorted(parameters, key=lambda p: p.default is not inspect.Parameter.empty)])
