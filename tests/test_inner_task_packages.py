@@ -194,6 +194,12 @@ REWARD = "@vf.reward()\n    async def good(self, trace: vf.Trace) -> float:\n   
     ("body", "data", "words"),
     [
         (REWARD + "NEEDS_CONTAINER = True", "", r"task 0 \(NeedyTask\) needs a container. Choose a taskset"),
+        (REWARD + "scoring_deferred = True", "", r"task 0 \(NeedyTask\) defers its scoring"),
+        (
+            REWARD,
+            ", artifacts=[{'source': '/logs/x'}]",
+            r"task 0 \(NeedyTask\) has artifacts, which are files of a runtime",
+        ),
         (REWARD, ", name='fix', image='debian'", r"task fix \(NeedyTask\) needs a container of the image debian"),
         (REWARD + "async def setup(self, trace, runtime): ...", "", "has a `setup`, which works in a runtime"),
         (REWARD.replace("trace: vf.Trace", "trace, runtime"), "", "its reward good asks for a runtime"),

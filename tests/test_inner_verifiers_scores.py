@@ -6,6 +6,7 @@
 `make test-tasks` runs it.
 """
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -90,6 +91,14 @@ def test_scores_equal_those_of_vf_eval(tasksets: Path) -> None:
     assert set(traces[0]["rewards"]) == set(names) - {"parts"} and traces[0]["metrics"]["letters"] == 1000
     assert [t["rewards"]["exact"]["score"] for t in traces] == [1.0] + [0.0] * 8
     assert [t["rewards"]["empty"]["score"] for t in traces] == [0.0] * 3 + [1.0] * 2 + [0.0] * 4
+
+
+def test_a_notebooks_running_loop_is_no_obstacle(tasksets: Path) -> None:
+    async def inside() -> list[float]:
+        return our_scores(rows, ["cba", "wrong"])
+
+    rows = graded_rows(["abc", "bcd"])
+    assert asyncio.run(inside()) == our_scores(rows, ["cba", "wrong"])
 
 
 def test_a_reward_that_raises_is_0_in_vf_evals_mean_and_no_number_here(tasksets: Path) -> None:

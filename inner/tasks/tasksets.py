@@ -4,14 +4,15 @@
     reply ─▶ a Trace of prompt and reply ─▶ await task.score(trace) ─▶ Σ weight · reward         as `vf-replay` scores
 
 Refused by name: tasks that need a container or an image, prepare or collect something in a runtime, have tools of a
-server, rewards that ask for a runtime, no reward, or an environment with several agents.
+server, rewards that ask for a runtime, no reward or one that comes later, or an environment with several agents.
 
 Not promised: what a reward reads of a trace beyond its messages (tokens, timing, why the model stopped).
 """
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from typing import Any
 
@@ -51,7 +52,17 @@ def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list
             *(_score_one(task_class(d, config.task), reply) for d, reply in zip(data, replies, strict=True))
         )
 
-    return lambda replies, entries: asyncio.run(score_all(replies, entries))
+    return lambda replies, entries: _run(score_all(replies, entries))
+
+
+def _run(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
+    """A notebook trains inside a loop of its own, where no other one may be run."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(scoring)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, scoring).result()
 
 
 async def _score_one(task: Any, reply: str) -> float:
@@ -127,6 +138,10 @@ def _find_fault(taskset: Any, task: Any) -> str:
     own = [h for h in ("setup", "finalize", "stage_verifier") if getattr(cls, h) is not getattr(Task, h)]
     if own:
         return f"{name} has a `{own[0]}`, which works in a runtime"
+    if task.data.artifacts or task.data.skills:
+        return f"{name} has {'artifacts' if task.data.artifacts else 'skills'}, which are files of a runtime"
+    if task.scoring_deferred:
+        return f"{name} defers its scoring, so that its rewards would be 0"
     if cls.toolsets(task.config) or type(taskset).toolsets(taskset.config):
         return f"{name} has tools of a server"
     rewards = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
