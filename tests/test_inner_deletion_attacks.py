@@ -221,6 +221,12 @@ def test_no_memory_can_be_had_beside_the_limit() -> None:
     assert "not permitted" in begun().run_python("import os\nos.memfd_create('x')")
 
 
+def test_no_process_without_limits_is_inside() -> None:
+    """bwrap's own process 1 has none, and whoever has its uid may write to its memory."""
+    look = "import os\nprint([p for p in os.listdir('/proc') if p.isdigit()], os.getpid(), 'python' in open('/proc/1/cmdline').read())"
+    assert begun().run_python(look) == "['1'] 1 True\n"
+
+
 @pytest.mark.parametrize("family", ["AF_VSOCK", "AF_INET", "AF_UNIX", "AF_NETLINK"])
 def test_there_is_no_socket(family: str) -> None:
     """A vsock reaches the machine's host from inside any network namespace."""

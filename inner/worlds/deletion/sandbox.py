@@ -5,7 +5,8 @@
     no capabilities, uid 65534, namespaces of its own     the calls of CALLS: EPERM (seccomp)
     memory, CPU seconds: limits that inside.py sets before anything else        wall time, output: killed from here
 
-One process is all there is, so its memory limit is the sandbox's, and a fork bomb has no first fork.  Memory that the
+One process is all there is, so its memory limit is the sandbox's, and a fork bomb has no first fork.  (bwrap's own
+process 1 had no limits, and could be written to through /proc/1/mem; so Python is process 1.)  Memory that the
 limit does not count (System V's segments and queues, memfd) cannot be made, nor a socket: a vsock to the machine's
 host passes every network namespace.  A socketpair can, for asyncio.
 Without bwrap, or where it may not make namespaces, `require_sandbox` raises: nothing ever runs unsandboxed.
@@ -125,7 +126,8 @@ def require_sandbox() -> None:
 def _command(folder: str, limits: SandboxLimits) -> list[str]:
     """bwrap's own arguments; `{fd}` is the descriptor of the seccomp program (see _watch)."""
     python = os.path.realpath(sys.executable)
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    words = ["bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"]
+    words += ["--cap-drop", "ALL"]
     words += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--dev", "/dev", "--proc", "/proc"]
     words += ["--ro-bind", "/usr/lib", "/usr/lib", "--symlink", "usr/lib", "/lib"]
     if Path("/usr/lib64").exists():
