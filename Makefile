@@ -7,7 +7,7 @@
 # make test-trackers  the tests with wandb, trackio and tensorboard, in an environment of their own below .venv
 # make test-vllm  SmolLM2 with LoRA through the real vLLM (its CPU build), and the inner loop's tests, in an environment of their own
 # make test-tasks  the tests with reasoning-gym and verifiers, in an environment of their own below .venv
-# make test-backends  the adapters to PRIME-RL and verl; the real verl in an environment of its own below .venv
+# make test-backends  the adapters to PRIME-RL, verl and Monarch; the real verl and Monarch in environments of their own below .venv
 # make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
@@ -27,13 +27,15 @@ TRACKERS := $(VENV)/trackers
 VLLM := $(VENV)/vllm
 TASKS := $(VENV)/tasks
 VERL := $(VENV)/verl
+MONARCH := $(VENV)/monarch
 TOPLOC := $(VENV)/toploc
+OPENENV := $(VENV)/openenv
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -75,9 +77,10 @@ $(TRACKERS)/.installed: pyproject.toml | install
 	  > $$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	@touch $@
 
-test-backends: $(VERL)/.installed
+test-backends: $(VERL)/.installed $(MONARCH)/.installed
 	$(BIN)/python -m pytest -q tests/test_inner_prime_rl.py
 	$(VERL)/bin/python -m pytest -q tests/test_inner_verl.py
+	$(MONARCH)/bin/python -m pytest -q tests/test_inner_rounds.py tests/test_inner_monarch.py tests/test_executors_monarch.py
 
 # verl's own pins want an older transformers; what is tested here runs with ours, which stands behind it
 $(VERL)/.installed: pyproject.toml | install
@@ -89,6 +92,14 @@ $(VERL)/.installed: pyproject.toml | install
 	  rpds-py==2026.9.1 jsonschema-specifications==2025.9.1 attrs==26.1.0 filelock==4.2.12 protobuf==7.36.2
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	@touch $@
+
+# it goes with our versions; everything else comes from .venv behind it
+$(MONARCH)/.installed: pyproject.toml constraints.txt | install
+	$(PYTHON) -m venv $(MONARCH)
+	$(MONARCH)/bin/pip install -q --disable-pip-version-check -c constraints.txt torchmonarch==0.7.0
+	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
+	  > $$($(MONARCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	@touch $@
 
 test-tasks: $(TASKS)/.installed $(SMOLLM2)
@@ -115,6 +126,18 @@ $(TOPLOC)/.installed: | install
 	  > $$($(TOPLOC)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	$(TOPLOC)/bin/pip install -q --disable-pip-version-check setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2
 	$(TOPLOC)/bin/pip install -q --disable-pip-version-check --no-deps --no-binary toploc --no-build-isolation toploc==0.1.6
+	@touch $@
+
+test-backends: test-openenv
+
+# the tests run in .venv, whose pandas and pillow openenv's gradio does not take; its servers and clients run in its own
+test-openenv: $(OPENENV)/.installed
+	DILOCO_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest -q tests/test_inner_openenv.py tests/test_inner_openenv_real.py
+
+$(OPENENV)/.installed: | install
+	$(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/pip install -q --disable-pip-version-check openenv==0.10.0 fastmcp==3.4.11 mcp==1.30.0 pydantic==2.14.4 \
+	  starlette==1.10.0 fastapi==0.165.0 uvicorn==0.54.0 websockets==17.4
 	@touch $@
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there

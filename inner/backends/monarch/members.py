@@ -1,0 +1,128 @@
+"""An actor by its role: whichever process has it now.
+
+    ask(question) ─▶ the actor ─▶ its answer
+                     └ its process is gone ─▶ the ReplicaActor has, or soon has, the next incarnation ─▶ ask it
+
+Monarch says that a process is gone (SupervisionError), about five seconds later.  Where it says nothing (an exit with 0
+is no failure to it), whoever waits for an answer looks for the process itself, and tells the ReplicaActor.  An error
+that an actor raises is an answer, and comes out.
+
+Not promised: an end to a question that an actor never answers though it lives.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import (  # pyright: ignore[reportMissingImports]
+    SupervisionError,
+)
+from monarch.actor import Actor, ActorError, endpoint  # pyright: ignore[reportMissingImports]
+
+from inner.errors import InnerError
+
+TRAINER, GENERATOR, SDPO_TEACHER = "trainer", "generator", "sdpo_teacher"
+PAUSE_S = 0.1
+LOOK_EVERY_S = 5.0  # at the process of whoever has not answered
+TELL_AFTER_S = 20.0  # that an incarnation is lost, if no other one has come by then
+START_S = 600.0  # for a new process to load its model
+PATIENCE_S = 120.0  # for the next incarnation to be there
+
+
+def replay_role(index: int) -> str:
+    return f"replay_client_{index}"
+
+
+class RoleActor(Actor):
+    """One actor in a process of its own, which `ps` and `pkill` know by its role: `pkill -9 -x generator`."""
+
+    def __init__(self, role: str) -> None:
+        with suppress(OSError):  # the system may not have such names
+            Path("/proc/self/comm").write_text(role[:15])
+
+    @endpoint
+    def process_id(self) -> int:
+        return os.getpid()
+
+
+class Member:
+    """replica: a reference to the ReplicaActor.   incarnation: counts the processes of this role, from 1 on."""
+
+    def __init__(self, replica: Any, role: str) -> None:
+        self._replica = replica
+        self._role = role
+        self._actor: Any = None
+        self._process_id = 0
+        self.incarnation = 0
+
+    def ask(self, question: Callable[[Any], Any]) -> Any:
+        """question: (actor) -> answer, with `wait` for every call in it; asking twice must do no harm.
+
+        Raises what the actor raised: its InnerError as such, else Monarch's ActorError around it."""
+        while True:
+            with suppress(SupervisionError, ProcessLookupError), _own_errors():
+                if self._actor is None:
+                    self._find_next()
+                return question(self._actor)
+            self._actor = None
+
+    def wait(self, future: Any) -> Any:
+        """The answer, however long it takes.   Raises ProcessLookupError if nobody is there who could give one."""
+        while True:
+            with suppress(TimeoutError):
+                return future.get(timeout=LOOK_EVERY_S)
+            if not is_running(self._process_id):
+                with suppress(TimeoutError):
+                    return future.get(timeout=0)  # it answered, and then it ended
+                raise ProcessLookupError(self._role)
+
+    def _find_next(self) -> None:
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            lost = self.incarnation if waited > TELL_AFTER_S else 0
+            incarnation, actor = self._replica.member.call_one(self._role, lost).get()
+            if incarnation > self.incarnation:
+                self.incarnation = incarnation
+                self._process_id = _process_of(actor, self._role)
+                self._actor = actor
+                return
+            if waited > PATIENCE_S:
+                raise InnerError(
+                    f"the process of the {self._role} has ended, and within {PATIENCE_S:.0f} s its ReplicaActor has "
+                    "not started another. Look at this replica's output; start the replica again."
+                )
+            time.sleep(PAUSE_S)
+
+
+def _process_of(actor: Any, role: str) -> int:
+    try:
+        return actor.process_id.call_one().get(timeout=START_S)
+    except TimeoutError:
+        raise ProcessLookupError(role) from None
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended may stay in the system's table until its parent asks for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """An actor's InnerError comes out as it was raised there; any other one inside Monarch's, with its traceback."""
+    try:
+        yield
+    except ActorError as error:
+        raise (error.exception if isinstance(error.exception, InnerError) else error) from None
