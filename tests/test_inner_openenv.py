@@ -360,8 +360,9 @@ def test_openenv_guesses_an_errors_kind_from_its_text_and_is_corrected() -> None
     text = "1 validation error for call[add]\na\n  Input should be a valid integer"
     wrong = {"tool_name": "add", "error": {"error_type": "execution_error", "message": text}}
     assert (failure_of({"observation": wrong}) or {})["error_kind"] == "bad_arguments"
-    printed = {"tool_name": "add", "error": {"error_type": "execution_error", "message": "log:\n1 validation error"}}
-    assert (failure_of({"observation": printed}) or {})["error_kind"] == "execution_error"
+    own = "Error calling tool 'add': 1 validation error for Order"  # of what the tool computed
+    raised = {"tool_name": "add", "error": {"error_type": "execution_error", "message": own}}
+    assert (failure_of({"observation": raised}) or {})["error_kind"] == "execution_error"
 
 
 @pytest.mark.parametrize(

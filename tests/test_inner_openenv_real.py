@@ -43,7 +43,7 @@ GOOD, BAD = WORLD.right_name(0), WORLD.right_name(1)
 
 def openenv_python() -> str:
     if named := os.environ.get("DILOCO_OPENENV_PYTHON"):
-        return named
+        return os.path.abspath(named)  # some start in another folder; not resolved: an environment's python is a link
     if importlib.util.find_spec("openenv"):
         return sys.executable
     pytest.skip(

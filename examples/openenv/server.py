@@ -121,10 +121,12 @@ def error_kind(seen: CallToolObservation) -> str | None:
     """OpenEnv 0.10 guesses it from the text: "file not found" is tool_not_found there, a wrong type is not."""
     if seen.error is None:
         return None
-    if "validation error" in seen.error.message:
+    if " for call[" in seen.error.message.partition("\n")[0]:  # fastmcp: the arguments do not fit
         return "invalid_args"
-    is_unknown = seen.error.message.startswith("Unknown tool")
-    return "tool_not_found" if is_unknown else seen.error.error_type.value.replace("tool_not_found", "execution_error")
+    if seen.error.message.startswith("Unknown tool"):
+        return "tool_not_found"
+    said = seen.error.error_type.value
+    return "execution_error" if said in ("tool_not_found", "invalid_args") else said
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ Not promised: a session that survives its connection; more than one environment 
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,7 +48,7 @@ URL_ENV = "OPENENV_URL"
 # says nothing: a wrong type is one, so the hint reads the text.
 KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
 # fastmcp's own words for arguments that do not fit; OpenEnv 0.10 files them under execution_error or invalid_args
-_MISFIT = "validation error"
+_MISFIT = re.compile(r"\d+ validation errors? for call\[")
 _NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up behind these
 _CLOSED = "environment is closed"  # a session that the server let go for being idle, its connection still open
 GONE, OVER = "the environment is gone", "the episode is over"
@@ -305,7 +306,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
     kind = str(kind or ("bad_arguments" if "refused" in reply else "execution_error"))
     if kind == "tool_not_found" and observation.get("tool_name") in tools:
         kind = "execution_error"  # OpenEnv 0.10 takes every text with "not found" in it for one
-    if kind == "execution_error" and _MISFIT in text.partition("\n")[0]:
+    if kind == "execution_error" and _MISFIT.match(text):
         kind = "invalid_args"
     failure = {"error": text, "error_kind": KINDS.get(kind, kind)}
     hinted = metadata.get("hint_template_key")
