@@ -31,13 +31,12 @@ VERL := $(VENV)/verl
 MONARCH := $(VENV)/monarch
 TOPLOC := $(VENV)/toploc
 OPENENV := $(VENV)/openenv
-OPENENV := $(VENV)/openenv
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-openenv test-openenv test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: install demo real docs test test-slow coverage test-trackers test-tasks test-backends test-toploc test-openenv test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -128,18 +127,6 @@ $(TOPLOC)/.installed: | install
 	  > $$($(TOPLOC)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	$(TOPLOC)/bin/pip install -q --disable-pip-version-check setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2
 	$(TOPLOC)/bin/pip install -q --disable-pip-version-check --no-deps --no-binary toploc --no-build-isolation toploc==0.1.6
-	@touch $@
-
-test-backends: test-openenv
-
-# the tests run in .venv, whose pandas and pillow openenv's gradio does not take; its servers and clients run in its own
-test-openenv: $(OPENENV)/.installed
-	DILOCO_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest -q tests/test_inner_openenv.py tests/test_inner_openenv_real.py
-
-$(OPENENV)/.installed: | install
-	$(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/pip install -q --disable-pip-version-check openenv==0.10.0 fastmcp==3.4.11 mcp==1.30.0 pydantic==2.14.4 \
-	  starlette==1.10.0 fastapi==0.165.0 uvicorn==0.54.0 websockets==17.4
 	@touch $@
 
 test-backends: test-openenv
