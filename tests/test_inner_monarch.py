@@ -122,8 +122,11 @@ def example(run: Path, *options: str) -> Iterator[Example]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Its digests; it has left no process behind."""
     with example(tmp_path_factory.mktemp("monarch") / "run") as one:
+        pids = {role: wait_for_process(one.process.pid, role) for role in ROLES}
         digests = one.end()
+        wait_for(lambda: not [p for role, p in pids.items() if name_of(p) == role], "a process is left")
     assert len(digests) == len(set(digests)) == 4
     return digests
 
@@ -145,13 +148,6 @@ def test_every_role_is_killed_and_the_digests_are_those_of_a_run_without(
     for role in ROLES[:3]:  # the clients are asked about what their ledgers do not have
         assert f"the {role} has ended" in text
     assert "Killed(sig=9)" in text
-
-
-def test_a_run_that_ended_has_left_no_process(undisturbed: list[str], tmp_path: Path) -> None:
-    with example(tmp_path / "run") as one:
-        pids = {role: wait_for_process(one.process.pid, role) for role in ROLES}
-        one.end()
-        wait_for(lambda: not [p for role, p in pids.items() if name_of(p) == role], "a process is left")
 
 
 @pytest.mark.parametrize("victim", ["root", "replica_actor"])

@@ -174,7 +174,13 @@ def test_the_answer_is_trls_and_so_is_the_random_state_after_it(training: bool) 
     trl.model.train(training)
     torch.manual_seed(5)
     asked = Generation(
-        prompts, trl.generation_config.to_dict(), read_random_state(), list(trl.eos_token_ids), None, training, False
+        prompt_ids=prompts,
+        sampling=trl.generation_config.to_dict(),
+        random_state=read_random_state(),
+        eos_ids=list(trl.eos_token_ids),
+        pad_to=None,
+        training=training,
+        casts=False,
     )
     theirs, logprobs = trl._generate_single_turn(prompts, None, {}, 1)
     after = read_random_state()

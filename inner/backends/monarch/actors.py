@@ -192,13 +192,13 @@ class RemoteGenerator:
         if images is not None or fields:
             raise InnerError("a GeneratorActor takes texts, and these prompts have images. Train in one process.")
         asked = Generation(
-            [list(ids) for ids in prompt_ids],
-            self._trainer.generation_config.to_dict(),
-            read_random_state(),
-            list(self._trainer.eos_token_ids),
-            self._trainer.pad_to_multiple_of,
-            self._trainer.model.training,
-            self._casts,
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            sampling=self._trainer.generation_config.to_dict(),
+            random_state=read_random_state(),
+            eos_ids=list(self._trainer.eos_token_ids),
+            pad_to=self._trainer.pad_to_multiple_of,
+            training=self._trainer.model.training,
+            casts=self._casts,
         )
         said: Completions = self._member.ask(lambda actor: self._ask_loaded(actor, asked))
         write_random_state(said.random_state)
