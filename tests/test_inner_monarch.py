@@ -326,6 +326,8 @@ def test_plans_that_would_end_an_actor_are_refused() -> None:
     with pytest.raises(InnerError, match="learns from rewards"):
         text = InnerConfig(loop="supervised", model="tiny", data={"text": "a.txt"})
         replace(make_plan(), config=text.to_dict()).check()
+    with pytest.raises(InnerError, match="inside a generation"):
+        make_plan(inner={"grpo": {"steps_per_generation": 4}}).check()
     with pytest.raises(InnerError, match="give all three"):
         make_plan(replay_actors=2).check()
     from inner.backends.monarch.actors import ask_pool

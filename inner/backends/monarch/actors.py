@@ -25,7 +25,15 @@ from monarch.actor import endpoint  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from inner.backends.monarch.members import GENERATOR, SDPO_TEACHER, TRAINER, Member, RoleActor, replay_role
-from inner.backends.monarch.rounds import Carried, Round, RoundTrainer, Weights, read_weights, write_weights
+from inner.backends.monarch.rounds import (
+    Carried,
+    Round,
+    RoundTrainer,
+    Weights,
+    read_weights,
+    refuse_unrepeatable,
+    write_weights,
+)
 from inner.backends.monarch.wire import (
     Completions,
     Generation,
@@ -73,6 +81,7 @@ class ReplicaPlan:
         """Raise InnerError for what would end an actor, before one is started."""
         config = self.inner
         config.check()
+        refuse_unrepeatable(config, self.steps)
         if config.loop != "grpo" or config.vllm is not None:
             raise InnerError(
                 "these actors generate with transformers for a loop that learns from rewards. Set inner.loop = "
