@@ -262,6 +262,24 @@ def test_a_role_that_dies_again_and_again_is_given_up_with_its_reason() -> None:
     assert "the generator was started 2 times" in said and "Killed(sig=9)" in said and "Next:" in said
 
 
+NOBODY_LEFT = """
+import monarch.actor
+monarch.actor.unhandled_fault_hook = lambda failure: None
+with Replica(make_plan()) as replica:
+    first = replica.run_round(0, start_weights())
+    for role in ("replica_actor", "generator"):
+        os.kill(wait_for_process(os.getpid(), role), 9)
+    try:
+        replica.run_round(1, first.weights)
+    except InnerError as error:
+        print(repr(str(error)))
+"""
+
+
+def test_without_an_owner_nobody_waits_for_another_generator() -> None:
+    assert "so has the ReplicaActor" in answer_of(in_a_process(NOBODY_LEFT))
+
+
 BROKEN_REWARD = """
 folder = pathlib.Path(tempfile.mkdtemp())
 (folder / "process.py").write_text("def score(rollouts):\\n    return 7\\n")

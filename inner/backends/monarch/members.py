@@ -83,8 +83,7 @@ class Member:
         began = time.monotonic()
         while True:
             waited = time.monotonic() - began
-            lost = self.incarnation if waited > TELL_AFTER_S else 0
-            incarnation, actor = self._replica.member.call_one(self._role, lost).get()
+            incarnation, actor = self._look_up(lost=self.incarnation if waited > TELL_AFTER_S else 0)
             if incarnation > self.incarnation:
                 self.incarnation = incarnation
                 self._process_id = _process_of(actor, self._role)
@@ -96,6 +95,18 @@ class Member:
                     "not started another. Look at this replica's output; start the replica again."
                 )
             time.sleep(PAUSE_S)
+
+    def _look_up(self, lost: int) -> tuple[int, Any]:
+        """The newest incarnation that the ReplicaActor knows; 0 where it has not answered in time."""
+        try:
+            return self._replica.member.call_one(self._role, lost).get(timeout=TELL_AFTER_S)
+        except TimeoutError:
+            return 0, None
+        except SupervisionError as error:
+            raise InnerError(
+                f"the {self._role} has ended, and so has the ReplicaActor that would start another one. Start this "
+                "replica again: it joins its run at the last outer step."
+            ) from error
 
 
 def _process_of(actor: Any, role: str) -> int:
