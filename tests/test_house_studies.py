@@ -17,6 +17,7 @@ from tests.study_trials import count_to_seed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "studies"))
 import effective_step
+import process
 import replicas
 from fleet import flat, outer_steps
 from trials import Trial, area, at_step, first_step, paired, read_rows, run_missing
@@ -143,3 +144,9 @@ def test_what_was_run_after_the_fact_is_marked_so_and_is_no_arm_of_the_study() -
     assert {row["arm"] for row in later} <= set(replicas.LATER) and not set(replicas.LATER) & set(replicas.ARMS)
     told = replicas.comparisons(WORLDS["toolworld"], [*read_rows(ROWS / "toolworld.jsonl"), *later]).splitlines()
     assert all(line in PAGE.partition("after the fact\n")[2] for line in told if "-mu −" in line)
+
+
+def test_the_process_rewards_page_has_the_tables_of_its_rows() -> None:
+    rows, page = read_rows(ROWS / "process.jsonl"), (ROWS.parent / "process.md").read_text()
+    assert {(row["arm"], row["seed"]) for row in rows} == {(arm, s) for arm in process.ARMS for s in process.SEEDS}
+    assert process.table(rows) in page and process.comparisons(rows) in page

@@ -133,6 +133,7 @@ def comparisons(rows: list[Row]) -> str:
     lines = ["| first − second | mean over the run | at the end |", "|---|---|---|"]
     pairs = [(f"{reward}-{kind}", reward) for reward in "RN" for kind in KINDS]
     pairs += [(f"{reward}-{shape}-rest", f"{reward}-{shape}") for reward in "RN" for shape in ("weighted", "trained")]
+    pairs += [(f"{reward}-trained", f"{reward}-weighted") for reward in "RN"]
     for first, second in pairs:
         a, b = curves_of(rows, first), curves_of(rows, second)
         if len(a) == len(b) > 1:
