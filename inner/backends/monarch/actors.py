@@ -56,7 +56,7 @@ from inner.teacher import DistillationTeacher
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """What the actors of one replica are made from; every process of it reads the same files.
+    """The material of one replica's actors; every process of it reads the same files.
 
     config: InnerConfig.to_dict().   model_dir: a folder that publish_model wrote.   files: kind -> path.   steps: H.
     teachers, max_usd, ledger: of the replay actors together, `replay_actors` of them; none without teachers.

@@ -159,7 +159,7 @@ class Replica:
         return ended
 
     def ask_teachers(self, states: Sequence[TraceState]) -> list[TeacherAction]:
-        """What the plan's teachers would do in these states."""
+        """The actions of the plan's teachers in these states."""
         return ReplayPool(self.actor, self._plan.replay_actors)(states)
 
 

@@ -36,7 +36,7 @@ Weights = dict[str, Tensor]  # the trained parameters by name, on the CPU
 
 @dataclass(frozen=True)
 class Carried:
-    """What the next round needs beside θ.   moments: of the optimizer, one dict for each trained parameter, in order.
+    """The needs of the next round beside θ.   moments: of the optimizer, one dict for each trained parameter, in order.
     refills: groups that dynamic sampling has drawn beside the order of prompts."""
 
     moments: list[dict[str, Any]]
@@ -199,7 +199,7 @@ class _Session:
 
 
 class _BeforeEachStep(TrainerCallback):
-    """What a new trainer draws before its first step (a data loader's seed, say) changes nothing."""
+    """A new trainer draws before its first step (a data loader's seed, say), and that changes nothing."""
 
     def __init__(self, seed_step: Callable[[], None]) -> None:
         self._seed_step = seed_step
