@@ -39,7 +39,7 @@ MANTISSA = 6.0  # of 128 steps, in the mean
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """What was found of one rollout's proofs; each number is that of the worst.
+    """The findings about one rollout's proofs; each number is that of the worst.
 
     mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the others'
     mantissas; infinite where no exponent was right.
@@ -116,7 +116,7 @@ def _verify(part: Tensor, proof: str) -> Any:
 
 @torch.no_grad()
 def hidden_states(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Tensor]:
-    """What the head reads, bf16: the prompt's (P, H), then (H,) of each token that was fed back: all but the last."""
+    """The head's inputs, bf16: the prompt's (P, H), then (H,) of each token that was fed back: all but the last."""
     if not prompt or not completion:
         raise ValueError(f"a rollout has {len(prompt)} prompt and {len(completion)} completion tokens; it needs both")
     ids = torch.tensor([[*prompt, *completion[:-1]]], device=model.device)

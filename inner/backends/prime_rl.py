@@ -52,7 +52,7 @@ class LossInputs(Protocol):
 
 @dataclass
 class LossOutputs:
-    """What PRIME-RL reads: the sum over tokens, and scalars for its log."""
+    """The answer that PRIME-RL reads: the sum over tokens, and scalars for its log."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -114,7 +114,7 @@ def _union(hints: Sequence[Any]) -> Any:
 
 
 def _resolve_reference(spec: Schema, root: Schema) -> Schema:
-    """What `{"$ref": "#/$defs/Point"}` points at, with the keys beside it."""
+    """The schema that `{"$ref": "#/$defs/Point"}` points at, with the keys beside it."""
     for _ in range(DEEPEST):
         path = spec.get("$ref")
         if not isinstance(path, str):

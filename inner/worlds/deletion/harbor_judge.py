@@ -24,7 +24,7 @@ SECONDS, MOST = 10, 64 << 10
 
 
 def answer(inside: str, work: str, run: str) -> bytes:
-    """What the test's process wrote, or b"" for one that was killed."""
+    """The bytes that the test's process wrote, or b"" for one that was killed."""
     asked = json.dumps({"run": run, "path": work, "value": True, "limits": LIMITS}).encode()
     user: Any = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     with tempfile.TemporaryFile() as out:
