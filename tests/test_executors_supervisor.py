@@ -79,9 +79,9 @@ class Toy:
 
     def live(self) -> int:
         rv, state = self.rv, Numbers()
-        rv.join(state)
-        self.tell("joined", step=rv.step)
         try:
+            rv.join(state)
+            self.tell("joined", step=rv.step)
             while not rv.is_done:
                 self.step(state)
         except Leaving:
@@ -295,12 +295,12 @@ def test_replicas_outlive_their_supervisor_and_the_next_adopts_them(tmp_path, ex
 def test_stop_proves_that_nobody_runs_any_more(tmp_path, executor):
     run, said = found(tmp_path, steps=500), []
     supervisor = supervisor_for(run, executor)
-    while read_report(run.store).head < 1:
-        supervisor.tick()
+    while not {"r00", "r01"} <= {slot for slot, beat in read_report(run.store).beats.items() if beat.step}:
+        supervisor.tick()  # until both have taken an outer step
     supervisor.lease.beat("left")
-    found_ends = stop_run(run.store, SystemClock(), 10.0, said.append)
+    found_ends = stop_run(run.store, SystemClock(), 30.0, said.append)
     assert [(e.name, e.live) for e in found_ends] == [("r00-1", False), ("r01-1", False)]
-    assert all("left at outer step" in e.text for e in found_ends)
+    assert all("left at outer step" in e.text for e in found_ends), found_ends
     assert not any("killed" in text for text in said)
     assert read_control(run.store).stop
     again = open_run(run_config(run, tmp_path), run.url, SystemClock())  # the same command resumes
