@@ -22,6 +22,8 @@ BIN := $(VENV)/bin
 SEEDS ?= 2000
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= 1
+# the tests start hundreds of processes; where bytecode is not kept, each of them compiles this project again
+export PYTHONDONTWRITEBYTECODE :=
 
 MODELS := $(VENV)/models
 TRACKERS := $(VENV)/trackers

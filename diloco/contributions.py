@@ -21,7 +21,7 @@ from rendezvous.reduce import Reducer, refuse_misweighed
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a listed offer gave.   vector: None where there is none, for the reason that `flaw` has.
+    """The contribution of a listed offer.   vector: None where there is none, for the reason that `flaw` has.
 
     counts: does it count for the mean?  False for a body that the rules leave out."""
 

@@ -117,7 +117,7 @@ def state_at(
 
 
 def keep_of(run: Run) -> int | str:
-    """What is kept of the run's blobs: fleet.keep, or what `diloco gc` has left since."""
+    """How many of the run's blobs are kept: fleet.keep, or what `diloco gc` has left since."""
     return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
 
 

@@ -375,7 +375,7 @@ def read_run(url: str) -> Run:
 
 
 def decode_run(url: str, body: bytes) -> RunRecord:
-    """What run.json says.   Raises WireError with the run's URL and the next thing to do."""
+    """Read run.json.   Raises WireError with the run's URL and the next thing to do."""
     try:
         return RunRecord.decode(body)
     except WireError as error:

@@ -172,7 +172,7 @@ def pairs_for(arm: Arm, seed: int, model: Path, folder: Path) -> Pairs:
 
 
 def failed_states(seed: int, model: Path, folder: Path) -> list[TraceState]:
-    """What θ₀ did wrong: the calls that failed, of a few generations in which nothing is learned."""
+    """The mistakes of θ₀: the calls that failed, of a few generations in which nothing is learned."""
     config = InnerConfig(batch_size=64, lr=1e-12)
     loop = build_inner(config, model, {}, Seeds(data=1000 + seed, noise=1000 + seed))
     states: list[TraceState] = []

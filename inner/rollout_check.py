@@ -39,7 +39,7 @@ TILTS = tuple(2.0**k for k in range(-8, 3))  # s, in units of that which is best
 
 @dataclass(frozen=True)
 class RolloutCheck:
-    """What was found of one rollout, or of several of one worker together.
+    """The findings about one rollout, or about several of one worker together.
 
     disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: how many each is of.
     chance: a bound of how probable such a surprise is for draws from the model; 1 where |z| ≤ sigmas.

@@ -150,6 +150,7 @@ def test_a_run_carries_the_rows_and_names_the_commit(folder: Path, hub: HubDatas
     assert len(hub.asked) == asked and "prompts file (digest" in offline.stderr, offline.stderr
 
 
+@pytest.mark.slow
 def test_a_dataset_that_changed_is_told_with_the_commit_of_the_run(folder: Path, there: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -186,6 +187,7 @@ def planned(folder: Path, hub: HubDatasets, *argvs: list[str]) -> list[str]:
     return [one.err for one in told]
 
 
+@pytest.mark.slow
 def test_a_dataset_that_cannot_be_used_is_refused_by_plan(folder: Path, hub: HubDatasets) -> None:
     hub.gated = {GATED}
     written(folder, "hub:tester/x")
@@ -194,6 +196,7 @@ def test_a_dataset_that_cannot_be_used_is_refused_by_plan(folder: Path, hub: Hub
         assert words in err and f"inner.data.prompts = '{spelling.partition('@')[0][:14]}" in err, err
 
 
+@pytest.mark.slow
 def test_a_split_without_the_named_column_and_one_that_overlaps(folder: Path, hub: HubDatasets) -> None:
     written(folder, f"hub:{NAME}/main:train")
     overlap = ["--set", f"eval.prompts=hub:{NAME}/main:train[25:]"]

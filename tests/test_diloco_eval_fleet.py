@@ -39,6 +39,7 @@ def write_files(folder: Path, held_out: int = 48) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({**row, "held_out": flag}) + "\n" for row in some))
 
 
+@pytest.mark.slow
 def test_a_replica_evaluates_where_it_began_and_where_it_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     assert told and all("Free some space on that disk; trying again until 120 s" in text for text in told)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("left", [0, 8 << 10])
 def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
@@ -155,6 +156,7 @@ def test_a_replica_whose_own_disk_is_full_says_so_and_joins_once_it_is_enlarged(
         fleet.kill_all()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_inner_loop_writes_where_its_replica_has_made_room(tmp_path: Path) -> None:
     """Before: a temporary folder of its own, outside of what waits for space, and exit code 1 where there was none."""

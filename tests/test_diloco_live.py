@@ -63,6 +63,7 @@ def test_the_second_look_has_every_commit_and_a_curve_over_the_whole_run(fleet) 
     assert len(offers) < 32 * 26 + 4 * 60, "of older steps a few replicas' offers stand for all"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [4, 32, 64])
 def test_afterwards_no_more_than_a_request_per_second_is_made(replicas) -> None:
     """Ten minutes of a fleet that goes on: it beats, commits, logs."""

@@ -128,6 +128,7 @@ def sound(fleet: Fleet) -> None:
     assert by_all, "offers of all three count"
 
 
+@pytest.mark.slow
 def test_three_processes_go_on_and_one_is_replaced_and_a_stop_is_heard(fleet: Fleet, capsys) -> None:
     fleet.wait_for(lambda: fleet.commit(1))
     among_garbage(fleet, seed=1, rounds=3)

@@ -251,6 +251,7 @@ def test_the_reference_of_a_kl_term_is_the_base_and_no_copy_of_the_adapter(tmp_p
     assert [n for n, _ in model.named_parameters()] == names and trainer.ref_model is None
 
 
+@pytest.mark.slow
 def test_checkpointing_reaches_the_adapter(tmp_path: Path) -> None:
     inner = grpo(gradient_checkpointing=True)
     loop = loop_on(tmp_path, inner)

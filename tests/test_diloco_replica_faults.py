@@ -59,7 +59,10 @@ def test_a_fleet_learns_and_agrees(tmp_path: Path) -> None:
     assert len(found.listed) == 18 and found.late == 0
 
 
-@pytest.mark.parametrize("point", POINTS)
+AIMED = ("before offer", "after commit")  # in every run of the tests
+
+
+@pytest.mark.parametrize("point", [pytest.param(p, marks=() if p in AIMED else pytest.mark.slow) for p in POINTS])
 def test_death_at_every_point(tmp_path: Path, point: str) -> None:
     all_wait = {"min_replicas": 3} if point == "after offer" else {}  # nobody goes on without that offer
     fleet = Fleet(tmp_path, fleet={"steps": ENDLESS, **all_wait})  # r01 closes one of them, whoever is fast
@@ -97,7 +100,7 @@ def test_a_merge_of_local_and_global_values_never_enters_a_pseudogradient(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "codec", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("bf16", "int4", "topk")), "int8", "bf16-gate"]
+    "codec", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("bf16", "int4", "topk", "bf16-gate")), "int8"]
 )
 def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> None:
     """bf16-gate at a rate at which few weights change in bf16: then its bodies are small, and differ in size."""
@@ -118,7 +121,8 @@ def test_every_codec_agrees_and_survives_a_kill(tmp_path: Path, codec: str) -> N
     assert max(sizes) < 4 * found.theta[0].size / 1.9 and (len(sizes) > 1) == (codec == "bf16-gate")
 
 
-@pytest.mark.parametrize("codec", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_sharded_reduction_survives_the_death_of_an_owner(tmp_path: Path, codec: str) -> None:
     """r01 dies when it is about to announce its part; the others take over, and all hold the bits of the replay."""
     outer = {"sync_every": 20, "snapshot_every": 2, "codec": codec}
@@ -137,6 +141,7 @@ def test_a_sharded_reduction_survives_the_death_of_an_owner(tmp_path: Path, code
     assert all(len(registers) == 3 for registers in announced), "every part of a sharded step is announced"
 
 
+@pytest.mark.slow
 def test_two_fragments_survive_a_kill(tmp_path: Path) -> None:
     fleet = Fleet(
         tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "sync_every": 80}, fleet={"steps": ENDLESS}
@@ -168,6 +173,7 @@ def test_a_paused_zombie_is_fenced_and_says_so(tmp_path: Path) -> None:
     check_run(tmp_path / "run", len(fleet.commits()))
 
 
+@pytest.mark.slow
 def test_the_whole_fleet_dies_and_the_same_command_goes_on(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.start_all()
@@ -181,6 +187,7 @@ def test_the_whole_fleet_dies_and_the_same_command_goes_on(tmp_path: Path) -> No
     check_run(tmp_path / "run", 6)
 
 
+@pytest.mark.slow
 def test_a_late_starter_heals_before_its_first_inner_step(tmp_path: Path) -> None:
     """Its first offer starts from the chain's θ: the audit checks the base of every listed offer's commit."""
     fleet = Fleet(tmp_path, **SLOW, fleet={"steps": ENDLESS})
@@ -211,6 +218,7 @@ def test_sigterm_offers_partial_work_and_leaves(tmp_path: Path) -> None:
     check_run(tmp_path / "run", len(fleet.commits()))
 
 
+@pytest.mark.slow
 def test_what_int8_has_not_sent_goes_from_session_to_session(tmp_path: Path) -> None:
     """Two sessions of r01 leave on SIGTERM.  Σ of their pseudogradients = Σ of their decoded bodies + what is left."""
     outer, environ = {"sync_every": 40, "codec": "int8"}, {"TEST_NOTE_DELTAS": str(tmp_path)}
@@ -252,6 +260,7 @@ def test_two_processes_for_one_slot(tmp_path: Path) -> None:
     check_run(tmp_path / "run", len(fleet.commits()))
 
 
+@pytest.mark.slow
 def test_stop_ends_all_and_resume_goes_on(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, **SLOW, fleet={"steps": ENDLESS})
     fleet.start_all()
@@ -276,6 +285,7 @@ def test_fewer_than_min_replicas_says_what_it_waits_for(tmp_path: Path) -> None:
     assert "min_replicas=2" in said and "r01 was never seen" in said
 
 
+@pytest.mark.slow
 def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> None:
     """Registers stay, blobs behind the second-newest snapshot go; a late starter heals, the head can be exported."""
     fleet = Fleet(tmp_path, fleet={"keep": "window", "steps": 16})
@@ -308,6 +318,7 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
     assert _best_step(fleet.run, None) == 15, "the best of those that are kept"
 
 
+@pytest.mark.slow
 def test_bodies_go_while_replicas_die_and_means_tell_every_step_of_the_window(tmp_path: Path) -> None:
     """No room beside the window, and one snapshot after the first: the bodies before it go, where their mean stands."""
     steps, snapshot = 11, 6
@@ -341,7 +352,8 @@ def test_bodies_go_while_replicas_die_and_means_tell_every_step_of_the_window(tm
     )
 
 
-@pytest.mark.parametrize("key", [pytest.param("", marks=pytest.mark.slow), "a key of sixteen"])
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["", "a key of sixteen"])
 def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_replaced(
     tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +384,7 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
         assert state_at(fleet.run, fleet.model, step)[0] == step, told.value
 
 
+@pytest.mark.slow
 def test_a_small_budget_brings_snapshots_forward_and_holds_at_every_look(tmp_path: Path) -> None:
     """A snapshot every 1,000 steps alone would let the bodies of all steps stay."""
     keep, steps = 14_000_000, 40

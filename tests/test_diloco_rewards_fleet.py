@@ -80,6 +80,7 @@ def events(fleet: Fleet, kind: str) -> list[dict[str, Any]]:
     return [e for line in lines if (e := json.loads(line)).get("event") == kind and not e.get("rollouts")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_that_raises_one_time_in_a_hundred_ends_nothing(tmp_path: Path) -> None:
     fleet = fleet_with(tmp_path, RARELY)
@@ -113,6 +114,7 @@ def test_a_reward_that_returns_nan_once_loses_one_completion_and_says_so(tmp_pat
     assert "returned nan (1 of 16 completions count without a reward" in status_of(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_that_is_gone_for_one_replica_costs_its_session_and_nobody_elses(tmp_path: Path) -> None:
     fleet = fleet_with(tmp_path, ONE_SLOT_DOWN, rewards={"retries": 0})

@@ -435,6 +435,7 @@ def asked(s3: S3Server, capsys, *argv: str) -> tuple[int, str]:
     return len(s3.requests), capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_commands_over_http_ask_little_at_first_and_hardly_anything_again(bucket, capsys, long, tmp_path) -> None:
     url = copied(long.store, bucket)
     first, text = asked(bucket, capsys, "status", url)

@@ -71,6 +71,7 @@ def downloaded(url: str, folder: Path) -> Path:
 # -------------------------------------------------------------------- replicas
 
 
+@pytest.mark.slow
 def test_one_is_killed_and_replaced_and_no_step_is_lost(tmp_path: Path, s3: S3Server, environ: dict[str, str]) -> None:
     fleet = Fleet(tmp_path, URL, environ, **SLOW, fleet={"steps": ENDLESS})
     fleet.start_all()
@@ -85,6 +86,7 @@ def test_one_is_killed_and_replaced_and_no_step_is_lost(tmp_path: Path, s3: S3Se
     assert open_store(URL).list("probe/") == [], "what the first look wrote is gone"
 
 
+@pytest.mark.slow
 def test_a_bad_day(tmp_path: Path, s3: S3Server, environ: dict[str, str]) -> None:
     """Lost answers, refusals that mean nothing, slowness: every request may meet one."""
     s3.fault("lost", op="PutObject", times=FOREVER, probability=0.05)
@@ -99,6 +101,7 @@ def test_a_bad_day(tmp_path: Path, s3: S3Server, environ: dict[str, str]) -> Non
     audited(fleet, 8)
 
 
+@pytest.mark.slow
 def test_a_token_expires_and_the_keys_are_renewed_beside_the_run(
     tmp_path: Path, s3: S3Server, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

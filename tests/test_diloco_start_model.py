@@ -93,6 +93,7 @@ def test_three_replicas_take_the_start_model_from_the_hub_and_the_bucket_never_h
     assert (tmp_path / "at6" / "tokenizer.json").read_bytes() == (tmp_path / "there" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_replica_that_joins_where_a_snapshot_stands_asks_the_hub_for_no_weights(
     tmp_path: Path, hub: HubModels
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_replica_that_gets_other_bits_says_so_and_trains_nothing(tmp_path: Pat
     assert fleet.wait()["r00"][-1] == exitcodes.DONE, fleet.logs()
 
 
+@pytest.mark.slow
 def test_a_replica_without_a_way_to_the_hub_waits_and_ends_resumable(tmp_path: Path, hub: HubModels) -> None:
     fleet = hub_fleet(tmp_path, hub, fleet={"give_up_s": 2.0, "replicas": 2, "min_replicas": 1})
     hub.down = 407  # a proxy that wants to know who asks; the client tries a refused connection for half a minute

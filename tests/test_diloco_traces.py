@@ -188,6 +188,7 @@ def trained(n: int, files: Any = None, takes: bool = False, **settings: Any) -> 
     return loop, samples, numbers
 
 
+@pytest.mark.slow
 def test_watching_changes_nothing() -> None:
     (watched, samples, _), (alone, _, _) = trained(3, takes=True), trained(3)
     assert [len(s["rollouts"]) for s in samples] == [8, 8, 8]

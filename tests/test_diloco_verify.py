@@ -61,6 +61,7 @@ def test_a_good_run_is_equal_and_says_as_much_as_the_independent_audit(finished:
     assert found.from_deltas == list(range(STEPS)) and "inner steps" in found.unchecked[0] and len(found.unchecked) == 1
 
 
+@pytest.mark.slow
 def test_without_wide_vector_instructions_the_digests_are_the_same(finished: Path) -> None:
     """numpy and torch as on a CPU without AVX, and no kernel of ours.  SSE, which every x86-64 has, stays on."""
     with_vectors = verified(finished).digests

@@ -30,6 +30,7 @@ def events(fleet: Fleet, kind: str) -> list[dict[str, object]]:
     return [e for e in map(json.loads, lines) if e.get("event") == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "words"), [("ENOSPC", "Free some space"), ("EROFS", "Make the folder writable")])
 def test_a_store_that_cannot_be_written_for_a_while(tmp_path: Path, error: str, words: str) -> None:
     """One replica's disk is full (read-only) from its 10th write on for some seconds: it says so, waits, goes on."""
@@ -42,6 +43,7 @@ def test_a_store_that_cannot_be_written_for_a_while(tmp_path: Path, error: str, 
     check_run(tmp_path / "run", 6)
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_full_ends_the_replica_resumable(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.start("r00", die="fail:ENOSPC:10@1000", TEST_STORE_PATIENCE="2")
@@ -60,6 +62,7 @@ def grown(fleet: Fleet, steps: int) -> None:
     fleet.kill_all()
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_is_detected_and_mended(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, **SLOW)
     grown(fleet, 4)
@@ -205,6 +208,7 @@ def test_what_differs_in_a_layout_is_named(mine: list[list[object]], words: str)
         refuse_layout(stands, mine)
 
 
+@pytest.mark.slow
 def test_a_fleet_that_learns_nothing_is_told_loudly(tmp_path: Path) -> None:
     """Zero pseudogradients are honest and count; three steps of nothing but zeros are reported with a cause."""
     fleet = Fleet(tmp_path, inner={"lr": 1e-30})

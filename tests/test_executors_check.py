@@ -53,6 +53,7 @@ def tried(project: Path, **more: Any) -> Trial:
     return run_trial(config, files, rows=more.get("rows", 2), given=more.get("given", ()))
 
 
+@pytest.mark.slow
 def test_it_scores_the_rows_answers_the_given_text_and_nothing(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -366,6 +366,7 @@ def test_a_store_that_does_not_answer_is_waited_for_and_then_a_crash_like_others
     assert found is not None and found[0] == CRASHED and "gave no answer for 0 s" in found[1]
 
 
+@pytest.mark.slow
 def test_a_store_that_comes_back_is_good(keys, monkeypatch) -> None:
     with S3Server(access_key="AKIDTEST") as s3:
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)

@@ -33,6 +33,7 @@ PLATFORMS = {
     "modal": "tests.modal_server:ModalPlatform",
     "hf-jobs": "tests.hf_server:HFPlatform",
 }
+SLOW = ("modal", "hf-jobs")  # their SDKs wait for seconds; the files of each have a part of this that is quick
 WAIT_S = 90.0
 GONE = (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.LOST)
 THERE = (State.STARTING, State.RUNNING)
@@ -44,7 +45,7 @@ def _platform(name: str, folder: Path) -> Platform:
     return found(folder) if module == "tests.platforms" else found()
 
 
-@pytest.fixture(scope="module", params=list(PLATFORMS))
+@pytest.fixture(scope="module", params=[pytest.param(p, marks=pytest.mark.slow) if p in SLOW else p for p in PLATFORMS])
 def platform(request, tmp_path_factory) -> Iterator[Platform]:
     """Started once."""
     with _platform(request.param, tmp_path_factory.mktemp(request.param)) as started:

@@ -122,6 +122,7 @@ def test_programs_are_told_the_reason_too() -> None:
 # -------------------------------------------------------------------- logs of a dead session
 
 
+@pytest.mark.slow
 def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # noqa: F811
     """Before: "there is no slot 'r01-1' in this run"."""
     import socket

@@ -318,6 +318,7 @@ def test_a_time_out_that_was_silently_cut_short_is_read_back(hub, executor, tmp_
     wait_for(lambda: all(j.stage == "CANCELED" for j in hub.jobs.values()))
 
 
+@pytest.mark.slow
 def test_a_time_out_that_the_hub_does_not_tell_is_noticed_at_the_end(hub, executor, tmp_path) -> None:
     hub.tells_limit, hub.limit_s = False, 2
     handle = only(executor.launch_replicas([spec("stubborn", kwargs={"folder": str(tmp_path)})]))
@@ -327,6 +328,7 @@ def test_a_time_out_that_the_hub_does_not_tell_is_noticed_at_the_end(hub, execut
     assert f"and not the {6 * 3600 + START_S} s that were asked for" in result.reason
 
 
+@pytest.mark.slow
 def test_a_replica_leaves_by_itself_before_its_limit(hub, executor, tmp_path) -> None:
     result = ended(executor, only(executor.launch_replicas([replace(waiting(tmp_path, "r00")[0], timeout_s=3.0)])))
     assert (result.state, result.exit_code) == (State.FAILED, exitcodes.RESUME)
@@ -335,6 +337,7 @@ def test_a_replica_leaves_by_itself_before_its_limit(hub, executor, tmp_path) ->
 # -------------------------------------------------------------------- ends
 
 
+@pytest.mark.slow
 def test_killed_preempted_and_out_of_memory(hub, executor, tmp_path) -> None:
     killed, preempted, stubborn = executor.launch_replicas(
         [*waiting(tmp_path, "r00", "r01"), spec("stubborn", "r02", kwargs={"folder": str(tmp_path)})]

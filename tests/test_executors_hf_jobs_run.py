@@ -185,6 +185,7 @@ def test_a_supervisor_at_its_time_limit_starts_the_next_one(
     assert json.loads(asked["command"][-3])["timeout_s"] == 12 * 3600.0
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_with_its_last_lines_and_nobody_left(tmp_path: Path, hub: HFServer, s3: S3Server) -> None:
     run = founded(tmp_path, s3, n=1)
     run.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing to publish

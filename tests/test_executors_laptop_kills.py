@@ -231,6 +231,7 @@ def test_kill_9_of_whoever_launches(tmp_path, count, detached):
     end_of_story(run, wrong)
 
 
+@pytest.mark.slow
 def test_replicas_of_a_laptop_that_is_gone_for_good_end_by_themselves(tmp_path):
     run = found(tmp_path)
     with watched(run) as wrong:

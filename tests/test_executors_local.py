@@ -218,6 +218,7 @@ def test_a_start_that_fails_is_a_result_and_the_others_start(forks, tmp_path):
     assert fine.ok
 
 
+@pytest.mark.slow
 def test_cancel_asks_first_and_kills_after_the_grace(executor, tmp_path):
     specs = [spec(tmp_path, "polite", slot="r00"), spec(tmp_path, "stubborn", slot="r01")]
     handles = executor.launch_replicas(specs)
@@ -293,6 +294,7 @@ print("parent ends", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_parent_ends_at_once_while_its_children_live(tmp_path, method):
     command = [sys.executable, "-W", "error", "-c", PARENT, str(tmp_path), method]
@@ -386,6 +388,7 @@ print([h.pid for h in executor.launch_replicas(specs)])
 """
 
 
+@pytest.mark.slow
 def test_two_launchers_at_once_start_each_replica_once(tmp_path):
     rivals = [
         subprocess.Popen(

@@ -61,6 +61,7 @@ from tests.test_diloco_s3_fleet import downloaded
 # -------------------------------------------------------------------- the app
 
 
+@pytest.mark.slow
 def test_one_app_per_run_with_a_function_per_kind_of_container(platform, executor, run, tmp_path) -> None:
     modal.Secret.objects.create("keys", {"STORE_KEY": "opensesame"}, allow_existing=True)
     first = spec(run, tmp_path, "environment", gpu=("H100", "a100-80gb"), timeout_s=3600, secrets=("keys",))
@@ -98,6 +99,7 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
     assert f"{HOME}/tests/entrypoints.py" in files and not [f for f in files if f.endswith(".pyc")]
 
 
+@pytest.mark.slow
 def test_an_image_of_ones_own(platform, run, tmp_path) -> None:
     before = set(platform.server.images)
     ModalExecutor(image="nvcr.io/nvidia/cuda:13.0.1-devel-ubuntu24.04").launch_replicas(
@@ -186,6 +188,7 @@ def test_preemptions_are_no_crashes(platform, executor, run, tmp_path) -> None:
     assert executor.collect([handle], timeout=WAIT_S)[0].ok
 
 
+@pytest.mark.slow
 def test_it_leaves_before_its_time_limit_to_be_started_again(executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "polite", timeout_s=4)])
     (result,) = executor.collect([handle], timeout=WAIT_S)
@@ -193,6 +196,7 @@ def test_it_leaves_before_its_time_limit_to_be_started_again(executor, run, tmp_
     assert len(marks(tmp_path, "left", "r00.1")) == 1
 
 
+@pytest.mark.slow
 def test_who_does_not_leave_is_ended_by_modal(executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "stubborn", timeout_s=4)])
     (result,) = executor.collect([handle], timeout=WAIT_S)
@@ -216,6 +220,7 @@ def test_of_two_calls_of_one_launch_one_runs(platform, executor, run, tmp_path) 
     assert state(executor, handle) is State.RUNNING and len(marks(tmp_path, "start", "r00.1")) == 1
 
 
+@pytest.mark.slow
 def test_an_old_attempt_that_begins_late_goes(platform, executor, run, tmp_path) -> None:
     platform.hold(True)
     (old,) = executor.launch_replicas([spec(run, tmp_path, "waits")])
@@ -258,10 +263,8 @@ def check_after_death(platform: ModalPlatform, run: str, folder: Path, specs: li
     until(lambda: platform.live() == 0, "something was orphaned")
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["FunctionMap", *(pytest.param(m, marks=pytest.mark.slow) for m in ("AppPublish", "DictUpdate"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["FunctionMap", "AppPublish", "DictUpdate"])
 def test_a_launcher_that_dies_at_its_worst_moment(platform, run, tmp_path, moment) -> None:
     """After the request was done and before anybody heard of it: deployed, not spawned; spawned, not noted; …"""
     specs = [spec(run, tmp_path, "waits", f"r0{i}") for i in range(2)]
@@ -293,6 +296,7 @@ def test_a_launcher_killed_at_ten_random_moments(platform, tmp_path) -> None:
 # -------------------------------------------------------------------- the way there
 
 
+@pytest.mark.slow
 def test_short_trouble_is_nothing_and_long_trouble_is_stale(platform, executor, run, tmp_path) -> None:
     platform.refuse("FunctionMap", 2)
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "waits")])
@@ -313,6 +317,7 @@ def test_a_service_that_is_away_is_told_before_anything_is_started(platform, run
         platform.executor().launch_replicas([spec(run, tmp_path, "waits")])
 
 
+@pytest.mark.slow
 def test_results_that_modal_has_lost(platform, executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "returns")])
     call = platform.server.calls[handle.native]
@@ -321,6 +326,7 @@ def test_results_that_modal_has_lost(platform, executor, run, tmp_path) -> None:
     assert executor.poll([handle])[0].state is State.LOST
 
 
+@pytest.mark.slow
 def test_more_log_lines_than_one_answer_holds(platform, executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "returns")])
     executor.collect([handle], timeout=WAIT_S)
@@ -334,6 +340,7 @@ def test_more_log_lines_than_one_answer_holds(platform, executor, run, tmp_path)
     assert executor.logs(handle, 3) == executor.logs(handle)[-3:] == list(executor.follow(handle, 3))
 
 
+@pytest.mark.slow
 def test_following_from_the_tail_tells_nothing_older(platform, executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "speaks", kwargs={"lines": 100, "pause_at": 80})])
     until(lambda: executor.logs(handle, 1) == ["line 79"], "it did not speak")
@@ -411,6 +418,7 @@ def test_an_image_that_cannot_be_built(platform, executor, run, tmp_path) -> Non
     assert executor.find(run) == [] and platform.live() == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_from_inside(executor, run) -> None:
     with S3Server(access_key="SOMEBODY") as s3:
         modal.Secret.objects.create("refused", {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint}, allow_existing=True)
@@ -420,6 +428,7 @@ def test_a_store_that_cannot_be_reached_from_inside(executor, run) -> None:
     assert "from inside modal" in result.reason and result.reason in result.tail
 
 
+@pytest.mark.slow
 def test_code_that_does_not_import_in_the_container(platform, executor, run, tmp_path) -> None:
     executor.launch_replicas([spec(run, tmp_path, "returns", "r09")])  # deploys
     for function in platform.server.functions.values():
@@ -510,6 +519,7 @@ def test_modal_run_starts_shows_and_can_be_left(platform, executor, run, bucket,
     check_run(downloaded(run, tmp_path / "bucket"), 3)
 
 
+@pytest.mark.slow
 def test_modal_run_says_what_is_wrong_before_anything_is_rented(platform, bucket, tmp_path) -> None:
     done = example("--run", f"file://{tmp_path}/run", "--secret", "keys")
     assert done.returncode == 1 and "replicas on modal cannot reach it" in done.stderr and not list(tmp_path.iterdir())

@@ -147,6 +147,7 @@ def test_the_example_reaches_the_end_without_the_project_in_any_container(
     check_run(downloaded(run, tmp_path / "bucket"), 12)
 
 
+@pytest.mark.slow
 def test_the_last_words_of_a_supervisor_that_cannot_start(
     platform,
     executor,

@@ -136,6 +136,7 @@ def test_nothing_is_purged_while_somebody_may_live(platform, run, bucket, tmp_pa
     assert platform.server.deployed(app_name(run)) is not None
 
 
+@pytest.mark.slow
 def test_a_call_that_begins_after_the_purge_goes(platform, executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "waits")])
     started(tmp_path)
@@ -152,6 +153,7 @@ def test_what_is_kept_of_a_run_inside_modal_is_named() -> None:
     assert where_run_stays("s3://b/r") == "the run itself stays in s3://b/r"
 
 
+@pytest.mark.slow
 def test_a_run_inside_modal_outlives_its_purge(platform, tmp_path, capsys, bucket) -> None:
     url = "modal://lab/first"
     found = founded(url, bucket, tmp_path, fleet={"replicas": 1, "min_replicas": 1})
@@ -172,7 +174,7 @@ def test_a_run_inside_modal_outlives_its_purge(platform, tmp_path, capsys, bucke
 ASKED = ("DictGetOrCreate", "DictContents", "AppCreate", "AppPublish", "FunctionGet", "FunctionMap", "DictUpdate")
 
 
-@pytest.mark.parametrize("method", ASKED)
+@pytest.mark.parametrize("method", [ASKED[0], *(pytest.param(m, marks=pytest.mark.slow) for m in ASKED[1:])])
 def test_a_second_without_modal_is_waited_out_wherever_a_launch_meets_it(
     platform, run, tmp_path, method, monkeypatch
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_second_without_modal_is_waited_out_wherever_a_launch_meets_it(
     assert platform.server.requests[method] > asked + TRIES and len(marks(tmp_path, "start", "r00.1")) == 1
 
 
+@pytest.mark.slow
 def test_a_launch_without_an_answer_is_nobodys_fault(platform, run, tmp_path, monkeypatch) -> None:
     """Three ends by a replica's own fault in a row end a run; a service that was away is none of them."""
     made = ModalExecutor()
@@ -198,6 +201,7 @@ def test_a_launch_without_an_answer_is_nobodys_fault(platform, run, tmp_path, mo
     assert (status.state, status.stale) == (State.LOST, False) and "gave no answer to its launch" in status.reason
 
 
+@pytest.mark.slow
 def test_a_container_waits_out_a_second_without_modal(platform, run, tmp_path) -> None:
     made = ModalExecutor()
     platform.hold(True)
@@ -215,6 +219,7 @@ def diloco(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_command_waits_out_a_second_without_modal_and_longer_trouble_is_no_mistake_of_the_user(
     platform, run, bucket, tmp_path, capsys, monkeypatch
 ) -> None:

@@ -67,6 +67,7 @@ def versions(platform: ModalPlatform, run: str) -> int:
 # -------------------------------------------------------------------- deploys
 
 
+@pytest.mark.slow
 def test_a_foreground_run_deploys_once_for_its_publisher_and_its_gpus(platform, run, bucket, tmp_path) -> None:
     """GPUs are launched when the model is there: the functions for both are made before either."""
     found = founded(run, bucket, tmp_path)
@@ -86,6 +87,7 @@ def test_a_foreground_run_deploys_once_for_its_publisher_and_its_gpus(platform, 
     assert versions(platform, run) == 1, "the publisher's calls met a second deploy"
 
 
+@pytest.mark.slow
 def test_nothing_is_deployed_while_nothing_is_missing(platform, executor, run, tmp_path) -> None:
     (first,) = executor.launch_replicas([spec(run, tmp_path, "waits")])
     started(tmp_path)
@@ -94,6 +96,7 @@ def test_nothing_is_deployed_while_nothing_is_missing(platform, executor, run, t
     assert state(executor, first) is State.RUNNING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["packages", "a secret that was made anew", "an app that was stopped"])
 def test_what_has_changed_is_deployed(platform, run, tmp_path, change) -> None:
     modal.Secret.objects.create("mine", {"WORD": "old"}, allow_existing=True)
@@ -322,6 +325,7 @@ def download(hub: Hub, run: str, slot: str, **more: Any) -> ReplicaSpec:
     return ReplicaSpec(run, slot, entrypoint="huggingface_hub:hf_hub_download", kwargs=kwargs, env=env, **more)
 
 
+@pytest.mark.slow
 def test_what_one_container_took_from_the_hub_the_next_one_has(platform, run, hub) -> None:
     made = ModalExecutor(hub_cache="weights")
     for slot in ("r00", "r01", "r02"):
@@ -333,6 +337,7 @@ def test_what_one_container_took_from_the_hub_the_next_one_has(platform, run, hu
     assert version == 2, "version 1 is for five writers at most"
 
 
+@pytest.mark.slow
 def test_without_a_cache_each_container_takes_it_from_the_hub(platform, run, hub) -> None:
     made = ModalExecutor()
     for slot in ("r00", "r01"):
@@ -343,6 +348,7 @@ def test_without_a_cache_each_container_takes_it_from_the_hub(platform, run, hub
     assert hub.sent == 2
 
 
+@pytest.mark.slow
 def test_a_container_that_dies_while_it_downloads_leaves_no_half_file_to_others(platform, run, hub) -> None:
     """What it had by then is committed in the background, under a name of its own."""
     made, hub.stalls = ModalExecutor(hub_cache="torn"), True
@@ -357,6 +363,7 @@ def test_a_container_that_dies_while_it_downloads_leaves_no_half_file_to_others(
     assert folder.stat().st_size <= len(hub.body) // 2, "the torn file is there, and nobody reads it"
 
 
+@pytest.mark.slow
 def test_a_cache_that_somebody_deleted_is_made_again(platform, run, hub) -> None:
     made = ModalExecutor(hub_cache="gone")
     assert made.collect(made.launch_replicas([download(hub, run, "r00")]), timeout=WAIT_S)[0].ok

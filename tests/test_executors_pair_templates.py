@@ -111,6 +111,7 @@ def replay_run(tmp_path: Path) -> tuple[InnerConfig, dict[str, Path], Path]:
     return config, {"pairs": tmp_path / "pairs.jsonl"}, tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_the_look_on_the_laptop_finds_it(replay_run: tuple[InnerConfig, dict[str, Path], Path]) -> None:
     config, files, folder = replay_run
     assert "pair p7: this model's chat template cannot write it" in rehearse(config, files, folder, time_s=60.0).refused

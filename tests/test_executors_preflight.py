@@ -318,7 +318,16 @@ def made(mistake: Mistake, folder: Path) -> None:
         (folder / "run.toml").write_text("\n".join([*kept, *added, ""]))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.name)
+SLOW = {  # each plan of them runs the reward in a process of its own; the others that do are enough for every day
+    "a reward that wants a column that no prompt has", "a reward that ends the process",
+    "a reward that imports what is not here", "a reward that returns NaN",
+    "a typo that shows when the reward is called",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.name in SLOW else ()) for m in MISTAKES]
+)
 def test_a_mistake_is_refused_on_every_platform_without_torch(folder: Path, mistake: Mistake) -> None:
     made(mistake, folder)
     argvs = [[*where(executor, folder), *mistake.argv] for executor in mistake.on]
@@ -377,6 +386,7 @@ def test_a_partition_that_sinfo_does_not_list_is_refused_by_plan(folder: Path) -
     assert "this cluster has no partition 'gpus'; did you mean gpu?" in refused(told, folder)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_the_platform_has_not_is_refused_by_plan(folder: Path) -> None:
     modal, sky = (
         [*where(executor, folder), "--gpu", gpu] for executor, gpu in (("modal", "H9000"), ("sky", "H9000:1"))
@@ -428,6 +438,7 @@ def deletion(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["local", *FAR])
 def test_a_place_without_the_sandbox_that_an_environment_needs(deletion: Path, executor: str) -> None:
     """Whether the laptop itself has bubblewrap matters to replicas on the laptop alone."""
@@ -565,6 +576,7 @@ def test_a_model_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert "not checked: offline (Name or service not known)" in known("me/mine-xyz", unreachable)
 
 
+@pytest.mark.slow
 def test_a_network_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     never = threading.Event()

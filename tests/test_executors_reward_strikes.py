@@ -50,6 +50,7 @@ def score(completions, **columns):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_reward_that_always_raises_ends_the_run_after_three_strikes_with_words_that_help(tmp_path: Path) -> None:
     """Before: six lines of our own traceback, and advice to mend a file that `resume` would never have read."""
@@ -128,6 +129,7 @@ def test_a_reward_that_fails_in_every_session_after_some_batches_ends_the_run(tm
     assert any("! the reward failed: " in text and " 1 of 3 times in a row, again in " in text for text in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_reward_that_is_away_and_comes_back_ends_nothing(tmp_path: Path) -> None:
     """Before: three starts within seconds, and the end of the run."""

@@ -201,6 +201,7 @@ def test_a_killed_replica_is_replaced_and_no_step_is_lost(tmp_path, executor):
     assert supervisor_of(run.store) is None
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_launches_nobody(tmp_path, executor):
     run = found(tmp_path, steps=1)
     assert supervisor_for(run, executor).supervise().code == 0
@@ -236,6 +237,7 @@ def test_a_crash_loop_ends_after_three_starts(tmp_path, executor):
     assert launched.count("r00") <= 3 and launched.count("r01") <= 3
 
 
+@pytest.mark.slow
 def test_interrupted_replicas_leave_and_the_same_run_goes_on(tmp_path, executor):
     run = found(tmp_path, steps=8)
 
@@ -251,6 +253,7 @@ def test_interrupted_replicas_leave_and_the_same_run_goes_on(tmp_path, executor)
     assert all(c.ok for c in checks(read_report(run.store)))
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills(tmp_path, executor):
     run = found(tmp_path)
 
@@ -263,6 +266,7 @@ def test_a_second_ctrl_c_kills(tmp_path, executor):
     assert "killed" in outcome.text and time.monotonic() - began < 120
 
 
+@pytest.mark.slow
 def test_fewer_replicas_wanted_drains_the_last_slot(tmp_path, executor):
     run = found(tmp_path, replicas=3, steps=8)
 
@@ -275,6 +279,7 @@ def test_fewer_replicas_wanted_drains_the_last_slot(tmp_path, executor):
     assert [(x.name, x.how) for x in report.sessions] == [("r00-1", "done"), ("r01-1", "done"), ("r02-1", "left")]
 
 
+@pytest.mark.slow
 def test_replicas_outlive_their_supervisor_and_the_next_adopts_them(tmp_path, executor):
     run = found(tmp_path, steps=25)
     code = f"from {HERE} import supervise; supervise({run.url!r})"
@@ -311,6 +316,7 @@ def run_config(run: Run, folder: Path) -> RunConfig:
     return RunConfig.from_dict(run.record.config, folder)
 
 
+@pytest.mark.slow
 def test_stop_kills_what_does_not_leave(tmp_path, executor):
     run, said = found(tmp_path, replicas=1), []
     supervisor = supervisor_for(run, executor, "replica_that_hangs")
@@ -333,6 +339,7 @@ def test_a_supervisor_of_its_own_rebuilds_its_executor_from_the_bucket(tmp_path,
     assert read_report(run.store).of_kind("launched") == []
 
 
+@pytest.mark.slow
 def test_a_supervisor_of_its_own_brings_a_run_to_its_end(tmp_path, capsys):
     run = found(tmp_path, steps=3)
     write_control(run.store, SystemClock(), places=[{"executor": "local", "options": {"preload": [HERE], "cores": 1}}])

@@ -115,7 +115,14 @@ def test_log_to_is_in_run_json_where_there_is_any(tmp_path) -> None:
     assert words[3:7] == ["track", "s3://b/mine", "--to", "wandb"] and "--follow" in words and "sums" in words
 
 
-@pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 9)", "import sys; sys.exit('no login')", "0"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.kill(os.getpid(), 9)",
+        pytest.param("import sys; sys.exit('no login')", marks=pytest.mark.slow),
+        pytest.param("0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_ends_as_it_would_whatever_its_tracker_does(tmp_path, monkeypatch, code) -> None:
     monkeypatch.setattr(tracking, "track_command", lambda url, log: [sys.executable, "-c", code])
     run = toys.found(tmp_path, log={"to": ["tensorboard"]})

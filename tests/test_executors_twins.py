@@ -221,6 +221,7 @@ def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path
     assert "the log has launches, and nothing of them lives" in told and "nobody ever ran here" not in told
 
 
+@pytest.mark.slow
 def test_stop_says_so_if_the_platform_keeps_something_alive(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
     monkeypatch.setattr("executors.supervision.shutdown.CANCELLED_S", 3.0)
     run = founded(tmp_path, s3, n=1)

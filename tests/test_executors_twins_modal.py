@@ -28,6 +28,7 @@ def calls(platform, run: str) -> list:
     return [c for c in found if c.function.definition.implementation_name == "replica"]
 
 
+@pytest.mark.slow
 def test_a_second_call_notes_itself_and_is_told_once(platform, executor, run, tmp_path) -> None:
     executor.launch_replicas([spec(run, tmp_path, "returns", "r09")])
     platform.hold(True)
@@ -81,6 +82,7 @@ def test_a_sweep_of_a_run_that_modal_never_saw_finds_nothing(platform, executor)
     assert executor.sweep("s3://bucket/never") == []
 
 
+@pytest.mark.slow
 def test_costs_count_a_second_call_and_stop_proves_zero(
     platform, run, bucket, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

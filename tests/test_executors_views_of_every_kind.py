@@ -93,7 +93,7 @@ def test_a_run_whose_steps_were_collected_is_seen(tmp_path: Path, capsys: pytest
     assert files_of(run) == before
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("after", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3))])
 def test_a_publisher_that_is_killed_leaves_the_run_as_it_was(tmp_path: Path, after: int) -> None:
     run = PuppetRun(tmp_path)
     run.rounds(3)

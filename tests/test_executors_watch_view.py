@@ -506,6 +506,7 @@ def test_half_written_records_and_odd_log_lines_are_passed_over_and_counted() ->
 # -------------------------------------------------------------------- a real terminal
 
 
+@pytest.mark.slow
 def test_in_a_real_terminal_it_draws_resizes_leaves_at_once_and_puts_the_terminal_back(tmp_path) -> None:
     """One process, killed and started again: the bucket is as it was."""
     _, store = founded(tmp_path)

@@ -175,6 +175,7 @@ def test_the_first_look_shows_the_newest_steps_and_the_second_all_of_them() -> N
     assert [chunk["first"] for n in range(3) for chunk in [json.loads(looks.files[f"{n}.json"])]] == [0, 100, 200]
 
 
+@pytest.mark.slow
 def test_ten_minutes_of_a_page_cost_a_request_per_second_however_many_look() -> None:
     """Browsers read files; only looks ask the bucket."""
     run = long_run(30, 32)

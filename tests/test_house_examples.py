@@ -37,6 +37,7 @@ def test_quickstart() -> None:
     assert "Verdict: PASS" in said
 
 
+@pytest.mark.slow
 def test_quickstart_names_what_helps(tmp_path: Path) -> None:
     said = ran("examples/qwen_05b_quickstart/run.py", "--model", str(tmp_path / "nothing"), code=1)
     assert "could not be loaded" in said and "--model tiny" in said and "Traceback" not in said

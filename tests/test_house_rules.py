@@ -7,7 +7,7 @@ no circle of files, also not through imports inside functions
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,10 +17,10 @@ LARGE: dict[str, str] = {}
 CALLS_BY_POSITION = {"_encode", "_add"}  # Triton kernels
 
 
-def _trees() -> Iterator[tuple[Path, ast.Module]]:
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
+@cache
+def _trees() -> list[tuple[Path, ast.Module]]:
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in paths]
 
 
 def test_a_public_class_name_means_one_class() -> None:

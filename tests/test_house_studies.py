@@ -103,6 +103,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_all_arms_take_the_same_samples_and_begin_at_the_same_model(small: Path) -> None:
     curves = {arm: replicas.run(WORLDS["text"], small, Trial(arm, 7)) for arm in ("alone", "linked-4", "fleet-2-5")}
     assert {arm: curve[-1][0] for arm, curve in curves.items()} == {"alone": 32, "linked-4": 8, "fleet-2-5": 15}
@@ -110,6 +111,7 @@ def test_all_arms_take_the_same_samples_and_begin_at_the_same_model(small: Path)
     assert all(curve[-1][1] < curve[0][1] for curve in curves.values())
 
 
+@pytest.mark.slow
 def test_the_root_rule_goes_further_where_replicas_disagree(small: Path) -> None:
     agreeing, strangers = torch.ones(4), torch.eye(4)
     assert effective_step.disagreement(agreeing, [agreeing] * 4) == 1

@@ -229,6 +229,7 @@ def test_importing_inner_imports_neither_torch_nor_trl() -> None:
     assert run_python("import inner; print(sorted(inner.__all__) == sorted(inner._HOME))") == "True"
 
 
+@pytest.mark.slow
 def test_without_trl_everything_else_works() -> None:
     code = """
 import sys

@@ -68,7 +68,7 @@ def batch_shape(batch_size: int, accumulated: int, **more: Any) -> dict[str, Any
 # Groups
 
 
-@pytest.mark.parametrize("objective", ["dr_grpo", "grpo", pytest.param("dapo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("objective", ["dr_grpo", *(pytest.param(o, marks=pytest.mark.slow) for o in ("grpo", "dapo"))])
 def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str) -> None:
     """batch_size 2, num_generations 8: the same completions, advantages and gradient as with batch_size 8."""
     config = {"grpo": {"objective": objective, "dynamic_sampling": 0}, "sampling": {"num_generations": 8}}
@@ -127,6 +127,7 @@ def test_what_would_tear_a_group_apart_is_refused() -> None:
 # Tokens of "rollout"
 
 
+@pytest.mark.slow
 def test_the_tokens_of_rollout_count_alike_however_the_step_is_cut() -> None:
     """The same eight rollouts as 8 x 1, 4 x 2 and 2 x 4: one gradient, in float64."""
     varied = {"sampling": {"num_generations": 2, "temperature": 2.0}}

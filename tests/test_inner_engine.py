@@ -74,6 +74,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 # ---------------------------------------------------------------------- what is sent
 
 
+@pytest.mark.slow
 def test_with_lora_the_engine_gets_merged_copies_and_the_base_keeps_its_bits(engines: list[FakeLLM]) -> None:
     loop = build(**LORA, sampling={"max_completion_length": 2, "max_tool_calling_iterations": 0})
     base = base_digest(loop.model)
@@ -231,6 +232,7 @@ class Listener:
         self.said += [text] if event == "warning" else []
 
 
+@pytest.mark.slow
 def test_ratios_are_in_the_log_and_a_large_share_without_weight_warns_once(engines: list[FakeLLM]) -> None:
     loop = build()
     loop.report_to(host := Listener())

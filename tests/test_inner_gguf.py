@@ -59,6 +59,7 @@ def test_its_parameters_are_counted_from_its_header_and_it_is_not_on_the_hub(tmp
     assert "m.gguf' is a file of this machine" in fault
 
 
+@pytest.mark.slow
 def test_a_fleet_trains_from_it_and_every_replica_starts_from_the_same_bits(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     fleet = Fleet(tmp_path, inner={"model": str(tmp_path / "m.gguf")}, fleet={"replicas": 2, "steps": 2})

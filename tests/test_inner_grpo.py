@@ -40,6 +40,7 @@ def questions(loop: Any) -> list[list[str]]:
     return asked
 
 
+@pytest.mark.slow
 def test_stop_is_asked_after_every_inner_step_and_training_goes_on() -> None:
     loop = build()
     steps: list[int] = []
@@ -119,9 +120,9 @@ def test_metrics_popped_in_a_hook_have_the_current_step() -> None:
 @pytest.mark.parametrize(
     ("settings", "boundary"),
     [
-        ({}, 1),
-        ({"gradient_accumulation_steps": 2}, 1),
-        ({"grpo": {"steps_per_generation": 2, "num_iterations": 2}}, 4),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({"gradient_accumulation_steps": 2}, 1, marks=pytest.mark.slow),
+        pytest.param({"grpo": {"steps_per_generation": 2, "num_iterations": 2}}, 4, marks=pytest.mark.slow),
         ({"gradient_accumulation_steps": 2, "grpo": {"steps_per_generation": 2, "num_iterations": 2}}, 2),
     ],
 )
@@ -162,6 +163,7 @@ def test_samples_count_accumulated_batches() -> None:
     assert set(divisors) == {2}
 
 
+@pytest.mark.slow
 def test_warm_up_of_a_life_and_of_the_run() -> None:
     def rates(**kwargs: Any) -> list[float]:
         loop = build(**kwargs)

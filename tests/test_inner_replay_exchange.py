@@ -426,6 +426,7 @@ BROKEN = [httpx.ConnectError, httpx.ReadError, httpx.ReadTimeout, httpx.RemotePr
 ERRORS = st.sampled_from([*BROKEN, httpx.DecodingError, ValueError, RecursionError, KeyError, OSError])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(STATUSES, HEADERS, BODIES) | ERRORS, min_size=1, max_size=6), st.integers(0, 6))
 def test_the_books_hold_whatever_the_endpoint_sends(tmp_path: Path, outcomes: list[Any], fitting_calls: int) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from inner.backends import monarch as actors
 from inner.backends.monarch.rounds import (
     Carried,
     Round,
@@ -107,6 +109,7 @@ def test_rounds_without_self_teacher_with_accumulation_and_dynamic_sampling() ->
     assert equal(again.weights, rounds[1].weights)
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_travels(tmp_path: Path) -> None:
     config = make_config(lora={"r": 2})
     publish_model(config, tmp_path)
@@ -206,3 +209,22 @@ def test_padding_and_ends() -> None:
     assert pad_left([[1, 2, 3]], 9, 4)[0].tolist() == [[9, 1, 2, 3]]
     assert until_end([4, 7, 5, 7], [7]) == [4, 7] and until_end([4, 5], [7]) == [4, 5]
     assert until_end([7, 7], [7, 8]) == [7] and until_end([], [7]) == []
+
+
+# -------------------------------------------------------------------- the package
+
+
+@pytest.mark.skipif(find_spec("monarch") is not None, reason="torchmonarch is installed")
+def test_without_torchmonarch_an_actor_names_the_extra_and_not_the_other_package() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"TrainerActor needs torchmonarch, .*serverless-diloco\[monarch\]"):
+        _ = actors.TrainerActor
+
+
+def test_every_name_of_the_package_is_there_where_torchmonarch_is() -> None:
+    for name in actors.__all__:
+        try:
+            assert getattr(actors, name).__name__ == name
+        except ModuleNotFoundError as missing:
+            assert (missing.name or "").partition(".")[0] == "monarch" and find_spec("monarch") is None
+    with pytest.raises(AttributeError, match="no attribute 'MonarchExecutor'"):
+        _ = actors.MonarchExecutor

@@ -365,6 +365,7 @@ def test_rows_through_a_device_buffer_are_the_same(name: str, monkeypatch: pytes
     assert decoded(get_codec(name), straight, x.size).any()
 
 
+@pytest.mark.slow
 def test_encoding_needs_memory_for_pieces_only() -> None:
     program = (
         "import sys, resource, numpy as np; from rendezvous.codecs import get_codec\n"
@@ -418,6 +419,7 @@ def run_python(program: str, *arguments: str, capability: str | None = None) -> 
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_every_cpu_decodes_to_the_same_bits(tmp_path: Path) -> None:
     """The same bodies, decoded and accumulated with other vector units and by the kernels of one pass; bodies are the
     same too, except topk's, whose levels are means."""

@@ -48,6 +48,7 @@ def test_dense_codecs_train_like_fp32(name: str) -> None:
     assert train(name, True)[0] == pytest.approx(train("fp32", False)[0], rel=0.05)
 
 
+@pytest.mark.slow
 def test_topk_with_feedback_reaches_the_loss_of_fp32_and_without_does_not() -> None:
     (exact, exact_bytes), (fed, fed_bytes), (unfed, _) = train("fp32", False), train("topk", True), train("topk", False)
     assert exact < 0.002

@@ -512,6 +512,7 @@ def busy(seed: int) -> Schedule:
     return replace(plan, rules=replace(plan.rules, snapshot_every=1 + seed % 2), pause=max(plan.pause, 0.003))
 
 
+@pytest.mark.slow
 def test_the_promises_hold_while_everybody_collects() -> None:
     """Readers that stall are collected under, collectors are killed between two deletes: nobody averages a gap."""
     results = [sim.run(busy(seed)) for seed in range(120)]

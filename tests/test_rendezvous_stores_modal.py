@@ -356,6 +356,7 @@ def test_a_deleted_register_does_not_come_back(server: ModalServer, fresh: Calla
     assert fresh().get("run.json") is None
 
 
+@pytest.mark.slow
 def test_sixteen_processes_restore_at_the_same_time(server: ModalServer, fresh: Callable[[], ModalStore]) -> None:
     store = fresh()
     for n in range(30):

@@ -35,7 +35,7 @@ COSTS_OF = {"supervisor": 2, "control": 2, "beat": 1, "log": 6, "sessions": 7}
 
 @dataclass(frozen=True)
 class AskedSoFar:
-    """What was asked for, and when, by (kind, slot); "" for no slot.   log_steps: slot -> its beat's step then."""
+    """Requests and their times, by (kind, slot); "" for no slot.   log_steps: slot -> its beat's step then."""
 
     at: Mapping[tuple[str, str], float]
     log_steps: Mapping[str, int]
@@ -64,7 +64,7 @@ def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) 
 
 
 def items_of(focus: Focus, report: Report) -> list[tuple[str, str]]:
-    """What a look with this focus has asked for."""
+    """The (kind, slot) pairs that a look with this focus asks for."""
     slots = report.wanted.slot_names
     found = [("control", "")] * focus.control + [("supervisor", "")] * focus.supervisor
     found += [("beat", slot) for slot in slots if focus.reads_beat(slot)]

@@ -41,7 +41,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Spending:
-    """What the run has cost, as executors reckon it.   hours: with any replica running."""
+    """The run's cost, as executors reckon it.   hours: with any replica running."""
 
     usd: float = 0.0
     hours: float = 0.0

@@ -1,4 +1,4 @@
-"""What a person must hear of a run, as data: one detector per kind, in one table.  Pure; no torch here.
+"""Everything that a person must hear of a run, as data: one detector per kind, in one table.  Pure; no torch here.
 
     Report, now, Spending ──▶ find_troubles ──▶ [Trouble, …]     `diloco status`, `diloco watch`, `--alert URL`
 

@@ -29,9 +29,7 @@ from diloco.config import RunConfig, load_config
 from diloco.replica import share_of
 from diloco.seeds import derive_seed
 from inner import Seeds, Teacher, ToolWorld, publish_model
-from inner.backends.monarch.actors import ReplicaPlan
-from inner.backends.monarch.replica import Replica
-from inner.backends.monarch.rounds import read_weights, write_weights
+from inner.backends.monarch import Replica, ReplicaPlan, read_weights, write_weights
 from inner.build import load_start
 
 CLIENTS = 2  # TeacherReplayActors
@@ -50,7 +48,7 @@ def main() -> None:
 
 
 def make_plan(config: RunConfig, slot: str, folder: Path, teachers: list[Teacher]) -> ReplicaPlan:
-    """What the actors are made from; the order of the data and all noise follow from the slot alone."""
+    """The plan that the actors are made from; the order of the data and all noise follow from the slot alone."""
     seeds = Seeds(derive_seed(config.seed, slot), derive_seed(config.seed, slot, "noise"), share=share_of(config, slot))
     return ReplicaPlan(
         config=config.inner.to_dict(),

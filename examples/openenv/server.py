@@ -96,7 +96,7 @@ class Arithmetic(MCPEnvironment):
         return Observation(metadata={"error": "only tools here", "error_kind": "invalid_args"})
 
     async def step_async(self, action: Any, timeout_s: float | None = None, **given: Any) -> Observation:
-        """What a WebSocket session calls."""
+        """A session over WebSocket calls this."""
         if self._over:  # a rubric would give the episode's score again
             return Observation(done=True, metadata={"error": "the episode is over", "error_kind": "refused"})
         seen = await super().step_async(action, timeout_s=timeout_s, **given)

@@ -33,7 +33,7 @@ def diloco(*words: str) -> list[str]:
 
 
 def changes(seed: int, alone: bool) -> list[str]:
-    """What differs from run.toml.   alone: one replica takes as many samples as all of the fleet."""
+    """The settings that differ from run.toml.   alone: one replica takes as many samples as all of the fleet."""
     found = [f"seed={seed}"]
     if torch.cpu.get_capabilities().get("amx_bf16"):
         found.append("inner.autocast=bfloat16")

@@ -9,7 +9,7 @@ WIDTH = 72
 
 
 def check_lines(trial: Trial, reward: str) -> list[str]:
-    """What `diloco check` prints.   reward: its name in the config."""
+    """The text that `diloco check` prints.   reward: its name in the config."""
     shortest, longest = trial.tokens
     how = "through the model's chat template" if trial.template else "as plain text"
     lines = [f"{trial.prompts} prompts of {shortest} to {longest} tokens, {how}"]

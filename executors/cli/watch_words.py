@@ -284,7 +284,7 @@ def number_words(value: float) -> str:
 
 
 def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
-    """What was seen, and the next thing to do: in one line where there is room, else in two."""
+    """The finding, and the next thing to do: in one line where there is room, else in two."""
     lines = list[str]()
     for found in troubles:
         about = f"{found.slot}: " if found.slot else ""

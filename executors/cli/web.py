@@ -39,7 +39,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Door:
-    """Who is answered.   hosts: names that a Host header may have.   token: "" on loopback."""
+    """The clients that are answered.   hosts: names that a Host header may have.   token: "" on loopback."""
 
     port: int
     hosts: frozenset[str] = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -83,7 +83,7 @@ class FollowedWeights:
 
 
 class WeightsFollower:
-    """What one reader has.   emit("weights_refused", step=…, text=…): why something was not taken."""
+    """The weights that one reader holds.   emit("weights_refused", step=…, text=…): why something was not taken."""
 
     def __init__(self, store: Store, emit: Callable[..., None] = no_emit) -> None:
         self._store = store

@@ -50,7 +50,7 @@ class NotFinite(RendezvousError):
 
 @dataclass
 class _Found:
-    """What is to be written of θ_t.   parent: digest of what the bodies go on; "": nothing."""
+    """The write of θ_t that is due.   parent: digest of what the bodies go on; "": nothing."""
 
     t: int
     base: str
@@ -118,7 +118,7 @@ class WeightsWriter:
         self._read.wait()
 
     def drain(self) -> None:
-        """What was closed is written: the replica goes."""
+        """Wait until all that was closed is written: the replica goes."""
         self._reading.drain()
         self._uploads.drain()
 

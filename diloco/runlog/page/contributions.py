@@ -1,4 +1,4 @@
-"""Who contributed to each outer step, a letter per slot.  Pure.
+"""The contributors to each outer step, a letter per slot.  Pure.
 
     step      0 1 2 3 4
     r00       f f f f f      f  fresh: listed by this step's own commit      g  the same, its weight lowered by the gate

@@ -35,7 +35,7 @@ OUTER = (*NUMBERS, "outer_lr")
 
 @dataclass(frozen=True)
 class Beside:
-    """What a page shows beside its report.   costs: as `diloco costs --json`.   early, late: rollouts.
+    """All that a page shows beside its report.   costs: as `diloco costs --json`.   early, late: rollouts.
 
     troubles: found in the report, worst first.   read_at: slot -> when its beat was read.   partial: more is to come.
     stale: "", or since when there is nothing new.   poll_s: seconds until a page asks again, 0: never.

@@ -1,4 +1,4 @@
-"""What each event of a log means, for somebody who meets it first.  A page shows events of these kinds alone.
+"""The meaning of each event of a log, for somebody who meets it first.  A page shows events of these kinds alone.
 
     {"event": "fenced", "slot": "r01"} ──▶ "A newer session holds its slot; this one's later uploads are ignored."
 

@@ -52,7 +52,7 @@ class DeletionTask:
 
 
 def load_task(text: str) -> DeletionTask:
-    """What `dump` wrote.   Raises InnerError."""
+    """Read the file that `dump` wrote.   Raises InnerError."""
     try:
         found = json.loads(text)
         return DeletionTask(**{**found, "tests": [HiddenTest(**test) for test in found["tests"]]})
