@@ -84,6 +84,7 @@ def status_of(url: str) -> str:
     return "\n".join(status_table(read_report(open_store(url)), time.time()))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     tmp_path: Path, disk: Callable[[int], Disk]

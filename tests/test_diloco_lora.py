@@ -233,6 +233,7 @@ def test_one_replica_with_a_plain_outer_step_is_trl_with_peft(tmp_path: Path) ->
     check_equal_to_plain(tmp_path, grpo(lr=5e-3), steps=6, sync_every=2, task=world_task())
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_kl_term_is_the_base_and_no_copy_of_the_adapter(tmp_path: Path) -> None:
     inner = grpo()
     publish_start(inner, tmp_path)

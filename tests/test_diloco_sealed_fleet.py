@@ -129,6 +129,7 @@ def test_an_outsider_writes_forged_records_and_none_counts(tmp_path: Path, key: 
         assert all(log.count(k) <= 1 for k in told), "each is told once"
 
 
+@pytest.mark.slow
 def test_a_forged_commit_ends_every_replica_for_good(tmp_path: Path, key: dict[str, str]) -> None:
     fleet = Fleet(tmp_path, environ=key, **SLOW)
     fleet.start_all()

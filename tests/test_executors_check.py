@@ -64,6 +64,7 @@ def test_it_scores_the_rows_answers_the_given_text_and_nothing(
     assert found == [[("answer", 1.0), ("given", float(n == 1)), ("empty", 0.0)] for n in range(3)]
 
 
+@pytest.mark.slow
 def test_several_rewards_are_tried_as_their_weighted_sum(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The second says nothing of the empty reply: the first alone counts there, as in training."""
     second = "def brief(completions, **_):\n    return [1.0 if c[0]['content'] else None for c in completions]\n"

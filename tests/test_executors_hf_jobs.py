@@ -474,6 +474,7 @@ def test_a_cancellation_that_the_hub_did_not_hear_is_asked_again(hub, executor, 
     assert hub.count("POST", "/cancel$") == 3
 
 
+@pytest.mark.slow
 def test_lines_come_once_however_the_stream_breaks(hub, executor, tmp_path) -> None:
     kwargs = {"folder": str(tmp_path), "lines": 40, "pause_at": 20}
     handle = only(executor.launch_replicas([spec("speaks", kwargs=kwargs)]))

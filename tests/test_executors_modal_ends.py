@@ -174,7 +174,8 @@ def test_a_run_inside_modal_outlives_its_purge(platform, tmp_path, capsys, bucke
 ASKED = ("DictGetOrCreate", "DictContents", "AppCreate", "AppPublish", "FunctionGet", "FunctionMap", "DictUpdate")
 
 
-@pytest.mark.parametrize("method", [ASKED[0], *(pytest.param(m, marks=pytest.mark.slow) for m in ASKED[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ASKED)
 def test_a_second_without_modal_is_waited_out_wherever_a_launch_meets_it(
     platform, run, tmp_path, method, monkeypatch
 ) -> None:

@@ -159,6 +159,7 @@ def test_the_micro_batches_of_an_inner_step(
     assert step_in_generation(micro, accumulated, per_generation, served) == expected
 
 
+@pytest.mark.slow
 def test_stale_steps_of_rollout_count_alike_as_well() -> None:
     """One generation of 16 for two inner steps: 8 x 1 against 2 x 4 micro-batches, the first step's gradient."""
     whole, torn = (

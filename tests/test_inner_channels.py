@@ -194,7 +194,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "all" else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "plain" else pytest.mark.slow) for case in CASES]
 )
 def test_each_weight_reaches_the_gradient_of_an_inner_step(case: str) -> None:
     """Twice the weight, twice the term's share, and the shares add up."""
