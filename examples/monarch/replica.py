@@ -38,6 +38,7 @@ CLIENTS = 2  # TeacherReplayActors
 def main() -> None:
     given = arguments()
     config = load_config(given.config)
+    config = replace(config, fleet=replace(config.fleet, replicas=given.replicas))  # each slot reads its share of rows
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monarch-")))
         world = ToolWorld(config.inner.toolworld.kinds, config.inner.toolworld.names)
