@@ -21,14 +21,14 @@ Not promised: that a beating slot makes progress, or that a silent one is dead.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rendezvous import layout
 from rendezvous.background import Emit, Parts, no_emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
-from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, WireError, new_nonce
+from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, Spent, WireError, new_nonce
 from rendezvous.rules import LARGE_FLEET, STARTING, Peer, Timing, beat_age, may_be_decided
 from rendezvous.store import Readable, Store, put_once
 
@@ -39,7 +39,10 @@ SUCCESSOR_BEATS = 4  # no supervisor launches one before this slot has been sile
 JITTER = 0.8  # of a period: a look is due although a sleep was a little short
 
 # The settings that a control record overrides by naming them.
-FOLDED = ("replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep")
+FOLDED = (
+    "replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep",
+    "spent",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Wanted:
     """The operator's present wishes.   universe: the most replicas ever wanted (all slots that can exist).
 
     former: places that stood in earlier records.   highest_quorum: the most that min_replicas ever was.
-    places, max_usd, max_hours, allow_unknown_price, until, keep: as in Control.
+    places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
     """
 
     replicas: int = 0
@@ -63,6 +66,7 @@ class Wanted:
     allow_unknown_price: bool = False
     until: float = 0.0
     keep: str = ""
+    spent: Spent = field(default_factory=Spent)
     former: tuple[dict[str, Any], ...] = ()
     highest_quorum: int = 1
 

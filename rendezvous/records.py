@@ -351,12 +351,27 @@ class Leave(Record):
 
 
 @dataclass(frozen=True)
+class Spent:
+    """A run's bill as its supervisor had it at `at`, for a reader who finds the log gone.
+
+    rate: US dollars per hour that go on, at most until `until`.   logged: events of logs that it is made of.
+    """
+
+    usd: Usd = 0.0
+    hours: Hours = 0.0
+    rate: Usd = 0.0
+    at: UnixTime = 0.0
+    until: UnixTime = 0.0
+    logged: Count = 0
+
+
+@dataclass(frozen=True)
 class Control(Record):
     """The operator's wishes; absent fields leave things as they are.
 
     places: where replicas run, in the words of who launches them (executors/platforms/multi.py); opaque here.
     max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
-    names a later one; 0 for none.   keep: to this `diloco gc` has collected.
+    names a later one; 0 for none.   keep: to this `diloco gc` has collected.   spent: so far, beside a lease.
     """
 
     kind = "control"
@@ -376,10 +391,11 @@ class Control(Record):
     allow_unknown_price: bool | None = None
     until: Annotated[float, Within(0, 1e12)] | None = None
     keep: Word | None = None
+    spent: Spent | None = None
 
     def written_fields(self) -> dict[str, Any]:
-        """Without `keep` where nobody collected."""
-        return {name: value for name, value in vars(self).items() if name != "keep" or value is not None}
+        """Without `keep` where nobody collected, and without `spent` where nothing is rented."""
+        return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
 
 
 @dataclass(frozen=True)

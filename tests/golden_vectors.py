@@ -125,6 +125,9 @@ def one_of_each() -> dict[str, records.Record]:
         ),
         "leave/r00-2.json": records.Leave("r00", 2, 8, "c" * 32, "done", "n3", 2.5),
         "control/000000.json": records.Control(0, "n4", 3.0, replicas=3, steps=40, min_replicas=2, max_usd=12.5),
+        "control/000001.json": records.Control(
+            1, "n9", 4.0, until=1804.0, spent=records.Spent(1.5, 0.25, 8.0, at=4.0, until=1804.0, logged=3)
+        ),
         "alive/r00.json": records.Beat("r00", 2, 17, "train", 8, 3, 0.25, 4.0, "host", 4711),
         "seal.json": Seal("5ea1", 5.0),
         "run.json": RunRecord({"outer": {"lr": 0.7}}, {"outer": {"codec": "fp32", "lr": 0.7}}, {}, "n5", 6.0),

@@ -3,6 +3,7 @@
 import json
 import time
 from bisect import bisect_left
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from diloco.session import Session as ReplicaLife
 from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
 from rendezvous.clock import SystemClock
 from rendezvous.membership import Wanted, write_control
-from rendezvous.records import Beat
+from rendezvous.records import Beat, Spent
 from rendezvous.rules import Timing
 from rendezvous.stores.memory import MemoryStore
 
@@ -201,6 +202,51 @@ def test_who_ends_when_told_to_does_not_pass_the_budget():
         seconds = range(int(11.0 / rate * HOUR))
         at = bisect_left(seconds, True, key=lambda s: bool(over(TEN, spent(rate * s / HOUR, rate))))
         assert 0 < at < len(seconds) and rate * (at + END_S - 1) / HOUR <= 10.0
+
+
+# -------------------------------------------------------------------- a log that is gone
+
+
+def told(*events: dict, sessions=(), **spent_) -> Report:
+    """A report whose newest control record has the bill."""
+    return replace(report(*events, sessions=sessions), wanted=Wanted(spent=Spent(**spent_)))
+
+
+LEASE = event("lease", 900.0)
+LOST_LOGS = [
+    # what the log still shows                    the record: usd, rate, of events   hours   usd
+    ([launched(), LEASE], (1.0, 4.0, 1), 1.0, 4.0),  # all of it: the log counts alone
+    ([launched(), event("ended", 450.0), LEASE], (1.0, 4.0, 2), 1.0, 0.5),  # also where it says that less was billed
+    ([LEASE], (1.0, 4.0, 1), 1.0, 1.0),  # the launch is gone from it
+    ([LEASE, launched(1800.0, attempt=2)], (1.0, 4.0, 1), 1.0, 3.0),  # and what came later counts on top
+    ([launched()], (1.0, 4.0, 1), 1.0, 4.0),  # it may have gone on since, at that rate, until the lease was over
+    ([], (1.0, 4.0, 1), 0.5, 2.0),
+    ([], (1.0, 4.0, 1), 9.0, 3.0),
+    ([], (1.0, 0.0, 1), 9.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("events", "record", "hours", "usd"), LOST_LOGS)
+def test_what_was_spent_is_known_without_the_log(events, record, hours, usd):
+    (known, rate, logged) = record
+    found = costs(told(*events, usd=known, rate=rate, at=T + 900.0, until=T + 2700.0, logged=logged), T + hours * HOUR)
+    assert found.usd == pytest.approx(usd) and json.loads(json.dumps(found.to_dict()))["usd"] == pytest.approx(usd)
+
+
+def test_hours_are_known_without_the_log_too():
+    found = costs(told(LEASE, hours=20.0, rate=1.0, at=T + 900.0, until=T + 2700.0, logged=1), T + HOUR)
+    assert found.hours == pytest.approx(20.0) and over(Budget(max_hours=20.0), found)
+
+
+def test_a_session_of_which_nothing_tells_is_refused_and_not_free():
+    gone = costs(report(sessions=[session(ended=900.0, how="left")]), T + HOUR)
+    assert gone.usd == 0.0 and gone.untold == ("r00-1",)
+    assert "r00-1" in launch_refusal(TEN, gone, [4.0]) and "--allow-unknown-price" in launch_refusal(TEN, gone, [4.0])
+    assert not launch_refusal(NONE, gone, [4.0]) and not launch_refusal(Budget(10.0, 0.0, True), gone, [4.0])
+    assert not costs(told(sessions=[session()], at=T, until=T + 1.0), T + HOUR).untold, "the record has it"
+    assert not costs(report(launched(), sessions=[session()]), T + HOUR).untold
+    assert not costs(report(sessions=[session(host="laptop")]), T + HOUR).untold, "not rented"
+    assert not costs(report(sessions=[session(host="supervisor/r00.2")]), T + HOUR).untold, "it fenced the slot off"
 
 
 # -------------------------------------------------------------------- the lease, on the replica's side

@@ -376,6 +376,25 @@ def test_the_run_ends_before_its_budget_is_passed(tmp_path):
     assert all(j.code == exitcodes.LEFT and j.cancels == 0 for j in world.cloud.jobs.values())  # by themselves
 
 
+@pytest.mark.parametrize("overwritten", [False, True])
+@pytest.mark.parametrize("seconds", [100, 1700])  # a bill of one lease, and of several
+def test_whoever_removes_the_supervisor_s_log_gets_none_of_the_money_back(tmp_path, overwritten, seconds):
+    world = World(tmp_path, max_usd=10.0)
+    world.started()
+    world.pass_time(seconds)
+    before = world.usd()
+    logs = [key for key in world.run.store.list(layout.LOGS) if "supervisor" in key]
+    for key in logs:
+        world.run.store.put(key, b"nothing\n") if overwritten else world.run.store.delete([key])
+    assert before <= world.usd() <= before + 2.0, "that lease and no more"
+    beats = sum(job.beats for job in world.cloud.jobs.values())
+    world.another()
+    world.pass_time(7200)
+    assert world.outcome is not None and "max_usd = 10" in world.outcome.text
+    later = (sum(job.beats for job in world.cloud.jobs.values()) - beats) * 8.0 / 3600 * 4.0  # what the cloud bills
+    assert 7.0 < before + later <= 10.0
+
+
 def test_max_hours_ends_it_too_even_where_nothing_costs(tmp_path):
     world = World(tmp_path, max_hours=0.5)
     world.cloud.price = 0.0

@@ -314,6 +314,12 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
         price = "unknown" if any(b.usd_per_hour is None for b in bills) else f"{usd:.2f}"
         now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
         rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
+    if spent.unlogged:
+        rows.append(
+            f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  a control record has it, the log is gone"
+        )
+    if spent.untold:
+        rows.append(f"  the log of their launch is gone, so nobody knows what these cost: {', '.join(spent.untold)}")
     each = f", ${spent.usd / report.head:.3f} each" if report.head and spent.usd else ""
     steps = f"; {report.head} outer steps{each}"
     head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"

@@ -1,7 +1,8 @@
 """Minds a run's budget for its supervisor: asks prices, refuses launches, renews the lease.
 
-    log ──▶ costs ──▶ may this be launched?      must the run end?
-                └───▶ control: until = …         replicas leave by themselves once that has passed
+    log ──▶ costs ──▶ may this be launched?         must the run end?
+                └───▶ control: until = …, spent = … replicas leave by themselves once that has passed; and what was
+                                                    spent is known also when the log has gone
 
 Every replica that costs money has a lease, with a budget or without one, unless its place says otherwise
 (`--no-lease`): when the supervisor dies, no replica bills for ever.  Without a budget it only refuses unknown prices.
@@ -15,9 +16,11 @@ from collections.abc import Sequence
 from diloco.runlog.report import Report
 from executors.platforms.base import ExecutorError, ReplicaSpec, ServerlessExecutor
 from executors.platforms.multi import Place, place_of
-from executors.supervision.costs import Budget, Costs, costs, launch_refusal, lease, over
+from executors.supervision.costs import Budget, Costs, billed_events, costs, launch_refusal, lease, over
+from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
-from rendezvous.membership import Wanted, write_control
+from rendezvous.membership import write_control
+from rendezvous.records import Spent
 from rendezvous.store import Store
 
 JITTER_S = 5.0
@@ -32,12 +35,15 @@ class SpendLimit:
         clock: Clock,
         executor: ServerlessExecutor,
         places: Sequence[Place],
+        *,
         former: Sequence[Place] = (),
+        emit: Emit = no_emit,
     ) -> None:
         """former: where the run lived before; what still runs there bills, and keeps its lease."""
         self._store = store
         self._clock = clock
         self._executor = executor
+        self._emit = emit
         self._places = places
         somewhere_else = any(p.executor != "local" for p in (*places, *former))
         self._leases = all(p.lease for p in places) and somewhere_else
@@ -53,12 +59,12 @@ class SpendLimit:
         spent = self.spent(report) if budget.limited or self._leases else Costs()
         if not budget.limited and not (self._leases and (spent.rented or until)):
             if until:
-                write_control(self._store, self._clock, until=0.0)
+                self._write_lease(report, spent, until=0.0, rate=0.0)
             return ""
         if why := over(budget, spent):
-            write_control(self._store, self._clock, until=self._clock.wall())
+            self._write_lease(report, spent, until=self._clock.wall(), rate=spent.rate_soon)
             return why
-        self._renew_lease(report.wanted, spent, spent.rate_soon)
+        self._renew_lease(report, spent, spent.rate_soon)
         return ""
 
     def refuses(self, report: Report, specs: Sequence[ReplicaSpec]) -> str:
@@ -69,7 +75,7 @@ class SpendLimit:
         spent = self.spent(report) if leased else Costs()
         why = launch_refusal(budget, spent, prices)
         if not why and leased:
-            self._renew_lease(report.wanted, spent, spent.rate_soon + sum(p or 0.0 for p in prices))
+            self._renew_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices))
         return why
 
     def _price_per_hour(self, spec: ReplicaSpec) -> float | None:
@@ -82,10 +88,16 @@ class SpendLimit:
             self._prices[kind] = plan.usd_per_hour
         return self._prices[kind]
 
-    def _renew_lease(self, wanted: Wanted, spent: Costs, rate: float) -> None:
+    def _renew_lease(self, report: Report, spent: Costs, rate: float) -> None:
         """Earlier at once; later only when half of it is over."""
         now = self._clock.wall()
-        until = wanted.until
-        due = lease(Budget.of(wanted), spent, now, rate)
+        until = report.wanted.until
+        due = lease(Budget.of(report.wanted), spent, now, rate)
         if due < until - JITTER_S or (due > until + JITTER_S and until - now < (due - now) / 2):
-            write_control(self._store, self._clock, until=due)
+            self._write_lease(report, spent, until=due, rate=rate)
+
+    def _write_lease(self, report: Report, spent: Costs, *, until: float, rate: float) -> None:
+        at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
+        told = Spent(spent.usd, spent.hours, rate, at=at, until=until, logged=len(billed_events(report)))
+        write_control(self._store, self._clock, until=until, spent=told)
+        self._emit("lease", until=until, usd=spent.usd)

@@ -22,11 +22,14 @@ from typing import Any
 from diloco.runlog.report import SUPERVISOR, Report, SessionSummary
 from executors.platforms.base import Plain
 from executors.supervision.slot_state import native_of
-from rendezvous.membership import Wanted
+from rendezvous.membership import Wanted, launch_of
 from rendezvous.records import Beat
+
+Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
 
 BEGINS = ("launched", "found")
 ENDS = ("lost", "ended")
+WAITS = ("pending", "running")  # for a machine, and no more
 END_S = 60.0  # from "leave now" until nobody runs: a last offer, the goodbye, a kill if need be
 LEASE_S = 1800.0  # a fleet that nobody looks after bills no longer than this
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
@@ -66,14 +69,19 @@ class Bill(Plain):
 
 @dataclass(frozen=True)
 class Costs:
-    """hours: of the clock, in which anybody was billed for."""
+    """hours: of the clock, in which anybody was billed for.   unlogged: US dollars of which only control records tell.
+
+    untold: sessions on rented machines of which neither does.
+    """
 
     bills: tuple[Bill, ...] = ()
     hours: float = 0.0
+    unlogged: float = 0.0
+    untold: tuple[str, ...] = ()
 
     @property
     def usd(self) -> float:
-        return sum(b.usd for b in self.bills)
+        return sum(b.usd for b in self.bills) + self.unlogged
 
     @property
     def rate(self) -> float:
@@ -109,7 +117,9 @@ class Costs:
             "hours": self.hours,
             "per_slot": self.per_slot(),
             "per_executor": self.per_executor(),
+            "usd_unlogged": self.unlogged,
             "unknown_price": sorted({b.slot for b in self.unknown}),
+            "unknown_sessions": list(self.untold),
             "bills": [{**b.to_dict(), "usd": b.usd} for b in self.bills],
         }
 
@@ -128,16 +138,56 @@ def costs(report: Report, now: float | None = None) -> Costs:
     """now: Unix time (default: that of the newest sign of life)."""
     now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
     bills = list[Bill]()
-    spans = list[tuple[float, float]]()
-    for events in _per_launch(report.events).values():
+    priced = list[tuple[float, Spans]]()
+    for events in _per_launch(billed_events(report)).values():
         ended = _end_time(events, _goodbye_time(_newest_session(report.sessions, events[0]), report.beats))
         billed = _billed_spans(events, now if ended is None else ended)
-        bills.append(_make_bill(events, ended, sum(to - since for since, to in billed)))
-        spans += billed
-    return Costs(tuple(sorted(bills, key=lambda b: (b.slot, b.attempt))), _union_length(sorted(spans)) / 3600)
+        bills.append(_make_bill(events, ended, _length(billed)))
+        priced.append((bills[-1].usd_per_hour or 0.0, billed))
+    usd, hours = _sums_since(float("-inf"), priced)
+    told_usd, told_hours = _told_by_record(report, priced, now)
+    bills.sort(key=lambda b: (b.slot, b.attempt))
+    return Costs(tuple(bills), max(hours, told_hours), max(0.0, told_usd - usd), _untold_sessions(report, bills))
 
 
-def _per_launch(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
+def billed_events(report: Report) -> list[Mapping[str, Any]]:
+    """What supervisors wrote down that a bill is made of."""
+    kinds = (*BEGINS, *ENDS, *WAITS)
+    return [e for e in report.events if e["who"].startswith(SUPERVISOR) and e["event"] in kinds]
+
+
+def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
+    """(US dollars, hours) as the newest control record has them, where the log lacks something that it is made of.
+
+    They grow as the log shows.  One that shows nothing since the record may be gone: then at the record's rate.
+    """
+    spent = report.wanted.spent
+    heard = any(e["who"].startswith(SUPERVISOR) and e["at"] >= spent.at for e in report.events)
+    if heard and sum(e["at"] <= spent.at for e in billed_events(report)) >= spent.logged:
+        return 0.0, 0.0
+    usd, hours = _sums_since(spent.at, priced)
+    if not heard and spent.rate:
+        unseen = max(0.0, min(now, spent.until) - spent.at) / 3600
+        usd, hours = max(usd, spent.rate * unseen), max(hours, unseen)
+    return spent.usd + usd, spent.hours + hours
+
+
+def _sums_since(at: float, priced: Sequence[tuple[float, Spans]]) -> tuple[float, float]:
+    """(US dollars, hours of the clock) that launches were billed for since then."""
+    later = [(price, [(max(at, since), to) for since, to in spans if to > at]) for price, spans in priced]
+    union = _union_length(sorted(span for _, spans in later for span in spans))
+    return sum(price * _length(spans) for price, spans in later) / 3600, union / 3600
+
+
+def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
+    """Sessions that claimed their slot from a rented machine after the last record, and whose launch no log shows."""
+    billed = {f"{b.executor}/{b.slot}.{b.attempt}" for b in bills}
+    told_until = max(report.wanted.spent.at, report.wanted.spent.until)
+    rented = [x for x in report.sessions if launch_of(x.host, x.slot) and not x.host.startswith(f"{SUPERVISOR}/")]
+    return tuple(x.name for x in rented if x.host not in billed and x.claimed > told_until)
+
+
+def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
     """(slot, attempt, id on its platform) -> its launch and what came after, in the order of time.
 
     A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
@@ -147,15 +197,13 @@ def _per_launch(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str
     newest: dict[str, int] = {}
     process: dict[tuple[str, int], str] = {}
     for e in events:
-        if not e["who"].startswith(SUPERVISOR):
-            continue
         slot = e["slot"]
         native = native_of(e)
         if e["event"] in BEGINS:
             newest[slot] = e.get("attempt", 1)
             process[slot, newest[slot]] = native or ""
             found.setdefault((slot, newest[slot], native or ""), [e])
-        elif e["event"] in ("pending", "running", *ENDS):
+        else:
             launch = (slot, e.get("attempt", newest.get(slot, 0)))
             key = (*launch, process.get(launch, "") if native is None else native)
             if key in found:
@@ -220,7 +268,11 @@ def _make_bill(events: Sequence[Mapping[str, Any]], ended: float | None, seconds
     )
 
 
-def _union_length(spans: Sequence[tuple[float, float]]) -> float:
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(to - since for since, to in spans)
+
+
+def _union_length(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of sorted intervals."""
     total = 0.0
     until = float("-inf")
@@ -254,6 +306,11 @@ def launch_refusal(budget: Budget, spent: Costs, prices: Sequence[float | None])
     """Why replicas at these prices per hour may not be launched; "" if they may."""
     if None in prices and not budget.allow_unknown_price:
         return "nobody knows the price of what would be launched; --allow-unknown-price launches it all the same"
+    if budget.max_usd and spent.untold and not budget.allow_unknown_price:
+        return (
+            f"nobody knows what {', '.join(spent.untold)} cost: the log of their launch is gone, so max_usd = "
+            f"{budget.max_usd:g} cannot be kept. Restore the objects below log/, or add --allow-unknown-price"
+        )
     new = sum(p or 0.0 for p in prices)
     return _limit_passed(budget, spent, spent.rate_soon + new, "starting this", new * BOOT_S / 3600)
 

@@ -129,7 +129,9 @@ class Supervisor:
         self._trouble_since: float | None = None
         self._said_at = float("-inf")  # when we last spoke of it
         former = former_places(wanted.former)
-        self._spend_limit = SpendLimit(self.run.store, self.clock, self.executor, self.places, former)
+        self._spend_limit = SpendLimit(
+            self.run.store, self.clock, self.executor, self.places, former=former, emit=self.emit
+        )
         self._trackers = tracker_child(
             self.run, self.clock, lambda text: self.emit("warning", kind="trackers", text=text)
         )
