@@ -96,6 +96,13 @@ class Cloud:
     def end(self, slot: str, code: int | None, state: State = State.FAILED) -> None:
         self._over(self.job(slot), state, code)
 
+    def finish(self, slot: str) -> None:
+        """Its replica has taken the last step that was wanted, and says goodbye."""
+        job = self.job(slot)
+        if job.alive or self.start(job):
+            self._beat(job, "left")
+        self._over(job, State.SUCCEEDED, exitcodes.DONE)
+
     def live(self, seconds: float, each: Callable[[], Any] = lambda: None, step: float = 1.0) -> None:
         for _ in range(int(seconds / step)):
             self.clock.sleep(step)

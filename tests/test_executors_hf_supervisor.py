@@ -81,6 +81,23 @@ def test_two_supervisors_at_once_launch_nobody_twice(tmp_path: Path, hub, s3) ->
     assert {e["handle"]["native"] for e in booked} == set(hub.jobs), "and all of them are billed"
 
 
+def test_jobs_that_were_cancelled_on_the_hubs_page_are_replaced(tmp_path: Path, hub, s3) -> None:
+    """One that ran and one in the queue.  Before: CANCELLED for ever, without a word."""
+    run = founded(tmp_path, s3, n=2)
+    run.store.put(layout.MODEL_MANIFEST, b"{}")
+    supervisor = idle(URL)
+    wait_for(
+        lambda: supervisor.tick() is None and "RUNNING" in {j.stage for j in hub.jobs.values()}, lambda: outputs(hub)
+    )
+    hub.held = True
+    for job in list(hub.jobs.values()):
+        hub.cancel(job)
+    wait_for(lambda: supervisor.tick() is None and len(hub.jobs) >= 4, lambda: outputs(hub))
+    newest = {j.asked["labels"]["slot"]: j.asked["labels"]["attempt"] for j in hub.jobs.values()}
+    assert newest == {"r00": "2", "r01": "2"}
+    assert {e["reason"] for e in read_report(run.store).of_kind("lost")} == {"cancelled, and not by this run"}
+
+
 def test_a_goodbye_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
     run = founded(tmp_path, s3, n=1)
     lease = Lease.seize(run.store, SystemClock())

@@ -11,13 +11,16 @@ from executors.cli.status import status_table
 from executors.platforms.base import State
 from executors.platforms.multi import Place
 from executors.supervision.costs import END_S, LEASE_S, costs
+from executors.supervision.remarks import all_troubles
 from executors.supervision.reward_waits import reward_waits
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slot_state import past
+from executors.supervision.unserved import unserved
 from rendezvous import layout
 from rendezvous.errors import Fenced
 from rendezvous.membership import claim, launch_of, newest_claim, read_control, write_control
 from tests.cloud import CloudExecutor
+from tests.test_rendezvous_keeping import fill
 from tests.world import Beating, World
 
 
@@ -278,6 +281,84 @@ PASTS = [
 def test_the_past_of_a_slot_from_the_log(events, expected):
     found = past(events)["r00"]
     assert (found.attempt, found.strikes.losses, found.strikes.failures, found.state) == expected
+
+
+# -------------------------------------------------------------------- a wanted slot is served, or it is said why not
+
+
+def test_replicas_that_finished_alone_are_started_again_for_more_steps(world):
+    """Before: an exit code 0 that nobody had counted was a DONE of the steps that are wanted now, in silence."""
+    world.started()
+    world.supervisor.lease.beat("left")
+    fill(world.run.store, 6)
+    for slot in ("r00", "r01"):
+        world.cloud.finish(slot)
+    write_control(world.run.store, world.clock, steps=8)
+    world.another()
+    world.pass_time(5)
+    assert {("r00", 2), ("r01", 2)} <= set(world.cloud.jobs) and not world.told("lost")
+    assert {e["why"] for e in world.told("launched")[-2:]} == {"it ended well, and more outer steps are wanted"}
+
+
+def test_a_replica_that_ends_as_the_run_does_is_not_started_again(world):
+    """The report is read after the platform was asked, so it has the commit that the replica ended for."""
+    world.started()
+    ask = world.supervisor.slots.ask
+
+    def ends_meanwhile():
+        fill(world.run.store, 6)
+        for slot in ("r00", "r01"):
+            world.cloud.finish(slot)
+        return ask()
+
+    world.supervisor.slots.ask = ends_meanwhile
+    world.tick()
+    world.tick()
+    assert world.outcome is not None and world.outcome.code == exitcodes.DONE
+    assert set(world.cloud.jobs) == {("r00", 1), ("r01", 1)}
+
+
+def test_who_ends_well_again_and_again_before_the_run_does_is_given_up(world):
+    world.started()
+    while world.outcome is None:
+        world.cloud.finish("r00")
+        world.pass_time(20)
+    assert "ended 10 times in a row before its work counted" in world.outcome.text
+
+
+def test_a_job_that_somebody_else_cancelled_is_a_loss(world):
+    """Before: CANCELLED for ever, and when all were, a supervisor that stood there at $0.00 and said nothing."""
+    world.started()
+    world.cloud.end("r00", None, State.CANCELLED)
+    world.cloud.end("r01", exitcodes.LEFT, State.CANCELLED)
+    world.pass_time(10)
+    assert {("r00", 2), ("r01", 2)} <= set(world.cloud.jobs)
+    assert [e["reason"] for e in world.told("lost")] == ["cancelled, and not by this run"] * 2
+    world.cloud.begin("r00")
+    world.another()
+    world.cloud.end("r00", None, State.CANCELLED)  # and this end is seen by nobody who was there
+    world.another()
+    world.pass_time(10)
+    assert ("r00", 3) in world.cloud.jobs
+
+
+def test_a_wanted_slot_that_is_not_started_says_why(world):
+    world.started()
+    write_control(world.run.store, world.clock, max_usd=0.5)
+    world.pass_time(3)
+    world.cloud.price = 400.0
+    world.supervisor._spend_limit._prices.clear()
+    world.cloud.end("r01", None, State.LOST)
+    world.pass_time(100)
+    assert not [t for t in status_table(world.report(), world.clock.wall()) if "neither running" in t]
+    world.pass_time(40)
+    (line,) = [t for t in status_table(world.report(), world.clock.wall()) if "neither running" in t]
+    assert "r01 for 2 min" in line or "r01 for 1" in line
+    assert "max_usd" in line
+    assert [t.kind for t in all_troubles(world.report(), world.clock.wall()) if t.kind == "slot_unserved"]
+    write_control(world.run.store, world.clock, max_usd=0.0)
+    world.pass_time(5)
+    assert not unserved(world.report(), world.clock.wall())
 
 
 # -------------------------------------------------------------------- smaller and larger

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run
-from diloco.runlog.report import read_report
+from diloco.runlog.report import Report, read_report
 from executors.platforms.multi import Place
 from executors.supervision.costs import costs
 from executors.supervision.plan import Limits
@@ -58,8 +58,11 @@ class World:
         self.pass_time(3)
         return self
 
+    def report(self) -> Report:
+        return read_report(self.run.store)
+
     def told(self, *events: str) -> list[dict]:
-        return read_report(self.run.store).of_kind(*events)
+        return self.report().of_kind(*events)
 
     def usd(self) -> float:
         return costs(read_report(self.run.store), self.clock.wall()).usd

@@ -8,8 +8,9 @@
                                   Wait      not now, and why
                                   GiveUp    starting it again would change nothing
 
-A slot is one replica's place.  A replica that ended well (DONE), or because we asked, is never started again; nor is
-a slot that a newer generation holds, as long as that one beats.  A platform may restart a process by itself: while it
+A slot is one replica's place.  While the run has steps left, a wanted slot whose process has ended is started again,
+however it ended: DONE was said of fewer steps, and a cancel that nobody of this run asked for is a loss.  A slot that a
+newer generation holds is left alone as long as that one beats.  A platform may restart a process by itself: while it
 says RUNNING, the slot is its business until `restart_grace_s` of silence; then it is ended first, or fenced, and only
 then started again.  A replica that waits for a machine (PENDING) is not silent.
 
@@ -148,8 +149,6 @@ def _action_for(desired: Desired, s: Observation, now: float, limits: Limits) ->
         return _about_running(desired, s, limits)
     if desired.done or desired.ending or s.slot not in desired.slots:
         return None
-    if s.exit_code == exitcodes.DONE or (s.state is State.CANCELLED and s.replacing_s is None):
-        return None
     if s.holder == "beating":
         return Wait(s.slot, "a process that was launched elsewhere holds it")
     if s.holder == "unknown":
@@ -203,6 +202,10 @@ def _end_in_words(s: Observation) -> str:
         return "ended because it was silent"
     if s.exit_code == exitcodes.FENCED:
         return "fenced by a generation that is silent now"
+    if s.exit_code == exitcodes.DONE:
+        return "it ended well, and more outer steps are wanted"
+    if s.state is State.CANCELLED:
+        return "cancelled, and not by this run"
     return s.reason if s.exit_code is None and s.reason else describe_exit(s.exit_code)
 
 

@@ -18,6 +18,7 @@ from executors.platforms.full_disk import found_room, full_words
 from executors.supervision.costs import costs
 from executors.supervision.outage import open_outages
 from executors.supervision.reward_waits import reward_waits
+from executors.supervision.unserved import unserved
 from rendezvous.records import Beat
 
 LOUD = {
@@ -44,6 +45,11 @@ def platform_silent(report: Report, now: float) -> list[Trouble]:
     return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
 
 
+def slot_unserved(report: Report, now: float) -> list[Trouble]:
+    advice = "`diloco logs RUN supervisor` has its words; `diloco resume RUN` where no supervisor lives"
+    return [trouble("slot_unserved", text, advice, step=report.head) for text in unserved(report, now)]
+
+
 def alerts_failed(report: Report, now: float) -> list[Trouble]:
     """The newest alert that a webhook was to hear did not reach it."""
     newest = report.of_kind("alerted", "alert_failed")[-1:]
@@ -58,6 +64,7 @@ DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
     "disk_full": disk_full,
     "reward_failed": reward_failed,
     "platform_silent": platform_silent,
+    "slot_unserved": slot_unserved,
     "alerts_failed": alerts_failed,
 }
 

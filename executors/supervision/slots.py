@@ -13,6 +13,7 @@ Not promised: what became of a launch while its platform did not answer; the las
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from diloco import exitcodes
 from diloco.launch import Run
@@ -71,17 +72,20 @@ class Slots:
     def anybody(self) -> bool:
         return bool(self.replaced or self.twins) or any(t.running for t in self.all())
 
-    def look(self, report: Report) -> None:
+    def ask(self) -> dict[Handle, Status]:
+        """Ask the platforms, before the report is read: then an end is judged by a report that is younger than it."""
+        handles = [*(t.handle for t in self.all() if t.handle is not None and t.running), *self.replaced]
+        return dict(zip(handles, self.outages.poll(self.executor, handles), strict=True))
+
+    def look(self, report: Report, statuses: Mapping[Handle, Status]) -> None:
         if self._past is None:
             self._look_back(report)
         for slot in report.wanted.slot_names:
             if slot not in self.by_slot:
                 self.by_slot[slot] = self._new_state(slot)
-        known = [(t, t.handle) for t in self.all() if t.handle is not None and t.running]
-        handles = [*(h for _, h in known), *self.replaced]
-        statuses = dict(zip(handles, self._poll(handles), strict=True))
+        known = [(t, t.handle) for t in self.all() if t.handle in statuses and t.running]
         for state, handle in known:
-            if not (status := statuses[handle]).stale:
+            if handle is not None and not (status := statuses[handle]).stale:
                 self._adopt_older_process(state, status.handle)
                 self._note_status(state, status, report)
         for slot, beat in report.beats.items():
@@ -95,9 +99,6 @@ class Slots:
                 self._wanted_again(state, report)
             elif not state.running and not report.done:
                 state.forget()
-
-    def _poll(self, handles: Sequence[Handle]) -> list[Status]:
-        return self.outages.poll(self.executor, handles)
 
     def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
         """Another process than we thought runs this launch: an older one, whose answer was lost."""
@@ -149,7 +150,7 @@ class Slots:
         found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.url) if h.slot != SUPERVISOR}
         launches |= found
         self.twins = {h: float("-inf") for h in opened if launches[h.slot, h.attempt].native != h.native}
-        statuses = self._poll(list(launches.values()))
+        statuses = self.outages.poll(self.executor, list(launches.values()))
         best = {s.handle.slot: s for s in sorted(statuses, key=lambda s: (not s.state.ended, s.handle.attempt))}
         self._past = before
         self._found = best
@@ -185,13 +186,15 @@ class Slots:
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
         """An end.  One that nobody asked for is a loss, counted from zero if its session had brought something."""
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
-        asked_to_end = status.state is State.CANCELLED or (
-            status.exit_code == exitcodes.LEFT and self._was_asked_to_leave(state, report)
-        )
-        if state.replacing_at is None and (asked_to_end or status.state is State.SUCCEEDED):
-            return self.emit("ended", **end_fields(status))
+        asked = report.done or self._was_asked_to_end(state, report)
+        as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
         end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
-        state.strikes = count_end(state.strikes, end)
+        if not asked:
+            state.strikes = count_end(state.strikes, end)
+        if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
+            return self.emit("ended", **end_fields(status))
+        if status.state is State.CANCELLED and state.replacing_at is None:
+            status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
         session = max(sessions, key=lambda x: x.generation, default=None)
         who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
@@ -218,13 +221,14 @@ class Slots:
         own_fault = failed and not by_reward and status.exit_code not in BLAMELESS
         return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
-    def _was_asked_to_leave(self, state: SlotState, report: Report) -> bool:
-        """Was this replica asked to leave, by us or through the bucket?"""
-        return state.draining_at is not None or self.hears(state.slot, report)
+    def _was_asked_to_end(self, state: SlotState, report: Report) -> bool:
+        """Was this replica asked to leave or cancelled for good, by us or through the bucket?"""
+        asked = state.draining_at is not None or (state.cancelled is not None and state.replacing_at is None)
+        return asked or self.hears(state.slot, report)
 
     def hears(self, slot: str, report: Report) -> bool:
         """Does the bucket tell this replica to leave?"""
-        return report.wanted.is_to_leave(slot) or self._lease_over(report)
+        return slot != PUBLISH and (report.wanted.is_to_leave(slot) or self._lease_over(report))
 
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
