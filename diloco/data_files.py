@@ -142,7 +142,12 @@ def _as_json(what: str, where: str, row: Any) -> str:
             "dataset without that column, as Parquet, say, and name the file."
         )
 
-    return json.dumps(row, ensure_ascii=False, default=as_text) + "\n"
+    text = json.dumps(row, ensure_ascii=False, default=as_text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a pair, which JSON can write and UTF-8 cannot
+        text = json.dumps(row, default=as_text)
+    return text + "\n"
 
 
 def _write_once(kind: str, body: bytes) -> Path:

@@ -24,6 +24,7 @@ from inner.lessons import Rollout
 from inner.pair_ids import encode_fitting_pairs
 from inner.process_settings import ProcessSettings, read_head_width
 from inner.prompts import load_prompts
+from inner.rendering import render_ids
 from inner.replay.pairs import training_pairs
 from inner.spans import Turn
 from inner.userfiles import check_syntax, load_object, load_reward, local_file, user_lines
@@ -93,9 +94,7 @@ def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened
-        )
+        return render_ids(tokenizer, messages, opened=opened, tools=tools)
 
     pairs = training_pairs(local_file("pairs", str(config.replay.pairs), files))
     encode_fitting_pairs(

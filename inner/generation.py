@@ -9,17 +9,20 @@ Not promised: several processes, image prompts in the caches.
 """
 
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from trl.rewards.other_rewards import get_soft_overlong_punishment
+from trl.trainer.utils import is_async_callable
 
 from inner.dynamic import refill_groups
 from inner.engine import MASKED, engine_instead, masked_share
 from inner.objectives import check_settings
 from inner.order import Share, prompt_order
+from inner.rendering import render_ids
 from inner.reward_calls import RewardCalls
 from inner.sampler import GenerationSampler, guard_answers
 from inner.spans import Turn, read_turns
@@ -58,7 +61,8 @@ class GenerationTrainer(LeanToolLoop):
             super().__init__(*args, **kwargs)
         self._reward_calls = reward_calls
         call = guard_answers if reward_calls is None else reward_calls.wrap_reward
-        self.reward_funcs = [call(function) for function in self.reward_funcs]
+        self.reward_funcs = [self._with_completion(call(function)) for function in self.reward_funcs]
+        self._completion_column: dict[str, list[Any]] = {}
         self._apply_objective(objective)
         self._turns: list[list[Turn]] | None = None
         self._rewards: list[float] = []
@@ -120,7 +124,24 @@ class GenerationTrainer(LeanToolLoop):
             self._turns = [read_turns(mask, messages) for mask, messages in zip(out[0], out[1], strict=True)]
         return out
 
+    def _with_completion(self, reward: Any) -> Any:
+        """The same reward, with the column `completion`, which TRL keeps back."""
+        if isinstance(reward, nn.Module):
+            return reward
+
+        @wraps(reward, updated=())
+        def sync(**columns: Any) -> Any:
+            return reward(**columns, **self._completion_column)
+
+        @wraps(reward, updated=())
+        async def later(**columns: Any) -> Any:
+            return await reward(**columns, **self._completion_column)
+
+        return later if is_async_callable(reward) else sync
+
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        has = "completion" in inputs[0]
+        self._completion_column = {"completion": [row["completion"] for row in inputs]} if has else {}
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
         if self._reward_calls is not None and self._mode() == "train":
@@ -174,14 +195,4 @@ class GenerationTrainer(LeanToolLoop):
         return norm
 
     def _render_ids(self, messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
-        tokenizer: Any = self.processing_class
-        options: Any = self.chat_template_kwargs
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=opened,
-            chat_template=self.chat_template,
-            **options,
-        )
+        return render_ids(self.processing_class, messages, opened=opened, tools=tools, **self._template_options())

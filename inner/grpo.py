@@ -11,6 +11,7 @@ Quiet: no prints, no progress bars, no reports, no files but a temporary folder 
 Not promised: a second session with the same bits; sampling is seeded by `seeds.noise`.
 """
 
+import copy
 import os
 import tempfile
 import time
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -138,7 +141,7 @@ class GrpoLoop:
             model=model,
             reward_funcs=task.rewards,
             args=trainer_arguments(config, seeds, self._folder),
-            train_dataset=_to_dataset(task.rows),
+            train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
             processing_class=tokenizer,
             optimizers=(self.optimizer, self._schedule),
             environment_factory=task.environment,
@@ -153,6 +156,7 @@ class GrpoLoop:
             reward_calls=self._reward_calls,
             engine_dtype=config.engine_dtype,
         )
+        trainer.train_dataset = Rows(task.rows)
         drop_reference_copy(model)
         return trainer
 
@@ -183,6 +187,20 @@ class GrpoLoop:
         """{"rollouts", "tools"}, {} if there are none."""
         rollouts = self._rollouts.take(n, secrets_here())
         return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
+
+
+class Rows(data.Dataset):
+    """The rows as the file has them, a copy each time.  A `datasets.Dataset` would give the values of a column one
+    type: 7 beside 3.5 became 7.0, and a tool's arguments those of all others with None."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return copy.deepcopy(self._rows[index])
 
 
 class _Watch(TrainerCallback):
@@ -263,9 +281,3 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str) -> POConfi
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-
-
-def _to_dataset(rows: list[dict[str, Any]]) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list(rows)

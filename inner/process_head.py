@@ -28,6 +28,7 @@ from inner.lessons import Rollout
 from inner.precision import uncached_autocast
 from inner.process import ProcessReward, TurnScore
 from inner.process_settings import HEAD_FORM, WHOLE_SEQUENCE_LOSSES, read_head_width
+from inner.rendering import render_ids
 from inner.replay.commands import Key, key_of
 from inner.replay.pairs import count_votes
 from inner.replay.states import TraceState
@@ -225,9 +226,7 @@ def head_examples(
     """Every different action of each state that has answers."""
 
     def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened
-        )
+        return render_ids(tokenizer, messages, opened=opened, tools=tools)
 
     by_state: dict[str, list[TeacherAction]] = defaultdict(list)
     for action in actions:

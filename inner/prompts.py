@@ -17,10 +17,14 @@ from typing import Any
 
 from inner.base import Files, InnerError
 from inner.flat_names import setting_of
+from inner.rendering import text_of
 from inner.task_settings import DataSettings
 from inner.userfiles import local_file
 
 ENCODING = "utf-8-sig"  # spreadsheets put a mark in front of UTF-8, which is no part of the first column's name
+LONGEST_FIELD = 2**31 - 1  # characters of a .csv
+BEYOND = "beyond the header"  # fields of a .csv's row that have no name
+TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 Row = dict[str, Any]
 Numbered = tuple[str, Any]  # where it stands, "line 3" or "row 3", and what was read there
 
@@ -41,6 +45,7 @@ def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: R
         row = _checked_row(name, where, _named_columns(name, where, found, data.columns), first)
         first = first or row
         checked.append(_with_system(name, where, row, data.system))
+        _refuse_other_kind(name, where, checked[-1]["prompt"], checked[0]["prompt"])
     if not checked:
         raise InnerError(f"{name} is empty. It needs rows with a `prompt`.")
     return checked
@@ -56,8 +61,10 @@ def read_rows(name: str, path: Path) -> Iterator[Numbered]:
         raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
     try:
         yield from read(name, path)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise InnerError(f"{name} cannot be read: {error}. Save it again, as UTF-8.") from error
+    except csv.Error as error:
+        raise InnerError(f"{name} is no CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
 
 
 def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
@@ -83,8 +90,9 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
 
 
 def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
+    csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
-        yield from _numbered(csv.DictReader(lines))
+        yield from _numbered(csv.DictReader(lines, restkey=BEYOND))
 
 
 def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
@@ -140,7 +148,53 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
     if first is not None and set(row) != set(first):
         differing = ", ".join(sorted(map(str, set(row) ^ set(first))))
         raise InnerError(f"{name}, {where}: column {differing} is not in every row. Write it everywhere.")
+    _check_columns(name, where, row)
+    for number, message in enumerate(row["prompt"] if isinstance(row["prompt"], list) else (), 1):
+        if fault := _message_fault(message):
+            raise InnerError(f"{name}, {where}: message {number} of the prompt {fault}.")
     return row
+
+
+def _check_columns(name: str, where: str, row: Row) -> None:
+    """Can TRL hand them on under these names?"""
+    if BEYOND in row:
+        raise InnerError(
+            f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Quote texts with commas."
+        )
+    if own := [column for column in TRL_OWN if column in row]:
+        raise InnerError(
+            f"{name}, {where}: column {own[0]!r} has a name under which TRL passes something else to rewards. Give it "
+            f'another: inner.data.columns = {{{own[0]} = "my_{own[0]}"}}.'
+        )
+    if seen := [column for column in ("image", "images") if column in row and (column == "image" or row[column] != [])]:
+        raise InnerError(
+            f"{name}, {where}: column {seen[0]!r} would be shown to the model, which reads text alone. Where it is for "
+            f'the reward only, give it another name: inner.data.columns = {{{seen[0]} = "picture"}}.'
+        )
+
+
+def _message_fault(message: Any) -> str:
+    """ "" or why no chat template can be asked about it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        shown = json.dumps(message, ensure_ascii=False, default=str)[:80]
+        return f'has no `role`: {shown}. Write {{"role": "user", "content": "…"}}'
+    if isinstance(message.get("content"), dict):
+        return "has an object for its content. Write a text there"
+    try:
+        text_of(message.get("content"))
+    except InnerError as error:
+        return f"cannot be read: {error}. Take the part out"
+    return ""
+
+
+def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: str | list[Any]) -> None:
+    """TRL takes a whole batch for what its first prompt is."""
+    if type(prompt) is not type(first):
+        kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
+        raise InnerError(
+            f"{name}, {where}: the prompt is {kinds[0]}, and in the first row it is {kinds[1]}. Write all in one way; "
+            "inner.data.system makes messages of texts."
+        )
 
 
 def _with_system(name: str, where: str, row: Row, system: str | None) -> Row:

@@ -19,6 +19,7 @@ from typing import Any
 from inner.errors import InnerError
 from inner.hub_model import HubError, cached_file, fetch_snapshot
 from inner.hub_pins import pin_commit
+from inner.rendering import as_texts
 from inner.task_settings import reward_model_parts, reward_name
 
 AT_ONCE = 16  # replies per forward pass
@@ -73,7 +74,7 @@ def _text_of(tokenizer: Any, prompt: Any, completion: Any) -> str:
         return prompt + completion
     from trl.data_utils import apply_chat_template
 
-    return apply_chat_template({"messages": prompt + completion}, tokenizer)["text"]
+    return apply_chat_template({"messages": as_texts(prompt + completion)}, tokenizer)["text"]
 
 
 def _read_config(name: str, commit: str, what: str) -> dict[str, Any]:

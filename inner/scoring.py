@@ -40,7 +40,7 @@ def score_rows(
 
     greedy: take the likeliest token each time; else sample as training does."""
     with _eval_settings(trainer, greedy=greedy), _seeded(seed):
-        by_function = trainer.reward_completions(list(rows))
+        by_function = trainer.reward_completions(copy.deepcopy(list(rows)))
     found = {"reward": total_rewards(by_function, trainer.reward_weights)}
     names: list[str] = trainer.reward_func_names
     if len(names) > 1:

@@ -29,6 +29,7 @@ from typing import Any
 
 from inner.errors import InnerError
 from inner.hints import Hint
+from inner.rendering import render_ids
 from inner.replay.actions import Message, action_message, action_text
 from inner.replay.states import TraceState
 
@@ -211,9 +212,7 @@ def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> li
     """One span per failed state that has a hint."""
 
     def render(messages: list[Message], opened: bool, tools: Any = None) -> list[int]:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened
-        )
+        return render_ids(tokenizer, messages, opened=opened, tools=tools)
 
     splice = HintSplicer(render)
     spans = []

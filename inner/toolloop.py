@@ -8,7 +8,7 @@
 
 The numbers that come out are the same, bit for bit. `on_rollouts` sees every generation with its rewards.
 
-Not promised: a gain without tools, or where every tool result is another. Images are left to TRL.
+Not promised: a gain without tools, or where every tool result is another; images.
 """
 
 import json
@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from transformers.utils.chat_template_utils import get_json_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
+
+from inner.errors import InnerError
+from inner.rendering import prompt_ids, text_of
 
 try:
     from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -49,34 +52,32 @@ class LeanToolLoop(GRPOTrainer):
         return {name or "": schemas for name, schemas in by_environment.items() if schemas}
 
     def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
-        if not all(isinstance(m["content"], str) for m in tool_messages):
-            return super()._get_tool_suffix_ids(tool_messages)
-        key = tuple((m["name"], m["content"]) for m in tool_messages)
+        shown = [{**m, "content": _shown(m["content"])} for m in tool_messages]
+        key = tuple((m["name"], m["content"]) for m in shown)
         if key not in self._suffixes:
             if len(self._suffixes) >= CACHED:
                 self._suffixes.clear()
-            self._suffixes[key] = super()._get_tool_suffix_ids(tool_messages)
+            self._suffixes[key] = super()._get_tool_suffix_ids(shown)
         return list(self._suffixes[key])
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         """Prompts that are equal, for the same environment, are rendered once."""
         environments = getattr(self, "_batch_environments", None) or [None] * len(prompts)
-        if self._is_vlm or len(environments) != len(prompts):
-            return super()._tokenize_prompts(prompts)
+        rendered: dict[str, list[int]] = {}
         keys = [f"{name}\n{json.dumps(prompt, default=id)}" for name, prompt in zip(environments, prompts, strict=True)]
-        first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        chosen = sorted(first.values())
-        if len(chosen) == len(prompts):
-            return super()._tokenize_prompts(prompts)
-        self._batch_environments = [environments[i] for i in chosen]
-        try:
-            ids, images, fields = super()._tokenize_prompts([prompts[i] for i in chosen])
-        finally:
-            self._batch_environments = environments
-        if images is not None or fields:
-            return super()._tokenize_prompts(prompts)
-        rendered = {keys[i]: row for i, row in zip(chosen, ids, strict=True)}
-        return [list(rendered[key]) for key in keys], None, fields
+        for key, name, prompt in zip(keys, environments, prompts, strict=True):
+            if key not in rendered:
+                rendered[key] = self._prompt_ids(prompt, name)
+        return [list(rendered[key]) for key in keys], None, {}
+
+    def _prompt_ids(self, prompt: Any, environment: str | None = None) -> list[int]:
+        by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {}
+        tools = by_environment.get(environment, self._schemas)
+        return prompt_ids(self.processing_class, prompt, tools=tools, **self._template_options())
+
+    def _template_options(self) -> dict[str, Any]:
+        options: Any = self.chat_template_kwargs
+        return {"chat_template": self.chat_template, **options}
 
     def _generate(self, prompts: list) -> Any:
         """TRL parses every turn with the tokenizer's response template, which a dict has to become first."""
@@ -98,13 +99,21 @@ class LeanToolLoop(GRPOTrainer):
             model: Any = self.model
             if model.training and self.accelerator.num_processes == 1:  # else the rows are those of all processes
                 totals = total_rewards(rewards, self.reward_weights)
-                names = self._batch_environments if getattr(self, "_multi_environment", False) else None
+                names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
                 self.on_rollouts(prompts, completions, totals, names)
         return rewards
 
     def _unscored_rows(self) -> list[int]:
         """Completions of which a reward failed."""
         return []
+
+
+def _shown(content: Any) -> str:
+    """A tool's result as the template gets it: a text, the text of its parts, or what Python prints."""
+    try:
+        return str(text_of(content))
+    except InnerError:
+        return str(content)
 
 
 def total_rewards(rewards_B_F: Tensor, weights_F: Tensor) -> list[float]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
 from inner.gguf_header import is_gguf_file
+from inner.rendering import prompt_ids, text_of
 
 MOST_PROMPTS = 1000  # are measured
 TIME_S = 120.0
@@ -124,7 +125,8 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     )
     prompts = load_prompts(config.data.source or "", files, config.data)
     tokenizer = _tokenizer_of(config)
-    lengths = [count_tokens(tokenizer, row["prompt"]) for row in prompts[:MOST_PROMPTS]]
+    switches = config.trl.get("chat_template_kwargs")
+    lengths = [count_tokens(tokenizer, row["prompt"], switches) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()
     trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
     seconds = time.perf_counter() - began
@@ -153,16 +155,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}") from error
 
 
-def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> int:
-    """Tokens of a prompt as the model reads it; messages go through the chat template."""
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    if tokenizer.chat_template is None:
+def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Mapping[str, Any] | None = None) -> int:
+    """Tokens of a prompt as the model reads it; messages go through the chat template, with its switches."""
+    if not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise InnerError(
             "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
             "write each prompt as text"
         )
-    return len(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, add_generation_prompt=True))
+    return len(prompt_ids(tokenizer, prompt, **(options or {})))
 
 
 def _try_row(
@@ -188,7 +188,7 @@ def _try_row(
     }
     weights = [weight for _, weight in rewards]
     values = [weighted_sum(of_one, weights) for of_one in zip(*(reward(**asked) for reward, _ in rewards), strict=True)]
-    shown = row["prompt"][-1].get("content", "") if chat else row["prompt"]
+    shown = text_of(row["prompt"][-1].get("content", "")) if chat else row["prompt"]
     return PromptTrial(str(shown), tuple(TriedCompletion(*t, v) for t, v in zip(tried, values, strict=True)))
 
 

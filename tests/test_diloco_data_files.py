@@ -232,12 +232,12 @@ def test_a_full_disk_leaves_no_half_of_a_file(folder: Path, monkeypatch: pytest.
 
 def test_several_files_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    (folder / "a.jsonl").write_text('{"question": "a", "answer": "1"}\n')
+    (folder / "a.jsonl").write_text('{"question": "a", "answer": "\\ud800"}\n')  # half a pair: no UTF-8 has it
     (folder / "b.csv").write_text("question,answer\nb,2\n")
     config = gather_data(load_config(written(folder, ["a.jsonl", "b.csv"])))
     lines = config.user_files()["prompts"].read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"question": "a", "answer": "1"}, {"question": "b", "answer": "2"},
+        {"question": "a", "answer": "\ud800"}, {"question": "b", "answer": "2"},
     ]  # fmt: skip
     assert config.inner.data.prompts == ["a.jsonl", "b.csv"]
     assert gather_data(config).user_files() == config.user_files()  # the same rows: the same file

@@ -70,6 +70,12 @@ def test_a_system_prompt_stands_in_front(tmp_path: Path) -> None:
         read(path, DataSettings(system="Be brief."))
 
 
+def test_long_fields_of_a_csv(tmp_path: Path) -> None:
+    """Python's own limit is 131,072 characters."""
+    (tmp_path / "train.csv").write_text(f"prompt,answer\nx,{'y' * 200_000}\n")
+    assert read(tmp_path / "train.csv", DataSettings()) == [{"prompt": "x", "answer": "y" * 200_000}]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_column_that_is_not_there_names_those_that_are(tmp_path: Path, kind: str) -> None:
     path = write_rows(tmp_path / f"train.{kind}", ROWS)
@@ -97,7 +103,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt\ncaf\xe9\n", r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
-        ("a.csv", b"prompt\n" + b"x" * 200_000, r"cannot be read: field larger than field limit"),
+        ("a.csv", b"prompt,answer\n1,2,3\n", r"row 1 has 1 fields more than the header\. Quote"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": "z"}', "line 2: column answer is not in every row"),
     ],
 )
