@@ -59,6 +59,7 @@ class Cloud:
         self.no_launch: ExecutorError | None = None  # what it says to a launch
         self.deaf = False  # cancels are answered, and do nothing
         self.calls: list[str] = []
+        self.beaten_at: dict[tuple[str, int], list[float]] = {}
 
     # ------------------------------------------------------------------ what the test does
 
@@ -118,6 +119,7 @@ class Cloud:
         if any(True for _ in claims_above(self.store, slot, job.generation)):
             return self._over(job, State.FAILED, exitcodes.FENCED)
         job.beats += 1
+        self.beaten_at.setdefault((slot, job.spec.attempt), []).append(self.clock.now())
         leaves = wanted.is_to_leave(slot) or 0 < wanted.until <= self.clock.wall()
         phase = "left" if leaves and not job.deaf else phase
         beat = Beat(slot, job.generation, job.beats, phase, 0, 0, 0.0, self.clock.wall(), job.handle.place, 7)

@@ -3,6 +3,7 @@
 The real client and real processes against tests/hf_server.py; replicas stay in the queue, as they are not the point.
 """
 
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from executors.platforms.base import Handle, State
 from executors.platforms.container import end_lines, read_end
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import WATCHES, HFJobsExecutor, ended
+from executors.supervision.costs import costs
 from executors.supervision.hosted import is_cut_off, start_hosted
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import LOST_LEASE
@@ -96,6 +98,26 @@ def test_jobs_that_were_cancelled_on_the_hubs_page_are_replaced(tmp_path: Path, 
     newest = {j.asked["labels"]["slot"]: j.asked["labels"]["attempt"] for j in hub.jobs.values()}
     assert newest == {"r00": "2", "r01": "2"}
     assert {e["reason"] for e in read_report(run.store).of_kind("lost")} == {"cancelled, and not by this run"}
+
+
+def test_the_bill_of_a_night_is_the_hubs(tmp_path: Path, hub, s3) -> None:
+    """Jobs end while nobody looks, and waited for their machines before; the next supervisor bills as the Hub does."""
+    run = founded(tmp_path, s3, n=2)
+    run.store.put(layout.MODEL_MANIFEST, b"{}")
+    first = idle(URL)
+    running = lambda: [j.stage for j in hub.jobs.values()] == ["RUNNING"] * 2  # noqa: E731
+    wait_for(lambda: first.tick() is None and running(), lambda: outputs(hub))
+    first.lease.beat("left")
+    for job, ran in zip(list(hub.jobs.values()), (1800.0, 5400.0), strict=True):
+        hub.kill(job.id)
+        wait_for(lambda job=job: job.stage == "ERROR", lambda: outputs(hub))
+        job.created, job.finished = job.created - 50_000.0, time.time() - 36_000.0
+        job.started = job.finished - ran
+    hub.held = True
+    second = idle(URL)
+    wait_for(lambda: second.tick() is None and len(hub.jobs) == 4, lambda: outputs(hub))
+    bills = [b for b in costs(read_report(run.store), time.time()).bills if b.attempt == 1]
+    assert sorted(b.seconds for b in bills) == [pytest.approx(1800.0), pytest.approx(5400.0)]
 
 
 def test_a_goodbye_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:

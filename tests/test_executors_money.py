@@ -90,6 +90,36 @@ def test_a_goodbye_of_the_session_before_a_restart_ends_nothing():
     assert costs(report(launched(), sessions=elsewhere), T + HOUR).usd == pytest.approx(4.0)
 
 
+NIGHT = 12 * HOUR
+LEFT = Beat("r00", 1, 9, "left", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
+KILLED = Beat("r00", 1, 9, "train", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
+NIGHTS = [
+    # written down in the morning                                                     last beat   usd
+    ([event("ended", NIGHT)], LEFT, 2.0),  # before: $48, since the event came after the goodbye
+    ([event("lost", NIGHT, ended_at=T + 1830.0)], None, 4.0 * 1830 / HOUR),
+    ([event("lost", NIGHT, began_at=T + 900.0, ended_at=T + 1830.0)], LEFT, 4.0 * 930 / HOUR),
+    ([event("pending", 1.0, first=True), event("ended", NIGHT, began_at=T + 30.0, ended_at=T + 930.0)], None, 1.0),
+    ([event("lost", NIGHT, unseen=True)], KILLED, 2.0),
+    ([event("lost", 2400.0)], KILLED, 4.0 * 2400 / HOUR),  # its supervisor saw it alive until then
+    ([event("lost", NIGHT, unseen=True)], None, 48.0),  # never heard, and nobody tells: too much rather than too little
+    ([], KILLED, 4.0 * (1800 + LEASE_S) / HOUR),
+    ([event("lost", 900.0, began_at="x", ended_at=float("nan"))], None, 1.0),  # anybody may have written that
+]
+
+
+@pytest.mark.parametrize(("events", "beat", "usd"), NIGHTS)
+def test_a_night_in_which_nobody_looked_is_not_billed(events, beat, usd):
+    found = report(launched(), *events, sessions=[session()] if beat else [], beats={"r00": beat} if beat else {})
+    assert costs(found, T + 12.1 * HOUR).usd == pytest.approx(usd, rel=1e-6)
+
+
+def test_who_claims_its_slot_has_a_machine_though_nobody_saw_it_begin():
+    waited = [launched(), event("pending", 1.0, first=True)]
+    late = SessionSummary("r00", 1, 7, "modal/r00.1", T + 900.0)
+    assert costs(report(*waited, sessions=[late], beats={"r00": LEFT}), T + HOUR).usd == pytest.approx(1.0)
+    assert not costs(report(*waited, sessions=[late]), T + HOUR).bills[0].pending
+
+
 def test_hours_are_the_clock_s_and_gaps_do_not_count():
     events = [
         launched(), launched(slot="r01"), event("ended", HOUR), event("ended", 2 * HOUR, slot="r01"),

@@ -58,11 +58,12 @@ def test_a_bill_that_waited_goes_on_when_another_supervisor_sees_it_run(world):
     world.cloud.live(80, step=8.0)
     world.another()
     world.pass_time(904)
-    assert world.usd() == pytest.approx(1.0, rel=0.02)
+    ran = 4.0 * (80 + 904) / 3600  # since it claimed its slot
+    assert world.usd() == pytest.approx(ran, rel=0.02)
     world.cloud.job("r00").state, world.cloud.job("r00").alive = State.PENDING, False  # preempted, and no machine
     world.another()
     world.pass_time(904)
-    assert world.usd() == pytest.approx(1.0, rel=0.03)  # what was spent stays spent
+    assert world.usd() == pytest.approx(ran, rel=0.03)  # what was spent stays spent
 
 
 def test_a_platform_that_restarts_a_replica_keeps_its_slot(world):
@@ -283,6 +284,30 @@ def test_the_past_of_a_slot_from_the_log(events, expected):
     assert (found.attempt, found.strikes.losses, found.strikes.failures, found.state) == expected
 
 
+# -------------------------------------------------------------------- a night
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_night_without_a_supervisor_costs_what_ran_and_leaves_the_budget(world, killed):
+    """The lease ends the fleet.  Before: `resume` billed the whole night, and a budget ended the run for it."""
+    write_control(world.run.store, world.clock, max_usd=20.0)
+    world.started()
+    if killed:
+        world.pass_time(900, supervised=False)
+        world.cloud.end("r00", None, State.LOST)
+        world.cloud.end("r01", None, State.LOST)
+    world.pass_time(12 * 3600, supervised=False)
+    ran = sum(times[-1] - times[0] for times in world.cloud.beaten_at.values()) / 3600
+    world.supervisor.lease.beat("left")
+    world.another()
+    world.tick()
+    assert world.outcome is None and {("r00", 2), ("r01", 2)} <= set(world.cloud.jobs)
+    world.pass_time(2)
+    first = [b for b in world.costs().bills if b.attempt == 1]
+    assert sum(b.usd for b in first) == pytest.approx(ran * 4.0, rel=0.05)
+    assert world.outcome is None
+
+
 # -------------------------------------------------------------------- a wanted slot is served, or it is said why not
 
 
@@ -305,11 +330,11 @@ def test_a_replica_that_ends_as_the_run_does_is_not_started_again(world):
     world.started()
     ask = world.supervisor.slots.ask
 
-    def ends_meanwhile():
+    def ends_meanwhile(read):
         fill(world.run.store, 6)
         for slot in ("r00", "r01"):
             world.cloud.finish(slot)
-        return ask()
+        return ask(read)
 
     world.supervisor.slots.ask = ends_meanwhile
     world.tick()

@@ -6,7 +6,7 @@ from diloco.config import RunConfig
 from diloco.launch import Run, open_run
 from diloco.runlog.report import Report, read_report
 from executors.platforms.multi import Place
-from executors.supervision.costs import costs
+from executors.supervision.costs import Costs, costs
 from executors.supervision.plan import Limits
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous import layout
@@ -64,8 +64,11 @@ class World:
     def told(self, *events: str) -> list[dict]:
         return self.report().of_kind(*events)
 
+    def costs(self) -> Costs:
+        return costs(self.report(), self.clock.wall())
+
     def usd(self) -> float:
-        return costs(read_report(self.run.store), self.clock.wall()).usd
+        return self.costs().usd
 
 
 class Beating:

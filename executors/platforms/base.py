@@ -142,6 +142,7 @@ class Status(Plain):
     """The present knowledge of an executor about a handle.  exit_code: negative for a signal, None if nobody saw it.
 
     stale: the platform gave no news; this is the status known before.   trouble: why.   refused: it did not let us in.
+    began_at, ended_at: Unix times between which the platform ran it, once it has ended; 0 where it does not tell.
     """
 
     handle: Handle
@@ -151,6 +152,8 @@ class Status(Plain):
     stale: bool = False
     trouble: str = ""
     refused: bool = False
+    began_at: float = 0.0
+    ended_at: float = 0.0
 
 
 def unanswered(known: Status, why: Exception | str) -> Status:

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +37,7 @@ from diloco.host import PLACE_ENV
 from diloco.processes import describe_exit
 from executors.platforms import entrypoint as entry
 from executors.platforms import oom
-from executors.platforms.base import REPLICA, ReplicaSpec
+from executors.platforms.base import REPLICA, ReplicaSpec, Status
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log
@@ -51,19 +52,27 @@ MARGIN, MARGIN_MOST_S = 0.1, 180.0  # of the time limit: left for a last offer
 
 
 def run_replica(raw: Mapping[str, Any], executor: str, grace_s: float = GRACE_S) -> dict[str, Any]:
-    """Run one spec to its end; -> {"exit_code", "reason", "value", "tail"}, JSON.
+    """Run one spec to its end; -> {"exit_code", "reason", "value", "tail", "began", "ended"}, JSON.
+
+    began, ended: Unix times, for a bill of which nobody saw the end.
 
     An interruption (KeyboardInterrupt, or whatever the platform raises) is passed on to the child and then raised
     again: the platform knows what it wanted.
     """
-    end, interruption = _run_child(raw, executor, grace_s)
+    end, interruption = _run_timed(raw, executor, grace_s)
     if interruption is not None:
         raise interruption
     return end
 
 
-def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
+def _run_timed(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
     """(its end, what interrupted it)"""
+    began = time.time()
+    end, interruption = _run_child(raw, executor, grace_s)
+    return {**end, "began": began, "ended": time.time()}, interruption
+
+
+def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
     spec = ReplicaSpec.from_dict(raw)
     os.environ.update(spec.env)  # what its store needs, this look needs too
@@ -252,6 +261,11 @@ def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
         return None
 
 
+def with_times(status: Status, end: Mapping[str, Any]) -> Status:
+    """The status with the times between which its container ran, where the end tells them."""
+    return replace(status, began_at=end.get("began", 0.0), ended_at=end.get("ended", 0.0))
+
+
 def replica_lines(lines: Iterable[str]) -> list[str]:
     """The lines that the replica itself printed."""
     return [line for line in lines if not line.startswith((STARTED, ENDED))]
@@ -261,7 +275,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _raise_interrupt)
     spec = json.loads(argv[0])
     print(f"{STARTED}{spec['slot']}.{spec['attempt']}", flush=True)
-    end, _ = _run_child(spec, argv[1], GRACE_S)  # asked to go or not: how it ended is what counts
+    end, _ = _run_timed(spec, argv[1], GRACE_S)  # asked to go or not: how it ended is what counts
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 

@@ -36,7 +36,7 @@ from executors.platforms.base import (
     Unavailable,
     run_digest,
 )
-from executors.platforms.container import read_end, replica_lines
+from executors.platforms.container import read_end, replica_lines, with_times
 from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait
 from executors.platforms.platform import NotStarted, answer_or_error, missing_secret
@@ -210,7 +210,7 @@ class SkyExecutor(Executor):
             return Status(handle, State.FAILED if oom.says_out_of_memory(why) else State.LOST, why)
         words = end["reason"] + (f"; {job.why}" if oom.says_out_of_memory(job.why) else "")
         outside = oom.from_outside(end["exit_code"], words)
-        return Status(handle, State.LOST if outside else State.FAILED, words, end["exit_code"])
+        return with_times(Status(handle, State.LOST if outside else State.FAILED, words, end["exit_code"]), end)
 
     def _list_jobs(self, ids: list[int] | None = None) -> list[SkyJob]:
         try:

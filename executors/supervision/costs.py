@@ -8,8 +8,10 @@
         spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: of all, the waiting too
         a launch: + its price · BOOT_S, since a replica that must end before it has booted is money for nothing
 
-A bill runs from the launch to the end that somebody saw, without the time in which it waited for a machine.
-An end that nobody saw is the replica's goodbye, and else now: the sum errs towards too much.
+A bill has the seconds in which the platform says that it ran.  Where it does not say: from the launch, without the time
+in which it waited for a machine, to the earliest of the platform's end, the goodbye, and the end as it was written
+down; one that was written by a supervisor that never saw it alive was when its heart stopped.  A heart that was not
+heard for the length of a lease beats no more; else the sum errs towards too much.
 
 Not promised: what the platform's invoice says.  Storage, traffic and rounding up to minutes are not in it.
 """
@@ -140,9 +142,10 @@ def costs(report: Report, now: float | None = None) -> Costs:
     bills = list[Bill]()
     priced = list[tuple[float, Spans]]()
     for events in _per_launch(billed_events(report)).values():
-        ended = _end_time(events, _goodbye_time(_newest_session(report.sessions, events[0]), report.beats))
-        billed = _billed_spans(events, now if ended is None else ended)
-        bills.append(_make_bill(events, ended, _length(billed)))
+        sessions = _sessions_of(report.sessions, events[0])
+        ended = _end_time(events, sessions[-1:], report.beats, now)
+        billed = _told_span(events) or _billed_spans(events, sessions, now if ended is None else ended)
+        bills.append(_make_bill(events, sessions, ended, _length(billed)))
         priced.append((bills[-1].usd_per_hour or 0.0, billed))
     usd, hours = _sums_since(float("-inf"), priced)
     told_usd, told_hours = _told_by_record(report, priced, now)
@@ -211,35 +214,54 @@ def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str
     return found
 
 
-def _newest_session(sessions: Iterable[SessionSummary], launch: Mapping[str, Any]) -> SessionSummary | None:
-    """The last session that this launch has had: a platform may have restarted it."""
+def _sessions_of(sessions: Iterable[SessionSummary], launch: Mapping[str, Any]) -> list[SessionSummary]:
+    """The sessions that this launch has had, in order: a platform may have restarted it."""
     slot = launch["slot"]
     pid = launch.get("pid", 0)
     place = f"{launch.get('executor', 'local')}/{slot}.{launch.get('attempt', 1)}"
     own = [x for x in sessions if x.slot == slot and (x.host == place or (pid and x.pid == pid))]
-    return max(own, key=lambda x: x.generation, default=None)
+    return sorted(own, key=lambda x: x.generation)
 
 
-def _goodbye_time(session: SessionSummary | None, beats: Mapping[str, Beat]) -> float | None:
-    """When a session said that it leaves; None if it did not."""
-    if session is None:
-        return None
-    beat = beats.get(session.slot)
-    if beat is not None and beat.generation == session.generation and beat.phase == "left":
-        return beat.at
-    return session.ended if session.how in ("left", "done") else None
+def _end_time(
+    events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], beats: Mapping[str, Beat], now: float
+) -> float | None:
+    """The end of a launch; None while it may go on.   newest: its last session, if it has had one."""
+    end = next((e for e in events if e["event"] in ENDS), None)
+    found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
+    for session in newest:
+        beat = beats.get(session.slot)
+        own = beat if beat is not None and beat.generation == session.generation else None
+        if own is not None and own.phase == "left":
+            found.append(own.at)
+        elif session.how in ("left", "done") and session.ended is not None:
+            found.append(session.ended)
+        elif own is not None and end is not None and end.get("unseen") is True:
+            found.append(own.at)
+        elif own is not None and end is None and now - own.at > LEASE_S:
+            found.append(own.at + LEASE_S)
+    return min(found, default=None)
 
 
-def _end_time(events: Sequence[Mapping[str, Any]], goodbye: float | None) -> float | None:
-    """When a supervisor saw the end of a launch; else its goodbye."""
-    return next((e["at"] for e in events if e["event"] in ENDS), goodbye)
+def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """The interval in which the platform itself says that it ran; none where it does not say."""
+    told = [(_number(e, "began_at"), _number(e, "ended_at")) for e in events if e["event"] in ENDS][:1]
+    return [(began, ended) for began, ended in told if 0 < began <= ended]
 
 
-def _billed_spans(events: Sequence[Mapping[str, Any]], end: float) -> list[tuple[float, float]]:
-    """The intervals in which a launch was billed."""
+def _number(event: Mapping[str, Any], name: str) -> float:
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
+
+
+def _billed_spans(
+    events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], end: float
+) -> list[tuple[float, float]]:
+    """The intervals in which a launch was billed.  Who claims its slot has a machine, though nobody saw it begin."""
     since: float | None = _begin_time(events[0])  # None while it waits for a machine
     spans: list[tuple[float, float]] = []
-    for e in events[1:]:
+    claims = [{"event": "running", "at": x.claimed} for x in sessions]
+    for e in sorted([*events[1:], *claims], key=lambda e: e["at"]):
         if e["event"] == "pending" and since is not None:
             if not e.get("first"):  # else it has waited since its launch
                 spans.append((since, e["at"]))
@@ -253,9 +275,12 @@ def _begin_time(launch: Mapping[str, Any]) -> float:
     return launch.get("launched_at") or launch["at"]
 
 
-def _make_bill(events: Sequence[Mapping[str, Any]], ended: float | None, seconds: float) -> Bill:
+def _make_bill(
+    events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], ended: float | None, seconds: float
+) -> Bill:
     e = events[0]
-    waits = [x["event"] for x in events if x["event"] in ("pending", "running")][-1:] == ["pending"]
+    newest = [x for x in events if x["event"] in WAITS][-1:]
+    waits = any(x["event"] == "pending" and all(s.claimed < x["at"] for s in sessions) for x in newest)
     return Bill(
         slot=e["slot"],
         attempt=e.get("attempt", 1),

@@ -42,6 +42,7 @@ class Launches:
         self.statuses: dict[tuple[str, int], Status] = {}
         self._opened: set[Handle] = set()  # of whom nobody had written down the end when we began, or since
         self._unended: set[Handle] = set()  # of whom nobody has, by now
+        self.seen_alive: set[tuple[str, int]] = set()  # slot, attempt
         self.strangers: set[Handle] = set()  # of whom nobody wrote down that they ran
         self.out_of_reach = ""
         self.begun_at = float("-inf")  # Unix time of the newest launch that anybody wrote down, also before its answer
@@ -145,6 +146,7 @@ class Launches:
             statuses = self._executor.poll(handles) if handles else []
         for handle, status in zip(handles, statuses, strict=True):
             self.statuses[handle.slot, handle.attempt] = status
+            self.seen_alive |= set() if status.state.ended else {(handle.slot, handle.attempt)}
 
 
 def _has_ended(status: Status) -> bool:

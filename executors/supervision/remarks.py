@@ -26,7 +26,10 @@ LOUD = {
     "replay_differs", "reward_failed", "hint_failed", "process_failed", "disk_full",
 }  # fmt: skip
 MOST_LINES = 8
-SAID = ("at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward")
+SAID = (
+    "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",
+    "began_at", "ended_at",
+)  # fmt: skip
 
 
 def disk_full(report: Report, now: float) -> list[Trouble]:

@@ -130,7 +130,8 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
         journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; nobody wrote it down")
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
     for status in launches.unbooked:
-        journal.emit("ended", **end_fields(status))
+        unseen = {} if (status.handle.slot, status.handle.attempt) in launches.seen_alive else {"unseen": True}
+        journal.emit("ended", **end_fields(status), **unseen)
     journal.emit("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
     journal.flush()
     lease.beat("left")

@@ -50,7 +50,8 @@ def end_fields(status: Status) -> dict[str, Any]:
     """How the log tells an end."""
     h = status.handle
     about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
-    return {**about, "native": h.native, "exit_code": status.exit_code, "reason": status.reason}
+    times = {"began_at": status.began_at, "ended_at": status.ended_at} if status.ended_at else {}
+    return {**about, "native": h.native, "exit_code": status.exit_code, "reason": status.reason, **times}
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class SlotState:
     handle, status: of the process that runs it or was the last to.   attempt: the highest number used so far.
     gone: a launch that is known to have ended.   beat: as last seen, since when, how often it moved.
     running_since: when it was first seen to run.   ran: it may have, before us.
-    pending: the log says that it waits for a machine.
+    pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
     replacing_at, draining_at: when we told it to end, to start it anew or for good.
     cancelled: when we told the platform so, and with how much grace.
     """
@@ -176,6 +177,7 @@ class SlotState:
     running_since: float | None = None
     ran: bool = False
     pending: bool = False
+    unseen: bool = False
     replacing_at: float | None = None
     draining_at: float | None = None
     cancelled: tuple[float, float] | None = None
@@ -193,6 +195,7 @@ class SlotState:
             state.still_since = state.ended_at = clock_now
             state.pending = past.pending
             state.ran = not past.pending
+            state.unseen = True
         else:
             state = cls(slot, attempt=number, gone=found.handle if found else None)
         state.strikes = past.strikes
@@ -217,7 +220,7 @@ class SlotState:
         self.beaten = False
         self.running_since = None
         self.ran = False
-        self.pending = False
+        self.pending = self.unseen = False
         self.replacing_at = self.draining_at = self.cancelled = None
 
     def forget(self) -> None:
@@ -237,6 +240,8 @@ class SlotState:
         if was_running and status.state.ended:
             self.ended_at = now
             self.gone = status.handle
+        else:
+            self.unseen = False
 
     def heard(self, beat: Beat, now: float, fresh_s: float) -> None:
         """Note the slot's heartbeat, which knows better than a platform whether the replica runs."""

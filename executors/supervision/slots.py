@@ -72,14 +72,14 @@ class Slots:
     def anybody(self) -> bool:
         return bool(self.replaced or self.twins) or any(t.running for t in self.all())
 
-    def ask(self) -> dict[Handle, Status]:
+    def ask(self, read: Callable[[], Report]) -> dict[Handle, Status]:
         """Ask the platforms, before the report is read: then an end is judged by a report that is younger than it."""
+        if self._past is None:
+            self._look_back(read())
         handles = [*(t.handle for t in self.all() if t.handle is not None and t.running), *self.replaced]
         return dict(zip(handles, self.outages.poll(self.executor, handles), strict=True))
 
     def look(self, report: Report, statuses: Mapping[Handle, Status]) -> None:
-        if self._past is None:
-            self._look_back(report)
         for slot in report.wanted.slot_names:
             if slot not in self.by_slot:
                 self.by_slot[slot] = self._new_state(slot)
@@ -161,6 +161,7 @@ class Slots:
             if s is not best[h.slot] and (not s.state.ended or (h.slot, h.attempt) in booked):
                 self.replaced[h] = float("-inf")
         self.publisher = self._new_state(PUBLISH)
+        self.by_slot = {slot: self._new_state(slot) for slot in report.wanted.slot_names}
 
     def _new_state(self, slot: str) -> SlotState:
         before = (self._past or {}).get(slot, History())
@@ -186,19 +187,20 @@ class Slots:
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
         """An end.  One that nobody asked for is a loss, counted from zero if its session had brought something."""
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
+        unseen = {"unseen": True} if state.unseen else {}
         asked = report.done or self._was_asked_to_end(state, report)
         as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
         end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
         if not asked:
             state.strikes = count_end(state.strikes, end)
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
-            return self.emit("ended", **end_fields(status))
+            return self.emit("ended", **end_fields(status), **unseen)
         if status.state is State.CANCELLED and state.replacing_at is None:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
         session = max(sessions, key=lambda x: x.generation, default=None)
         who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
-        self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(state))
+        self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(state), **unseen)
 
     def _reward_wait(self, state: SlotState) -> dict[str, float]:
         """When a slot whose reward has failed starts again, for `diloco status`."""

@@ -225,9 +225,11 @@ class Supervisor:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
         self.lease.beat(WATCHING if self._ticked else "starting", self.slots.outages.note)
         self._trackers.tick()
-        statuses = self.slots.ask()
+        statuses = self.slots.ask(self._reader.refresh)
         report = self._reader.refresh()
         self.slots.look(report, statuses)
+        if not self._ticked:  # with the ends that nobody had seen: the budget counts them
+            report = self._reader.refresh()
         self._report_outages()
         self._leaving = self._leaving or self._spend_limit.must_end(report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)

@@ -40,6 +40,7 @@ class HubJob:
     """One job of a run, as the Hub tells it.
 
     limit_s: what was asked for as its time-out.   given_s: what the Hub says it is, None where it does not say.
+    ran_s: seconds that are billed.   finished: Unix time, 0 while it has not.
     """
 
     id: str
@@ -52,6 +53,7 @@ class HubJob:
     limit_s: int = 0
     given_s: int | None = None
     ran_s: float = 0.0
+    finished: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -209,7 +211,10 @@ class Hub:
     def _job_from_row(self, row: Mapping[str, Any], info: Any = None) -> HubJob:
         info = info or self._sdk.JobInfo(**row)
         labels = info.labels or {}
-        ran = info.durations and info.durations.running_secs
+        ran = (info.durations and info.durations.running_secs) or 0.0
+        began, finished = (at.timestamp() if at else 0.0 for at in (info.started_at, info.finished_at))
+        if began and abs(finished - began - ran) < 1.0:  # the Hub tells whole seconds
+            ran = finished - began
         number = labels.get("attempt", "")
         limit = labels.get("limit", "")
         given = row.get("timeoutSeconds", row.get("timeout"))
@@ -223,7 +228,8 @@ class Hub:
             flavor=str(getattr(info.flavor, "value", info.flavor)),
             limit_s=int(limit) if limit.isdecimal() else 0,
             given_s=given if isinstance(given, int) else None,
-            ran_s=ran or 0.0,
+            ran_s=ran,
+            finished=finished,
         )
 
     # ------------------------------------------------------------------ code

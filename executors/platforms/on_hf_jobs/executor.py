@@ -176,11 +176,12 @@ class HFJobsExecutor(Executor):
             handle = self._handle_for(handle.run, job)
         if job.stage == "SCHEDULING":
             return Status(handle, State.PENDING, job.message)
-        if job.stage == "COMPLETED" and handle.slot != SUPERVISOR:  # a supervisor's job ends well however it ended
-            return Status(handle, State.SUCCEEDED, processes.describe_exit(0), 0)
         if not job.ended:
             return Status(handle, State.RUNNING, job.message)
-        return ended(handle, job, _last_lines(self._hub, job.id))
+        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a supervisor's ends well however it ended
+        lines = [] if done else _last_lines(self._hub, job.id)
+        began_at = job.finished - job.ran_s if job.finished else 0.0
+        return replace(ended(handle, job, lines), began_at=began_at, ended_at=job.finished)
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         return replica_lines(self._read_log(handle, None if tail is None else tail + END_LINES))

@@ -18,6 +18,7 @@ from typing import Any
 
 from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status, Unavailable
+from executors.platforms.container import with_times
 from executors.platforms.on_modal.app import Register
 from executors.platforms.on_modal.client import no_answer, sdk
 from rendezvous.clock import Clock
@@ -64,7 +65,7 @@ def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
     code = end["exit_code"]
     lost = code is None or oom.from_outside(code, end["reason"])
     state = State.SUCCEEDED if code == 0 else State.LOST if lost else State.FAILED
-    return Status(handle, state, end["reason"], code)
+    return with_times(Status(handle, state, end["reason"], code), end)
 
 
 # ---------------------------------------------------------------------- logs

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from diloco import exitcodes, processes
 from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status
+from executors.platforms.container import with_times
 from executors.platforms.entrypoint import write_json
 
 NAME = "slurm"
@@ -57,7 +58,7 @@ def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
     code = end["exit_code"]
     outside = State.LOST if oom.from_outside(code, end["reason"]) else State.FAILED
     state = State.SUCCEEDED if code == 0 else State.CANCELLED if asked else outside
-    return Status(handle, state, end["reason"], code)
+    return with_times(Status(handle, state, end["reason"], code), end)
 
 
 def written_end(handle: Handle) -> Any:
