@@ -24,6 +24,7 @@ from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
 from inner.flat_names import EVAL, FILE_SETTINGS
 from rendezvous import layout
+from rendezvous.chain import lost_record
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
@@ -308,7 +309,7 @@ def refuse_nested(url: str) -> None:
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
-            store = open_store(above)
+            store = open_store(above, make=False)
             if store.get(layout.RUN) is not None and not is_superseded(store):
                 raise WrongRun(
                     f"{url} lies inside the run at {above}: what one writes, the other would take for its own. Use a "
@@ -390,12 +391,26 @@ def store_of(url: str) -> Store:
     return _open_stores(url)[1]
 
 
+def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
+    """Raises RecordsLost unless the run still stands in its store: run.json, and the newest records that were seen.
+
+    records: of control/.   head: the first step without a commit.   Before this nothing may be called done.
+    """
+    body = run.store.get(layout.RUN)
+    if body is None or decode_run(run.url, body).nonce != run.record.nonce:
+        raise lost_record(run.url, layout.RUN, head, "is gone" if body is None else "is another run's")
+    seen = [layout.control_key(records - 1)] * (records > 0) + [layout.commit_key(head - 1)] * (head > 0)
+    for key in seen:
+        if run.store.get(key) is None:
+            raise lost_record(run.url, key, head)
+
+
 OPENING = (layout.RUN, layout.SEAL)  # the records that say how a run is read
 
 
 def _open_stores(url: str) -> tuple[Readable, Store]:
     """-> a store to read run.json from, and the run's."""
-    bare = open_store(url)
+    bare = open_store(url, make=False)
     answers = Ahead(bare)
     answers.ask(OPENING)
     return open_under_seal(url, bare, answers)

@@ -60,7 +60,7 @@ def leads_on(store: Store, answers: Readable) -> bool:
 
 def current_url(url: str) -> str:
     """Where the run that people call `url` is now."""
-    while leads_on(store := open_store(url), store):
+    while leads_on(store := open_store(url, make=False), store):
         url = url_below(url)
     return url
 

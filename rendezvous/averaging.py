@@ -34,7 +34,10 @@ from rendezvous.store import Store
 
 
 class Averager:
-    """One replica's means.   check_before_pause(): raises when the replica is to go instead of waiting."""
+    """One replica's means.   check_before_pause(): raises when the replica is to go instead of waiting.
+
+    refuse_lost(): raises RecordsLost if the store is not the run's any more, where a body would be waited for in vain.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Averager:
         timing: Timing,
         *,
         check_before_pause: Callable[[], None],
+        refuse_lost: Callable[[], None],
     ) -> None:
         self._store = store
         self._clock = clock
@@ -54,6 +58,7 @@ class Averager:
         self._own_blobs = own_blobs
         self._timing = timing
         self._check_before_pause = check_before_pause
+        self._refuse_lost = refuse_lost
         self._sharded_mean = ShardedMean(clock, reducer, members, timing, self._pause, self._on_bad_body)
         self._announcement: Job | None = None
 
@@ -107,6 +112,7 @@ class Averager:
     def _on_bad_body(self, commit: Commit, error: Corrupt) -> bool:
         """A listed body is bad.  See that ours are not: two would wait for each other.   -> May it yet be put back?"""
         self._members.status.note = str(error)
+        self._refuse_lost()
         self._own_blobs.mend_all()
         return self._writers_hold(commit)
 

@@ -3,13 +3,19 @@
     commit 0 ◀─prev─ commit 1 ◀─prev─ commit 2 ◀─ …        head = first step without a commit
 
 A reader only ever goes from t to t+1, so a gap cannot be skipped; LIST is never believed.
+
+A closer remembers commits that its store may have lost: emptied, swapped for another, or a folder whose disk is gone.
+Before it writes commit t it reads its *anchors* t−1 and t−2 and compares their digests with those it remembers.  One
+would do but for a store that is swapped between that read and the write: the next closer finds t−1 without t−2.
 """
 
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
-from rendezvous.errors import ChainBroken
+from rendezvous.errors import ChainBroken, RecordsLost
 from rendezvous.records import Commit, WireError
 from rendezvous.store import Readable
+
+ANCHORS = 2  # commits before the open step that a closer reads again
 
 
 class Chain:
@@ -46,6 +52,10 @@ class Chain:
     def refuse_gap(self, t: int) -> None:
         """Step t looks open.  Raises ChainBroken if it is not: a commit that vanished must not be written anew."""
         refuse_gap(self._store, t)
+
+    def anchors(self, t: int) -> dict[str, str]:
+        """The registers that must stand before commit t is written: key -> digest of the body as it was read."""
+        return {layout.commit_key(u): self._digests[u] for u in range(t - ANCHORS, t) if u in self._digests}
 
     def accept_commit(self, t: int, body: bytes) -> Commit:
         """Take `body` as commit t after checking that it follows what is known."""
@@ -89,6 +99,15 @@ class Chain:
     def recent_commits(self, t: int, count: int) -> list[Commit]:
         """Known commits t−1, …, t−count."""
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
+
+
+def lost_record(url: str, key: str, step: int, how: str = "is gone") -> RecordsLost:
+    """The error for a record that this process has read and the store does not have any more.   step: the open one."""
+    return RecordsLost(
+        f"{url}/{key} {how}, though this run has reached step {step}: the store was emptied, or swapped for another. "
+        "Nothing was committed there. Bring the run's objects back (mount, backup, a bucket's versions) and run the "
+        "same command again; if they were deleted, the run has ended"
+    )
 
 
 def refuse_gap(store: Readable, t: int) -> None:

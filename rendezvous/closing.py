@@ -6,6 +6,8 @@
                          │ no
                     did the operator's wishes change? ── yes ──────▶ look again
                          │ no
+                    is it still the store of this run? ── no ──────▶ RecordsLost      Chain.anchors, our own claim
+                         │ yes
                     put_once commit.json: fresh and late offers, weights, fence, pace
 
 Every replica whose own offer is durable looks at once; the one that came last finds all others, and closes.  Three
@@ -21,9 +23,10 @@ from statistics import median
 
 from rendezvous import layout, rules
 from rendezvous.background import Together, fetch_together, in_turn
-from rendezvous.chain import Chain
+from rendezvous.chain import ANCHORS, Chain, lost_record
 from rendezvous.clock import Clock
-from rendezvous.membership import Membership, Wanted, claims_above, refuse_lower_quorum
+from rendezvous.digests import SHA256, digest
+from rendezvous.membership import Membership, Wanted, claims_above, refuse_lost_claim, refuse_lower_quorum
 from rendezvous.offers import OfferBook
 from rendezvous.records import Commit, Listed, Offer, new_nonce
 from rendezvous.rules import Rules, Timing
@@ -136,9 +139,22 @@ class Committer:
         self._chain.refuse_gap(self._step)
         self.refuse_lower_quorum()
         commit = self._propose_commit(fresh, wishes, snapshot)
+        self.refuse_lost_anchors()
         _, stands = put_once(self._store, self._clock, layout.commit_key(self._step), commit.encode())
         self._chain.accept_commit(self._step, stands)
         return ""
+
+    def refuse_lost_anchors(self) -> None:
+        """Raises RecordsLost unless the two commits before the open step stand as they were read.
+
+        In the first two steps, where there are not two, this replica's own claim must stand as well.
+        """
+        anchors = self._chain.anchors(self._step)
+        if self._step < ANCHORS:
+            refuse_lost_claim(self._store, self._members)
+        for key, body in fetch_together(self._together, self._store.get, anchors).items():
+            if body is None or digest(body, SHA256) != anchors[key]:
+                raise lost_record(self._store.url, key, self._step, "is gone" if body is None else "is another one")
 
     def refuse_lower_quorum(self) -> None:
         """Raises RecordsLost if wishes that earlier closers went by are gone."""

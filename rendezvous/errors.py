@@ -6,7 +6,8 @@
     │   ├── BadKey                definite: a name that would leave the run's folder; nothing was asked of the store
     │   ├── StoreRefused          definite: nothing was written, and asking again changes nothing
     │   │   ├── StoreReadOnly     the folder or bucket cannot be written
-    │   │   └── StoreFull         no space left
+    │   │   ├── StoreFull         no space left
+    │   │   └── StoreGone         the folder that was opened is not at its path any more
     │   └── StoreUnclear          indefinite: it may have happened; read back before you believe anything
     ├── Terminal                  this replica ends; the run does not
     │   ├── Fenced                a higher generation holds the slot
@@ -56,6 +57,10 @@ class StoreReadOnly(StoreRefused):
 
 class StoreFull(StoreRefused):
     """No space left."""
+
+
+class StoreGone(StoreRefused):
+    """The folder that was opened is not at its path any more; what stands there now is not the run's."""
 
 
 class StoreUnclear(StoreError):

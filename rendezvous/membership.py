@@ -318,8 +318,8 @@ class Membership:
         self.slot = slot
         self.generation = generation
         self._timing = timing
-        self._host = host
-        self._pid = pid
+        self.host = host
+        self.pid = pid
         self._beats = 0
         self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
@@ -355,7 +355,7 @@ class Membership:
 
     def claim(self, store: Store) -> int:
         """Take the slot, and hear the operator's wishes; -> the generation."""
-        self.generation = claim(store, self._clock, self.slot, host=self._host, pid=self._pid)
+        self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid)
         self.hear_wishes(store)
         return self.generation
 
@@ -423,8 +423,8 @@ class Membership:
             inner=s.inner,
             rate=s.rate,
             at=self._clock.wall(),
-            host=self._host,
-            pid=self._pid,
+            host=self.host,
+            pid=self.pid,
             note=s.note,
         )
         self._store.put(layout.beat_key(self.slot), beat.encode())
@@ -504,6 +504,19 @@ class Membership:
 
     def _read_wishes(self) -> None:
         self.hear_wishes(self._store)
+
+
+def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
+    """Raises RecordsLost if the claim that this replica wrote is gone, or is another's: it is another run's store."""
+    key = layout.claim_key(mine.slot, mine.generation)
+    body = store.get(key)
+    found = None if body is None else _claim_in(body, mine.slot, mine.generation)
+    if body is None or (found is not None and (found.host, found.pid) != (mine.host, mine.pid)):
+        raise RecordsLost(
+            f"{store.url}/{key}, which this replica wrote, is {'gone' if body is None else 'the claim of another process'}"
+            ": the store was emptied, or swapped for another. Nothing was committed there. If the run was deleted, it has "
+            "ended; start a new one"
+        )
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:

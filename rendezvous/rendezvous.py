@@ -34,7 +34,7 @@ from rendezvous.clock import Clock
 from rendezvous.closing import Committer
 from rendezvous.errors import Diverged, GaveUp, Leaving, RendezvousError
 from rendezvous.leaving import Departure
-from rendezvous.membership import BeatStatus, Membership, Wanted
+from rendezvous.membership import BeatStatus, Membership, Wanted, refuse_lost_claim
 from rendezvous.offers import OfferBook
 from rendezvous.own_blobs import OwnBlobs, Upload
 from rendezvous.records import Commit, Offer
@@ -142,7 +142,7 @@ class Rendezvous:
         self.reducer = Reducer(self.store, self.clock, self.emit, rules_, together=self._together)
         self._averager = Averager(
             self.store, self.clock, self.reducer, self.members, self.own_blobs, self.timing,
-            check_before_pause=self._departure.check_before_pause,
+            check_before_pause=self._departure.check_before_pause, refuse_lost=self._committer.refuse_lost_anchors,
         )  # fmt: skip
         self._snapshots = SnapshotDuty(
             self.store, self._bucket, self.clock, rules_, keep=self._keep, background=self._background,
@@ -166,6 +166,7 @@ class Rendezvous:
         self.state = state
         self._theta_0 = theta_0
         self.members.status.enter_phase("heal", self.step)
+        refuse_lost_claim(self.store, self.members)  # an emptied store would be given a θ_0 of its own
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
         self._committer.refuse_lower_quorum()
@@ -302,6 +303,7 @@ class Rendezvous:
                     )
                 _refuse_long_wait(self.step, self.name, why_open, idle=wait.idle, limit=self.timing.give_up)
                 if wait.is_overdue():
+                    self._committer.refuse_lost_anchors()
                     self.own_blobs.mend_missed()
                 wait.sleep()
         self._times.note_decision()
@@ -421,6 +423,7 @@ class Rendezvous:
             self._weights.drain()
         if self.is_done:
             self._digests.check_unchanged()  # our digest may confirm the last snapshot
+            self._committer.refuse_lost_anchors()  # a run is done when its records stand
         try:
             self.own_blobs.mend_missed()
             unsent = {} if self.is_done else self.own_blobs.encoder.unsent_residuals
@@ -440,6 +443,8 @@ class Rendezvous:
                 )  # fmt: skip
         except GaveUp as error:
             self.emit("no_goodbye", trouble=str(error))
+        if self.is_done:
+            self._committer.refuse_lost_anchors()
         self.members.say_goodbye()
 
 

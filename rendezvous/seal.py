@@ -169,7 +169,7 @@ def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
 
 def open_signed(url: str) -> Store:
     """The store for `url` as the run key in the environment shows it."""
-    return under_key(open_store(url), SystemClock(), run_key())
+    return under_key(open_store(url, make=False), SystemClock(), run_key())
 
 
 def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:

@@ -11,7 +11,7 @@
                             ├─ Fleet     double launches, joins, leaves, control records, loss of the whole fleet
                             └─ Observer  checks the promises of the protocol at each write, with its own arithmetic
 
-    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME]      a table of what happened, and how often;
+    python -m tests.sim 1000 [--start N] [--jobs J] [--bug NAME] [--lost]      a table of what happened, and how often;
                                                                       for a red seed, the command that replays it
 
 Only `World.rng` decides anything, so a seed is a schedule, whatever PYTHONHASHSEED says.
@@ -49,6 +49,7 @@ from tests import sim_adversary as adversary
 from tests.sim_adversary import may_vanish
 from tests.sim_fleet import Fleet
 from tests.sim_observer import Observer, Violation
+from tests.sim_places import Loss, Places, draw_loss
 from tests.sim_replica import Process
 from tests.sim_store import BLOBS, SimClock, SimStore, may_rot
 
@@ -104,6 +105,7 @@ class Schedule:
     far: bool = True  # requests that go together are made at the same time, as on S3; else in turn, as on a folder
     calm: float = 60.0  # no fault is injected after this
     end: float = 200.0
+    loss: Loss | None = None  # the store is the run's no longer
     settled: int = 4  # commits after the calm that end the run early
     actions: tuple[tuple[float, str, int], ...] = ()  # scripted: (time, "kill" | "term" | "pause" | "launch", slot)
 
@@ -135,6 +137,14 @@ def draw(seed: int) -> Schedule:
         fleet_loss=r.uniform(10, 60) if r.random() < 0.3 else None,
     )  # fmt: skip
     return vary(schedule, r)
+
+
+def draw_lost(seed: int) -> Schedule:
+    """The same, and the store is taken away: what is lost for good ends the world a while later."""
+    plan = draw(seed)
+    loss = draw_loss(seed, plan.replicas)
+    quiet = replace(plan, loss=loss, vanish=0.0, forge=0.0, malformed=0.0, fleet_loss=None)
+    return quiet if loss.lasts else replace(quiet, end=loss.at + 60.0, calm=loss.at + 60.0)
 
 
 def vary(plan: Schedule, r: random.Random) -> Schedule:
@@ -196,6 +206,7 @@ class World:
         self._order, self._nonces = count(), count(1)
         self._hub = getcurrent()
         self.observer = Observer(self)
+        self.places = Places(self, schedule.loss) if schedule.loss else None
         self.fleet = Fleet(self)
 
     # ------------------------------------------------------------ time
@@ -220,6 +231,8 @@ class World:
             try:
                 self.fleet.begin()
                 adversary.begin(self)
+                if self.places is not None:
+                    self.places.begin()
                 while self._queue and not self.over and self._queue[0][0] <= self.plan.end:
                     self._turn(*heapq.heappop(self._queue))
                 self.observer.finish()
@@ -276,6 +289,8 @@ class World:
     def effect(self, process: Process, verb: str, key: str, body: bytes | None) -> Any:
         """What a request does to the bucket, at one instant."""
         self.calls += 1
+        if self.places is not None and self.places.befalls(process):
+            return self.places.serve(process, verb, key, body)
         old = self.objects.get(key)
         self.trace.update(f"{self.now:.6f}{process.id}{verb}{key}{old is None}".encode())
         if verb == "get":
@@ -365,12 +380,12 @@ def run(schedule: Schedule) -> Result:
     )  # fmt: skip
 
 
-def run_seed(seed: int, bug: str = "") -> Result:
-    """An ordinary schedule, with a planted bug if one is named."""
+def run_seed(seed: int, bug: str = "", lost: bool = False) -> Result:
+    """An ordinary schedule, or one whose store is taken away, with a planted bug if one is named."""
     from tests.sim_bugs import planted
 
     with planted(bug):
-        return run(draw(seed))
+        return run(draw_lost(seed) if lost else draw(seed))
 
 
 def table(fired: Counter[str], columns: int = 3) -> str:
@@ -386,15 +401,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--bug", default="", help="plant this bug (tests/sim_bugs.py)")
+    parser.add_argument("--lost", action="store_true", help="the store is taken away (tests/sim_places.py)")
     args = parser.parse_args(argv)
-    one, seeds = partial(run_seed, bug=args.bug), range(args.start, args.start + args.seeds)
+    one, seeds = partial(run_seed, bug=args.bug, lost=args.lost), range(args.start, args.start + args.seeds)
     if args.jobs == 1:
-        return report(map(one, seeds), args.bug)
+        return report(map(one, seeds), args.bug, args.lost)
     with multiprocessing.Pool(args.jobs) as pool:
-        return report(pool.imap(one, seeds, chunksize=8), args.bug)
+        return report(pool.imap(one, seeds, chunksize=8), args.bug, args.lost)
 
 
-def report(results: Iterable[Result], bug: str) -> int:
+def report(results: Iterable[Result], bug: str, lost: bool = False) -> int:
     """Red seeds as they come, then the sums; -> the exit code."""
     sums, fired, red, cpu = Counter[str](), Counter[str](), 0, 0.0
     for r in results:
@@ -402,7 +418,11 @@ def report(results: Iterable[Result], bug: str) -> int:
         fired, cpu = fired + r.fired, cpu + r.cpu
         if r.red:
             red += 1
-            again = f"python -m tests.sim 1 --start {r.schedule.seed}" + (f" --bug {bug!r}" if bug else "")
+            again = (
+                f"python -m tests.sim 1 --start {r.schedule.seed}"
+                + " --lost" * lost
+                + (f" --bug {bug!r}" if bug else "")
+            )
             print(f"seed {r.schedule.seed}: {r.red}\n    {again}", flush=True)
     print(table(fired))
     print(

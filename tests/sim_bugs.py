@@ -19,6 +19,7 @@ from rendezvous import (
     announcements,
     background,
     body_reader,
+    chain,
     closing,
     garbage,
     keeping,
@@ -50,7 +51,9 @@ from rendezvous.snapshot_writer import LiveFile, SnapshotWriter
 from rendezvous.state import Digests, all_arrays, base_of
 from rendezvous.tensors import TensorFile
 from rendezvous.wire import Encoder, as_bytes
-from tests.sim import TAG, Schedule, draw
+from tests import sim_places
+from tests.sim import TAG, Schedule, draw, draw_lost
+from tests.sim_places import Loss
 
 Patch = Any
 
@@ -261,6 +264,19 @@ def early_announcement() -> Iterator[None]:
 
 
 @contextmanager
+def done_without_a_look() -> Iterator[None]:
+    """Who has taken the last step says so, whatever has become of the others' records."""
+    finish = Rendezvous.finish
+
+    def trusting(rv: Any, reason: str) -> None:
+        rv._committer.refuse_lost_anchors = nothing
+        finish(rv, reason)
+
+    with patch.object(Rendezvous, "finish", trusting):
+        yield
+
+
+@contextmanager
 def inherited_residual() -> Iterator[None]:
     """A new life takes the residual of the one before it, which may have sent it."""
     under = Rendezvous.set_rules
@@ -442,6 +458,13 @@ def signed(seed: int) -> Schedule:
     return Schedule(seed, replicas=3, min_replicas=2, key="k" * 16, forge=0.5, kill=0.003, calm=80.0)
 
 
+def ending(seed: int) -> Schedule:
+    """A short run whose bucket is emptied when it ends."""
+    plan = Schedule(seed, replicas=3, min_replicas=2, steps=3, rules=Rules(sync_every=2, snapshot_every=1))
+    loss = Loss(18.0 + seed % 40 / 4, "emptied", pins=False)
+    return replace(plan, loss=loss, slow_blobs=40.0, end=90.0, calm=90.0)
+
+
 doomed = garbage.blobs_before
 FETCHERS = (announcements, body_reader, own_blobs)
 
@@ -525,7 +548,7 @@ BUGS: dict[str, Bug] = {
         attr(Chain, "refuse_gap", nothing), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "a lost θ₀ is replaced": Bug(
-        attr(rendezvous, "write_theta_0", founds_again), expiring, without=lambda s: replace(s, vanish=0.0)
+        attr(rendezvous, "write_theta_0", founds_again), expiring, without=lambda s: replace(s, vanish=0.0), seeds=120
     ),
     "no record is passed over": Bug(
         attr(membership, "decode_or_none", lambda kind, body: kind.decode(body)),
@@ -534,6 +557,21 @@ BUGS: dict[str, Bug] = {
     ),
     "the heartbeat dies of any exception": Bug(
         attr(background.Parts, "run", one_part_stops_all), buggy_client, without=lambda s: replace(s, foreign=0.0)
+    ),
+    "a closer trusts its store": Bug(
+        attr(Committer, "refuse_lost_anchors", nothing), draw_lost, without=lambda s: replace(s, loss=None)
+    ),
+    "one anchor": Bug(attr(chain, "ANCHORS", 1), draw_lost, without=lambda s: replace(s, loss=None), seeds=400),
+    "a joiner trusts its store": Bug(
+        lambda: [patch.object(m, "refuse_lost_claim", nothing) for m in (rendezvous, closing)],
+        draw_lost,
+        without=lambda s: replace(s, loss=None),
+    ),
+    "done is said without a look": Bug(
+        lambda: [done_without_a_look()], ending, without=lambda s: replace(s, loss=None), seeds=200
+    ),
+    "a folder is whatever its path leads to": Bug(
+        attr(sim_places, "guard_folder", lambda: False), draw_lost, without=lambda s: replace(s, loss=None)
     ),
     "a tag is not verified": Bug(
         attr(seal, "verify_record", believed), signed, without=lambda s: replace(s, forge=0.0)

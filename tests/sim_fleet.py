@@ -5,7 +5,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rendezvous import layout, records
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import RecordsLost, RendezvousError
 from rendezvous.garbage import Collected
 from rendezvous.membership import Wanted, write_control
 from rendezvous.records import Control
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from tests.sim import World
 
 # What a replica may stop for, loudly.  All other malformed records are passed over.
-DAMAGE = ("rot:", "truncated:", "vanished:", "forged:", "malformed: commit", "malformed: mean", "malformed: manifest")
+DAMAGE = (
+    "store ",
+    "rot:",
+    "truncated:",
+    "vanished:",
+    "forged:",
+    "malformed: commit",
+    "malformed: mean",
+    "malformed: manifest",
+)
 
 
 class Fleet:
@@ -165,8 +174,11 @@ class Fleet:
         clock = w.clock(p)
 
         def write() -> None:
-            write_control(PatientStore(w.store(p), clock, 600.0), clock, **wishes)
-            p.ended = "written"
+            try:
+                write_control(PatientStore(w.store(p), clock, 600.0), clock, **wishes)
+                p.ended = "written"
+            except RecordsLost:
+                p.ended = "refused: records are lost"
 
         w.spawn(p, write)
 

@@ -274,6 +274,8 @@ class Observer:
     def averaged(self, process: Process, mean: np.ndarray) -> None:
         """A replica is about to take an outer step with this."""
         step = process.rv.step if process.rv else 0
+        if process.strays:
+            return
         if step >= len(self.means) or mean.tobytes() != self.means[step].tobytes():
             self.broken("the same mean everywhere", f"{process.slot} averages something else in step {step}")
 
@@ -413,7 +415,7 @@ class Observer:
     def trains(self, process: Process, state: SimState) -> None:
         """A replica begins inner steps: from the chain's θ, and not ahead of it."""
         step = process.rv.step if process.rv else 0
-        if process.tainted:
+        if process.tainted or process.strays:
             return
         if step > len(self.commits) or state.digest() != self.bases[step]:
             self.broken("the same θ everywhere", f"process {process.id} ({process.slot}) trains at step {step}")
@@ -424,6 +426,8 @@ class Observer:
 
     def gives_up_on(self, key: str) -> None:
         """The operator restores a blob: nobody may have its bytes in memory and nothing else to do."""
+        if self.w.places is not None and self.w.places.is_away:
+            return
         for p in self.w.fleet.living():
             if p.rv and key in [mine.key for mine in p.rv.own_blobs.bodies] and self._waits(p, p.rv.step):
                 self.broken("who has the bytes puts them back", f"{key} is damaged for 25 s, and {p.slot} has it")
@@ -444,7 +448,7 @@ class Observer:
         w = self.w
         if self.w.fleet.finished and not self.w.fleet.living():
             w.over = True
-        quiet = w.now - max(self.last_commit, w.plan.calm)
+        quiet = w.now - max(self.last_commit, w.plan.calm, w.places.back_at if w.places is not None else 0.0)
         if quiet > RECOVERY and not w.fleet.finished:
             self.broken("progress", f"no commit since {self.last_commit:.1f}, head {len(self.commits)}")
         if w.now >= w.plan.calm:
@@ -452,10 +456,13 @@ class Observer:
             w.over |= len(self.commits) >= self.at_calm + w.plan.settled and not self._stragglers(RECOVERY)
 
     def finish(self) -> None:
-        if not (self.w.plan.vanish or self.w.plan.forge or self.w.plan.malformed or self.w.plan.flip):
+        if not (
+            self.w.plan.loss or self.w.plan.vanish or self.w.plan.forge or self.w.plan.malformed or self.w.plan.flip
+        ):
             self._bounded()
         late = self._stragglers(2 * RECOVERY if self.w.now < self.w.plan.end else RECOVERY)
-        if late and not self.w.fleet.finished:
+        lost = self.w.plan.loss is not None and not self.w.plan.loss.lasts
+        if late and not self.w.fleet.finished and not lost:
             self.broken("live replicas follow the head", f"{[(p.id, p.slot, p.rv and p.rv.step) for p in late]}")
 
     def _stragglers(self, patience: float) -> list[Process]:
@@ -463,7 +470,7 @@ class Observer:
         w, found = self.w, []
         for p in w.fleet.living():
             hung = layout.slot_index(p.slot) in w.plan.hung
-            working = not hung and w.now - max(p.born, p.asleep_until) > patience / 2
+            working = not hung and not p.strays and w.now - max(p.born, p.asleep_until) > patience / 2
             if working and p.rv is not None and (p.rv.step < len(self.commits) - 4 or p.tainted):
                 found.append(p)
         return found

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest as xxh3
 
 from rendezvous import layout
 from rendezvous.background import in_turn
-from rendezvous.errors import ChainBroken, Corrupt, Forged, Leaving, RendezvousError, Terminal
+from rendezvous.errors import ChainBroken, Corrupt, Forged, Leaving, RecordsLost, RendezvousError, Terminal
 from rendezvous.garbage import Collected
 from rendezvous.records import Commit, WireError
 from rendezvous.rendezvous import Rendezvous
@@ -29,7 +29,7 @@ from tests.sim_codecs import Kept, Sent
 if TYPE_CHECKING:
     from tests.sim import World
 
-LOUD = (Corrupt, RendezvousError, WireError, ChainBroken, Forged)  # and then the operator acts
+LOUD = (Corrupt, RendezvousError, WireError, ChainBroken, Forged, RecordsLost)  # and then the operator acts
 LR, MU = np.float32(0.7), np.float32(0.9)
 FLIPS = 0  # the fragment that bad memory hits; work on the others is not derived from it, and may be offered
 
@@ -49,6 +49,7 @@ class Process:
     hangs_until: float = 0.0  # a request of its work, not of its heartbeat, is slow
     trainer_hangs: bool = False  # its inner step never ends; its beat and what is in flight go on
     ended: str = ""  # why it ended by itself
+    strays: bool = False  # it has asked a store that is not the run's (tests/sim_places.py)
     tainted: bool = False  # a bit of its θ or momentum was flipped
     work: bytes = b""  # its newest pseudogradient, and the θ that it started from
     theta: bytes = b""
@@ -270,12 +271,24 @@ class Replica:
             self.p.ended = "left"
 
     def _live(self) -> None:
+        if self._finds_no_run():
+            return
         self.rv.claim()
+        if self._finds_no_run():
+            return
         self.w.spawn(self.p, lambda: self.rv.members.run(lambda: self.p.gone))
         self.clock.sleep(self.w.rng.choice((0.5, 3.0)))
         self._train()
         self.rv.finish("done" if self.rv.is_done else "leaving")
+        if self.rv.is_done and self.w.places is not None:
+            self.w.places.refuse_done(self.p)
         self.p.ended = "finished"
+
+    def _finds_no_run(self) -> bool:
+        """A real replica reads run.json before it claims, and the start model's manifest after."""
+        away = self.w.places is not None and self.w.places.befalls(self.p)
+        self.p.ended = "finds no run" if away else ""
+        return away
 
     def _train(self) -> None:
         self.state = SimState(self.w, self.p)

@@ -170,7 +170,7 @@ class SimStore:
             self._pause()
         if fault == "lost answer":
             raise StoreUnclear("the answer was lost")
-        if fault == "duplicate":
+        if fault == "duplicate" and not (w.places is not None and w.places.befalls(p)):
             w.at(w.now + w.rng.expovariate(0.1), lambda: again(w, p, verb, key, body))
         return answer
 
@@ -201,6 +201,8 @@ class SimStore:
 def again(world: "World", process: Process, verb: str, key: str, body: bytes | None) -> None:
     """A retry by some layer below us arrives late.  It would win a commit that has vanished; see `may_lose`."""
     if kind(key) == "commit" and world.vanished.get(key, body) != body:
+        return
+    if world.places is not None and world.places.befalls(process):
         return
     try:
         world.effect(process, verb, key, body)

@@ -19,7 +19,7 @@ from greenlet import getcurrent
 
 from rendezvous import rules
 from rendezvous.rules import Rules
-from tests.sim import Schedule, World, draw, main, run, table
+from tests.sim import Schedule, World, draw, draw_lost, main, run, table
 from tests.sim_bugs import BUGS, planted
 from tests.sim_observer import Durable
 from tests.sim_replica import Process
@@ -83,10 +83,25 @@ def test_the_promises_hold(start: int) -> None:
     assert not never, f"never: {never}\n{table(fired)}"
 
 
-LONG = "a lost commit is decided again"  # 11 s, because it takes many schedules to be found
+LOST = {"store back", "commit away", "ends: RecordsLost", "ends: GaveUp", "ends: finds no run"} | {
+    f"store {how}: {whom}" for how in ("gone", "older", "other") for whom in ("some", "all")
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(bug, marks=pytest.mark.slow if bug == LONG else ()) for bug in BUGS])
+@pytest.mark.parametrize("start, count", [(0, 120), pytest.param(120, 1200, marks=pytest.mark.slow)])
+def test_a_store_that_is_taken_away_splits_nothing(start: int, count: int) -> None:
+    """Gone, emptied, swapped for another or for a copy, back again; for some replicas and for all."""
+    results = [run(draw_lost(seed)) for seed in range(start, start + count)]
+    red = [f"seed {r.schedule.seed}: {r.red}\n{r.schedule}" for r in results if r.red]
+    assert not red, "\n".join(red)
+    never = LOST - {name for r in results for name, n in r.fired.items() if n}
+    assert not never, f"never: {never}"
+
+
+LONG = {"a lost commit is decided again", "one anchor"}  # they take many schedules to be found
+
+
+@pytest.mark.parametrize("name", [pytest.param(bug, marks=pytest.mark.slow if bug in LONG else ()) for bug in BUGS])
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     with planted(name):

@@ -34,7 +34,7 @@ class View:
 
 def open_view(url: str, scope: Scope) -> View:
     """The run that goes by this URL now, for a look at what `scope` needs.   Raises ConfigError if there is none."""
-    bare = open_store(url)
+    bare = open_store(url, make=False)
     asked = Ahead(bare)
     guess = latest_cache(bare.url)
     asked.ask([*OPENING, layout.commit_key(0), *likely_keys(asked, guess, scope)])

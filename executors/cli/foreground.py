@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diloco import exitcodes, processes
-from diloco.launch import Run
+from diloco.launch import Run, refuse_lost_run
 from diloco.runlog.report import Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.cli.status import StatusView, view_for
@@ -65,6 +65,7 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
         report = reader.refresh()
         view.show(report)
         if report.done:
+            refuse_lost_run(run, records=report.wanted.records, head=report.head)
             return Outcome(exitcodes.DONE, f"all {report.head} outer steps are committed")
         if supervisor is None:
             return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.head} of {report.wanted.steps}")

@@ -224,7 +224,7 @@ def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str]
     until = time.monotonic() + patience_s
     while True:
         try:
-            store = open_store(run)
+            store = open_store(run, make=False)
             store.get(layout.RUN)
             reason = why_unfit(store, SystemClock())
             return (exitcodes.USER_ERROR, reason) if reason else None

@@ -43,6 +43,7 @@ from executors.supervision.budget import SpendLimit
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
+from executors.supervision.records_watch import RecordsWatch
 from executors.supervision.slot_state import LOST_LEASE, SlotState
 from executors.supervision.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
@@ -125,6 +126,7 @@ class Supervisor:
         self._leaving = ""  # why we end before the run is done
         self._killing = False
         self._verdict: Outcome | None = None
+        self._records = RecordsWatch(self.run, self.clock)
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
         self._said_at = float("-inf")  # when we last spoke of it
@@ -231,6 +233,9 @@ class Supervisor:
         if not self._ticked:  # with the ends that nobody had seen: the budget counts them
             report = self._reader.refresh()
         self._report_outages()
+        if self._verdict is None and (lost := self._records.why_lost(report)):
+            self._verdict = Outcome(exitcodes.USER_ERROR, lost)
+            self._leaving = "the run's records are gone"
         self._leaving = self._leaving or self._spend_limit.must_end(report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)

@@ -7,27 +7,38 @@ A link of a finished temporary file is exclusive *and* whole.  O_EXCL on the fin
 reader could see half of it, and a crash would leave a register that is truncated for ever.
 
 A key cannot lead out of the folder: its parts are opened one below the other, and none may be a link.  (The folder
-itself may be one.)
+itself may be one.)  Only regular files are read, and opening one never waits: a FIFO, a socket or a folder under a key
+is refused.
+
+A store stays with the folder that it opened first, by device and inode, and holds it open so that the inode is not
+given away:
+
+    the path leads nowhere      StoreGone: unmounted, renamed, deleted; only make=True, before the first look, makes it
+    the path leads elsewhere    StoreGone: another disk, another folder
+    the path leads back         the store goes on
 
 Not promised: survival of a power cut (nothing is fsynced), nor a folder that several machines share through a
-file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers).
+file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers); that a process which starts
+later recognizes the folder (rendezvous/closing.py compares what stands in it with the chain).
 """
 
 import ctypes
 import errno
 import os
+import stat
 import tempfile
-from collections.abc import Callable, Generator, Iterable
+import weakref
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rendezvous.errors import KeyExists, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreGone, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
 from rendezvous.stores.spares import LEAST, Spares, unfinished_prefix
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_LINK = {errno.ELOOP, errno.ENOTDIR}
+_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CHUNK = 8 << 20
 _CACHED = 1 << 18
@@ -38,11 +49,14 @@ class FileStore:
     near = True  # this very machine serves it
     cheap = True  # a request costs no more than a copy
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, make: bool = True) -> None:
+        """make: create the folder with the first write, unless this store has seen it before."""
         if not str(root):
             raise ValueError("an empty path is no folder for a run; give one, e.g. runs/demo")
         self.root = Path(root).absolute()
         self.url, self._folder = f"file://{self.root}", str(self.root)
+        self._make = make
+        self._first: tuple[int, int] | None = None  # device and inode of the folder that was opened first
         self._tmp = self.root / ".tmp"
         self._spares = Spares(self._tmp)
 
@@ -60,7 +74,7 @@ class FileStore:
     def get(self, key: str) -> bytes | None:
         with self._as_store_errors("read", key):
             try:
-                with self._open_folder(key) as (folder, name), open(name, "rb", opener=_opener_in(folder)) as f:
+                with self._open_folder(key) as (folder, name), open(_open_regular(name, folder), "rb") as f:
                     return f.read()
             except FileNotFoundError:
                 return None
@@ -69,7 +83,7 @@ class FileStore:
         with self._as_store_errors("read", key):
             try:
                 with self._open_folder(key) as (folder, name):
-                    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+                    fd = _open_regular(name, folder)
             except FileNotFoundError:
                 return False
             try:
@@ -109,7 +123,7 @@ class FileStore:
     def _open_folder(self, key: str, *, make: bool = False) -> Generator[tuple[int, str]]:
         """The open folder that a key lies in, and its name there.   make: with the folders on the way."""
         *folders, name = plain_key(key).split("/")
-        at = os.open(self._folder, _FOLDER)
+        at = self._open_root()
         try:
             for part in folders:
                 above = at
@@ -118,6 +132,23 @@ class FileStore:
             yield at, name
         finally:
             os.close(at)
+
+    def _open_root(self) -> int:
+        """A descriptor of the folder itself.   Raises StoreGone unless it is the one that was opened first."""
+        try:
+            at = os.open(self._folder, _FOLDER)
+        except FileNotFoundError:
+            if self._first is None:
+                raise
+            raise StoreGone(_gone(self.root, "is not there any more: unmounted, renamed or deleted")) from None
+        found = os.fstat(at)
+        if self._first is None:
+            self._first = found.st_dev, found.st_ino
+            weakref.finalize(self, os.close, os.dup(at))
+        elif (found.st_dev, found.st_ino) != self._first:
+            os.close(at)
+            raise StoreGone(_gone(self.root, "leads to another folder than before: another disk, or made anew"))
+        return at
 
     def _replace_and_keep(self, tmp: str, folder: int, name: str) -> None:
         """The same, and the file keeps a second name: when the key is deleted, its pages serve again."""
@@ -135,8 +166,7 @@ class FileStore:
         """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
         size = body_bytes(body)
         with self._as_store_errors("write", key):
-            self._tmp.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self._tmp, _FOLDER | os.O_NOFOLLOW))  # no link either
+            self._make_tmp()
             fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished_prefix(os.getpid()))
             try:
                 if size >= LEAST and self._spares.reuse_file(size, tmp):
@@ -148,16 +178,32 @@ class FileStore:
                 with suppress(FileNotFoundError):
                     os.unlink(tmp)
 
+    def _make_tmp(self) -> None:
+        """Make the folder of temporary files, which may be no link; the folder of the store only at its founding."""
+        if self._make and self._first is None:
+            with suppress(FileExistsError):
+                self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            at = self._open_root()
+        except FileNotFoundError:
+            raise StoreGone(_gone(self.root, "does not exist")) from None
+        try:
+            os.close(_open_subfolder(at, self._tmp.name, make=True))
+        finally:
+            os.close(at)
+
     @contextmanager
     def _as_store_errors(self, verb: str, key: str) -> Generator[None]:
         try:
             yield
+        except StoreError:
+            raise
         except FileExistsError as error:
             raise KeyExists(f"{self.url}/{key} exists") from error
         except OSError as error:
             where = f"cannot {verb} {self.url}/{key}: {error.strerror}"
             if error.errno in _LINK:
-                why = "a part of it is a link, or a file where a folder belongs; a run's folder holds neither"
+                why = "a part of it is a link, a file where a folder belongs, or a folder where a file belongs"
                 raise StoreRefused(f"cannot {verb} {self.url}/{key}: {why}. Remove it, or use another one") from error
             if error.errno in _READ_ONLY:
                 raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
@@ -174,8 +220,20 @@ def _open_subfolder(folder: int, part: str, make: bool) -> int:
     return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def _opener_in(folder: int) -> Callable[[str, int], int]:
-    return lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
+def _open_regular(name: str, folder: int) -> int:
+    """Open a file to read.   Raises StoreRefused for a FIFO, a socket or a folder, which might be waited for."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreRefused(f"{name} in the run's folder is not a regular file. Remove it; the run goes on by itself")
+    return fd
+
+
+def _gone(root: Path, how: str) -> str:
+    return (
+        f"the folder {root} {how}. Nothing was written. Mount it again, or give it its name back, and the run goes on; "
+        "if it was deleted, the run has ended"
+    )
 
 
 def _write_body(fd: int, body: Body) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from rendezvous.store import Store
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, make: bool = True) -> Store:
     """A store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or what fsspec reads.
 
+    make: create a folder that does not exist, with the first write; False where a run must stand there already.
     `fsspec+s3://…` is s3fs instead of our own client; memory:// is ours, fsspec's is `fsspec+memory://`.
     """
     scheme, colon, rest = url.partition("://")
@@ -24,7 +25,7 @@ def open_store(url: str) -> Store:
     if scheme == "file":
         from rendezvous.stores.files import FileStore
 
-        return FileStore(rest)
+        return FileStore(rest, make=make)
     if scheme == "memory":
         from rendezvous.stores.memory import MemoryStore
 
