@@ -127,11 +127,14 @@ class HFServer:
 
     held: new jobs stay SCHEDULING.   limit_s: given to every job whatever it asked for (0: what it asked for).
     tells_limit: does a job tell its time-out?   blind_after: 503 to lists after so many (0: never).
-    plain: variables of every job, as a place sets them.   requests: (method, path) of all, in order of arrival.
+    plain: variables of every job, as a place sets them.   python: of every job.
+    requests: (method, path) of all, in order of arrival.
     """
 
-    def __init__(self, *, token: str = TOKEN, page: int = 50, grace_s: float = 5.0) -> None:
-        self.token, self.page, self.grace_s = token, page, grace_s
+    def __init__(
+        self, *, token: str = TOKEN, page: int = 50, grace_s: float = 5.0, python: str = sys.executable
+    ) -> None:
+        self.token, self.page, self.grace_s, self.python = token, page, grace_s, python
         self.held, self.limit_s, self.tells_limit, self.blind_after = False, 0, True, 0
         self.plain: dict[str, str] = {}
         self.turnstiles = list[tuple[str, str, Turnstile]]()
@@ -152,7 +155,7 @@ class HFServer:
         uv = self.root / "bin" / "uv"
         uv.write_text(
             UV.replace("PYTHONPATH", "\0")
-            .replace("PYTHON", sys.executable)
+            .replace("PYTHON", self.python)
             .replace("\0", "PYTHONPATH")
             .replace("SITES", str(self.root / "sites"))
         )

@@ -18,7 +18,8 @@ from executors.cli import main as cli
 from executors.cli import parser
 from executors.platforms.base import LaunchPlan
 from executors.platforms.multi import Place
-from executors.preflight import quote
+from executors.preflight import place_faults, quote
+from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
 from rendezvous import layout
@@ -102,6 +103,28 @@ def test_a_mixed_fleet_with_options_for_one_of_its_places():
     assert (local.executor, local.options, local.timeout_s) == ("local", {}, 3600.0)
     assert quote.replicas_in((modal, local)) is None  # the last one takes the rest
     assert quote.replicas_in((modal, Place("local", 1))) == 3
+
+
+def test_each_place_has_its_own_secrets():
+    named = ("--secret", "modal.aws", "--secret", "hf-jobs.AWS_REGION", "--secret", "both", "--secret", "my.own")
+    modal, hub, local = wanted("--place", "modal:1", "--place", "hf-jobs:1", "--place", "local", *named)
+    assert modal.secrets == ("aws", "both", "my.own") and hub.secrets == ("AWS_REGION", "both", "my.own")
+    assert local.secrets == ("both", "my.own")
+    with pytest.raises(UsageError, match="--secret sky.aws: none of the places is 'sky'"):
+        wanted("--place", "modal:1", "--place", "local", "--secret", "sky.aws")
+
+
+def test_what_is_said_as_an_option_of_a_place_is_found_by_who_checks_the_place():
+    """Before: `--option modal.secrets=…` reached the executor, and pre-flight said that no secret was named."""
+    options = ('modal.secrets=["aws"]', "modal.gpu=H100:8", "hf-jobs.secrets=A,B", 'hf-jobs.env={"C": "d"}')
+    places = ("--place", "modal:1", "--place", "hf-jobs:1", "--place", "local")
+    modal, hub, local = wanted(*places, *(word for text in options for word in ("--option", text)))
+    assert (modal.secrets, modal.gpu, modal.options) == (("aws",), ("H100:8",), {})
+    assert (hub.secrets, hub.env, hub.options) == (("A", "B"), {"C": "d"}, {})
+    assert place_faults.idle_devices(modal) and not place_faults.keys_missing("s3://b/r", modal, {})
+    words = place_faults.keys_missing("s3://b/r", hub, {}, several=True)
+    assert words.endswith("add --secret hf-jobs.AWS_ACCESS_KEY_ID --secret hf-jobs.AWS_SECRET_ACCESS_KEY")
+    assert local.secrets == ()
 
 
 def test_a_run_keeps_its_places_and_they_can_be_refined():

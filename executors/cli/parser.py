@@ -114,7 +114,9 @@ def _add_place_options(parser: argparse.ArgumentParser) -> None:
     for action in (executor, places):
         _set_completion(action, *EXECUTORS)
     where.add_argument("--gpu", action="append", metavar="KIND", help="again for a second choice; in NAME's words")
-    where.add_argument("--secret", action="append", metavar="NAME", dest="secrets", help="a secret that replicas get")
+    where.add_argument(
+        "--secret", action="append", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME"
+    )
     where.add_argument("--timeout", type=duration, metavar="TIME", help="of one replica's life: 6h, 90m (it restarts)")
     where.add_argument("--pip", action="append", metavar="PACKAGE", help="what a reward of yours needs there")
     where.add_argument("--option", action="append", type=option, metavar="KEY=VALUE", help="partition=gpu, region=eu")

@@ -45,10 +45,11 @@ def place_faults(
     config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
     """The mistakes, one sentence each, the cheapest to find first."""
+    several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
             idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
-            task_fault(config, place), keys_missing(url, place, environ), options_fault(place),
+            task_fault(config, place), keys_missing(url, place, environ, several=several), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -220,27 +221,31 @@ def _image_words(place: Place, image: str) -> str:
 # -------------------------------------------------------------------- secrets
 
 
-def keys_missing(url: str, place: Place, environ: Mapping[str, str]) -> str:
-    """Modal's secrets have names of their own, so there one at least; elsewhere the very variables."""
+def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several: bool = False) -> str:
+    """Modal's secrets have names of their own, so there one at least; elsewhere the very variables.
+
+    several: the run has other places, too, whose secrets have other names.
+    """
+    option = f"--secret {place.executor}." if several else "--secret "
     needed = _needed_variables(url, environ)
     if place.executor not in FAR or not needed:
         return ""
     if place.executor == "modal":
-        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed)
+        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed, option)
     missing = [n for n in needed if n not in place.secrets and n not in place.env]
     if not missing:
         return ""
     why = "the run key is set here" if missing == [KEY] else f"they write to {url.partition('?')[0]}"
-    options = " ".join(f"--secret {name}" for name in missing)
+    options = " ".join(f"{option}{name}" for name in missing)
     names = ", ".join(missing)
     return f"replicas on {place.executor} need {names} ({why}), and see nothing of this environment: add {options}"
 
 
-def _modal_words(url: str, needed: Sequence[str]) -> str:
+def _modal_words(url: str, needed: Sequence[str], option: str) -> str:
     values = " ".join(f'{name}="${name}"' for name in needed)
     return (
         f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is named. "
-        f"Next: `modal secret create diloco {values}`, then add --secret diloco"
+        f"Next: `modal secret create diloco {values}`, then add {option}diloco"
     )
 
 

@@ -30,6 +30,8 @@ from rendezvous.clock import Clock
 from rendezvous.membership import Wanted, read_control, write_control
 from rendezvous.store import Store
 
+OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets", "timeout_s", "env")}
+
 # -------------------------------------------------------------------- where
 
 
@@ -37,24 +39,31 @@ def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] 
     """Take what the options name, else what the run had before."""
     if args.places and args.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
-    if not args.places and not args.executor:
-        if any((args.gpu, args.secrets, args.timeout, args.option, args.pip, args.no_lease)):
-            if not before:
-                raise UsageError(
-                    "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
-                )
-            _check_pip(args.pip, places_of(before))
-            return tuple(_refined_place(p, args) for p in places_of(before))
-        return places_of(before)
-    named = [Place.from_dict(p) for p in args.places or [{"executor": args.executor}]]
-    _check_pip(args.pip, named)
-    for p in named:
-        if p.executor not in EXECUTORS:
-            raise UsageError(f"there is no executor {p.executor!r}; there are {', '.join(EXECUTORS)}")
-    for key, _ in args.option or ():
-        if "." in key and key.partition(".")[0] not in {p.executor for p in named}:
-            raise UsageError(f"--option {key}: none of the places is {key.partition('.')[0]!r}")
+    if args.places or args.executor:
+        named = [Place.from_dict(p) for p in args.places or [{"executor": args.executor}]]
+    else:
+        named = places_of(before)
+        if not any((args.gpu, args.secrets, args.timeout, args.option, args.pip, args.no_lease)):
+            return named
+        if not before:
+            raise UsageError(
+                "--gpu, --secret, --timeout, --pip, --option and --no-lease are for a place: add --executor NAME"
+            )
+    _check_words(args, named)
     return tuple(_refined_place(p, args) for p in named)
+
+
+def _check_words(args: argparse.Namespace, named: Sequence[Place]) -> None:
+    """Raises UsageError for what is said of a place that there is not."""
+    _check_pip(args.pip, named)
+    there = {p.executor for p in named}
+    if unknown := there.difference(EXECUTORS):
+        raise UsageError(f"there is no executor {min(unknown)!r}; there are {', '.join(EXECUTORS)}")
+    said = [("option", key, "." in key) for key, _ in args.option or ()]
+    said += [("secret", name, name.partition(".")[0] in EXECUTORS) for name in args.secrets or ()]
+    for what, name, is_for_one in said:
+        if is_for_one and name.partition(".")[0] not in there:
+            raise UsageError(f"--{what} {name}: none of the places is {name.partition('.')[0]!r}")
 
 
 def _check_pip(packages: Sequence[str] | None, places: Sequence[Place]) -> None:
@@ -66,7 +75,10 @@ def _check_pip(packages: Sequence[str] | None, places: Sequence[Place]) -> None:
 
 
 def _refined_place(place: Place, args: argparse.Namespace) -> Place:
-    """One place, with what was said for all of them.  "modal.region=eu" is an option for modal alone."""
+    """One place, with what was said for all of them.  "modal.region=eu" is an option for modal alone.
+
+    Secrets and the like are the place's, also where they were said as an option: they are looked for there.
+    """
     options = dict(place.options)
     for key, value in args.option or ():
         whose, dot, rest = key.partition(".")
@@ -74,16 +86,32 @@ def _refined_place(place: Place, args: argparse.Namespace) -> Place:
             options[rest if dot else key] = value
     if args.pip and place.executor in FAR:
         options["pip"] = list(args.pip)
+    own = {key: options.pop(key) for key in OF_THE_PLACE.get(place.executor, ()) if key in options}
     return Place(
         executor=place.executor,
         count=place.count,
-        gpu=place.gpu or tuple(args.gpu or ()),
-        timeout_s=args.timeout or place.timeout_s,
-        secrets=tuple(args.secrets or place.secrets),
-        env=place.env,
+        gpu=place.gpu or tuple(args.gpu or _words(own.get("gpu", ()))),
+        timeout_s=args.timeout or place.timeout_s or float(own.get("timeout_s", 0.0)),
+        secrets=_secrets_of(place, args.secrets or ()) or (*place.secrets, *_words(own.get("secrets", ()))),
+        env={**place.env, **own.get("env", {})},
         options=options,
         lease=place.lease and not args.no_lease,
     )
+
+
+def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of `--secret` that this place gets: "modal.aws" is for modal alone, "aws" for every place."""
+    pairs = [(name, *name.partition(".")) for name in names]
+    return tuple(
+        rest if dot and whose == place.executor else name
+        for name, whose, dot, rest in pairs
+        if not dot or whose == place.executor or whose not in EXECUTORS
+    )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """A list, or a text with commas."""
+    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
