@@ -226,26 +226,26 @@ def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several:
 
     several: the run has other places, too, whose secrets have other names.
     """
-    option = f"--secret {place.executor}." if several else "--secret "
+    whose = f"{place.executor}." if several else ""
     needed = _needed_variables(url, environ)
     if place.executor not in FAR or not needed:
         return ""
     if place.executor == "modal":
-        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed, option)
+        return "" if place.secrets or set(needed) <= set(place.env) else _modal_words(url, needed, whose)
     missing = [n for n in needed if n not in place.secrets and n not in place.env]
     if not missing:
         return ""
     why = "the run key is set here" if missing == [KEY] else f"they write to {url.partition('?')[0]}"
-    options = " ".join(f"{option}{name}" for name in missing)
+    options = " ".join(f"--secret {whose}{name}" for name in missing)
     names = ", ".join(missing)
     return f"replicas on {place.executor} need {names} ({why}), and see nothing of this environment: add {options}"
 
 
-def _modal_words(url: str, needed: Sequence[str], option: str) -> str:
+def _modal_words(url: str, needed: Sequence[str], whose: str) -> str:
     values = " ".join(f'{name}="${name}"' for name in needed)
     return (
         f"replicas on modal need {', '.join(needed)} to take part in {url.partition('?')[0]}, and no secret is named. "
-        f"Next: `modal secret create diloco {values}`, then add {option}diloco"
+        f"Next: `modal secret create diloco {values}`, then add --secret {whose}diloco"
     )
 
 
