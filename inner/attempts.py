@@ -6,22 +6,33 @@
 
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
+A completion is to blame (decision 065) if it fails by itself in a last try in which others got numbers, and its error
+is no connection's; or if its value is no number while others of the batch have one.  A last try without any number asks
+for one completion that has a number already: the witness that the reward still answers.
+
 Not promised: a reward that compares the completions of a batch with each other. After a failure it sees a part of them.
+A reward whose own machine hangs for one completion alone, at every try, blames that completion.
 """
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inner.connections import is_connection_error
 from inner.deadline import TimedOut
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+HUNG_IN_A_ROW = 3  # single completions, before the last try takes the reward itself for hung
+LARGEST = 1e18  # of a reward: the variance of a group with larger ones is no float32
 NOTE_CHARS = 160  # characters of an error in a heartbeat's note
 
 Rows = Sequence[int]
 Value = float | None
+
+
+class AtMostWorst(float):
+    """A reward that stands, but not above its group's worst: the completion has broken what judges it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Again:
 @dataclass(frozen=True)
 class Scored:
     """A batch's rewards.   failed: completions without a finite number and without a None from the reward itself.
+    blamed: those that have broken the reward, whether they failed or have an AtMostWorst.
     why: the last failure, "" for none.   tries: the number made."""
 
     values: list[Value]
@@ -72,6 +84,7 @@ class Scored:
     why: str
     tries: int
     failure: Failure | None = None
+    blamed: tuple[int, ...] = ()
 
 
 Answer = Values | Failure | None
@@ -80,35 +93,53 @@ Answer = Values | Failure | None
 def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
     """Yields the next call to make.  Send it the answer to each Ask (None to Again); it returns the batch's Scored.
 
-    A part that timed out ends its try, since the next part may hang as long; it goes last in the next try.
+    A part that timed out ends its try, since the next part may hang as long; it goes last in the next try.  The last
+    try goes on, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
     """
     values: list[Value] = [None] * completions
     invalid: dict[int, str] = {}
     parts: list[Rows] = [range(completions)]
     failure: Failure | None = None
+    suspects: list[int] = []
+    answered = False
     number = 0
     while parts and number < tries:
         number += 1
         failed: list[Rows] = []
+        suspects = []
+        hung, answered = 0, False
         for at, rows in enumerate(parts):
             answer = yield Ask(rows, number == 1)
             if isinstance(answer, Values):
                 _record_values(rows, answer, values, invalid)
+                answered, hung = answered or _has_number(answer.values), 0
                 continue
             assert answer is not None
             failure = answer
             failed.append(rows)
+            suspects += rows if len(rows) == 1 and not is_connection_error(answer.error) else ()
             if isinstance(answer.error, TimedOut):
-                failed = [*parts[at + 1 :], *failed]
-                break
+                hung += 1
+                if number < tries or hung == HUNG_IN_A_ROW:
+                    failed = [*parts[at + 1 :], *failed]
+                    break
         if failed and number < tries:
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 4 ** (number - 1)) if len(failed) == len(parts) else 0.0
             assert failure is not None
             yield Again(number, sum(map(len, failed)), failure, pause)
         parts = _split_parts(failed, 1 if number + 1 == tries else group)
+    if suspects and not answered and _has_number(values):
+        answer = yield Ask([next(row for row, value in enumerate(values) if value is not None)], False)
+        answered = isinstance(answer, Values) and _has_number(answer.values)
     missing = [row for rows in parts for row in rows]
     why = failure.summary if failure else next(iter(invalid.values()), "")
-    return Scored(values, tuple(sorted([*missing, *invalid])), why, number, failure)
+    blamed = {row for row, value in enumerate(values) if isinstance(value, AtMostWorst)}
+    blamed |= set(suspects if answered else ()) | set(invalid if _has_number(values) else ())
+    return Scored(values, tuple(sorted([*missing, *invalid])), why, number, failure, tuple(sorted(blamed)))
+
+
+def _has_number(values: Sequence[Value]) -> bool:
+    return any(value is not None for value in values)
 
 
 def _record_values(rows: Rows, answer: Values, values: list[Value], invalid: dict[int, str]) -> None:
@@ -131,12 +162,13 @@ def read_values(answer: Any, expected: int) -> Values:
     if len(answer) != expected:
         raise ValueError(f"returned {len(answer)} values for {expected} completions")
     plain = [value.item() if hasattr(value, "item") else value for value in answer]
-    invalid = {i: f"returned {value!r}" for i, value in enumerate(plain) if not _is_reward(value)}
+    invalid = {i: f"returned {value!r}" for i, value in enumerate(plain) if not is_reward(value)}
     return Values([None if i in invalid else value for i, value in enumerate(plain)], invalid)
 
 
-def _is_reward(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+def is_reward(value: Any) -> bool:
+    """Whether TRL can learn from it: None, or a number whose square is a float32."""
+    return value is None or (isinstance(value, int | float) and abs(value) <= LARGEST)
 
 
 def rows_of(columns: Mapping[str, Any], rows: Rows, completions: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from inner.sampler import GenerationSampler, guard_answers
 from inner.spans import Turn, read_turns
 from inner.toolloop import LeanToolLoop, total_rewards
 
+BROKEN = "rewards/broken"  # metric: the share of completions that broke what judges them
 REFILLS = 2**64  # keeps the order of dynamic sampling's prompts apart from every data seed's
 
 
@@ -151,8 +152,13 @@ class GenerationTrainer(LeanToolLoop):
             self._completions = completions
         return by_function
 
-    def _unscored_rows(self) -> list[int]:
-        return self._reward_calls.take_failed() if self._reward_calls is not None else []
+    def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
+        if self._reward_calls is None:
+            return rewards_B_F
+        group = cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
+        settled = self._reward_calls.settle(rewards_B_F, self.reward_weights, group)
+        self._record_metric(BROKEN, self._reward_calls.broken.share)
+        return settled
 
     # 2. attach the lessons to the batch
 

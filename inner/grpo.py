@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from inner.base import InnerConfig, Seeds, Theta
 from inner.engine import MASKED, MaskedShare
+from inner.generation import BROKEN
 from inner.host import Host
 from inner.lora import drop_reference_copy
 from inner.metric_means import MetricMeans
@@ -55,6 +56,7 @@ METRIC_NAMES = {
     "loss/alpha_sdpo": "loss/alpha_sdpo",
     "loss/beta_replay": "loss/beta_replay",
     "reward": "reward",
+    BROKEN: "reward_broken",
     "reward_std": "reward_std",
     "frac_reward_zero_std": "equal_groups",
     "kl": "kl",
@@ -115,8 +117,9 @@ class GrpoLoop:
         self._means = MetricMeans()
         self._theta: Theta | None = None
         self._reward_calls = RewardCalls(
-            config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic
-        )
+            config.rewards.retries, config.rewards.timeout_s, config.sampling.num_generations, time.monotonic,
+            broken=config.rewards.broken,
+        )  # fmt: skip
         self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
         self._folder = self._own_folder.name if self._own_folder else str(scratch)
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)

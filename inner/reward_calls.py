@@ -1,7 +1,8 @@
 """The reward as a replica of a fleet calls it: one failure of the user's code ends nothing.
 
     called once ── fails ──▶ asked again, by parts and with pauses (inner/attempts.py)
-                   └ a completion that still has no finite number counts as None and has no advantage (decision 025)
+                   ├ no number, and the completion is to blame: inner.rewards.broken says what it counts (decision 065)
+                   └ no number, for another reason: it counts as None and has no advantage (decision 025)
 
     a batch without one reward ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
 from inner.attempts import Again, Answer, Ask, Failure, Scored, Value, Values, plan_attempts, read_values, rows_of
+from inner.broken import WORST, BrokenRewards
 from inner.deadline import TimedOut, call_within, remind_after
 from inner.errors import RewardFailed
 from inner.host import Host, StandaloneHost
@@ -36,18 +38,26 @@ LOGGERS = {"log_extra", "log_metric"}  # functions that TRL hands to a reward
 
 class RewardCalls:
     """All rewards of one trainer.   retries: further tries.   timeout_s: of one call, 0 for none.   group: completions
-    of one prompt.   host: receives notes and events.
+    of one prompt.   host: receives notes and events.   broken: what a completion counts that breaks the reward.
 
-    `take_failed`: completions of the last batch without a reward.  `take_missing`: their number since then."""
+    `take_failed`: completions of the last batch without a reward of their own.  `take_missing`: their number since
+    then."""
 
     def __init__(
-        self, retries: int, timeout_s: float, group: int, clock: Callable[[], float], host: Host | None = None
-    ):
+        self,
+        retries: int,
+        timeout_s: float,
+        group: int,
+        clock: Callable[[], float],
+        host: Host | None = None,
+        broken: str | float = WORST,
+    ) -> None:
         self.tries = retries + 1
         self.timeout_s = timeout_s
         self.group = group
         self.clock = clock
         self.host: Host = host or StandaloneHost()
+        self.broken = BrokenRewards(broken)
         self._missing = 0
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
@@ -77,17 +87,23 @@ class RewardCalls:
         return later if is_async_callable(reward) else sync
 
     def take_failed(self) -> list[int]:
-        """Completions of the batch whose reward, or one of whose rewards, is not known."""
+        """Completions of the batch for which a reward gave no number."""
         failed = sorted(self._failed)
         self._failed = set()
         self._missing += len(failed)
         return failed
 
     def take_missing(self) -> int:
-        """Completions without a reward since the last time."""
+        """Completions without a reward of their own since the last time."""
         missing = self._missing
         self._missing = 0
         return missing
+
+    def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
+        """The rewards of the batch that count.   group: completions of one prompt here, 1 in an evaluation"""
+        known = rewards_B_F.clone()
+        known[self.take_failed()] = math.nan  # a sum without one of its parts would be a reward that nobody gave
+        return self.broken.settle(known, weights_F, group)
 
     def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
         """Raises RewardFailed at the third batch in a row for which all rewards were None."""
@@ -103,12 +119,12 @@ class RewardCalls:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Completions without a reward inside are not training's: `take_missing` does not count them."""
-        missing = self._missing
+        """Completions inside are not training's: `take_missing` does not count them, and no worst is one of them."""
+        kept = self._missing, self.broken.lowest
         try:
             yield
         finally:
-            self._missing = missing
+            self._missing, self.broken.lowest = kept
 
     # one step of a batch
 
@@ -161,14 +177,15 @@ class RewardCalls:
         self.host.note(text)
 
     def _finish_batch(self, reward: Any, scored: Scored) -> list[Value]:
-        self._failed.update(scored.failed)
+        values, failed = self.broken.note(scored)
+        self._failed.update(failed)
         if scored.why:
             self._emit_failure(reward, scored)
         if self._noted:
             self._noted = False
             self.host.note("")
         self._refuse_rewardless(reward, scored)
-        return scored.values
+        return values
 
     def _emit_failure(self, reward: Any, scored: Scored) -> None:
         """At once the first time, then once a minute."""
@@ -181,7 +198,8 @@ class RewardCalls:
             if self._unreported_failures > 1
             else ""
         )
-        lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward"
+        lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward of their own"
+        lost += f", {len(scored.blamed)} of them since they break it" if scored.blamed else ""
         self._last_emit_at = now
         self._unreported_failures = 0
         text = f"{_reward_name(reward)}: {scored.why} ({lost} after {scored.tries} of {self.tries} tries){before}"

@@ -151,8 +151,17 @@ class RewardSettings(Table):
     )
     retries: int = setting(3, "Further tries of a call that failed, before its completions count as None.", least=0)
     timeout_s: float = setting(300.0, "Seconds of one call, for a whole batch; 0 for no limit.", least=0)
+    broken: str | float = setting(
+        "worst",
+        'Worth of a completion that breaks the reward while others get numbers: "worst" (what its worst sibling got), '
+        'a number, or "none" (no advantage, which a policy can learn to reach).',
+    )
 
     def check(self) -> None:
+        if self.broken not in ("worst", "none") and not (isinstance(self.broken, float) and isfinite(self.broken)):
+            raise InnerError(
+                f'inner.rewards.broken = {self.broken!r} is no worth. Set it to "worst", "none" or a finite number.'
+            )
         if self.function is not None and self.function.startswith("hub:"):
             raise InnerError(
                 f"inner.rewards.function = {self.function!r} is a reward model. Write it as a line of "

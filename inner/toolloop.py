@@ -93,8 +93,7 @@ class LeanToolLoop(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        for row in self._unscored_rows():  # a sum without one of its parts would be a reward that nobody gave
-            rewards[row] = torch.nan
+        rewards = self._settle_rewards(rewards)
         if self.on_rollouts is not None:
             model: Any = self.model
             if model.training and self.accelerator.num_processes == 1:  # else the rows are those of all processes
@@ -103,9 +102,9 @@ class LeanToolLoop(GRPOTrainer):
                 self.on_rollouts(prompts, completions, totals, names)
         return rewards
 
-    def _unscored_rows(self) -> list[int]:
-        """Completions of which a reward failed."""
-        return []
+    def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
+        """The rewards that count."""
+        return rewards_B_F
 
 
 def _shown(content: Any) -> str:

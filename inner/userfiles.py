@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from inner.attempts import LARGEST, is_reward
 from inner.base import Files, InnerError
 from inner.flat_names import setting_of
 
@@ -159,11 +160,9 @@ def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | N
             f"reward {spelling} returned {len(values)} values for {expected} completions. Return one number each."
         )
     for i, value in enumerate(values):
-        if value is None:
-            continue
-        if not isinstance(value, int | float) or value != value or value in (float("inf"), float("-inf")):
+        if not is_reward(value):
             raise InnerError(
-                f'reward {spelling} returned {value!r} for completion {i}. Return a finite number, or None for "cannot '
-                'say".'
+                f"reward {spelling} returned {value!r} for completion {i}. Return a finite number, {LARGEST:g} at "
+                'most, or None for "cannot say".'
             )
     return list(values)

@@ -59,6 +59,8 @@ def test_numbers_are_means_over_replicas_and_missing_rewards_are_added_up() -> N
         == "loss 2 · KL 0.01 · 3 completions without reward"
     )
     assert learning_words({"loss": 2.0, "kl": 0.01}, without="loss") == "KL 0.01"
+    assert learning_words({"reward_broken": 0.0, "kl": 0.01}) == "KL 0.01"
+    assert learning_words({"reward_broken": 0.125}) == "12.5% of completions broke the reward"
     assert learning_numbers({"loss": 1, "theta": "ab", "kl": None, "grad_norm": 0.5}) == {"loss": 1.0, "grad_norm": 0.5}
 
 

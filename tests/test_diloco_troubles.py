@@ -295,6 +295,15 @@ def test_a_share_that_stays_too_high_is_told(name: str, kind: str, bad: float, g
     assert kinds(Planted(2, lambda t: {name: bad})) == []
 
 
+def test_completions_that_break_the_reward_are_told_unless_they_become_fewer() -> None:
+    rising = Planted(9, lambda t: {"reward_broken": 0.0 if t < 6 else 0.2})
+    seen = found_in(rising.report())["reward_broken"]
+    assert "20.0% of the completions of the newest 3 outer steps broke the reward, 0.0% at first" in seen.text
+    assert seen.step == 6 and kinds(Planted(3, lambda t: {"reward_broken": 0.5})) == ["reward_broken"]
+    assert kinds(Planted(9, lambda t: {"reward_broken": 0.5 - 0.05 * t})) == []
+    assert kinds(Planted(9, lambda t: {"reward_broken": 0.04 * (t > 5)})) == []
+
+
 def evaluated(run: Planted, step: int, mean: float, prompts: int = 100) -> None:
     """Of rewards 0 and 1."""
     sums = {"reward": [prompts, mean * prompts, mean * prompts]}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
+from inner.attempts import AtMostWorst
 from inner.base import InnerError
 from inner.check import tool_names
 from inner.hints import templates
@@ -128,6 +129,39 @@ def test_a_lost_session_ends_the_episode_and_the_next_reset_opens_another() -> N
         live[0] = True
         environment.reset()
         assert environment.add(3, 4) == "7"
+
+
+@pytest.mark.parametrize("how", ["hangs", "hangs, and the server is full", "ends the session"])
+def test_a_call_that_loses_its_session_while_a_fresh_one_answers_did_it(how: str) -> None:
+    full, wake = [False], threading.Event()
+
+    def serve(message: dict[str, Any]) -> Any:
+        if full[0] and message["type"] == "reset":
+            return {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}
+        if message["type"] == "step" and message["data"]["args"]["b"] == 9:
+            full[0] = how.endswith("full")
+            return None if how == "ends the session" else wake.wait(60) and None
+        return calculator(message)
+
+    with serve_openenv(serve) as url:
+        environment = type("Here", (Typed,), {"_url": url, "_timeout_s": 1.0})()
+        environment.reset()
+        failure_in(environment.add, 3, 0)  # earns -0.1
+        assert environment.add(3, 9) == GONE == environment.add(3, 4)
+        reward = environment.get_reward()
+        assert reward == pytest.approx(-0.1) and isinstance(reward, AtMostWorst)
+        full[0] = False
+        environment.reset()
+        assert environment.add(3, 4) == "7" and type(environment.get_reward()) is float
+        wake.set()
+
+
+def test_a_session_that_was_gone_before_the_call_is_not_its_fault() -> None:
+    with serve_openenv(calculator) as url:
+        environment = type("Here", (Typed,), {"_url": url})()
+        environment.reset()
+        environment._socket.close()
+        assert environment.add(3, 4) == GONE and environment.get_reward() is None
 
 
 def test_the_server_refuses_an_action() -> None:

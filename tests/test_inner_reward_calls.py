@@ -1,21 +1,29 @@
 """A user's reward that raises, hangs, or returns no number: what is asked again, what counts, what ends a life."""
 
 import asyncio
+import errno
 import math
 import signal
+import socket
 import sqlite3
+import ssl
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable
+from email.message import Message
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.attempts import Again, Ask, Failure, Scored, Values, plan_attempts, read_values
-from inner.base import InnerConfig
+from inner.attempts import LARGEST, Again, Ask, AtMostWorst, Failure, Scored, Values, plan_attempts, read_values
+from inner.base import InnerConfig, InnerError
+from inner.broken import BrokenRewards
+from inner.connections import is_connection_error
 from inner.deadline import TimedOut, call_within
 from inner.hint_calls import ForgivingHint
 from inner.reward_calls import RewardCalls, RewardFailed
@@ -43,9 +51,11 @@ class Listener:
         self.pauses.append(seconds)
 
 
-def make_reward_calls(retries: int = 3, timeout_s: float = 5.0, group: int = 4) -> tuple[RewardCalls, Listener]:
+def make_reward_calls(
+    retries: int = 3, timeout_s: float = 5.0, group: int = 4, broken: str | float = "worst"
+) -> tuple[RewardCalls, Listener]:
     listener = Listener()
-    return RewardCalls(retries, timeout_s, group, time.monotonic, listener), listener
+    return RewardCalls(retries, timeout_s, group, time.monotonic, listener, broken), listener
 
 
 def score_batch(reward: Any, n: int = 16, **settings: Any) -> tuple[Any, RewardCalls, Listener]:
@@ -118,6 +128,186 @@ def test_whatever_fails_each_completion_has_its_own_reward_or_none(tries: int, b
     assert all(result.values[i] == i for i in good) and all(result.values[i] is None for i in result.failed)
     assert bad <= set(result.failed), "nobody invents a reward"
     assert tries == 1 or set(result.failed) == bad, "with a second try only those that fail by themselves are lost"
+
+
+# -------------------------------------------------------------------- the blame
+
+
+def blamed_by(fails: dict[int, BaseException], n: int = 16, **settings: Any) -> tuple[set[int], set[int], list[Any]]:
+    """Completions that are to blame, those without a number, and the calls, if some raise when they are asked for."""
+
+    def answer(step: Ask) -> Any:
+        bad = [row for row in step.rows if row in fails]
+        return Failure(fails[bad[0]]) if bad else all_of(step.rows)
+
+    seen, result = play_attempts(answer, n, **settings)
+    return set(result.blamed), set(result.failed), [list(step.rows) for step in seen if isinstance(step, Ask)]
+
+
+def test_a_completion_that_fails_by_itself_while_others_get_numbers_is_to_blame() -> None:
+    assert blamed_by({5: ValueError("no number"), 9: KeyError("x")})[:2] == ({5, 9}, {5, 9})
+
+
+@pytest.mark.parametrize("error", [ConnectionError("429"), ConnectionResetError(), socket.gaierror("no such host")])
+def test_a_connections_error_is_no_completions_fault(error: BaseException) -> None:
+    assert blamed_by({5: error, 9: ValueError("no number")})[:2] == ({9}, {5, 9})
+
+
+def test_a_group_that_fails_whole_is_to_blame_if_a_witness_is_still_answered() -> None:
+    own, failed, asked = blamed_by({row: ValueError("no number") for row in range(4, 8)})
+    assert own == failed == {4, 5, 6, 7} and asked[-1] == [0]
+
+
+def test_a_reward_that_stops_answering_in_the_middle_blames_none() -> None:
+    calls = [0]
+
+    def answer(step: Ask) -> Any:
+        calls[0] += 1
+        return Failure(ValueError("out of credit")) if calls[0] in (1, 3) or calls[0] > 5 else all_of(step.rows)
+
+    seen, result = play_attempts(answer)
+    asked = [list(step.rows) for step in seen if isinstance(step, Ask)]
+    assert result.failed == (4, 5, 6, 7) and result.blamed == () and asked[-1] == [0], "the witness got no number"
+
+
+def test_a_batch_without_one_number_blames_none() -> None:
+    assert blamed_by({row: ValueError("x") for row in range(16)})[0] == set()
+
+
+@pytest.mark.parametrize("tries", [2, 3, 4])
+@pytest.mark.parametrize("hangs", [{0}, {1, 2}, {5, 6, 9}])
+def test_a_completion_that_hangs_the_reward_is_to_blame_and_costs_no_sibling(hangs: set[int], tries: int) -> None:
+    own, failed, _ = blamed_by({row: TimedOut("slow") for row in hangs}, tries=tries)
+    assert own == failed == hangs
+    assert blamed_by({0: TimedOut("slow")}, n=4, tries=tries)[1] == {0}, "a batch of one group"
+
+
+def test_a_reward_that_hangs_for_everything_ends_the_last_try_too() -> None:
+    _, failed, asked = blamed_by({row: TimedOut("slow") for row in range(16)})
+    assert len(failed) == 16 and len(asked) == 6, "one time-out in each try, three in the last"
+    own, _, asked = blamed_by({row: TimedOut("slow") for row in range(4, 16)})
+    assert own == {12, 13, 14} and asked[-4:] == [[12], [13], [14], [0]], "three in a row, then the witness"
+
+
+def test_no_number_is_to_blame_where_others_have_one() -> None:
+    _, result = play_attempts(lambda step: read_values([math.nan, *[1.0] * 13, 1e39, 10**400], 16))
+    assert result.blamed == result.failed == (0, 14, 15)
+    assert play_attempts(lambda step: read_values([math.nan] * 16, 16))[1].blamed == ()
+
+
+def error_of(module: str, name: str, **about: Any) -> Exception:
+    return type(name, (Exception,), {"__module__": module, **about})()
+
+
+def caused_by(cause: BaseException, base: type[Exception] = RuntimeError) -> Exception:
+    try:
+        raise base("the judge") from cause
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "connections"),
+    [
+        (ConnectionRefusedError(), True),
+        (OSError(errno.ENETUNREACH, "no route"), True),
+        (ssl.SSLError("handshake"), True),
+        (urllib.error.URLError("no such host"), True),
+        (urllib.error.HTTPError("u", 503, "busy", Message(), None), True),
+        (urllib.error.HTTPError("u", 429, "slow down", Message(), None), True),
+        (urllib.error.HTTPError("u", 400, "too long", Message(), None), False),
+        (httpx.ConnectTimeout("t"), True),
+        (httpx.RemoteProtocolError("t"), True),
+        (httpx.ReadTimeout("t"), False),
+        (error_of("openai", "RateLimitError", status_code=429), True),
+        (error_of("openai", "BadRequestError", status_code=400), False),
+        (error_of("openai", "APIConnectionError"), True),
+        (error_of("openai", "LengthFinishReasonError"), False),
+        (error_of("requests.exceptions", "JSONDecodeError"), False),
+        (error_of("requests.exceptions", "ConnectionError"), True),
+        (error_of("aiohttp.client_exceptions", "ServerDisconnectedError"), True),
+        (caused_by(ConnectionResetError()), True),
+        (caused_by(caused_by(httpx.ReadTimeout("t"))), False),
+        (FileNotFoundError("answer.py"), False),
+        (TimeoutError("the program ran too long"), False),
+        (ValueError("no number"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_whose_fault_an_error_is(error: BaseException, connections: bool) -> None:
+    assert is_connection_error(error) is connections
+
+
+def test_a_chain_of_errors_that_bites_its_tail_ends() -> None:
+    one, other = ValueError("a"), ValueError("b")
+    one.__context__, other.__context__ = other, one
+    assert not is_connection_error(one)
+
+
+# -------------------------------------------------------------------- what a broken completion counts
+
+
+def settled(
+    rewards: list[list[float]], blamed: dict[int, float | None], counts: str | float = "worst", group: int = 4
+) -> list[Any]:
+    """The rewards that count, of a batch in which the first function blames completions (with a value: AtMostWorst)."""
+    broken = BrokenRewards(counts)
+    first: list[Any] = [row[0] for row in rewards]
+    for row, value in blamed.items():
+        first[row] = None if value is None else AtMostWorst(value)
+    failed = tuple(row for row, value in blamed.items() if value is None)
+    values, missing = broken.note(Scored(first, failed, "", 1, blamed=tuple(blamed)))
+    given = torch.tensor([[math.nan if v is None else v, *row[1:]] for v, row in zip(values, rewards, strict=True)])
+    given[sorted(missing)] = math.nan
+    out = broken.settle(given, torch.ones(given.shape[1]), group)
+    assert broken.share == (len(blamed) / len(rewards) if counts != "none" else 0.0)
+    return out[:, 0].tolist() if out.shape[1] == 1 else out.tolist()
+
+
+def test_a_broken_completion_counts_as_the_worst_of_its_group() -> None:
+    rewards = [[1.0], [0.5], [0.0], [0.0], [1.0], [-3.0], [0.0], [0.0]]
+    assert settled(rewards, {3: None})[3] == 0.0 and settled(rewards, {2: None, 3: None})[2:4] == [0.5, 0.5]
+    assert settled(rewards, {3: None}, counts=-2.0)[3] == -2.0
+    assert math.isnan(settled(rewards, {3: None}, counts="none")[3])
+
+
+def test_among_siblings_that_do_not_differ_it_counts_as_the_batchs_worst() -> None:
+    assert settled([[1.0]] * 4 + [[1.0], [-3.0], [0.0], [0.0]], {3: None})[3] == -3.0
+    assert settled([[1.0]] * 4 + [[1.0], [-3.0], [0.0], [0.0]], dict.fromkeys(range(4)))[:4] == [-3.0] * 4
+    assert settled([[1.0]] * 8, {3: None})[3] == 1.0, "none has had less"
+
+
+def test_where_the_batch_does_not_differ_it_counts_as_the_worst_that_was_seen() -> None:
+    calls, _ = make_reward_calls()
+    weights = torch.ones(1)
+    calls.settle(torch.tensor([[1.0], [-0.5]]), weights, 2)
+    with calls.uncounted():
+        calls.settle(torch.tensor([[1.0], [-9.0]]), weights, 1)  # an evaluation changes nothing of training
+    calls.wrap_reward(lambda completions, **columns: [1.0, math.nan])(prompts=[], completions=["a", "b"])
+    assert calls.settle(torch.tensor([[1.0], [math.nan]]), weights, 2).tolist() == [[1.0], [-0.5]]
+
+
+def test_a_bonus_beside_the_broken_reward_pays_nothing() -> None:
+    rewards = [[1.0, 0.0], [0.0, 0.2], [0.0, 0.1], [9.0, 5.0]]
+    assert settled(rewards, {3: None})[3] == pytest.approx([0.0, 0.1]), "the row of the worst"
+
+
+def test_what_was_earned_stands_but_not_above_the_worst() -> None:
+    rewards = [[1.0], [0.0], [0.5], [9.0]]
+    assert settled(rewards, {3: -1.0})[3] == -1.0 and settled(rewards, {3: 0.7})[3] == 0.0
+    assert settled(rewards, {3: 0.7}, counts=0.1)[3] == pytest.approx(0.1)
+    assert math.isnan(settled(rewards, {3: -1.0}, counts="none")[3])
+
+
+def test_the_largest_reward_leaves_its_group_a_signal() -> None:
+    """Of larger ones the variance is infinite in float32, and every advantage 0."""
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        return [LARGEST if i == 0 else 0.0 for i in range(len(completions))]
+
+    advantages = rollouts(make(reward=reward, reward_calls=forgiving()[0], config=GRPO))["advantages"]
+    assert advantages[0] > 2 and advantages[1] < -0.3
+    assert read_values([LARGEST * 1.01], 1).invalid == {0: "returned 1.01e+18"}
 
 
 # -------------------------------------------------------------------- what a reward may return
@@ -339,26 +529,42 @@ def test_a_reward_that_works_gives_the_bits_of_trl_itself() -> None:
     assert torch.equal(ends[0], ends[1])
 
 
-def test_a_completion_whose_reward_failed_has_no_advantage_and_its_siblings_are_scored_without_it() -> None:
+GRPO = {"grpo": {"objective": "grpo"}}
+
+
+@pytest.mark.parametrize("broken", ["none", "a connection", "worst"])
+def test_a_completion_without_a_reward_has_no_advantage_and_one_that_broke_it_has_the_worst(broken: str) -> None:
+    error = ConnectionError("429") if broken == "a connection" else ValueError("cannot read this one")
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(sum(map(ord, str(c))) % 7) for c in completions]
+
     def flaky(completions: list[Any], **columns: Any) -> list[float]:
-        known = WORLD.reward(completions=completions, **columns)
-        marks = [str(c) for c in completions]
-        if any(mark in lost for mark in marks):
-            raise ValueError("cannot read this one")
-        return known
+        if any(str(c) in lost for c in completions):
+            raise error
+        return reward(completions)
 
     lost: set[str] = set()
-    whole = make(reward=WORLD.reward)
+    whole = make(reward=reward)
     full = rollouts(whole)
     rewards = torch.tensor(rewards_of(whole))
-    found, _ = forgiving()
+    found, _ = forgiving(broken="none" if broken == "none" else "worst")
     trainer = make(reward=flaky, reward_calls=found)
-    spied = spy_completions(trainer, lost, row=3)
+    row = int(rewards.argmax())
+    spied = spy_completions(trainer, lost, row)
     batch = rollouts(trainer)
     assert torch.equal(batch["completion_ids"], full["completion_ids"]), "the same rollouts"
     failed = [i for i, mark in enumerate(spied) if mark in lost]
-    assert 3 in failed and (batch["advantages"][failed] == 0).all() and batch["advantages"].isfinite().all()
-    group = [i for i in range(8) if i not in failed]
+    assert row in failed and batch["advantages"].isfinite().all()
+    siblings = range(row // 8 * 8, row // 8 * 8 + 8)
+    group = [i for i in siblings if i not in failed]
+    assert rewards[group].min() < rewards[group].max()
+    if broken == "worst":
+        rewards[[i for i in failed if i in siblings]] = rewards[group].min()
+        group = [*siblings]
+        assert found.take_missing() == len(failed) and batch["advantages"][row] == batch["advantages"][group].min() < 0
+    else:
+        assert (batch["advantages"][failed] == 0).all()
     expected = rewards[group] - rewards[group].mean()
     assert torch.allclose(batch["advantages"][group], expected, atol=1e-6)
 
@@ -437,6 +643,15 @@ def test_a_hint_that_raises_costs_the_hint_and_is_told() -> None:
     assert guarded({}, "Tool x not found.") is None and guarded({}, "again") is None
     assert len(listener.events) == 1 and "the hint hint failed: KeyError: 'tool'" in listener.events[0][1]
     assert ForgivingHint(lambda row, error: 7, listener, lambda: 1e9)({}, "") is None  # type: ignore
+
+
+def test_what_a_broken_completion_counts_is_a_part_of_what_a_run_learns() -> None:
+    from diloco.config import RunConfig
+
+    one, other = (RunConfig(inner=InnerConfig(rewards={"broken": b})) for b in ("worst", -1))
+    assert one.mathematics() != other.mathematics()
+    with pytest.raises(InnerError, match=r"inner.rewards.broken = 'wurst' is no worth"):
+        InnerConfig(rewards={"broken": "wurst"})
 
 
 def test_the_settings_are_no_part_of_what_a_run_learns(tmp_path: Any) -> None:

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 NAMES = {
     "loss": "loss {:.4g}", "grad_norm": "grad norm {:.3g}", "entropy": "entropy {:.3g}", "kl": "KL {:.3g}",
     "completion_length": "length {:.3g}", "reward_missing": "{:.3g} completions without reward",
+    "reward_broken": "{:.1%} of completions broke the reward",
 }  # fmt: skip
+IF_ANY = ("reward_broken",)  # not shown where it is 0
 WATCHED = ("reward_std", "equal_groups", "tool_failures", "importance_masked")  # for troubles; views do not show them
 COUNTS = ("reward_missing",)  # summed over replicas; of all others the mean is shown
 LINE = {"reward": "reward {:.4g}", **NAMES, "lr": "lr {:.3g}", "samples": "{:.0f} samples"}
@@ -81,14 +83,20 @@ def over_replicas(step: Measured, names: Iterable[str] = tuple(NAMES)) -> dict[s
 
 def learning_words(numbers: Mapping[str, float], without: str = "") -> str:
     """ "loss 4.83 · grad norm 1.3"   without: a name that is shown elsewhere."""
-    return " · ".join(form.format(numbers[name]) for name, form in NAMES.items() if name in numbers and name != without)
+    shown = {n: form for n, form in NAMES.items() if n in numbers and n != without and _is_shown(n, numbers[n])}
+    return " · ".join(form.format(numbers[name]) for name, form in shown.items())
+
+
+def _is_shown(name: str, value: float) -> bool:
+    return value != 0 or name not in IF_ANY
 
 
 def step_line(name: str, event: Mapping[str, Any], steps: int) -> str:
     """A healthy replica's line for an outer step: "r00-1  outer step 3 of 6  loss 4.83  …".   steps: 0: unknown."""
     of = f" of {steps}" if steps else ""
     forms = {**LINE, **SECONDS}
-    numbers = [form.format(event[k]) for k, form in forms.items() if isinstance(event.get(k), int | float)]
+    known = {k: event[k] for k in forms if isinstance(event.get(k), int | float)}
+    numbers = [forms[k].format(value) for k, value in known.items() if _is_shown(k, value)]
     note = [] if event.get("listed", True) else ["its work is not in this step's commit"]
     return "  ".join([f"{name}  outer step {event['step'] + 1}{of}", *numbers, *note])
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from diloco.runlog.evaluation import Evaluation, score_words
-from diloco.runlog.learning import WATCHED, over_replicas
+from diloco.runlog.learning import over_replicas
 from diloco.runlog.report import Report, Step
 from diloco.runlog.scope import AT_FIRST
 from diloco.runlog.trouble import Spending, Trouble, trouble
@@ -30,6 +30,8 @@ EMPTY_STEPS = 3  # outer steps in a row whose mean was zero
 WIDTH = 6 * 1.4826  # of the band, in MAD: six standard deviations of normal noise
 ERRORS = 2.0  # standard errors of a difference of two evaluations
 TOOL_FAILURES = 0.5
+BROKEN = 0.05  # of completions that break the reward, unless they become fewer: 0.9 of their first share
+FEWER = 0.9
 MASKED = 0.05  # of sequences: as the inner loop's own warning has it
 BANDS = {  # metric: (its word, least and largest multiple of the median that is inside, least width)
     "kl": ("KL", 0.0, 5.0, 0.1),
@@ -138,6 +140,18 @@ def _outside(name: str, values: Sequence[tuple[int, float]]) -> tuple[int, str] 
     return step, f"{word} is {newest:.3g} since outer step {step} (its band: {band})"
 
 
+def reward_broken(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Completions break the reward, and they do not become fewer."""
+    share = _newest_mean(report.steps, "reward_broken")
+    before = [value for t, value in _values(report.steps[:-NEWEST], "reward_broken") if t < FIRST_STEPS]
+    if share is None or share < BROKEN or (before and share < FEWER * fmean(before)):
+        return []
+    since = f", {fmean(before):.1%} at first" if before else ""
+    text = f"{share:.1%} of the completions of the newest {NEWEST} outer steps broke the reward{since}"
+    advice = "let the reward return a low number for what it cannot read (`diloco watch RUN`, key o, has completions)"
+    return [trouble("reward_broken", text, advice, step=report.steps[-NEWEST].t)]
+
+
 # -------------------------------------------------------------------- tools, engine, evaluation
 
 
@@ -162,7 +176,7 @@ def masked(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def _newest_mean(steps: Sequence[Step], name: str) -> float | None:
-    found = [numbers[name] for step in steps[-NEWEST:] if name in (numbers := over_replicas(step, WATCHED))]
+    found = [numbers[name] for step in steps[-NEWEST:] if name in (numbers := over_replicas(step, (name,)))]
     return fmean(found) if len(found) == NEWEST else None
 
 

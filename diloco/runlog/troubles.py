@@ -27,6 +27,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "slot_lost": fleet.slot_lost,
     "budget": fleet.budget,
     "no_signal": learning.no_signal,
+    "reward_broken": learning.reward_broken,
     "reward_hacking": learning.reward_hacking,
     "overfitting": learning.overfitting,
     "tool_failures": learning.tool_failures,

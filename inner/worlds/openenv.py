@@ -21,12 +21,15 @@
                              "last"    each is the total so far: the last one counts
                 None                   the session was lost, or the episode ended and the server gave no reward
                 0.0                    the episode did not end, and there was none so far
+                AtMostWorst            a call lost the session, and a fresh one answers at once: the call did it, and
+                                       the reward so far stands, but not above the group's worst (decision 065)
     done        ends the episode: later calls are not sent, and earn nothing a second time
 
 A server that is started anew, or is full, is waited for at the next reset, `_patience_s` seconds. Needs no `openenv`
 here, only `websockets`: OpenEnv 0.10 wants older pandas and pillow than TRL's neighbours do.
 
-Not promised: a session that survives its connection; more than one environment server per class; images.
+Not promised: blame for a call that takes the whole server along; a session that survives its connection; more than
+one environment server per class; images.
 """
 
 import json
@@ -39,6 +42,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from inner.attempts import AtMostWorst
 from inner.errors import InnerError
 from inner.replay.actions import Message
 from inner.worlds.mcp_tools import tool_methods
@@ -53,6 +57,7 @@ _NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the serv
 _CLOSED = "environment is closed"  # a session that the server let go for being idle, its connection still open
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # between two attempts to reach a server
+AT_ONCE_S = 10.0  # for each answer of a fresh session behind one that was lost
 _TEXTS = ("text", "message", "result", "output", "content")  # where an observation keeps its words
 
 
@@ -113,9 +118,10 @@ class OpenEnv:
 
     def get_reward(self) -> float | None:
         """Of the episode so far."""
-        if self._lost or (self._done and not self._rewards):
+        if (self._lost and not self._broke) or (self._done and not self._rewards):
             return None
-        return float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))
+        so_far = float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))
+        return AtMostWorst(so_far) if self._broke else so_far
 
     # methods that a subclass may override
 
@@ -138,10 +144,13 @@ class OpenEnv:
         if self._lost or self._done:
             return GONE if self._lost else OVER
         action = self._action(tool, arguments)
+        was_open = self._socket is not None and self._socket.state.name == "OPEN"
         try:
             reply = self._send_request("step", action)
         except (OSError, EOFError):
-            return self._lose_session()
+            gone = self._lose_session()
+            self._broke = was_open and self._answers_at_once()
+            return gone
         failure = failure_of(reply, self._tools)
         if failure and _CLOSED in failure["error"]:
             return self._lose_session()
@@ -157,6 +166,18 @@ class OpenEnv:
         self._lost = True
         self._close()
         return GONE
+
+    def _answers_at_once(self) -> bool:
+        """Whether the server takes a fresh session, which stays for the next reset, or says that it has no room."""
+        within = min(self._timeout_s, AT_ONCE_S)
+        try:
+            self._socket = _open_socket(self._url, within)
+            for kind, data in (("reset", {}), ("state", None)):
+                _exchange_message(self._socket, kind, data, within)
+        except (OSError, EOFError) as error:
+            self._close()
+            return "CAPACITY_REACHED" in str(error)
+        return True
 
     def _record_observation(self, action: Mapping[str, Any] | None, reply: Mapping[str, Any]) -> str:
         text = self._text(reply.get("observation") or {})
@@ -213,7 +234,7 @@ class OpenEnv:
         self._observed_steps: list[tuple[Mapping[str, Any] | None, str]] = []  # (action, text); the first is reset's
         self._sites: list[dict[str, Any]] = []
         self._rewards: list[float] = []
-        self._lost = self._done = False
+        self._lost = self._done = self._broke = False
 
     def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
         """One request and its answer. OSError or EOFError: the connection is of no more use."""
