@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from diloco import exitcodes
-from diloco.journal import Journal
 from diloco.runlog.report import read_report
 from executors.cli.status import status_table
 from executors.platforms.base import State
@@ -221,9 +220,7 @@ def test_the_pause_before_a_restart_outlives_the_supervisor(world):
 def test_who_waits_for_those_whose_reward_fails_ends_no_run_and_starts_again_with_them(world):
     """Before: exit code 75 of the one that waited for a quorum ended the run; so did three ends by the reward."""
     world.started()
-    journal = Journal(world.run.store, world.clock, "r00", world.cloud.job("r00").generation)
-    journal.emit("step", step=0, theta="0")
-    journal.flush()
+    fill(world.run.store, 1)
     world.pass_time(40)
     world.cloud.end("r00", exitcodes.NO_REWARD, State.FAILED)
     world.pass_time(2)
