@@ -86,7 +86,6 @@ class RunRecord(Record):
     """
 
     kind: ClassVar[str] = "run"
-    most: ClassVar[int] = 16 << 20  # a loop of the user's own writes its parameter layout here
     config: dict[str, Any]
     mathematics: dict[str, Any]
     files: dict[str, StoredFile]
@@ -132,7 +131,6 @@ class ModelRecord(Record):
     """
 
     kind: ClassVar[str] = "model"
-    most: ClassVar[int] = 64 << 20  # 100 bytes for each of some 100,000 parameters, and the names of files
     files: dict[str, StoredFile]
     layout: list[Annotated[list[Any], Where(_is_parameter, "[name, shape, dtype]")]]
     nonce: Word

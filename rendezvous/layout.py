@@ -52,6 +52,20 @@ _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for
 _WORD = re.compile("[A-Za-z0-9_]+")
 _SINGLE = {SEAL: "seal", RUN: "run", MODEL_MANIFEST: "model"}
+_KIB, _MIB = 1 << 10, 1 << 20
+# bytes of a record that could make sense, by kind; a longer one is neither read to its end nor parsed
+MOST_BYTES = {
+    "run": 16 * _MIB,  # a loop of the user's own writes its parameter layout here
+    "model": 64 * _MIB,  # 100 bytes for each of some 100,000 parameters, and the names of files
+    "offer": 256 * _KIB,  # 64 digests of shards are 5 KiB; the rest is for statistics
+    "commit": 32 * _MIB,  # 5 KiB for each offer that is listed: 256 slots with three late ones each are 5 MiB
+    "weights": 64 * _MIB,  # an anchor's parameter layout
+    "control": 256 * _KIB,  # places name environments and options
+    "log": 64 * _MIB,  # a few rounds of events, or of rollouts
+}
+MOST_OF_OTHERS = 16 * _KIB  # of records: a few numbers and names
+MOST_OF_FILES = 1 << 40  # of what a record names by its digest: the user's files, θ₀'s, residuals
+_SEALED = 256  # bytes that a tag adds
 _FOLDERS = {"replicas": "claim", "alive": "beat", "leave": "leave", "control": "control", "log": "log"}
 
 
@@ -267,3 +281,9 @@ def record_kind(key: str) -> str | None:
     if parts[0] == "steps" and parts[-1].endswith(".json"):
         return "commit" if parts[-1] == "commit.json" else parts[2]
     return None
+
+
+def most_bytes(key: str) -> int:
+    """Return how many bytes of an object `get` reads at most; one more shows that it is none of the run's."""
+    kind = record_kind(key)
+    return MOST_OF_FILES if kind is None else MOST_BYTES.get(kind, MOST_OF_OTHERS) + _SEALED

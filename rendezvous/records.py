@@ -25,7 +25,6 @@ from rendezvous.fields import Longest, Where, Within, brief_repr, from_json, par
 from rendezvous.store import Buffer
 
 WIRE = 2
-KIB = 1 << 10
 
 Step = Annotated[int, Within(0, 10**10 - 1)]  # as many as the keys have digits for
 Generation = Annotated[int, Within(1, 10**9)]
@@ -56,10 +55,13 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """most: bytes of a body that could make sense; a longer one is not parsed."""
+    """most: bytes of a body that could make sense, by layout.MOST_BYTES; a longer one is not parsed."""
 
     kind: ClassVar[str]
-    most: ClassVar[int] = 16 * KIB  # a few numbers and names
+    most: ClassVar[int] = layout.MOST_OF_OTHERS
+
+    def __init_subclass__(cls) -> None:
+        cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
 
     def encode(self) -> bytes:
         """Raises WireError for a record that no reader would parse."""
@@ -132,7 +134,6 @@ class Offer(Record):
     """
 
     kind = "offer"
-    most = 256 * KIB  # 64 digests of shards are 5 KiB; the rest is for statistics
     step: Step
     slot: Slot
     generation: Generation
@@ -197,7 +198,6 @@ class Commit(Record):
     """
 
     kind = "commit"
-    most = 32 << 20  # 5 KiB for each offer that is listed: 256 slots with three late ones each are 5 MiB
     t: Step
     prev: Word | None
     base: Word
@@ -293,7 +293,6 @@ class Weights(Record):
     """
 
     kind = "weights"
-    most = 64 << 20
     t: Step
     base: Word
     parent: Word
@@ -375,7 +374,6 @@ class Control(Record):
     """
 
     kind = "control"
-    most = 256 * KIB  # places name environments and options
     n: Count
     nonce: Word
     at: UnixTime

@@ -51,7 +51,8 @@ class Readable(Protocol):
     url: str
 
     def get(self, key: str) -> bytes | None:
-        """The whole object, or None.  (GET)"""
+        """The whole object, or None; of one that is longer than its key allows (layout.most_bytes), the beginning and
+        at least one byte too many, so that no reader takes it for a record.  (GET)"""
         ...
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:

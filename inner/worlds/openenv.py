@@ -58,6 +58,7 @@ _CLOSED = "environment is closed"  # a session that the server let go for being 
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # between two attempts to reach a server
 AT_ONCE_S = 10.0  # for each answer of a fresh session behind one that was lost
+MOST_MESSAGE = 16 << 20  # bytes, unpacked: half a megabyte on the wire can be 500 megabytes
 _TEXTS = ("text", "message", "result", "output", "content")  # where an observation keeps its words
 
 
@@ -382,7 +383,7 @@ def _open_socket(url: str | None, timeout_s: float) -> Any:
 
     try:
         address = f"ws{_server_url(url).removeprefix('http')}/ws"
-        return connect(address, open_timeout=timeout_s, max_size=None, proxy=None).__enter__()
+        return connect(address, open_timeout=timeout_s, max_size=MOST_MESSAGE, proxy=None).__enter__()
     except WebSocketException as error:
         raise EOFError(str(error)) from error
 

@@ -32,6 +32,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreGone, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
 from rendezvous.stores.spares import LEAST, Spares, unfinished_prefix
@@ -75,7 +76,7 @@ class FileStore:
         with self._as_store_errors("read", key):
             try:
                 with self._open_folder(key) as (folder, name), open(_open_regular(name, folder), "rb") as f:
-                    return f.read()
+                    return f.read(1 + min(layout.most_bytes(key), os.fstat(f.fileno()).st_size))
             except FileNotFoundError:
                 return None
 

@@ -6,6 +6,7 @@ Not promised: anything to another process.
 import threading
 from collections.abc import Iterable
 
+from rendezvous import layout
 from rendezvous.errors import KeyExists
 from rendezvous.store import Body, Buffer, plain_key, plain_prefix
 
@@ -36,7 +37,8 @@ class MemoryStore:
             self._objects[plain_key(key)] = bytes(body)
 
     def get(self, key: str) -> bytes | None:
-        return self._objects.get(plain_key(key))
+        body = self._objects.get(plain_key(key))
+        return body if body is None else body[: layout.most_bytes(key) + 1]
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         body = self._objects.get(plain_key(key))

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreRefused
 from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
@@ -79,10 +80,11 @@ class ModalStore:
 
     def get(self, key: str) -> bytes | None:
         entry = self._read_entry(key)
+        most = layout.most_bytes(key) + 1
         if entry is None or isinstance(entry, bytes):
-            return entry
-        out = bytearray(entry.size)
-        if not entry.size or self._wire.read_into(entry.path, memoryview(out)):
+            return entry and entry[:most]
+        out = bytearray(min(entry.size, most))
+        if not out or self._wire.read_into(entry.path, memoryview(out)):
             return bytes(out)
         return None  # its file is gone: what cannot be read is not there
 

@@ -35,6 +35,7 @@ from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
 if TYPE_CHECKING:
     import torch
 
+MOST_PER_BYTE = 4096  # values: deflate packs a thousand equal bytes into one, and a value has two
 PATIENCE_S = 60.0  # of a store without an answer
 
 
@@ -198,6 +199,8 @@ class WeightsFollower:
         return {names[i] for i in np.flatnonzero(touched)}
 
     def _begin(self, anchor: Weights) -> None:
+        if anchor.values > MOST_PER_BYTE * anchor.size:
+            raise Corrupt(f"the anchor of step {anchor.t} claims {anchor.values} values in {anchor.size} bytes")
         if len(self._bits) != anchor.values:
             self._bits = np.zeros(anchor.values, np.uint16)
         at = 0
@@ -207,6 +210,8 @@ class WeightsFollower:
             at += prod(shape)
 
     def _fetch(self, part: WeightsPart) -> bytearray:
+        if part.size and not self._store.get_into(part.blob, memoryview(bytearray(1)), part.size - 1):
+            raise Corrupt(f"{part.blob} is not there any more, or has fewer than {part.size} bytes")
         body = bytearray(part.size)
         for _ in range(3):
             if not self._store.get_into(part.blob, memoryview(body)):
