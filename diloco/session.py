@@ -9,7 +9,7 @@ us, if there is one to watch, and the budget's lease, if there is one:
     watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
 
 Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the session ends, at its
-next inner step or while it waits; by force after ORPHAN_GRACE_S.  Nobody trains without a heartbeat.
+next inner step or while it waits; by force after ORPHAN_GRACE_S, and at once if a turn never comes back.
 
 Not promised: an end at that very second; the inner step goes first, and this machine's clock may be wrong.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from diloco import exitcodes
 from diloco.host import device_name, host_name
 from diloco.journal import Journal
-from diloco.watchdog import Watchdog, where_it_stands
+from diloco.watchdog import TurnWatch, Watchdog, where_it_stands
 from rendezvous import layout
 from rendezvous.background import Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
@@ -74,6 +74,7 @@ class Session:
         self.why = "asked to leave"
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
         self.watchdog = Watchdog(self.clock, hung_after_s)
+        self._turn = TurnWatch()
         self._flush_due = False
         self.weights = self._weights_writer() if broadcasts else None
         self.rv = Rendezvous(
@@ -100,6 +101,7 @@ class Session:
         self.emit("claimed", generation=self.rv.generation, pid=os.getpid(), host=host_name(), device=device_name())
         self._thread = threading.Thread(target=self._beat, name=f"beat-{slot}", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()
 
     def _weights_writer(self) -> WeightsWriter:
         """Its store has little patience: the next step's weights come without these, too."""
@@ -146,10 +148,22 @@ class Session:
         self._looked_at = self.clock.now()
         try:
             while not self._ended.wait(self.timing.beat):
-                self.rv.members.tick()
-                self._parts.run(self._flush_if_due, self._look_at_inner_steps, self._look_after_lease)
+                with self._turn:
+                    self.rv.members.tick()
+                    self._parts.run(self._flush_if_due, self._look_at_inner_steps, self._look_after_lease)
         except BaseException as error:
             self._end_without_heartbeat(error)
+
+    def _watch_turns(self) -> None:
+        """End the process if a turn does not come back: it would beat no more, and no lease would end it."""
+        pause = max(1.0, self.timing.beat)
+        while not self._ended.wait(pause):
+            if self._turn.has_overstayed(pause):
+                text = f"a request to the store has not come back for {self._turn.limit_s:.0f} s (a mount that stalls?)"
+                print(
+                    f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True
+                )
+                os._exit(exitcodes.HUNG)
 
     def _flush_if_due(self) -> None:
         if self._flush_due:

@@ -10,6 +10,11 @@ beats, trains nothing, and costs as much as before.
 The longest counts because a step that generates rollouts may last a hundred times as long as those that reuse them.
 Time inside a sync does not count: waiting for the store and for others has limits of its own (Timing.give_up).
 
+A request that never comes back stops the heartbeat, too, and with it the watch over the lease: a mount whose server is
+gone holds the thread in the kernel.  A second thread looks for that:
+
+    heartbeat thread:  with TurnWatch: tick, flush, lease          second thread:  has_overstayed(seconds) ──▶ the end
+
 Not promised: the inner steps since the last sync, which are lost; code that holds the GIL for ever, which stops the
 heartbeat too and is replaced for that.
 """
@@ -24,6 +29,7 @@ from rendezvous.clock import Clock
 
 MEDIANS, LONGEST, FIRST = 10.0, 3.0, 3.0  # how many times as long as usual is "hung"
 REMEMBERED = 64  # inner steps whose durations the median is of
+TURN_S = 600.0  # of a heartbeat: a cloud's client gives up after 180 s
 FRAMES = 4  # innermost calls that the report of a standstill names
 
 
@@ -75,6 +81,27 @@ class Watchdog:
             return None
         self._stood += elapsed
         return self._stood if self._stood > self.limit_s else None
+
+
+class TurnWatch:
+    """Whether a turn of the heartbeat comes back.   limit_s: seconds that it may last; stores have shorter limits."""
+
+    def __init__(self, limit_s: float = TURN_S) -> None:
+        self.limit_s = limit_s
+        self._busy = False
+        self._stood = 0.0
+
+    def __enter__(self) -> None:
+        self._stood = 0.0
+        self._busy = True
+
+    def __exit__(self, *_: object) -> None:
+        self._busy = False
+
+    def has_overstayed(self, elapsed: float) -> bool:
+        """`elapsed` seconds that the observer was awake after its last look: whether the turn has lasted too long."""
+        self._stood = self._stood + elapsed if self._busy else 0.0
+        return self._stood > self.limit_s
 
 
 def where_it_stands() -> str:

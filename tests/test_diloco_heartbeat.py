@@ -1,10 +1,10 @@
 """The thread that beats: what it may survive, and that nobody trains without it.
 
-    a part fails, for whatever reason ──▶ reported once; the other parts, and the next turn, go on
-    a part fails in every turn        ──▶ the session ends: HeartbeatLost at the next inner step, exit code 1
-    the thread ends                   ──▶ the same; who hangs in an inner step is ended by force
+a part fails, for whatever reason ──▶ reported once; the other parts, and the next turn, go on
+a part fails in every turn        ──▶ the session ends: HeartbeatLost at the next inner step, exit code 1
+the thread ends                   ──▶ the same; who hangs in an inner step is ended by force
 
-Not promised: anything about a thread that a request never comes back to; stores have their own time limits.
+a request never comes back        ──▶ a second thread ends the process
 """
 
 import threading
@@ -376,3 +376,36 @@ def test_a_replica_that_hears_late_that_the_run_is_shorter_ends_as_one_that_is_d
     assert (manager.done, manager.left, outer.committed()) == (True, False, 1)
     left = store.get(layout.leave_key("r00", 1))
     assert left is not None and Leave.decode(left).reason == "done"
+
+
+def test_a_turn_that_never_comes_back_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount that stalls held the heartbeat's thread for ever, and with it the watch over lease and budget."""
+    codes, held, asked = list[int](), threading.Event(), threading.Event()
+
+    class Stalls(MemoryStore):
+        def put(self, key: str, body: Any) -> None:
+            if key.startswith("alive/") and held.is_set():
+                asked.set()
+                threading.Event().wait(LIMIT if not codes else 0.01)
+            super().put(key, body)
+
+    monkeypatch.setattr(session.os, "_exit", codes.append)
+    monkeypatch.setattr(session.TurnWatch.__init__, "__defaults__", (0.5,))
+    store = Stalls()
+    write_control(store, SystemClock(), replicas=1, min_replicas=1, steps=3)
+    one = Session(store, "r00", FAST)
+    held.set()
+    assert asked.wait(LIMIT)
+    until(lambda: codes)
+    assert codes[0] == exitcodes.HUNG
+    one.end()
+
+
+def test_a_turn_counts_only_what_its_observer_was_awake_for() -> None:
+    watch = session.TurnWatch(10.0)
+    assert not watch.has_overstayed(100.0)  # no turn is under way
+    with watch:
+        assert not watch.has_overstayed(6.0)
+        assert watch.has_overstayed(6.0)
+    with watch:
+        assert not watch.has_overstayed(6.0)
