@@ -426,7 +426,7 @@ class Observer:
 
     def gives_up_on(self, key: str) -> None:
         """The operator restores a blob: nobody may have its bytes in memory and nothing else to do."""
-        if self.w.places is not None and self.w.places.is_away:
+        if self.w.places is not None and (self.w.places.is_away or self.w.now < self.w.places.back_at + 20.0):
             return
         for p in self.w.fleet.living():
             if p.rv and key in [mine.key for mine in p.rv.own_blobs.bodies] and self._waits(p, p.rv.step):

@@ -88,7 +88,11 @@ class Places:
             self._away = dict(self._earlier)
             self._line = {k: v for k, v in self._away.items() if k.endswith("commit.json")}
         elif self.loss.how == "other" and self.w.observer.commits:
-            self._away = {k: v[::-1] if k.endswith("commit.json") else v for k, v in self.w.objects.items()}
+            self._away = {
+                k: v[::-1] if k.endswith("commit.json") else v
+                for k, v in self.w.objects.items()
+                if not k.startswith("replicas/")
+            }
 
     def _bring_back(self) -> None:
         """A folder may be back at any time; the objects of a bucket are put back when its replicas have ended."""
