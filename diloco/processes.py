@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
-from diloco import exitcodes
+from diloco import exitcodes, run_marks
 
 
 def start_ticks(pid: int) -> int | None:
@@ -46,13 +47,14 @@ def _look_by_ps(pid: int) -> tuple[bool, int] | None:
     return not state.startswith("Z"), int(time.mktime(time.strptime(began.strip())))
 
 
-def started_at(ticks: int) -> float:
-    """The wall time of a start, about a second exact."""
-    if not sys.platform.startswith("linux"):
-        return float(ticks)
-    with open("/proc/uptime") as f:
-        boot = time.time() - float(f.read().split()[0])
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
+def command_line(pid: int) -> list[str]:
+    """The words that a process was started with; [] if there is none, or we may not look."""
+    with suppress(OSError):
+        if sys.platform.startswith("linux"):
+            return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        command = ["ps", "-ww", "-o", "command=", "-p", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return []
 
 
 def process_name(pid: int) -> str:
@@ -67,16 +69,16 @@ def is_named_alive(name: str) -> bool:
     return is_alive(int(pid), ticks) if ticks else start_ticks(int(pid)) is not None
 
 
-def send_signal(pid: int, started: int, sig: int, group: bool = False) -> bool:
-    """Signal that process (or its whole group); False if it is gone."""
-    if not is_alive(pid, started):
+def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: bool = False) -> bool:
+    """Signal that process (or the whole group that it leads); False if it is gone, or nothing proves that it is ours.
+
+    run: the URL that it must say it works for; None for a child of this process, which needs no proof.
+    """
+    if not is_alive(pid, started) or not (run is None or run_marks.works_for(pid, run)):
         return False
-    if group:
-        with suppress(ProcessLookupError):  # it leads no group: the shell's, perhaps
-            os.killpg(pid, sig)
-            return True
     with suppress(ProcessLookupError):
-        os.kill(pid, sig)
+        leads = group and pid > 1 and os.getpgid(pid) == pid != os.getpgrp()  # kill(-1) would be everybody
+        (os.killpg if leads else os.kill)(pid, sig)
         return True
     return False
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from diloco import exitcodes
+from diloco import exitcodes, processes, run_marks
 from diloco.host import device_name, host_name
 from diloco.journal import Journal
 from diloco.watchdog import TurnWatch, Watchdog, where_it_stands
@@ -70,6 +70,7 @@ class Session:
         self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
         if isinstance(store, SignedStore):
             store.emit = self.emit
+        run_marks.mark(store.url)  # before its claim can be read
         self._ended = threading.Event()
         self.why = "asked to leave"
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
@@ -86,6 +87,7 @@ class Session:
             emit=self.emit,
             host=host_name(),
             pid=os.getpid(),
+            started=processes.start_ticks(os.getpid()) or 0,
             keep=keep,
             background=Worker(self.emit),
             uploads=Worker(self.emit),

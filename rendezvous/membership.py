@@ -246,7 +246,7 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
     return found if found and (found.slot, found.generation) == (slot, generation) else None
 
 
-def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0) -> int:
+def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0, started: int = 0) -> int:
     """Take the next generation of a slot.  Two launches for one slot: the loser goes, for good.
 
     If it took the generation after, two launchers would fence each other for ever.  Nor is there a place for a launch
@@ -257,7 +257,7 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
         while (body := store.get(layout.claim_key(slot, generation))) is not None:
             _refuse_outdated(slot, host, _claim_in(body, slot, generation))
             generation += 1
-        mine = Claim(slot, generation, new_nonce(), clock.wall(), host, pid)
+        mine = Claim(slot, generation, new_nonce(), clock.wall(), host=host, pid=pid, started=started)
         won, value = put_once(store, clock, layout.claim_key(slot, generation), mine.encode())
         if won:
             return generation
@@ -311,6 +311,7 @@ class Membership:
         *,
         host: str = "",
         pid: int = 0,
+        started: int = 0,
         emit: Emit = no_emit,
     ) -> None:
         self._store = store
@@ -320,6 +321,7 @@ class Membership:
         self._timing = timing
         self.host = host
         self.pid = pid
+        self._started = started
         self._beats = 0
         self._ticked = 0.0, clock.now()  # the last tick: seconds awake until then; when that was
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
@@ -355,7 +357,7 @@ class Membership:
 
     def claim(self, store: Store) -> int:
         """Take the slot, and hear the operator's wishes; -> the generation."""
-        self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid)
+        self.generation = claim(store, self._clock, self.slot, host=self.host, pid=self.pid, started=self._started)
         self.hear_wishes(store)
         return self.generation
 

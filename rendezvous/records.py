@@ -111,7 +111,10 @@ def check_blob(key: str, pattern: str) -> None:
 
 @dataclass(frozen=True)
 class Claim(Record):
-    """Generation `generation` of a slot belongs to this process."""
+    """Generation `generation` of a slot belongs to this process.
+
+    host, pid, started: its machine since that booted, and its start there (diloco/host.py); together they name it once.
+    """
 
     kind = "claim"
     slot: Holder
@@ -120,6 +123,11 @@ class Claim(Record):
     at: UnixTime
     host: str = ""
     pid: Pid = 0
+    started: Count = 0
+
+    def written_fields(self) -> dict[str, Any]:
+        """Without `started` where it is not known."""
+        return {name: value for name, value in vars(self).items() if name != "started" or value}
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Rendezvous:
         emit: Callable[..., None] = no_emit,
         host: str = "",
         pid: int = 0,
+        started: int = 0,
         keep: int | None = None,
         background: Background | None = None,
         uploads: Background | None = None,
@@ -80,7 +81,7 @@ class Rendezvous:
         self.clock = clock
         self.timing = timing
         self.emit = emit
-        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, emit=emit)
+        self.members = Membership(store, clock, slot, 0, timing, host=host, pid=pid, started=started, emit=emit)
         self._departure = Departure(clock, self.members, timing.grace)
         self.store = PatientStore(
             store,

@@ -108,6 +108,7 @@ def one_of_each() -> dict[str, records.Record]:
     key, sha = "steps/0000000007/delta/r00-2-0011223344556677.bin", "sha256:" + "1" * 64
     return {
         "replicas/r00/000002.json": records.Claim("r00", 2, "0123456789abcdef", 1.5, "höst", 4711),
+        "replicas/r00/000003.json": records.Claim("r00", 3, "n0", 2.5, "höst~5f0c3a9d1e27", 4711, 123456),
         "steps/0000000007/offer/r00.0.json": records.Offer(
             7, "r00", 2, "00f1e2d3c4b5a697", "c" * 32, 3, key, 1234, "xxh3-128:" + "5" * 32, 2.0, 1.7e9,
             24.0, 0.5, 10.0, codec="int8", stats={"loss": 1e-07, "reward": 0.1},

@@ -125,14 +125,14 @@ def test_programs_are_told_the_reason_too() -> None:
 @pytest.mark.slow
 def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # noqa: F811
     """Before: "there is no slot 'r01-1' in this run"."""
-    import socket
-
+    from diloco.host import machine_name
     from diloco.journal import Journal
+    from executors.platforms.on_host.executor import make_process_folder
     from rendezvous.clock import SystemClock
 
-    stem = tmp_path / "r01.1"
+    stem = make_process_folder(run.url) / "r01.1"
     Path(f"{stem}.log").write_text("one\ntwo\nCUDA out of memory\n")
-    handle = Handle(run.url, "r01", 1, "local", socket.gethostname(), 4242, 1, str(stem))
+    handle = Handle(run.url, "r01", 1, "local", machine_name(), 4242, 1, "/etc/passwd")
     run.store.put(layout.claim_key("r01", 1), Claim("r01", 1, "n", T0, handle.host, 4242).encode())
     journal = Journal(run.store, SystemClock(), "supervisor", 1)
     journal.emit("launched", slot="r01", attempt=1, pid=4242, executor="local", handle=handle.to_dict())

@@ -474,6 +474,27 @@ def test_a_cancellation_that_the_hub_did_not_hear_is_asked_again(hub, executor, 
     assert hub.count("POST", "/cancel$") == 3
 
 
+def test_a_job_that_a_log_names_and_that_is_another_run_s_is_left_alone(hub, executor, tmp_path) -> None:
+    theirs = only(executor.launch_replicas([replace(waiting(tmp_path, "r00")[0], run="s3://bucket/runs/two")]))
+    ours = only(executor.launch_replicas(waiting(tmp_path, "r00")))
+    forged = replace(theirs, run=RUN)
+    fresh = made()
+    fresh.cancel([forged])
+    assert state_of(fresh, forged) in (State.PENDING, State.RUNNING) and not hub.count("POST", "/cancel$")
+    assert fresh.poll([forged])[0].handle.native == ours.native, "the launch that it claims to be"
+    fresh.cancel([ours])
+    assert ended(fresh, ours).state is State.CANCELLED and hub.count("POST", "/cancel$") == 1
+
+
+def test_a_cancellation_waits_until_the_hub_says_whose_the_job_is(hub, executor, tmp_path) -> None:
+    handle = only(executor.launch_replicas(waiting(tmp_path, "r00")))
+    fresh = made()
+    hub.fault("503", method="GET", path=JOB)
+    fresh.cancel([handle])
+    assert not hub.count("POST", "/cancel$")
+    assert ended(fresh, handle).state is State.CANCELLED
+
+
 @pytest.mark.slow
 def test_lines_come_once_however_the_stream_breaks(hub, executor, tmp_path) -> None:
     kwargs = {"folder": str(tmp_path), "lines": 40, "pause_at": 20}

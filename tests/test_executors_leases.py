@@ -9,6 +9,7 @@ The same with containers and the real client is tests/test_executors_modal_lease
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from tests.world import LIMITS, World
 
 LEAVES_S = 60  # from the end of the lease until nobody runs
 GPUS = [Place("modal", gpu=("H100",)).to_dict()]
+
+
+@pytest.fixture(autouse=True)
+def supervisors_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each claims as a process of its own, which is dead when the next one looks."""
+    starts = count(1)
+    monkeypatch.setattr("diloco.processes.start_ticks", lambda pid: next(starts))
 
 
 class Killed(BaseException):

@@ -14,10 +14,10 @@ import pytest
 from diloco import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
-from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.membership import claim, write_control
 from rendezvous.stores.files import FileStore
+from tests.workers import identity, worker
 
 HERE = __name__
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def wait_for_line(executor: LocalProcessExecutor, handle: Handle) -> None:
 
 
 def kill(handle: Handle) -> None:
-    processes.send_signal(handle.pid, handle.started, signal.SIGKILL)
+    processes.send_signal(handle.pid, handle.started, signal.SIGKILL, run=None)
 
 
 def test_kill_9_is_real_and_told(executor, tmp_path):
@@ -523,25 +523,12 @@ def test_a_process_of_another_machine_is_not_called_dead(forks, tmp_path):
 def test_find_knows_processes_by_their_claim_alone(tmp_path):
     store, clock = FileStore(tmp_path), SystemClock()
     write_control(store, clock, replicas=2, steps=1)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    claim(store, clock, "r00", host=socket.gethostname(), pid=child.pid)
-    claim(store, clock, "r01", host="elsewhere", pid=child.pid)
+    child = worker(store.url)
+    claim(store, clock, "r00", **identity(child.pid))
+    claim(store, clock, "r01", **{**identity(child.pid), "host": f"{socket.gethostname()}~elsewhere"})
     (handle,) = LocalProcessExecutor([], method="spawn").find(store.url)
     assert (handle.slot, handle.pid, handle.attempt) == ("r00", child.pid, 1)
     child.communicate(b"\n")
-    assert LocalProcessExecutor([], method="spawn").find(store.url) == []
-
-
-def test_a_recycled_pid_is_not_taken_for_the_claimer(tmp_path):
-    store, clock = FileStore(tmp_path), SystemClock()
-    write_control(store, clock, replicas=1, steps=1)
-
-    class Earlier(SystemClock):
-        def wall(self) -> float:
-            return time.time() - 1e6
-
-    claim(store, Earlier(), "r00", host=socket.gethostname(), pid=os.getpid())  # claimed before this process was born
-    assert store.get(layout.claim_key("r00", 1)) is not None
     assert LocalProcessExecutor([], method="spawn").find(store.url) == []
 
 

@@ -221,6 +221,21 @@ def test_of_two_calls_of_one_launch_one_runs(platform, executor, run, tmp_path) 
 
 
 @pytest.mark.slow
+def test_a_call_that_a_log_names_and_that_is_another_run_s_is_left_alone(platform, executor, run, tmp_path) -> None:
+    (theirs,) = executor.launch_replicas([spec(f"{run}-two", tmp_path, "waits", "r01")])
+    (ours,) = executor.launch_replicas([spec(run, tmp_path, "polite")])
+    started(tmp_path)
+    started(tmp_path, "r01.1")
+    fresh = platform.executor()
+    fresh.cancel([replace(theirs, run=run)], grace_s=0.0)
+    fresh.poll([replace(theirs, run=run)])
+    fresh.cancel([ours], grace_s=20.0)
+    assert fresh.collect([ours], timeout=WAIT_S)[0].state is State.CANCELLED
+    (tmp_path / "go").touch()
+    assert executor.collect([theirs], timeout=WAIT_S)[0].ok
+    fresh.close()
+
+
 def test_an_old_attempt_that_begins_late_goes(platform, executor, run, tmp_path) -> None:
     platform.hold(True)
     (old,) = executor.launch_replicas([spec(run, tmp_path, "waits")])

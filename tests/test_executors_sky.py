@@ -90,9 +90,10 @@ def test_the_reasons_are_asked_for_and_shown(sky: Sky) -> None:
 
 
 def test_a_cancellation_waits_for_its_answer(sky: Sky) -> None:
-    executor = SkyExecutor()
+    executor, name = SkyExecutor(), job_name(handle())
+    sky.rows = [row(7, "RUNNING", name), row(8, "RUNNING", "diloco-of-another-run-r01-1")]
     executor.cancel([handle("7"), handle("8", "r01")])
-    assert sky.asked == [("cancel", {"job_ids": [7, 8]})] and sky.awaited == ["cancel"]
+    assert sky.asked[-1] == ("cancel", {"job_ids": [7]}) and sky.awaited[-1] == "cancel", "8 is not this run's"
     sky.fails["cancel"] = error("RuntimeError")
     with pytest.raises(ExecutorError, match=r"SkyPilot refused \(RuntimeError\): its words"):
         executor.cancel([handle("7")])

@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco import exitcodes, processes
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, short_name
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.on_slurm.job import CANCELLED, CARD, END, ended_as
 from rendezvous.clock import SystemClock
 from tests.entrypoints import marks
+from tests.workers import identity, worker
 
 ROOT = Path(__file__).parent.parent
 SHOWS = """#!/bin/sh
@@ -55,6 +57,10 @@ def spec(folder: Path, function: str = "waits", **more) -> ReplicaSpec:
     return ReplicaSpec(f"file://{folder}/run", "r00", 1, f"tests.entrypoints:{function}", kwargs=kwargs, **more)
 
 
+def name_of(folder: Path) -> str:
+    return f"diloco-{short_name(spec(folder).run)}-r00.1"
+
+
 def wait_for_start(folder: Path, executor: SlurmExecutor, handle: Handle) -> int:
     until = time.monotonic() + 120
     while not (found := marks(folder, "start", "r00.1")):
@@ -66,12 +72,18 @@ def wait_for_start(folder: Path, executor: SlurmExecutor, handle: Handle) -> int
 # -------------------------------------------------------------------- in submitit's local mode
 
 
-def test_the_default_folder_is_in_the_run(tmp_path):
+def test_no_code_lies_in_the_run(tmp_path, monkeypatch):
+    """submitit's pickle is code that runs when the job begins: another user may write into a run's folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = Path(spec(tmp_path).run.removeprefix("file://"))
+    run.mkdir()
     executor = SlurmExecutor(cluster="local")
     (handle,) = executor.launch_replicas([spec(tmp_path, "returns")])
     assert executor.collect([handle], timeout=120)[0].ok
-    folder = tmp_path / "run" / "slurm" / "r00.1"
-    assert json.loads((folder / CARD).read_text())["native"] == handle.native
+    folder = Path(handle.files)
+    assert list(run.iterdir()) == [] and folder.is_relative_to(tmp_path / "home" / ".diloco" / "slurm")
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, folder.parent, folder.parent.parent))
+    assert list(folder.glob("*.pkl")) and json.loads((folder / CARD).read_text())["native"] == handle.native
     assert json.loads((folder / END).read_text())["exit_code"] == 0
     assert executor.find(f"file://{tmp_path}/run") == [handle]
 
@@ -155,7 +167,7 @@ def test_what_sbatch_is_told(login_node, tmp_path):
     (handle,) = executor.launch_replicas([spec(tmp_path, gpu=("h100:2",), timeout_s=3 * 3600)])
     text = (login_node / "sbatch.sh").read_text()
     assert handle.native == "77" and handle.pid == 0 and handle.place == "slurm/r00.1" and handle.usd_per_hour == 2.5
-    wanted = ("partition=gpu", "cpus-per-task=8", "gres=gpu:h100:2", "time=180", "job-name=diloco-run-r00.1")
+    wanted = ("partition=gpu", "cpus-per-task=8", "gres=gpu:h100:2", "time=180", "job-name=" + name_of(tmp_path))
     assert all(f"#SBATCH --{x}" in text for x in wanted)
     assert "#SBATCH --no-requeue\n" in text  # or Slurm would start a preempted job again behind our back
 
@@ -187,6 +199,35 @@ def test_slurms_words(login_node, tmp_path, word, state, reason):
     assert (told.state, told.reason, told.stale) == (state, reason, False)
 
 
+def test_a_job_of_another_name_is_not_this_run_s(login_node, tmp_path):
+    """A log may name any job of the operator's; and options are none of scancel's."""
+    executor = SlurmExecutor()
+    (handle,) = executor.launch_replicas([spec(tmp_path)])
+    (login_node / "squeue").write_text("77|RUNNING|diloco-another-r00.1\n")
+    (told,) = executor.poll([handle])
+    assert (told.state, told.reason) == (
+        State.LOST,
+        "Slurm's job 77 is called diloco-another-r00.1: it is not this run's",
+    )
+    options = [replace(handle, native=word) for word in ("--me", "-u", "77 --me", "77,78", "")]
+    executor.cancel(options, grace_s=0.0)
+    assert {s.state for s in executor.poll(options)} == {State.FAILED}
+    assert not (login_node / "said").exists()
+
+
+def test_a_card_s_process_is_signalled_only_if_it_runs_this_launch(jobs, tmp_path):
+    bystander = worker()
+    (handle,) = jobs.launch_replicas([spec(tmp_path)])
+    forged = replace(handle, **{k: v for k, v in identity(bystander.pid).items() if k != "host"})
+    for seconds in (5.0, 0.0):
+        jobs.cancel([forged], grace_s=seconds)
+        jobs.poll([forged])
+    assert bystander.poll() is None
+    bystander.communicate(b"\n")
+    jobs.cancel([handle], grace_s=0.0)
+    assert jobs.collect([handle], timeout=120)[0].state is State.CANCELLED
+
+
 def test_the_accounting_knows_those_that_the_queue_has_forgotten(login_node, tmp_path):
     executor = SlurmExecutor(clock=(clock := Later()))
     (handle,) = executor.launch_replicas([spec(tmp_path)])
@@ -216,12 +257,13 @@ def test_cancel_speaks_to_slurm_once_and_again_after_the_grace(login_node, tmp_p
     executor.cancel([handle], grace_s=10.0)
     executor.poll([handle])
     said = [line.partition("/bin/")[2] for line in (login_node / "said").read_text().splitlines()]
-    asked = ["scancel --state=PENDING 77", "scancel --state=RUNNING --signal=TERM 77"]
+    one = f"--name={name_of(tmp_path)} -- 77"
+    asked = [f"scancel --state=PENDING {one}", f"scancel --state=RUNNING --signal=TERM {one}"]
     assert [x for x in said if x.startswith("scancel")] == asked
     clock.offset = 11.0
     executor.poll([handle])
     said = [line.partition("/bin/")[2] for line in (login_node / "said").read_text().splitlines()]
-    assert [x for x in said if x.startswith("scancel")] == [*asked, "scancel 77"]
+    assert [x for x in said if x.startswith("scancel")] == [*asked, f"scancel {one}"]
     assert (Path(handle.files) / CANCELLED).exists()
     (login_node / "squeue").write_text("77|CANCELLED\n")
     assert executor.poll([handle])[0].state is State.CANCELLED

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from rendezvous.rules import Rules, Timing
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.test_rendezvous_keeping import blob_bytes, fill
+from tests.workers import identity, worker
 
 HERE, ROOT = __name__, Path(__file__).parent.parent
 QUICK = Limits(backoff_s=0.01)
@@ -64,8 +64,8 @@ class Toy:
     """A replica's life without its training: claim, beat, heal, offer, leave."""
 
     def __init__(self, url: str, slot: str) -> None:
-        store, clock, me = FileStore(url.removeprefix("file://")), SystemClock(), (socket.gethostname(), os.getpid())
-        self.rv = Rendezvous(store, clock, slot, Rules(), TIMING, emit=self.tell, host=me[0], pid=me[1])
+        store, clock = FileStore(url.removeprefix("file://")), SystemClock()
+        self.rv = Rendezvous(store, clock, slot, Rules(), TIMING, emit=self.tell, **identity(os.getpid()))
         self.journal: Journal | None = None
         self.rv.claim()
         self.journal = Journal(store, clock, slot, self.rv.generation)
@@ -421,9 +421,9 @@ def test_a_supervisor_that_said_goodbye_is_succeeded_at_once():
 
 
 def test_a_silent_supervisor_of_this_machine_keeps_its_run_while_its_process_lives():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # loading something heavy
     store, clock = MemoryStore(), SlowClock()
-    claim(store, SystemClock(), SUPERVISOR, host=socket.gethostname(), pid=child.pid)
+    child = worker(store.url)  # loading something heavy
+    claim(store, SystemClock(), SUPERVISOR, **identity(child.pid))
     with pytest.raises(Supervised, match=f"process {child.pid}"):
         Lease.take(store, clock)
     child.communicate(b"\n")
@@ -431,10 +431,11 @@ def test_a_silent_supervisor_of_this_machine_keeps_its_run_while_its_process_liv
 
 
 def test_a_dead_supervisor_of_this_machine_is_succeeded_at_once():
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
     store, clock = MemoryStore(), SlowClock()
-    claim(store, SystemClock(), SUPERVISOR, host=socket.gethostname(), pid=child.pid)
+    child = worker(store.url)
+    about = identity(child.pid)
+    child.communicate(b"\n")
+    claim(store, SystemClock(), SUPERVISOR, **about)
     assert supervisor_of(store) is None
     assert Lease.take(store, clock).generation == 2
     assert clock.now() == 1000.0

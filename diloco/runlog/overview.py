@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
+from diloco.host import host_words
 from diloco.runlog.learning import over_replicas
 from diloco.runlog.report import Report, SessionSummary, Step
 from rendezvous.records import Beat
@@ -257,7 +258,7 @@ def inner_steps_per_round(report: Report) -> int:
 
 def place_of_host(host: str) -> str:
     """ "modal/r01.2" -> "modal"; a machine of somebody's own is its name."""
-    return host.partition("/")[0]
+    return host_words(host.partition("/")[0])
 
 
 def samples_per_second(steps: Sequence[Step]) -> dict[str, float]:

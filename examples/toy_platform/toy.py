@@ -114,7 +114,7 @@ class ToyExecutor(Executor):
         for handle in handles:
             self._file(handle, ".asked").touch()
             number = signal.SIGKILL if kill else signal.SIGTERM
-            processes.send_signal(handle.pid, handle.started, number, group=kill)
+            processes.send_signal(handle.pid, handle.started, number, run=handle.run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
         cards = [_read_card(path) for path in self._run_folder(run).glob("*.card")]

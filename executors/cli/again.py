@@ -13,6 +13,7 @@ Not promised: that what the first founding cost is in the costs or the budget of
 from collections.abc import Callable
 
 from diloco.config import RunConfig
+from diloco.host import host_words
 from diloco.launch import differing_settings
 from diloco.superseded import Superseded, is_superseded, url_below
 from executors.preflight.run_url import UsageError
@@ -37,7 +38,7 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
         raise UsageError(_trained_in_words(url, differs))
     if (holder := supervisor_of(store)) is not None:
         raise UsageError(
-            f"{url} is supervised by process {holder.pid} on {holder.host}, with another config "
+            f"{url} is supervised by process {holder.pid} on {host_words(holder.host)}, with another config "
             f"({'; '.join(differs)}). If it is to end: diloco stop {url}, then the same command again; "
             "else use another --run"
         )

@@ -18,12 +18,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from diloco import exitcodes
+from diloco.host import host_words
 from diloco.journal import Journal
 from diloco.launch import Run
+from diloco.own_files import appended
 from diloco.runlog.report import SUPERVISOR
 from executors.platforms.base import Handle, ServerlessExecutor
+from executors.platforms.logfile import LogFile
 from executors.platforms.multi import build_executor
-from executors.platforms.on_host.executor import process_folder
+from executors.platforms.on_host.executor import make_process_folder
 from executors.supervision import lease
 from executors.supervision.hosted import start_hosted
 from executors.supervision.lease import Lease, Supervised
@@ -71,7 +74,9 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     """Start a supervisor unless one lives; return when it supervises, or has ended."""
     before = lease.latest_beat(run.store)
     if (other := lease.living_supervisor(run.store, clock)) is not None:
-        return Handover(f"process {other.pid} on {other.host} supervises this run already; it has heard your wishes", 0)
+        return Handover(
+            f"process {other.pid} on {host_words(other.host)} supervises this run already; it has heard your wishes", 0
+        )
     executor = build_executor(read_control(run.store).places)
     try:
         started = detach(run, executor)
@@ -105,8 +110,7 @@ def detach(run: Run, executor: ServerlessExecutor) -> Detached:
 
 
 def _start_process(run: Run) -> Detached:
-    log = process_folder(run.url) / "supervisor.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log = make_process_folder(run.url) / "supervisor.log"
     command = [
         sys.executable,
         "-c",
@@ -115,7 +119,7 @@ def _start_process(run: Run) -> Detached:
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     began = log.stat().st_size if log.exists() else 0
-    with open(log, "ab") as out:
+    with appended(log) as out:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
         )
@@ -127,7 +131,7 @@ def _start_process(run: Run) -> Detached:
         if pid == 0:
             return None
         code = os.waitstatus_to_exitcode(status)
-        said = log.read_bytes()[began:].decode(errors="replace").splitlines()
+        said = LogFile(log).lines_from(began)
         return Outcome(code if code >= 0 else 128 - code, "\n".join(said[-TAIL:]) or f"exit code {code}")
 
     return Detached(f"pid {child.pid}, log {log}", child.pid, log=str(log), ended=ended, cancel=child.kill)

@@ -131,7 +131,7 @@ def _log_of_session(url: str, name: str, executor: ServerlessExecutor) -> Replic
 
 def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
     """The launch that it came from, as the log tells it."""
-    launches = (handle_in(e) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
+    launches = (handle_in(e, report.url) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
     return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 
 

@@ -20,11 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from importlib import import_module
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 from uuid import uuid4
 
 from rendezvous.clock import Clock
+from rendezvous.fields import Longest, Where, Within
 from rendezvous.layout import slot_name
+from rendezvous.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
 
 RANK_ENV = "REPLICA_RANK"
 REPLICA = "diloco.replica:main"
@@ -110,26 +112,34 @@ class ReplicaSpec(Plain):
     secrets: tuple[str, ...] = ()
 
 
+def _is_id(native: str) -> bool:
+    """Is it none, or a word that no command takes for an option?"""
+    return re.fullmatch(r"|[A-Za-z0-9][\w.:/-]*", native, re.ASCII) is not None
+
+
 @dataclass(frozen=True)
 class Handle(Plain):
     """One launched process, as anybody on the same platform can find it again.
 
-    On this machine pid and started (clock ticks since boot) together name a process for ever, and `files` is the stem
-    of its files.  On a platform `native` is its id there (a FunctionCall, a job; "" if the launch failed).
-    launched_at: Unix time.   usd_per_hour: its price, None where nobody knows.
+    host, pid and started (clock ticks since boot) together name a process of a machine for ever (diloco/host.py).
+    files: where its files are, for people; "" if it was found by its claim alone.   native: its id on a platform (a
+    FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None where
+    nobody knows.
+
+    One that was read (`from_json`) has fields of these types and ranges.  Whether it is the run's, the platform tells.
     """
 
-    run: str
-    slot: str
-    attempt: int
-    executor: str
-    host: str = ""
-    pid: int = 0
-    started: int = 0
+    run: Key
+    slot: Holder
+    attempt: Annotated[int, Within(0, 10**9)]
+    executor: Annotated[str, Longest(64), Where(_is_id, "name of an executor")]
+    host: Word = ""
+    pid: Pid = 0
+    started: Count = 0
     files: str = ""
-    native: str = ""
-    launched_at: float = 0.0
-    usd_per_hour: float | None = 0.0
+    native: Annotated[str, Longest(128), Where(_is_id, "id on a platform")] = ""
+    launched_at: UnixTime = 0.0
+    usd_per_hour: Usd | None = 0.0
 
     @property
     def place(self) -> str:

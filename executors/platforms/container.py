@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diloco import exitcodes
+from diloco import exitcodes, run_marks
 from diloco.disk_space import full_disk_words, is_full
 from diloco.host import PLACE_ENV
 from diloco.processes import describe_exit
@@ -274,6 +274,7 @@ def replica_lines(lines: Iterable[str]) -> list[str]:
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _raise_interrupt)
     spec = json.loads(argv[0])
+    run_marks.mark(spec["run"])
     print(f"{STARTED}{spec['slot']}.{spec['attempt']}", flush=True)
     end, _ = _run_timed(spec, argv[1], GRACE_S)  # asked to go or not: how it ended is what counts
     print("\n".join(end_lines(end)), flush=True)

@@ -21,11 +21,11 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from diloco import exitcodes
+from diloco import exitcodes, run_marks
 from diloco.host import DEVICE_ENV
+from diloco.own_files import APPENDED, open_own, part_of, read_json, write_json
 from diloco.processes import start_ticks
 from executors.platforms import gpu
 from executors.platforms.base import REPLICA, load_name
@@ -49,26 +49,25 @@ def settle(request: Mapping[str, Any]) -> bool:
     os.environ.update(request["env"])
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)
-    log = os.open(request["files"] + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    run_marks.mark(request["run"])  # before the process file says that we are here
+    log = open_own(request["files"] + ".log", APPENDED)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     me = {"pid": os.getpid(), "started": start_ticks(os.getpid())}
     card = create_process_file(request["files"], {**request["handle"], **me})
-    return (card["pid"], card["started"]) == (me["pid"], me["started"])
+    return (card.get("pid"), card.get("started")) == (me["pid"], me["started"])
 
 
 def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
     """Write the process file unless there is one; -> the content that stands."""
-    part = Path(f"{stem}.json.{os.getpid()}.part")
-    part.write_text(json.dumps(card))
-    try:
-        os.link(part, f"{stem}.json")
-    except FileExistsError:
-        pass
-    finally:
-        part.unlink()
-    return json.loads(Path(f"{stem}.json").read_text())
+    part = part_of(f"{stem}.json", card)
+    with suppress(FileExistsError):
+        try:
+            os.link(part, f"{stem}.json")
+        finally:
+            part.unlink()
+    return read_json(f"{stem}.json") or {}
 
 
 def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
@@ -142,17 +141,10 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def write_json(path: str, value: Any) -> None:
-    """Whole or not at all."""
-    part = Path(f"{path}.{os.getpid()}.part")
-    part.write_text(json.dumps(value))
-    part.replace(path)
-
-
 def write_end(stem: str, pid: int, started: int, code: int) -> None:
     """Write the exit code, unless another process runs this launch."""
-    card = json.loads(Path(f"{stem}.json").read_text())
-    if (card["pid"], card["started"]) == (pid, started):
+    card = read_json(f"{stem}.json") or {}
+    if (card.get("pid"), card.get("started")) == (pid, started):
         write_json(f"{stem}.exit", {"pid": pid, "started": started, "code": code})
 
 

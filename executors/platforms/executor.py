@@ -15,6 +15,7 @@ nothing about the life of a process.  It is a subclass and no object beside it, 
 Not promised: threads.  One thread at a time calls an executor.
 """
 
+import re
 from abc import ABC
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -90,7 +91,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         handles = list(handles)
         self._enforce_deadlines()
-        asked = list(dict.fromkeys(h for h in handles if self.needs_look(h)))
+        asked = list(dict.fromkeys(h for h in handles if self.is_ours(h) and self.needs_look(h)))
         answers = dict(zip(asked, _answers_of(self, asked), strict=True))
         for handle, answer in answers.items():
             if isinstance(answer, Status) and not answer.stale:
@@ -103,6 +104,8 @@ class Executor(Platform, ServerlessExecutor, ABC):
 
     def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
         """The status that follows from the newest answer, and from what was known before."""
+        if not self.is_ours(handle):
+            return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
         if (why := self.why_not_started(handle)) is not None:
             return Status(handle, why.state, why.reason)
         known = answer if isinstance(answer, Status) else self.last_status(handle)
@@ -114,6 +117,8 @@ class Executor(Platform, ServerlessExecutor, ABC):
         """None for a handle that has a process."""
         if handle in self._not_started:
             return self._not_started[handle]
+        if handle.native and re.fullmatch(self.id_form, handle.native, re.ASCII) is None:
+            return NotStarted(f"{handle.native!r} is no id of {self.name}, so nothing there is meant")
         return None if self.is_started(handle) else NotStarted("it could not be started")
 
     def last_status(self, handle: Handle) -> Status:
@@ -143,12 +148,14 @@ class Executor(Platform, ServerlessExecutor, ABC):
         return result
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        if not self.is_ours(handle):
+            raise ExecutorError(_whose(handle))
         if (why := self.why_not_started(handle)) is not None:
             return last_lines(why.reason.splitlines(), tail)
         return [] if tail == 0 else last_lines(self.read_log(handle, tail), tail)
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        if self.why_not_started(handle) is not None:
+        if not self.is_ours(handle) or self.why_not_started(handle) is not None:
             return iter(self.logs(handle, tail))
         return self.follow_log(handle, tail, lambda: self.poll([handle])[0].state.ended)
 
@@ -172,7 +179,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
     # ------------------------------------------------------------------ ending
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        going = [h for h in handles if self.may_run(h)]
+        going = [h for h in handles if self.is_ours(h) and self.why_not_started(h) is None and self.may_run(h)]
         new = [h for h in going if h not in self._cancelled]
         self._cancelled.update(going)
         if self.own_grace:
@@ -235,6 +242,10 @@ def total_price(prices: Iterable[float | None]) -> float | None:
     """None if nobody knows one of them."""
     known = list(prices)
     return None if None in known else sum(price for price in known if price is not None)
+
+
+def _whose(handle: Handle) -> str:
+    return f"{handle.slot} runs on {handle.executor}, which is none of the run's places; name it again to reach it"
 
 
 def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:

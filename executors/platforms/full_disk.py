@@ -50,7 +50,6 @@ def found_room(event: Mapping[str, Any], report: Report) -> bool:
 def room_for(folder: Path) -> None:
     """Raises Unavailable if `folder` has no room for the files of a process."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(CARD)
     except OSError as error:

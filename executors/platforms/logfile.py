@@ -6,11 +6,13 @@
 Not promised: anything if somebody cuts the file short while it is read.
 """
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from diloco.own_files import ForeignFile, open_own
 from rendezvous.clock import Clock
 
 
@@ -26,8 +28,12 @@ class LogFile:
     keep: Callable[[str], bool] = keep_all
 
     def lines(self, tail: int | None = None) -> list[str]:
-        found = [line for raw in self._read_from(0).splitlines() if self.keep(line := _decode_line(raw))]
+        found = self.lines_from(0)
         return found if tail is None else found[-tail:] if tail > 0 else []
+
+    def lines_from(self, at: int) -> list[str]:
+        """What comes after so many bytes."""
+        return [line for raw in self._read_from(at).splitlines() if self.keep(line := _decode_line(raw))]
 
     def follow(self, tail: int | None, ended: Callable[[], bool], clock: Clock, pause_s: float) -> Iterator[str]:
         at = self._start_of(tail)
@@ -56,11 +62,15 @@ class LogFile:
 
     def _read_from(self, at: int) -> bytes:
         try:
-            with self.path.open("rb") as log:
+            with open(open_own(self.path), "rb") as log:
                 log.seek(at)
                 return log.read()
         except (FileNotFoundError, NotADirectoryError):
             return b""
+        except OSError as error:
+            if isinstance(error, ForeignFile) or error.errno == errno.ELOOP:  # a link, a FIFO: no log of ours
+                return b""
+            raise
 
 
 def _decode_line(raw: bytes) -> str:

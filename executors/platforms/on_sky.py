@@ -103,6 +103,7 @@ class SkyExecutor(Executor):
     pause_s = 5.0
     own_grace = True
     labelled = True
+    id_form = r"\d{1,9}"
 
     def __init__(
         self,
@@ -241,7 +242,10 @@ class SkyExecutor(Executor):
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         """Its answer is awaited: a request that fails later was no cancellation."""
         with suppress(NoController):  # it is gone, and its jobs with it
-            wait_for_answer(lambda: sky().jobs.cancel(job_ids=[int(h.native) for h in handles]))
+            names = {job.id: job.name for job in self._list_jobs([int(h.native) for h in handles])}
+            ids = [int(h.native) for h in handles if names.get(int(h.native)) == job_name(h)]
+            if ids:  # those that the queue calls by this run's name
+                wait_for_answer(lambda: sky().jobs.cancel(job_ids=ids))
 
     def alive(self, run: str) -> list[Handle]:
         return self._handles_of(run, [job for job in self._listed if not job.state.ended])
@@ -292,8 +296,8 @@ def sky() -> Any:
     return module
 
 
-def job_name(spec: ReplicaSpec) -> str:
-    return f"diloco-{run_digest(spec.run, 8)}-{spec.slot}-{spec.attempt}"
+def job_name(one: ReplicaSpec | Handle) -> str:
+    return f"diloco-{run_digest(one.run, 8)}-{one.slot}-{one.attempt}"
 
 
 def _whole_lines(pieces: Iterable[str | None]) -> list[str]:

@@ -34,6 +34,7 @@ class Platform(ABC):
 
     first_state: of a process of which the platform has told nothing yet.
     pause_s: between two polls of `collect` and two reads of `follow`, at most.
+    id_form: how the platform spells an id; what is spelled otherwise names nothing there.
     own_grace: the platform waits between asking and killing by itself, and `stop` is called once for a cancellation.
     """
 
@@ -41,6 +42,7 @@ class Platform(ABC):
     first_state = State.STARTING
     pause_s = 2.0
     own_grace = False
+    id_form = r"[A-Za-z0-9][\w.:/-]*"
 
     # ------------------------------------------------------------------ the six
 
@@ -65,7 +67,10 @@ class Platform(ABC):
 
     @abstractmethod
     def stop(self, handles: Sequence[Handle], kill: bool) -> Collection[Handle] | None:
-        """Ask these processes to leave, or kill them; -> those that could not be told, and are told again."""
+        """Ask these processes to leave, or kill them; -> those that could not be told, and are told again.
+
+        A log may have named them: one that is not of its handle's run, by the platform's own word, is left alone.
+        """
 
     @abstractmethod
     def discover(self, run: str) -> Iterable[Handle]:
@@ -97,6 +102,10 @@ class Platform(ABC):
     def new_handle(self, spec: ReplicaSpec) -> Handle:
         """The handle of a spec that has no process."""
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
+
+    def is_ours(self, handle: Handle) -> bool:
+        """Is it of this platform?  A log may name any."""
+        return handle.executor == self.name
 
     def is_started(self, handle: Handle) -> bool:
         """Does the handle name a process?  Where that is not `native`, the platform's id of it, override this."""

@@ -11,6 +11,7 @@ Not promised: that a silent supervisor is dead; a second one takes over only onc
 from typing import Any
 
 from diloco import exitcodes
+from diloco.host import host_words
 from diloco.runlog.report import SUPERVISOR, Report
 from executors.supervision import lease
 from rendezvous.clock import Clock
@@ -28,14 +29,14 @@ def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple
 
 def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
     """The same for a beat that was read."""
-    holder = lease.still_holding(report.supervisor, beat)
+    holder = lease.still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
         words = f"; the last one ended with code {end['code']}: {_first_line(end['text'])}" if end else ""
         return "done" if report.done else f"nobody supervises it{words}", {"supervisor": None, "supervisor_end": end}
     unheard = round(lease.unheard_s(holder, beat, clock), 1)
     about = {"pid": holder.pid, "host": holder.host, "unheard_s": unheard}
-    who = f"pid {holder.pid} on {holder.host}"
+    who = f"pid {holder.pid} on {host_words(holder.host)}"
     line = f"supervised by {who}"
     if unheard >= UNHEARD_S:
         line = (

@@ -77,7 +77,7 @@ class Launches:
     def read_log(self) -> Report:
         """Read the log; note which launches have no written end yet."""
         report = read_report(self._store, COSTS)
-        self._unended = {h for p in past(report.events).values() for h in p.open}
+        self._unended = {h for p in past(report.events, self._store.url).values() for h in p.open}
         self._opened |= self._unended
         return report
 

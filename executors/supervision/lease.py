@@ -7,14 +7,13 @@ Not promised: exclusion by time.  A supervisor that slept and wakes reads the cl
 """
 
 import os
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diloco import processes
-from diloco.host import host_name
+from diloco import processes, run_marks
+from diloco.host import host_name, host_words, machine_name
 from diloco.runlog.report import SUPERVISOR
 from rendezvous import layout
 from rendezvous.clock import Clock
@@ -49,7 +48,7 @@ class Lease:
         """Raises Supervised while another supervisor lives, or wins the race for it."""
         holder = _newest_holder(store)
         if holder is not None and _is_alive(store, clock, holder, fresh_s):
-            raise Supervised(f"process {holder.pid} on {holder.host} supervises this run already")
+            raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
         try:
             return cls.seize(store, clock)
         except Fenced as lost_race:
@@ -58,7 +57,9 @@ class Lease:
     @classmethod
     def seize(cls, store: Store, clock: Clock) -> "Lease":
         """Take the lease from any holder.  Raises Fenced if another process takes it at the same moment."""
-        lease = cls(store, clock, claim(store, clock, SUPERVISOR, host=host_name(), pid=os.getpid()))
+        run_marks.mark(store.url)
+        pid, started = os.getpid(), processes.start_ticks(os.getpid()) or 0
+        lease = cls(store, clock, claim(store, clock, SUPERVISOR, host=host_name(), pid=pid, started=started))
         lease.beat("starting")
         return lease
 
@@ -103,12 +104,12 @@ def _newest_holder(store: Readable) -> Claim | None:
 
 def supervisor_of(store: Readable) -> Claim | None:
     """The claim of the present supervisor, as far as a look without waiting can tell."""
-    return still_holding(_newest_holder(store), read_beat(store, SUPERVISOR))
+    return still_holding(store.url, _newest_holder(store), read_beat(store, SUPERVISOR))
 
 
-def still_holding(holder: Claim | None, beat: Beat | None) -> Claim | None:
+def still_holding(run: str, holder: Claim | None, beat: Beat | None) -> Claim | None:
     """The supervisor that claimed the run last, unless it said goodbye or its process is known to be dead."""
-    if holder is None or _said_goodbye(holder, _as_latest_beat(beat)) or _known_dead(holder):
+    if holder is None or _said_goodbye(holder, _as_latest_beat(beat)) or _known_dead(run, holder):
         return None
     return holder
 
@@ -151,8 +152,8 @@ def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool
     """Is it a process of this machine, or does its beat move (or come at all) within `fresh_s`?"""
     first = _read_latest_beat(store)
     until = clock.now() + fresh_s
-    while not (_said_goodbye(holder, first) or _known_dead(holder)):
-        if _is_on_this_machine(holder):
+    while not (_said_goodbye(holder, first) or _known_dead(store.url, holder)):
+        if _is_on_this_machine(holder) and run_marks.works_for(holder.pid, store.url):
             return True
         if _read_latest_beat(store) != first:
             return True
@@ -175,15 +176,12 @@ def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
 
 
 def _is_on_this_machine(holder: Claim) -> bool:
-    """Does it name a process of this machine?  A container's name and pids say nothing to other containers."""
-    return holder.host == host_name() == socket.gethostname()
+    """Does it name a process of this machine, since this boot and among the same pids?"""
+    return bool(holder.started) and holder.host == host_name() == machine_name()
 
 
-def _known_dead(holder: Claim) -> bool:
-    """A process of this machine that is not there any more."""
+def _known_dead(run: str, holder: Claim) -> bool:
+    """A process of this machine that is not there any more, or works for the run of which this one is a copy."""
     if not _is_on_this_machine(holder):
         return False
-    started = processes.start_ticks(holder.pid)
-    if started is None or not processes.is_alive(holder.pid, started):
-        return True
-    return processes.started_at(started) > holder.at + 2.0  # a younger process with its pid
+    return not processes.is_alive(holder.pid, holder.started) or run_marks.works_for(holder.pid, run) is False

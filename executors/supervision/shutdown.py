@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from diloco import exitcodes, processes
+from diloco.host import host_name, host_words, machine_name
 from diloco.journal import Journal
 from diloco.runlog.report import SUPERVISOR
 from executors.platforms.base import Handle, ServerlessExecutor, State, Status
-from executors.platforms.on_host.executor import claimed_process, newest_claims
+from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
 from executors.supervision.launches import LAG_S, Launches
 from executors.supervision.lease import Lease, supervisor_of
 from executors.supervision.outage import launch_name
@@ -89,9 +90,10 @@ def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | 
 def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:
     """Kill or cancel every replica that has not left."""
     there = launches.there
-    local = {(h.pid, h.started): h for h in [*(h for h in there if not h.native), *_local_processes(store)]}
+    here = [h for h in there if not h.native and h.host == machine_name()]
+    local = {(h.pid, h.started): h for h in [*here, *_local_processes(store)]}
     for handle in local.values():
-        if processes.send_signal(handle.pid, handle.started, signal.SIGKILL, group=True):
+        if processes.send_signal(handle.pid, handle.started, signal.SIGKILL, run=store.url, group=True):
             say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
     rented = [h for h in there if h.native]
     for h in rented:
@@ -152,7 +154,8 @@ def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
     found += _never_began(launches, {c.slot for c in claims})
     supervisor = _other_supervisor(store)
     if supervisor is not None:
-        found.append(End("supervisor", True, f"pid {supervisor.pid} on {supervisor.host} has not ended yet"))
+        where = host_words(supervisor.host)
+        found.append(End("supervisor", True, f"pid {supervisor.pid} on {where} has not ended yet"))
     if launches.out_of_reach:
         found.append(End("platforms", True, f"not all of them could be asked: {launches.out_of_reach}"))
     return found
@@ -188,11 +191,15 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     process = claimed_process(store.url, claim)
     if process is not None:
         return End(name, True, f"pid {process.pid} still runs")
+    if (process := unproven_process(store.url, claim)) is not None:
+        text = f"pid {process.pid} runs here, and does not say for which run, so it was not killed; look at it yourself"
+        return End(name, True, text)
     now = _beat_of_claim(store, claim)
     if now is not None and now.phase == "left":
         return End(name, False, f"left at outer step {now.step}")
     if now is not None and before is not None and now.n != before.n and claim.host not in over:
-        return End(name, True, f"its heartbeat moves, from {claim.host or 'an unknown machine'} (pid {claim.pid})")
+        where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
+        return End(name, True, f"its heartbeat moves, so it may run elsewhere: {where}")
     return End(name, False, "gone without a goodbye" + ("" if now is None else f", last seen at outer step {now.step}"))
 
 
@@ -215,7 +222,8 @@ def _wait_until_ended(store: Store, clock: Clock, seconds: float, launches: Laun
 def _other_supervisor(store: Store) -> Claim | None:
     """The claim of the supervisor, unless this process holds the lease in order to end the run."""
     holder = supervisor_of(store)
-    return None if holder is not None and holder.pid == os.getpid() else holder
+    mine = holder is not None and (holder.host, holder.pid) == (host_name(), os.getpid())
+    return None if mine else holder
 
 
 def _may_be_alive(store: Store, claim: Claim, moved: dict[str, int]) -> bool:

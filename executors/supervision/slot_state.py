@@ -9,12 +9,12 @@ A heartbeat is a handle's if it comes from its place on a platform, or from its 
 Not promised: how a launch ended that nobody polled; it is counted when the next supervisor finds it.
 """
 
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco import exitcodes
+from diloco.host import machine_name
 from diloco.runlog.report import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Observation
@@ -36,7 +36,7 @@ def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
 
 def can_be_asked(handle: Handle) -> bool:
     """Can we ask how it is?  Processes of other machines are known by their heartbeat alone."""
-    return bool(handle.native) or handle.executor != LOCAL or handle.host == socket.gethostname()
+    return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 
 def begin_fields(handle: Handle) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class History:
     pending: bool = False
 
 
-def past(events: Iterable[Mapping[str, Any]]) -> dict[str, History]:
-    """Per slot, from what supervisors wrote down (Report.events).
+def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, History]:
+    """Per slot, from what supervisors wrote down (Report.events).   run: whose log it is, as handles are to have it.
 
     Counting starts anew after an end that a person has seen: everybody gone, or the run given up.
     """
@@ -88,15 +88,15 @@ def past(events: Iterable[Mapping[str, Any]]) -> dict[str, History]:
         elif kind in ("pending", "running") and slot in found:
             found[slot] = replace(found[slot], pending=kind == "pending")
         elif kind in ("launched", "found", "lost", "ended"):
-            found[slot] = _history_after(found.get(slot, History()), e)
+            found[slot] = _history_after(found.get(slot, History()), e, run)
     return found
 
 
-def _history_after(p: History, e: Mapping[str, Any]) -> History:
+def _history_after(p: History, e: Mapping[str, Any], run: str) -> History:
     attempt = e.get("attempt", p.attempt)
     others = tuple(h for h in p.open if h.attempt != attempt or not same_process(native_of(e), h.native))
     if e["event"] in ("launched", "found"):
-        launched = handle_in(e)
+        launched = handle_in(e, run)
         still = (*others, *([launched] if launched else []))
         return History(
             attempt=max(p.attempt, attempt),
@@ -134,12 +134,18 @@ def same_process(native: str | None, other: str) -> bool:
     return native is None or native == other
 
 
-def handle_in(e: Mapping[str, Any]) -> Handle | None:
-    """The launched handle, if the event has a valid one."""
+def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
+    """The launched handle, if the event has a valid one.
+
+    Anybody may have written the event: it speaks of its own slot and launch, and of no other run than its log is of.
+    """
     try:
-        return from_json(Handle, e["handle"])
+        found = from_json(Handle, e["handle"])
     except (KeyError, ValueError):
         return None
+    if (found.slot, found.attempt) != (e["slot"], e.get("attempt", found.attempt)):
+        return None
+    return replace(found, run=run or found.run)
 
 
 def end_in(e: Mapping[str, Any]) -> SessionEnd:

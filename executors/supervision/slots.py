@@ -142,7 +142,7 @@ class Slots:
 
     def _look_back(self, report: Report) -> None:
         """Find launches of earlier supervisors, from the platforms and the log."""
-        before = past(report.events)
+        before = past(report.events, self.run.url)
         opened = sorted((h for p in before.values() for h in p.open if can_be_asked(h)), key=lambda h: -h.launched_at)
         launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the oldest
         booked = set(launches)

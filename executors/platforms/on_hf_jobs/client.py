@@ -41,6 +41,7 @@ class HubJob:
 
     limit_s: what was asked for as its time-out.   given_s: what the Hub says it is, None where it does not say.
     ran_s: seconds that are billed.   finished: Unix time, 0 while it has not.
+    run: the run's label.
     """
 
     id: str
@@ -54,6 +55,7 @@ class HubJob:
     given_s: int | None = None
     ran_s: float = 0.0
     finished: float = 0.0
+    run: str = ""
 
     @property
     def ended(self) -> bool:
@@ -133,7 +135,8 @@ class Hub:
     def jobs(self, run: str, slot: str = "", attempt: int = 0) -> list[HubJob]:
         """All jobs of a run, the oldest first; or those of one launch.  One try: the caller knows what to do next."""
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
-        return sorted((self._job_from_row(row) for row in self._list_rows(labels)), key=lambda job: job.age)
+        jobs = [self._job_from_row(row) for row in self._list_rows(labels)]
+        return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def _list_rows(self, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Page by page.  Not `list_jobs`: that one hides what the Hub says of the time-out, and retries for long."""
@@ -150,15 +153,16 @@ class Hub:
             url = reply.links.get("next", {}).get("url")
             params = None
 
-    def job(self, job_id: str) -> HubJob | None:
-        """One job, or None if the Hub knows none of that name.  One try."""
+    def job(self, run: str, job_id: str) -> HubJob | None:
+        """One job of the run, or None if the Hub knows none of that name, or by its label another's.  One try."""
         try:
             info = self.api.inspect_job(job_id=job_id, namespace=self.namespace)
         except Exception as error:
             if status_of(error) == 404:
                 return None
             raise
-        return self._job_from_info(info)
+        job = self._job_from_info(info)
+        return job if job.run == run_label(run) else None
 
     def start(self, run: str, slot: str, attempt: int, limit_s: int, attempts: int = 1, **wanted: Any) -> HubJob:
         """One job, which the Hub starts at most `attempts` times.
@@ -230,6 +234,7 @@ class Hub:
             given_s=given if isinstance(given, int) else None,
             ran_s=ran,
             finished=finished,
+            run=labels.get("run", ""),
         )
 
     # ------------------------------------------------------------------ code

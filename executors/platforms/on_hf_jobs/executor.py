@@ -168,7 +168,9 @@ class HFJobsExecutor(Executor):
 
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
         """listed: the jobs of its launch."""
-        own = [] if any(j.id == handle.native for j in listed) else [self._hub.job(handle.native)]  # a list may lag
+        own = (
+            [] if any(j.id == handle.native for j in listed) else [self._hub.job(handle.run, handle.native)]
+        )  # a list may lag
         job = job_that_counts([*listed, *(j for j in own if j is not None)])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")
@@ -214,9 +216,17 @@ class HFJobsExecutor(Executor):
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """These jobs, and all others of their launches."""
-        going = [h.native for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
-        self._jobs.end([*going, *self._jobs.of_launches(set(map(launch_of, handles)))])
+        """These jobs, and all others of their launches; later those whose run the Hub does not say now."""
+        going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
+        own = at_once([lambda h=h: self._is_of_run(h) for h in going], ANSWER_S)
+        ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
+        self._jobs.end([*ids, *self._jobs.of_launches(set(map(launch_of, handles)))])
+        self._jobs.end_later(h.native for h, is_own in zip(going, own, strict=True) if isinstance(is_own, Exception))
+
+    def _is_of_run(self, handle: Handle) -> bool:
+        """By the label that the Hub keeps: a log may name any job."""
+        listed = any(job.id == handle.native for job in self._jobs.alive(handle.run))
+        return listed or self._hub.job(handle.run, handle.native) is not None
 
     def alive(self, run: str) -> list[Handle]:
         return [self._handle_for(run, job) for job in self._jobs.alive(run)]

@@ -57,6 +57,10 @@ class JobLists:
     def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
         at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)
 
+    def end_later(self, ids: Iterable[str]) -> None:
+        """With the next poll, those that it lists under their run."""
+        self._unwanted.update(ids)
+
     def _cancel(self, job_id: str) -> None:
         try:
             self._hub.cancel(job_id)

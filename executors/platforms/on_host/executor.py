@@ -4,9 +4,11 @@
                     or, where forking is not safe: a fresh interpreter
 
     where their files are: {run folder}/processes/{slot}.{attempt}.log .json .exit .result
-                           (a temporary folder when the run is not a folder of this machine)
+                           (in the user's own ~/.local/state/diloco when the run is not a folder of this machine)
 
 The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
+Anybody may have written those, or copied them with the run.  So nothing is signalled but our own children, and
+processes that say themselves that they work for this run (diloco/run_marks.py).
 A process writes its name card before anything else, and there is one card per (slot, attempt): whenever a launcher
 dies, and however many there are, one process runs it.
 Replicas neither die nor hang with whoever launched them; `diloco.replica --parent` is how they notice.
@@ -14,12 +16,9 @@ Replicas neither die nor hang with whoever launched them; `diloco.replica --pare
 Not promised: an exit code for a process whose launcher and fork server are both gone (it is LOST, then).
 """
 
-import getpass
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,10 +28,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco import processes
+from diloco import processes, run_marks
+from diloco.host import machine_name
+from diloco.own_files import APPENDED, appended, make_plain, make_state_folder, open_own, read_json, state_folder
 from executors.platforms import entrypoint as child
 from executors.platforms import oom
-from executors.platforms.base import Handle, ReplicaSpec, State, Status, unanswered
+from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_name, unanswered
 from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait, room_for
 from executors.platforms.logfile import LogFile
@@ -40,6 +41,7 @@ from executors.platforms.on_host.affinity import Affinity
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
+from rendezvous.fields import from_json
 from rendezvous.membership import newest_claim
 from rendezvous.records import Claim
 from rendezvous.salvage import read_standing_wishes
@@ -92,6 +94,7 @@ class LocalProcessExecutor(Executor):
         self._server: ForkServer | None = None
         self._forked: set[int] = set()  # children of the present server, still running as far as we know
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
+        self._children = set[tuple[int, int]]()  # pid and start of all that we started
         self._kills = oom.Kills()
         self._starved = dict[Handle, bool]()
         self._dead: dict[Handle, float] = {}  # since when; its exit code is not written yet
@@ -109,7 +112,7 @@ class LocalProcessExecutor(Executor):
             return Path(tempfile.mkdtemp(prefix="diloco-")).as_uri()
 
     def new_handle(self, spec: ReplicaSpec) -> Handle:
-        return replace(super().new_handle(spec), host=socket.gethostname(), files=str(self._file_stem(spec)))
+        return replace(super().new_handle(spec), host=machine_name(), files=str(self._file_stem(spec)))
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
         """One that was launched before, by somebody who is gone, does not start again."""
@@ -117,12 +120,12 @@ class LocalProcessExecutor(Executor):
         requests: dict[int, dict[str, Any]] = {}
         for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU is told before any starts
             try:
-                room_for(Path(request["files"]).parent)
-                Path(request["files"]).parent.mkdir(parents=True, exist_ok=True)
+                room_for(_made(Path(request["files"]).parent))
+                os.close(open_own(request["files"] + ".log", APPENDED))
             except OSError as error:
                 found[i] = error
                 continue
-            if (known := _read_process_file(request["files"])) is not None:
+            if (known := _read_card(request["files"], Handle.from_dict(request["handle"]))) is not None:
                 found[i] = known
             else:
                 requests[i] = request
@@ -154,23 +157,27 @@ class LocalProcessExecutor(Executor):
             self._forked = set()
         found = self._server.fork(requests)
         self._forked |= {pid[0] for pid in found if isinstance(pid, tuple)}
+        self._children |= {pid for pid in found if isinstance(pid, tuple)}
         return found
 
     def _spawn(self, request: Mapping[str, Any]) -> tuple[int, int] | OSError:
         env = {**os.environ, **self._env, **request["env"], "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", child.START, json.dumps(request)]
         try:
-            with open(request["files"] + ".log", "ab") as log:
+            with appended(request["files"] + ".log") as log:
                 process = subprocess.Popen(
                     command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
         except OSError as error:
             return error
         self._spawned[process.pid] = process
-        return process.pid, processes.start_ticks(process.pid) or 0
+        born = process.pid, processes.start_ticks(process.pid) or 0
+        self._children.add(born)
+        return born
 
-    def _file_stem(self, spec: ReplicaSpec) -> Path:
-        return (self._folder or process_folder(spec.run)) / f"{spec.slot}.{spec.attempt}"
+    def _file_stem(self, one: ReplicaSpec | Handle) -> Path:
+        """Where its files are, whatever a handle that was read says of that."""
+        return (self._folder or process_folder(one.run)) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
 
@@ -190,8 +197,8 @@ class LocalProcessExecutor(Executor):
         return [self._look_at(handle) for handle in handles]
 
     def _look_at(self, handle: Handle) -> Status:
-        if handle.executor != self.name or handle.host != socket.gethostname():
-            elsewhere = f"it is not on this machine ({handle.host})"
+        if handle.host != machine_name():
+            elsewhere = f"it may run elsewhere: it is not on this machine ({handle.host or 'unknown'})"
             return unanswered(Status(handle, State.RUNNING, elsewhere), elsewhere)
         code, ended = self._exit_of(handle)
         if not ended:
@@ -222,39 +229,44 @@ class LocalProcessExecutor(Executor):
         if handle.pid in self._spawned:
             code = _reap_group(self._spawned[handle.pid])
             return code, code is not None
-        if processes.is_alive(handle.pid, handle.started):
+        if self.may_run(handle):
             return None, False
-        code = _written_code(handle)
+        code = _written_code(self._file_stem(handle), handle) if handle.files else None
         if code is None and handle.files:  # dead: whoever launched it reaps it, and writes the code after that
             since = self._dead.setdefault(handle, self._clock.now())
             return None, self._clock.now() - since > REAP_S
         return code, True
 
     def log_file(self, handle: Handle) -> LogFile | None:
-        return LogFile(Path(handle.files + ".log")) if handle.files else None  # without: found by its claim alone
+        return LogFile(Path(f"{self._file_stem(handle)}.log")) if handle.files else None  # else: by its claim alone
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
         return super().follow(handle, tail) if handle.files else iter(())
 
     def read_value(self, handle: Handle) -> Any:
-        return _read_json(handle.files + ".result")
+        return read_json(f"{self._file_stem(handle)}.result")
 
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        return processes.is_alive(handle.pid, handle.started)
+        """Is its process there, as far as is known?  One that works for another run is not its process."""
+        own = (handle.pid, handle.started) in self._children
+        return _is_here(handle) and (own or run_marks.works_for(handle.pid, handle.run) is not False)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         for handle in handles:
             number = signal.SIGKILL if kill else signal.SIGTERM
-            processes.send_signal(handle.pid, handle.started, number, group=kill)
+            run = None if (handle.pid, handle.started) in self._children else handle.run
+            processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
         """Per slot the process that runs, else the one that was launched last."""
-        cards = (_read_process_file(p.with_suffix("")) for p in (self._folder or process_folder(run)).glob("*.json"))
-        on_file = [c for c in cards if c is not None and c.host == socket.gethostname()]
+        named = [p.stem.rpartition(".") for p in (self._folder or process_folder(run)).glob("*.*.json")]
+        launches = [Handle(run, slot, int(n), self.name) for slot, _, n in named if n.isascii() and n.isdecimal()]
+        cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
+        on_file = [c for c in cards if c is not None and c.host == machine_name()]
         claimed = [h for claim in newest_claims(run) if (h := claimed_process(run, claim)) is not None]
-        alive = {h: processes.is_alive(h.pid, h.started) for h in (*claimed, *on_file)}
+        alive = {h: self.may_run(h) for h in (*claimed, *on_file)}
         return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of the same process the one with files comes last
 
     def close(self) -> None:
@@ -269,8 +281,18 @@ def process_folder(run: str) -> Path:
     scheme, colon, rest = run.partition("://")
     if not colon or scheme == "file":
         return Path(rest if colon else run).absolute() / "processes"
-    name = re.sub(r"[^\w.-]+", "_", run.rstrip("/"))
-    return Path(tempfile.gettempdir()) / f"diloco-processes-{getpass.getuser()}" / name
+    return state_folder("processes", short_name(run.rstrip("/")))
+
+
+def make_process_folder(run: str) -> Path:
+    """The same, made and looked at.   Raises OSError if something else stands there."""
+    return _made(process_folder(run))
+
+
+def _made(folder: Path) -> Path:
+    if not folder.is_relative_to(state_folder()):
+        return make_plain(folder)
+    return make_state_folder("processes", folder.name)
 
 
 def newest_claims(run: str) -> list[Claim]:
@@ -281,33 +303,54 @@ def newest_claims(run: str) -> list[Claim]:
 
 
 def claimed_process(run: str, claim: Claim) -> Handle | None:
-    """The running process of this machine that wrote the claim; a younger one with its pid is another."""
-    if claim.host != socket.gethostname() or not claim.pid:
+    """The running process of this machine that wrote the claim, and says itself that it works for the run."""
+    handle = _handle_of(run, claim)
+    return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) else None
+
+
+def unproven_process(run: str, claim: Claim) -> Handle | None:
+    """The process of this machine that the claim names, which does not say for whom it works: never one to kill."""
+    handle = _handle_of(run, claim)
+    return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) is None else None
+
+
+def _handle_of(run: str, claim: Claim) -> Handle:
+    where = {"host": claim.host, "pid": claim.pid, "started": claim.started}
+    return Handle(run=run, slot=claim.slot, attempt=claim.generation, executor=LocalProcessExecutor.name, **where)
+
+
+def _is_here(handle: Handle) -> bool:
+    return handle.host == machine_name() and processes.is_alive(handle.pid, handle.started)
+
+
+def _read_card(stem: Path | str, known: Handle) -> Handle | None:
+    """The handle that a launch's process wrote down; it can be of no other launch."""
+    try:
+        card = from_json(Handle, read_json(f"{stem}.json"))
+    except ValueError:
         return None
-    started = processes.start_ticks(claim.pid)
-    if started is None or processes.started_at(started) > claim.at + 2.0:
-        return None
-    return Handle(
-        run=run,
-        slot=claim.slot,
-        attempt=claim.generation,
-        executor="local",
-        host=claim.host,
-        pid=claim.pid,
-        started=started,
-    )
+    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": LocalProcessExecutor.name}
+    return replace(card, **about, native="", files=str(stem))
 
 
 def _registered_handle(request: Mapping[str, Any], pid: tuple[int, int] | OSError) -> Handle | OSError:
     """The process that the name card names: the one just started, unless another launcher was faster."""
-    stem = request["files"]
+    stem, mine = request["files"], Handle.from_dict(request["handle"])
     if isinstance(pid, OSError):
-        return _read_process_file(stem) or pid  # perhaps it was started, and the answer lost
+        return _read_card(stem, mine) or pid  # perhaps it was started, and the answer lost
+    mine = replace(mine, pid=pid[0], started=pid[1])
     try:
-        card = child.create_process_file(stem, {**request["handle"], "pid": pid[0], "started": pid[1]})
+        child.create_process_file(stem, mine.to_dict())
     except OSError as error:
         return error
-    return Handle.from_dict(card)
+    return _read_card(stem, mine) or mine
+
+
+def _written_code(stem: Path, handle: Handle) -> int | None:
+    raw = read_json(f"{stem}.exit")
+    if not isinstance(raw, dict) or (raw.get("pid"), raw.get("started")) != (handle.pid, handle.started):
+        return None
+    return code if isinstance(code := raw.get("code"), int) else None
 
 
 def _reap_group(process: subprocess.Popen[bytes]) -> int | None:
@@ -317,23 +360,3 @@ def _reap_group(process: subprocess.Popen[bytes]) -> int | None:
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 os.killpg(process.pid, signal.SIGKILL)
     return process.poll()
-
-
-def _read_process_file(stem: Path | str) -> Handle | None:
-    """The handle that a launched process wrote down."""
-    raw = _read_json(f"{stem}.json")
-    return None if raw is None else Handle.from_dict(raw)
-
-
-def _written_code(handle: Handle) -> int | None:
-    raw = _read_json(handle.files + ".exit") if handle.files else None
-    if raw is None or (raw["pid"], raw["started"]) != (handle.pid, handle.started):
-        return None
-    return raw["code"]
-
-
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError):
-        return None

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from diloco import exitcodes
-from executors.platforms.base import Plain, ReplicaSpec, load_name, short_name
+from executors.platforms.base import Handle, Plain, ReplicaSpec, load_name, short_name
 from executors.platforms.container import run_replica
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk
 from executors.platforms.on_modal.kinds import Kind
@@ -95,6 +95,12 @@ class Register:
         found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
         launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
         return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]
+
+    def names(self, handle: Handle) -> bool:
+        """Did this run launch that call?  Who writes into the run's store cannot write here."""
+        launch = f"{handle.slot}.{handle.attempt}"
+        entry = self._entries.get(f"launch/{launch}") or {}
+        return entry.get("call") == handle.native or self._entries.contains(f"twin/{launch}/{handle.native}")
 
     def announce(self, attempts: Mapping[str, int]) -> None:
         """Before a launch: an older attempt that only starts now is not wanted any more."""

@@ -207,7 +207,10 @@ class ModalExecutor(Executor):
 
     def _cancel_call(self, handle: Handle, terminate: bool = False) -> bool:
         with suppress(Exception):  # who cannot be reached ends at a later poll, or by its lease
-            self._apps.register_of(handle.run).ask(handle.slot, handle.attempt)
+            register = self._apps.register_of(handle.run)
+            if not register.names(handle):  # a log named it: it is another's
+                return True
+            register.ask(handle.slot, handle.attempt)
             sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)
             return True
         return False

@@ -9,7 +9,9 @@
     SlurmExecutor(partition="gpu", account="me", cpus_per_task=8)     sbatch's options, submitit's names
     SlurmExecutor(cluster="local")                                    submitit's local mode: jobs as processes here
 
-The folder must be on a file system that every node sees, as must a run that is a folder.  Slurm is told not to start
+The folder must be on a file system that every node sees, as must a run that is a folder.  submitit's file for a job is
+code, so it lies where its owner alone may write, and never in the run.  A job is cancelled by its id and its name
+together: an id that a log names counts only if Slurm calls that job by this run's name.  Slurm is told not to start
 a job again after a preemption, and submitit not to after a time-out: the supervisor does.  A secret is an environment
 variable of whoever launches; sbatch hands it on.
 
@@ -20,7 +22,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -32,8 +33,17 @@ from pathlib import Path
 from typing import Any
 
 from diloco import processes
-from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable
-from executors.platforms.entrypoint import write_json
+from diloco.own_files import make_private, write_json
+from executors.platforms.base import (
+    ExecutorError,
+    Handle,
+    Refused,
+    ReplicaSpec,
+    State,
+    Status,
+    Unavailable,
+    short_name,
+)
 from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait
 from executors.platforms.logfile import LogFile
@@ -43,15 +53,17 @@ from executors.platforms.on_slurm.job import (
     NAME,
     create_exclusively,
     ended_as,
-    kill_tree,
     read_card,
     run_job,
+    runs_here,
+    stop_here,
     was_cancelled,
     written_end,
 )
 from executors.platforms.platform import NotStarted, missing_secret
 from rendezvous.clock import Clock
 
+Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
 PATIENCE_S = 15.0  # a file written on a node is seen here by then; so does submitit
 DAY_S = 24 * 3600.0
 SIGNAL_S = 0  # Slurm's USR2 so long before its limit: the same moment.  A replica leaves by its own clock before; with
@@ -74,13 +86,14 @@ WHY_GONE = {
 
 
 class SlurmExecutor(Executor):
-    """folder: where jobs keep their files (default: in the run's folder; for a bucket ~/.diloco/slurm).
+    """folder: where jobs keep their files (default: ~/.diloco/slurm); nobody else may write there.
 
     sbatch: submitit's names for sbatch's options.   timeout_s: of jobs whose spec has none.
     """
 
     name = NAME
     first_state = State.PENDING
+    id_form = r"\d{1,19}(_\d{1,9})?"
 
     def __init__(
         self,
@@ -128,10 +141,10 @@ class SlurmExecutor(Executor):
         folder = self._folder_of(spec)
         try:
             with launches_wait("the jobs' files"):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_private(folder.parent.parent, folder.parent, folder)
                 turn = 1
                 while not create_exclusively(folder / f"submit.{turn}"):
-                    if (known := self._wait_for_card(folder)) is not None:
+                    if (known := self._wait_for_card(spec)) is not None:
                         return known
                     turn += 1  # who had the turn died over it; its job, if there is one, finds no input and ends
             return self._submit_job(spec, folder)
@@ -158,9 +171,9 @@ class SlurmExecutor(Executor):
         write_json(str(folder / CARD), handle.to_dict())
         return handle
 
-    def _wait_for_card(self, folder: Path) -> Handle | None:
+    def _wait_for_card(self, spec: ReplicaSpec) -> Handle | None:
         until = self._clock.now() + PATIENCE_S
-        while (card := read_card(folder)) is None and self._clock.now() < until:
+        while (card := read_card(self._folder_of(spec), self.new_handle(spec))) is None and self._clock.now() < until:
             self._clock.sleep(0.05)
         return card
 
@@ -197,32 +210,34 @@ class SlurmExecutor(Executor):
         return max(1, math.ceil((spec.timeout_s or self._timeout_s) / 60.0))
 
     def _run_folder(self, run: str) -> Path:
-        if self._folder is not None:
-            return self._folder / _plain_name(run)
         scheme, colon, rest = run.partition("://")
-        if not colon or scheme == "file":
-            return Path(rest if colon else run).absolute() / "slurm"
-        return Path.home() / ".diloco" / "slurm" / _plain_name(run)
+        local = not colon or scheme == "file"
+        root = self._folder or Path.home() / ".diloco" / "slurm"
+        return root / _plain_name(str(Path(rest if colon else run).absolute()) if local else run)
 
-    def _folder_of(self, spec: ReplicaSpec) -> Path:
-        return self._run_folder(spec.run) / f"{spec.slot}.{spec.attempt}"
+    def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
+        """Where its files are, whatever a handle that was read says of that."""
+        return self._run_folder(one.run) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """One call of squeue for all that have not ended, and one of sacct for those that it has forgotten."""
-        open_ones = [h for h in handles if written_end(h) is None]
-        states, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
-        return [self._status_or_error(h, states, trouble) for h in handles]
+        open_ones = [h for h in handles if written_end(self._folder_of(h)) is None]
+        told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
+        return [self._status_or_error(h, told, trouble) for h in handles]
 
     def _status_or_error(
-        self, handle: Handle, states: Mapping[str, str], trouble: ExecutorError | None
+        self, handle: Handle, told: Mapping[str, Told], trouble: ExecutorError | None
     ) -> Status | ExecutorError:
-        if (end := written_end(handle)) is not None:
-            return ended_as(handle, end, asked=was_cancelled(handle))
+        if (end := written_end(self._folder_of(handle))) is not None:
+            return ended_as(handle, end, asked=was_cancelled(self._folder_of(handle)))
         if self._cluster == "local":
             return self._local_status(handle)
-        word = states.get(handle.native, "UNKNOWN").split(" ")[0].rstrip("+")
+        state, name = told.get(handle.native, ("UNKNOWN", ""))
+        if name and name != _job_name(handle):
+            return Status(handle, State.LOST, f"Slurm's job {handle.native} is called {name}: it is not this run's")
+        word = state.split(" ")[0].rstrip("+")
         if word == "UNKNOWN":
             return trouble or Unavailable(f"Slurm did not tell of {handle.native}")
         return self._status_from_word(handle, word)
@@ -235,32 +250,34 @@ class SlurmExecutor(Executor):
         since = self._ended_since.setdefault(handle, self._clock.now())
         if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
             return Status(handle, State.RUNNING, "its end is on the way")
-        if was_cancelled(handle):
+        if was_cancelled(self._folder_of(handle)):
             return Status(handle, State.CANCELLED, "killed after the grace")
         reason = WHY_GONE.get(word, f"Slurm says {word}, and it left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
 
     def _local_status(self, handle: Handle) -> Status:
-        if processes.is_alive(handle.pid, handle.started):
+        if runs_here(handle, self._folder_of(handle)):
             return Status(handle, State.RUNNING)
-        if (end := written_end(handle)) is not None:  # written since we looked
-            return ended_as(handle, end, asked=was_cancelled(handle))
-        state = State.CANCELLED if was_cancelled(handle) else State.LOST
+        if (end := written_end(self._folder_of(handle))) is not None:  # written since we looked
+            return ended_as(handle, end, asked=was_cancelled(self._folder_of(handle)))
+        state = State.CANCELLED if was_cancelled(self._folder_of(handle)) else State.LOST
         return Status(handle, state, "gone, and it left no result")
 
-    def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, str], ExecutorError | None]:
-        """(job id -> Slurm's word for its state, of those that it knows; why there is no answer)"""
+    def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
+        """(job id -> what Slurm tells of those that it knows; why there is no answer)"""
         ids = [h.native for h in handles]
-        states, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T", "-j", ",".join(ids)])
-        if left := [i for i in ids if i not in states]:  # it forgets them some minutes after their end
-            states |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(left)])[0]
-        return {**(dict.fromkeys(ids, FORGOTTEN) if trouble is None else {}), **states}, trouble
+        told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T|%j", "-j", ",".join(ids)])
+        if left := [i for i in ids if i not in told]:  # it forgets them some minutes after their end
+            told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j", ",".join(left)])[0]
+        return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
     def log_file(self, handle: Handle) -> LogFile:
-        return LogFile(Path(handle.files) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None)
+        return LogFile(
+            self._folder_of(handle) / f"{handle.native}_0_log.out", lambda line: OWN_LINE.match(line) is None
+        )
 
     def read_value(self, handle: Handle) -> Any:
-        return (written_end(handle) or {}).get("value")
+        return (written_end(self._folder_of(handle)) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
 
@@ -269,24 +286,17 @@ class SlurmExecutor(Executor):
         super().cancel([s.handle for s in self.poll(handles) if not s.state.ended], grace_s)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        going = [h for h in handles if written_end(h) is None]
-        ids = [h.native for h in going]
+        going = [h for h in handles if written_end(self._folder_of(h)) is None and self._folder_of(h).is_dir()]
         for handle in going:
-            (Path(handle.files) / CANCELLED).touch()
-        if self._cluster == "local":
-            for handle in going:
-                if kill:
-                    kill_tree(handle.pid, handle.started)
-                else:
-                    processes.send_signal(handle.pid, handle.started, signal.SIGTERM)
-        elif ids and kill:
-            _run_quietly(["scancel", *ids])
-        elif ids:
-            _run_quietly(["scancel", "--state=PENDING", *ids])
-            _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *ids])
+            (self._folder_of(handle) / CANCELLED).touch()
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            stop = _scancel if self._cluster == "slurm" else lambda h, kill: stop_here(h, self._folder_of(h), kill)
+            list(pool.map(stop, going, [kill] * len(going)))
 
     def discover(self, run: str) -> list[Handle]:
-        cards = [read_card(folder) for folder in self._run_folder(run).glob("*.*")]
+        named = [p.name.rpartition(".") for p in self._run_folder(run).glob("*.*")]
+        launches = [Handle(run, slot, int(n), NAME) for slot, _, n in named if n.isascii() and n.isdecimal()]
+        cards = [read_card(self._folder_of(launch), launch) for launch in launches]
         return sorted((card for card in cards if card is not None), key=lambda card: card.attempt)
 
 
@@ -301,8 +311,19 @@ def _import_submitit() -> Any:
     return submitit
 
 
-def _job_name(spec: ReplicaSpec) -> str:
-    return f"diloco-{spec.run.rstrip('/').rpartition('/')[2] or 'run'}-{spec.slot}.{spec.attempt}"
+def _job_name(one: ReplicaSpec | Handle) -> str:
+    """As Slurm knows it: one run's launch, and no other's."""
+    return f"diloco-{short_name(one.run.rstrip('/'))}-{one.slot}.{one.attempt}"
+
+
+def _scancel(handle: Handle, kill: bool) -> None:
+    """Slurm itself compares the name: a job of this id that is called otherwise is left alone."""
+    one = [f"--name={_job_name(handle)}", "--", handle.native]
+    if kill:
+        _run_quietly(["scancel", *one])
+    else:
+        _run_quietly(["scancel", "--state=PENDING", *one])
+        _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *one])
 
 
 def _plain_name(run: str) -> str:
@@ -314,15 +335,15 @@ def _gpu_kind(gpu: str) -> str:
     return gpu.partition(":")[0]
 
 
-def _query_table(command: Sequence[str]) -> tuple[dict[str, str], ExecutorError | None]:
-    """("id|word" lines as a dict, why there was no answer)"""
+def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError | None]:
+    """("id|state|name" lines as a dict, why there was no answer)"""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return {}, Unavailable(f"`{command[0]}` gave no answer: {error}")
     rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
     known = done.returncode == 0 or "Invalid job id" in done.stderr
-    return {row[0]: row[1] for row in rows}, None if known else _no_answer(command[0], done.stderr)
+    return {row[0]: (row[1], "|".join(row[2:])) for row in rows}, None if known else _no_answer(command[0], done.stderr)
 
 
 def _no_answer(command: str, said: str) -> ExecutorError:

@@ -8,24 +8,26 @@
 Not promised: an end for a job whose node failed; Slurm tells.
 """
 
-import json
 import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from diloco import exitcodes, processes
+from diloco.own_files import read_json, write_json
 from executors.platforms import oom
 from executors.platforms.base import Handle, State, Status
 from executors.platforms.container import with_times
-from executors.platforms.entrypoint import write_json
+from rendezvous.fields import from_json
 
 NAME = "slurm"
 CARD = "card.json"
 END = "end.json"
 CANCELLED = "cancelled"
+LOCAL_JOB = "submitit.local._local"  # the module that submitit's local mode runs for a job
 
 
 class Asked(BaseException):
@@ -61,20 +63,13 @@ def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
     return with_times(Status(handle, state, end["reason"], code), end)
 
 
-def written_end(handle: Handle) -> Any:
+def written_end(folder: Path) -> Any:
     """The end that the job wrote on its node, or None."""
-    return read_json(Path(handle.files) / END)
+    return read_json(folder / END)
 
 
-def was_cancelled(handle: Handle) -> bool:
-    return (Path(handle.files) / CANCELLED).exists()
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+def was_cancelled(folder: Path) -> bool:
+    return (folder / CANCELLED).exists()
 
 
 def create_exclusively(path: Path) -> bool:
@@ -86,15 +81,34 @@ def create_exclusively(path: Path) -> bool:
     return True
 
 
-def read_card(folder: Path) -> Handle | None:
-    raw = read_json(folder / CARD)
-    return None if raw is None else Handle.from_dict(raw)
+def read_card(folder: Path, known: Handle) -> Handle | None:
+    """The handle of a launch as its submitter wrote it down; it can be of no other launch."""
+    try:
+        card = from_json(Handle, read_json(folder / CARD))
+    except ValueError:
+        return None
+    about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": NAME}
+    return replace(card, **about, files=str(folder))
 
 
-def kill_tree(pid: int, started: int) -> None:
-    """SIGKILL to a process of this machine and all that it started (submitit's local jobs share our process group)."""
-    if not processes.is_alive(pid, started):
+def runs_here(handle: Handle, folder: Path) -> bool:
+    """Is its process of this machine submitit's, for the job of this very folder?  Its command line tells."""
+    words = processes.command_line(handle.pid)
+    return LOCAL_JOB in words and str(folder) in words and processes.is_alive(handle.pid, handle.started)
+
+
+def stop_here(handle: Handle, folder: Path, kill: bool) -> None:
+    """End a job of submitit's local mode."""
+    if not runs_here(handle, folder):
         return
+    if kill:
+        _kill_tree(handle.pid)
+    else:
+        processes.send_signal(handle.pid, handle.started, signal.SIGTERM, run=None)
+
+
+def _kill_tree(pid: int) -> None:
+    """SIGKILL to a process of this machine and all that it started (submitit's local jobs share our process group)."""
     family = [pid]
     for parent in family:  # grows while we walk
         for task in Path(f"/proc/{parent}/task").glob("*/children"):

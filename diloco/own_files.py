@@ -1,0 +1,93 @@
+"""Files that this process writes beside others: what somebody else put under a name is never followed.
+
+    open_own(path, flags)    a file of its own name: no link, FIFO, device or directory, no second name for another file
+    state_folder("x", "y")   XDG_STATE_HOME/diloco/x/y (~/.local/state/…), each folder ours and closed to others
+
+Not promised: anything about what an owner of the folder, or root, does while we look.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+class ForeignFile(OSError):
+    """Something else stands under a name of ours."""
+
+
+def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """A file descriptor of a regular file; a new one is for its owner alone.   Raises OSError, never blocks.
+
+    A file that is to be written has this name alone; one that is read may just be getting it (`os.link`).
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    about = os.fstat(fd)
+    if stat.S_ISREG(about.st_mode) and (flags & os.O_ACCMODE == os.O_RDONLY or about.st_nlink <= 1):
+        return fd
+    os.close(fd)
+    raise ForeignFile(f"{path} is no file of one name: somebody else put it there. Remove it, and say the same again")
+
+
+@contextmanager
+def appended(path: str | Path) -> Iterator[IO[bytes]]:
+    with open(open_own(path, APPENDED), "ab") as file:
+        yield file
+
+
+def read_json(path: str | Path) -> Any:
+    """None if there is none, or something else."""
+    with suppress(OSError, ValueError, RecursionError), open(open_own(path), "rb") as file:
+        return json.loads(file.read())
+    return None
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Whole or not at all."""
+    part = part_of(path, value)
+    part.replace(path)
+
+
+def part_of(path: str | Path, value: Any) -> Path:
+    """A new file beside `path` with the value as JSON, to be given its name."""
+    part = Path(f"{path}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
+    with open(open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+        file.write(json.dumps(value))
+    return part
+
+
+def make_plain(folder: Path) -> Path:
+    """Make a folder that is none yet.   Raises ForeignFile if a link stands in its place."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise ForeignFile(f"{folder} is a link: somebody else may have put it there. Remove it, and say the same again")
+    return folder
+
+
+def make_private(*folders: Path) -> Path:
+    """Make these, one inside the other; -> the last.   Raises ForeignFile if others may write, or own one."""
+    for folder in folders:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if {about.st_uid, folder.lstat().st_uid} != {os.geteuid()} or about.st_mode & 0o022:
+            raise ForeignFile(
+                f"{folder} belongs to another user, or others may write there: `chmod 700`, or move it away"
+            )
+    return folders[-1]
+
+
+def state_folder(*names: str) -> Path:
+    """Where it is; `make_state_folder` makes it."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(home) if home.startswith("/") else Path.home() / ".local" / "state"
+    return base.joinpath("diloco", *names)
+
+
+def make_state_folder(*names: str) -> Path:
+    return make_private(*(state_folder(*names[:n]) for n in range(len(names) + 1)))
