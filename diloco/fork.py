@@ -8,8 +8,9 @@
     written in this order: run.json · model/… · snapshots/0 · model/manifest.json, for which replicas wait
 
 The clock of OLD goes on: the order of the data, inner.schedule, and the warm-up of sessions that come to a run in its
-middle are those of OLD's step t.  With nothing changed NEW takes the steps that OLD would take if all its replicas were
-replaced at t.  NEW's own steps are counted from 0.
+middle are those of OLD's step t.  All slots go on where the one that had come farthest in its data was.  With nothing
+changed NEW takes the steps that OLD would take if all its replicas were replaced at t.  NEW's own steps are counted
+from 0.
 
 Not promised: moments of the inner optimizers, which are in no bucket; the noise of sampling, which is a session's own.
 """
@@ -20,10 +21,12 @@ from typing import Any
 import numpy as np
 
 from diloco.config import BUCKET, ConfigError, RunConfig
+from diloco.data_position import farthest, read_offers
 from diloco.history import empty_state, model_record, state_at
 from diloco.launch import ModelRecord, Parent, Run, fetch_stored, read_run
 from diloco.superseded import current_url
 from rendezvous import layout, snapshots
+from rendezvous.background import together_on
 from rendezvous.clock import Clock
 from rendezvous.store import PatientStore, put_once
 
@@ -56,10 +59,11 @@ def read_fork(spelling: str, config: RunConfig, momentum: bool = False) -> Fork:
     for name, array in theirs.all_arrays().items():
         if name in ours and (momentum or name.startswith("theta.")):
             ours[name][:] = array
-    before, h = origin.record.parent, origin.config.outer.sync_every // origin.config.outer.fragments
+    before = origin.record.parent
+    read = farthest(read_offers(origin.store, step, together_on(origin.store)), origin.config.outer)
     parent = Parent(
         url=origin.url, run=origin.record.nonce, step=step, base=theirs.digest(),
-        outer_steps=before.outer_steps + step, inner_steps=before.inner_steps + step * h,
+        outer_steps=before.outer_steps + step, inner_steps=before.inner_steps + read,
     )  # fmt: skip
     return Fork(parent, origin, record, ours, state.digest())
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco import exitcodes
 from diloco.config import BUCKET, ConfigError, RunConfig, keep_bytes
+from diloco.data_position import counted_inner_steps, read_offers
 from diloco.disk_space import retry_when_full
 from diloco.launch import (
     ModelRecord,
@@ -41,6 +42,7 @@ from diloco.session import Session
 from inner import InnerError, Seeds
 from inner.errors import RewardFailed
 from rendezvous import layout, snapshots
+from rendezvous.background import together_on
 from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import (
@@ -238,10 +240,9 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     bucket = run.config.rendezvous == BUCKET
     at = first_open_step(session.rv.store) if bucket else lighthouse.latest_step(session)
     before = run.record.parent
-    seeds = seeds_of(run, session, at)
+    seeds = seeds_of(run, session)
     joins_late = at + before.outer_steps > 0
     loop, model_dir = _build_loop(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
-    _say_share(session, config, seeds)
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
         refuse_other_bits(record.theta, loop.model)
@@ -259,6 +260,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
             session.emit("warning", kind="bf16", text=text)
         loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta)
+        _go_on_in_data(run, session, loop, replace(seeds, start=data_position(run, session, outer.committed())))
         _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
@@ -324,12 +326,32 @@ def _make_evaluator(
     )  # fmt: skip
 
 
-def seeds_of(run: Run, session: Session, at: int) -> Seeds:
-    """Data order: fixed by (run, slot), entered where a replica stands at outer step `at`.  Noise: of this session."""
+def seeds_of(run: Run, session: Session) -> Seeds:
+    """Data order: fixed by (run, slot).  Noise: of this session."""
     config, slot = run.config, session.rv.slot
-    start = run.record.parent.inner_steps + at * (config.outer.sync_every // config.outer.fragments)
     noise = derive_seed(config.seed, slot, session.rv.generation)
-    return Seeds(derive_seed(config.seed, slot), noise, start, share_of(config, slot))
+    return Seeds(derive_seed(config.seed, slot), noise, share=share_of(config, slot))
+
+
+def data_position(run: Run, session: Session, step: int) -> int:
+    """The inner step at which a session that stands at outer step `step` enters the order of its slot's data."""
+    config, before = run.config, run.record.parent.inner_steps
+    if config.rendezvous != BUCKET:  # no chain says what was read
+        return before + step * (config.outer.sync_every // config.outer.fragments)
+    if session.rv.generation == 1:
+        return before
+    offers = read_offers(session.rv.store, step, together_on(session.rv.store))
+    return before + counted_inner_steps(offers.get(session.rv.slot, ()), config.outer)
+
+
+def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) -> None:
+    """Begin with the whole generation that the position is in; the log says from where on which rows are read.
+
+    Windows of a text are drawn from all of it: they have no share."""
+    start = seeds.start // loop.boundary * loop.boundary
+    loop.start_at(start)
+    if run.config.inner.loop != "supervised" and (share := seeds.share) is not None:
+        session.emit("data", share=share.index, of=share.of, seed=share.seed, inner_step=start)
 
 
 def share_of(config: RunConfig, slot: str) -> "Share":
@@ -339,12 +361,6 @@ def share_of(config: RunConfig, slot: str) -> "Share":
 
     deal, index = divmod(slot_index(slot), config.fleet.replicas)
     return Share(derive_seed(config.seed, "prompts", deal), index, config.fleet.replicas)
-
-
-def _say_share(session: Session, config: RunConfig, seeds: Seeds) -> None:
-    """Put into the log which rows this session reads, and from where on; windows of a text are drawn from all of it."""
-    if config.inner.loop != "supervised" and (share := seeds.share) is not None:
-        session.emit("data", share=share.index, of=share.of, seed=share.seed, inner_step=seeds.start)
 
 
 def _wait_for_model(run: Run, session: Session) -> ModelRecord:

@@ -440,6 +440,10 @@ class InnerLoop(Protocol):
         The loop calls both when it needs them."""
         ...
 
+    def start_at(self, inner_step: int) -> None:
+        """Before `train`: the place in the order of the data."""
+        ...
+
     def report_to(self, host: Host) -> None:
         """From now on, report failures of the user's own code to `host` (inner/host.py)."""
         ...

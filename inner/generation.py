@@ -68,7 +68,8 @@ class GenerationTrainer(LeanToolLoop):
         self._turns: list[list[Turn]] | None = None
         self._rewards: list[float] = []
         self._completions: Any = []
-        self._start_at(data_seed, start, share)
+        self.share = Share(data_seed) if share is None and data_seed is not None else share
+        self.start_at(start)
         self._cache_schemas()
 
     # the objective: what TRL's loss does not do by itself
@@ -78,7 +79,7 @@ class GenerationTrainer(LeanToolLoop):
         if objective is not None:
             check_settings(objective, vars(arguments))
         self.dynamic_sampling: int = getattr(arguments, "dynamic_sampling", 0)
-        self._refills = 0
+        self._refills = 0  # position of the next one in their order
         if tokens := getattr(arguments, "soft_overlong_tokens", 0):
             self._add_reward(get_soft_overlong_punishment(arguments.max_completion_length, tokens))
 
@@ -104,12 +105,17 @@ class GenerationTrainer(LeanToolLoop):
         self._refills += groups
         return self._generate_rollouts(rows)
 
+    def _first_refill(self, groups: int) -> int:
+        """A function of the generation, which has so many groups: as many positions are its own as it could need."""
+        served = cast(Any, self.args).steps_per_generation * self.num_iterations
+        return self._step // served * groups * self.dynamic_sampling
+
     # the data order
 
-    def _start_at(self, data_seed: int | None, start: int, share: Share | None) -> None:
-        self.share = Share(data_seed) if share is None and data_seed is not None else share
-        # TRL's micro-batch counter decides when to generate anew; set, it puts a later session in phase with the first.
-        self._step = start * self.args.gradient_accumulation_steps
+    def start_at(self, inner_step: int) -> None:
+        """TRL's micro-batch counter decides when to generate anew; set, it puts a later session in phase with the
+        first, and all that is read follows from it: prompts, refills, pairs."""
+        self._step = inner_step * cast(Any, self.args).gradient_accumulation_steps
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         if self.share is None:
@@ -167,6 +173,7 @@ class GenerationTrainer(LeanToolLoop):
         if not self.dynamic_sampling or self._mode() == "eval":
             return batch
         group: int = cast(Any, self.args).num_generations
+        self._refills = self._first_refill(len(inputs) // group)
         batch, informative, more = refill_groups(batch, self._more_rollouts, group, self.dynamic_sampling)
         self._record_metric("dynamic/informative", informative * group / len(inputs))
         self._record_metric("dynamic/generations", more)

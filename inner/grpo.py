@@ -167,6 +167,9 @@ class GrpoLoop:
         self._reward_calls.host = host
         self.trainer.report_to(host)
 
+    def start_at(self, inner_step: int) -> None:
+        self.trainer.start_at(inner_step)
+
     def train(self, stop: Callable[[], bool]) -> None:
         """Inner steps until `stop()`."""
         self._watch.stop = stop

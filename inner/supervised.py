@@ -56,6 +56,9 @@ class SupervisedLoop:
         self._next = seeds.start
         self._means = MetricMeans()
 
+    def start_at(self, inner_step: int) -> None:
+        self._next = inner_step
+
     def train(self, stop: Callable[[], bool]) -> None:
         """Inner steps until `stop()`."""
         self.model.train()

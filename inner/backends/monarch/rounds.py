@@ -4,7 +4,7 @@
 
     inner step s = t·H + i    its prompts       a function of (seeds, s)                                inner/order.py
                               its random state  set anew from (seeds.noise, s), before anything is drawn
-                              its optimizer     `carried` of the round before: moments, and counted refills
+                              its optimizer     `carried` of the round before: its moments
 
 So another process that is given the same three ends the round with the same bits.  One that has just ended round t − 1
 carries on by itself, and is given θ_t alone.
@@ -36,11 +36,10 @@ Weights = dict[str, Tensor]  # the trained parameters by name, on the CPU
 
 @dataclass(frozen=True)
 class Carried:
-    """The needs of the next round beside θ.   moments: of the optimizer, one dict for each trained parameter, in order.
-    refills: groups that dynamic sampling has drawn beside the order of prompts."""
+    """The needs of the next round beside θ.   moments: of the optimizer, one dict for each trained parameter, in
+    order."""
 
     moments: list[dict[str, Any]]
-    refills: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,16 +185,10 @@ class _Session:
 
     def _read_carried(self) -> Carried:
         states = [self._loop.optimizer.state.get(p, {}) for p in trained_parameters(self._loop.model).values()]
-        return Carried([_copied(state) for state in states], getattr(self._trainer, "_refills", 0))
+        return Carried([_copied(state) for state in states])
 
     def _write_carried(self, carried: Carried) -> None:
         write_moments(self._loop.optimizer, self._loop.model, carried.moments)
-        if self._trainer is not None:
-            self._trainer._refills = carried.refills
-
-    @property
-    def _trainer(self) -> Any:
-        return getattr(self._loop, "trainer", None)
 
 
 class _BeforeEachStep(TrainerCallback):
