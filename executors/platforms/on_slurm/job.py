@@ -102,13 +102,15 @@ def stop_here(handle: Handle, folder: Path, kill: bool) -> None:
     if not runs_here(handle, folder):
         return
     if kill:
-        _kill_tree(handle.pid)
+        kill_tree(handle.pid, handle.started)
     else:
         processes.send_signal(handle.pid, handle.started, signal.SIGTERM, run=None)
 
 
-def _kill_tree(pid: int) -> None:
+def kill_tree(pid: int, started: int) -> None:
     """SIGKILL to a process of this machine and all that it started (submitit's local jobs share our process group)."""
+    if not processes.is_alive(pid, started):
+        return
     family = [pid]
     for parent in family:  # grows while we walk
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
