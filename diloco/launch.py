@@ -22,6 +22,7 @@ from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet
 from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
+from inner.base import BUILT_IN_MODELS
 from inner.flat_names import EVAL, FILE_SETTINGS
 from rendezvous import layout
 from rendezvous.chain import lost_record
@@ -552,8 +553,21 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
         files = fetch_files(run, folder / "code")
         inner.check_inner(run.config.inner, files)
         mine = _start_model(run, folder, clock)
+        _check_start(run, files, folder)
     _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())
     return ModelRecord.decode(value)
+
+
+def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
+    """Of a model whose files were not on this machine before.   Raises InnerError for what no replica could train."""
+    config = run.config.inner
+    if config.model in BUILT_IN_MODELS or Path(config.model).is_dir():
+        return
+    from inner.dry_run import check_start
+
+    made, hub = scratch / "model", scratch / "hub"
+    held_out = run.config.eval.source if run.config.eval is not None else None
+    check_start(config, files, made if made.exists() else hub, held_out)
 
 
 def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -127,9 +128,34 @@ def _load_model(
             f"the model {source}{at} could not be loaded: {str(error).splitlines()[0]}. Check inner.model and "
             "inner.revision, and the Hub token if it is a private one."
         ) from error
-    if tokenizer.pad_token_id is None:  # batches of different lengths need one; loss never counts it
-        tokenizer.pad_token = tokenizer.eos_token
+    return model, _with_padding(tokenizer, model)
+
+
+def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
+    """The model in `folder` on the meta device, with the run's adapter, and its tokenizer.   Raises InnerError."""
+    _silence_transformers()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder, local_files_only=True), dtype=getattr(torch, config.dtype)
+            )
+    except (OSError, ValueError) as error:
+        raise InnerError(
+            f"the model {config.model} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+        ) from error
+    tokenizer = _with_padding(tokenizer, model)
+    model = model if config.lora is None else new_adapter(model, config.lora)
+    model.to = lambda *_, **__: model  # it has nothing that could go to a device
     return model, tokenizer
+
+
+def _with_padding(tokenizer: Any, model: Any) -> Any:
+    """Batches of different lengths need a padding token that the model has an embedding for; no loss counts it."""
+    pad = tokenizer.pad_token_id
+    if pad is None or pad >= model.get_input_embeddings().weight.shape[0]:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _silence_transformers() -> None:

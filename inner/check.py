@@ -4,27 +4,24 @@
     reward        imports · is callable · (without an environment) answers one call on two empty completions
     environment   imports · can be built · has reset · every public method has a schema (types and a docstring)
     prompts       every line parses · the same columns
-    pairs         every line is a preference pair · is written by the model's own chat template (`check_pairs`)
+    pairs         every line is a preference pair
     text          is there · is not empty
 
     check_data    reads the files without running anybody's code      no torch: for the laptop
-    check_inner   everything but the templates                                  runs the user's code
+    check_inner   everything but what needs the model (inner/dry_run.py)        runs the user's code
 
 Not promised: that the reward is right. Its length and its numbers are checked again at every call of the run.
 """
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
 from inner.flat_names import is_code
 from inner.lessons import Rollout
-from inner.pair_ids import encode_fitting_pairs
 from inner.process_settings import ProcessSettings, read_head_width
 from inner.prompts import load_prompts
-from inner.rendering import render_ids
 from inner.replay.pairs import training_pairs
 from inner.spans import Turn
 from inner.userfiles import check_syntax, load_object, load_reward, local_file, user_lines
@@ -39,12 +36,42 @@ def check_inner(config: InnerConfig, files: Files) -> None:
     rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
+    if rows and environment is not None:
+        _check_reset(config, environment, rows[0])
     for kind, spelling in config.rewards.named.items():
         reward = load_reward(kind, spelling, files)
         if rows and environment is None:  # an environment's state cannot be faked
             reward(**_empty_call(rows))
+        elif rows:
+            call = {**_empty_call(rows), "environments": [None, None]}
+            if fault := _binding_fault(load_object(kind, spelling, files), **call):
+                raise InnerError(
+                    f"reward {spelling} cannot be called as TRL calls it: {fault}. It gets {', '.join(call)}; take "
+                    "those that it reads by name, and the others with **columns."
+                )
     if config.process is not None:
         _check_process(config.process, files, rows)
+
+
+def _check_reset(config: InnerConfig, environment: Any, row: dict[str, Any]) -> None:
+    """TRL calls reset with every column of the row."""
+    owner: Any = environment if isinstance(environment, type) else type(environment())
+    if fault := _binding_fault(owner.reset, None, **row):
+        raise InnerError(
+            f"environment {config.sampling.environment}: reset cannot be called with a row, whose columns are "
+            f"{', '.join(map(repr, row))}: {fault}. Write reset(self, **row), or rename a column in inner.data.columns."
+        )
+
+
+def _binding_fault(function: Any, *args: Any, **kwargs: Any) -> str:
+    """ "" or why it takes no such arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # of C, without a signature
+        pass
+    return ""
 
 
 def _check_process(settings: ProcessSettings, files: Files, rows: list[dict[str, Any]]) -> None:
@@ -85,26 +112,6 @@ def check_data(config: InnerConfig, files: Files) -> None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
     if config.process is not None and config.process.head is not None:
         read_head_width(local_file("process_head", config.process.head, files))
-
-
-def check_pairs(config: InnerConfig, files: Files, folder: str) -> None:
-    """Raise InnerError for the first pair that the chat template of the model in `folder` cannot write."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
-        return render_ids(tokenizer, messages, opened=opened, tools=tools)
-
-    pairs = training_pairs(local_file("pairs", str(config.replay.pairs), files))
-    encode_fitting_pairs(
-        pairs, render, tokenizer, limit=_max_positions(Path(folder)), skip_unfit=config.replay.skip_unfit
-    )
-
-
-def _max_positions(folder: Path) -> int | None:
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return raw.get("text_config", raw).get("max_position_embeddings")
 
 
 def load_environment(config: InnerConfig, files: Files) -> type | None:

@@ -29,7 +29,7 @@ from torch.utils import data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from inner.base import InnerConfig, Seeds, Theta
+from inner.base import InnerConfig, InnerError, Seeds, Theta
 from inner.engine import MASKED, MaskedShare
 from inner.generation import BROKEN
 from inner.host import Host
@@ -109,8 +109,15 @@ class GrpoLoop:
         seeds: Seeds,
         warmup_steps: int = 0,
         scratch: Path | None = None,
+        has_weights: bool = True,
     ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise InnerError(
+                f"inner.model = {config.model!r}: its tokenizer has no eos_token, so no completion could end. Next: "
+                'tokenizer.eos_token = "…", tokenizer.save_pretrained(FOLDER), and that folder for inner.model.'
+            )
         self.config = config
+        self._has_weights = has_weights  # without, it can be built and asked, and takes no step
         self.boundary = config.boundary
         self.model: nn.Module = model
         self.optimizer: Optimizer = make_optimizer(config, model)
@@ -140,15 +147,19 @@ class GrpoLoop:
     ) -> ComposerReplicationTrainer:
         config = self.config
         self._schedule = RunSchedule(self.optimizer, config, seeds.start, warmup_steps)
+        arguments = trainer_arguments(config, seeds, self._folder)
+        if not self._has_weights:
+            arguments.use_vllm = False
+            arguments.beta = 0.0  # else TRL reads a reference from the disk
         trainer = ComposerReplicationTrainer(
             model=model,
             reward_funcs=task.rewards,
-            args=trainer_arguments(config, seeds, self._folder),
+            args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
             processing_class=tokenizer,
             optimizers=(self.optimizer, self._schedule),
             environment_factory=task.environment,
-            objective=config.grpo.objective,
+            objective=config.grpo.objective if self._has_weights else None,
             **config.channels.to_keywords(),
             pairs=task.pairs,
             hint=task.hint,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from inner.errors import InnerError
 from inner.lora_settings import LoraSettings
@@ -40,7 +39,10 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
     )
     with torch.random.fork_rng(), _without_old_name_warning():
         torch.manual_seed(SEED)
-        adapted: Any = get_peft_model(model, config)
+        try:
+            adapted: Any = get_peft_model(model, config)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise InnerError(f"[inner.lora] does not fit this model: {str(error).splitlines()[0]}") from error
     adapted.peft_config["default"].base_model_name_or_path = base_name
     adapted.peft_config["default"].revision = commit
     return _freeze(adapted, settings)
@@ -83,9 +85,17 @@ def _freeze(model: Any, settings: LoraSettings) -> Any:
     return model
 
 
-def _refuse_unmatched(model: nn.Module, settings: LoraSettings) -> None:
+def _refuse_unmatched(model: Any, settings: LoraSettings) -> None:
     """PEFT refuses targets of which none matches; a name that matches nothing beside others would pass unseen."""
-    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layers = [(n, module) for n, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    linear = [name for name, module in layers if module is not head]
+    heads = [name for name, module in layers if module is head]
+    if of_head := [t for t in settings.names if any(n == t or n.endswith(f".{t}") for n in heads)]:
+        raise InnerError(
+            f"lora.targets = {settings.targets!r}: {of_head[0]} is the head, whose weights the log-probabilities are "
+            "computed from directly, so an adapter on it would never be trained. Take it out of inner.lora.targets."
+        )
     unmatched = [t for t in settings.names if not any(name == t or name.endswith(f".{t}") for name in linear)]
     if unmatched or not linear:
         found = sorted({name.rpartition(".")[2] for name in linear})

@@ -1,10 +1,11 @@
 """The user's own code, tried in a process of its own: it may hang, print, exit, or crash the process.
 
-    parent ── {"inner": …, "files": …, "tokenizer": folder} ──▶ python -m inner.rehearse ──▶ {"refused", "missing"}
+    parent ── {"inner": …, "files": …} ──▶ python -m inner.rehearse ──▶ {"refused", "missing"}
 
     reward        imports · runs on two prompts with empty completions        the same checks as before the first step
     environment   imports · can be built · every tool has a schema            (inner/check.py), so a typo is found here
-    pairs         each is written by the model's own chat template
+
+The child has the user's files as a replica has them: copies, and an empty folder to run in.
 
 A package that is missing here is no mistake by itself: `missing` names it, and the caller knows what replicas have.
 
@@ -13,6 +14,8 @@ Not promised: that code which passes will pass for other prompts and completions
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,22 +46,60 @@ class Rehearsal:
     no_sandbox: bool = False
 
 
-def rehearse(config: InnerConfig, files: Files, tokenizer: Path | None, time_s: float = TIME_S) -> Rehearsal:
+def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehearsal:
     """Try the user's code in another process, `time_s` seconds at most."""
-    if not (config.own_code or (config.replay.pairs and tokenizer)):
+    if not config.own_code:
         return Rehearsal()
+    child = ask_child("inner.rehearse", config, files, {}, time_s=time_s)
+    if child.late:
+        return Rehearsal(late=True)
+    if child.answer is not None:
+        return Rehearsal(**child.answer)
+    return Rehearsal(_explain_exit(config, child.code, child.stderr))
+
+
+@dataclass(frozen=True)
+class Trying:
+    """late: it was ended after its time.   answer: what it wrote, None if it ended before."""
+
+    late: bool = False
+    answer: dict[str, Any] | None = None
+    code: int = 0
+    stderr: str = ""
+
+
+def ask_child(
+    module: str, config: InnerConfig, files: Files, asked: Mapping[str, Any], *, time_s: float, prints: bool = False
+) -> Trying:
+    """Run `python -m module` as a replica has the user's files: copies, each in a folder of its own, and nothing else
+    where it runs.   prints: its output goes to stderr."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
-        answer = Path(scratch) / "answer.json"
-        asked = {"inner": config.to_dict(), "files": {k: str(Path(v).absolute()) for k, v in files.items()}}
-        asked |= {"tokenizer": str(tokenizer.absolute()) if tokenizer else "", "answer": str(answer)}
-        command = [sys.executable, "-m", "inner.rehearse", json.dumps(asked)]
+        empty = Path(scratch, "empty")
+        empty.mkdir()
+        whole = {"inner": config.to_dict(), "files": copy_files(files, Path(scratch)), **asked}
+        whole["answer"] = str(Path(scratch, "answer.json"))
+        command = [sys.executable, "-m", module, json.dumps(whole)]
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        out = sys.stderr.fileno() if prints else subprocess.PIPE
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=time_s)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=None if prints else subprocess.PIPE,
+                text=True, timeout=time_s, cwd=empty, env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Rehearsal(late=True)
-        if answer.is_file():
-            return Rehearsal(**json.loads(answer.read_text(encoding="utf-8")))
-    return Rehearsal(_explain_exit(config, done.returncode, done.stderr))
+            return Trying(late=True)
+        answer = Path(whole["answer"])
+        written = json.loads(answer.read_text(encoding="utf-8")) if answer.is_file() else None
+        return Trying(answer=written, code=done.returncode, stderr=done.stderr or "")
+
+
+def copy_files(files: Files, scratch: Path) -> dict[str, str]:
+    """Kind -> the copy's path."""
+    copies = {kind: scratch / kind / Path(path).name for kind, path in files.items()}
+    for kind, copy in copies.items():
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(files[kind], copy)
+    return {kind: str(copy) for kind, copy in copies.items()}
 
 
 def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
@@ -75,13 +116,11 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 # -------------------------------------------------------------------- in the other process
 
 
-def run_checks(config: InnerConfig, files: Files, tokenizer: str) -> Rehearsal:
-    from inner.check import check_inner, check_pairs
+def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
+    from inner.check import check_inner
 
     try:
         check_inner(config, files)
-        if tokenizer and config.replay.pairs is not None:
-            check_pairs(config, files, tokenizer)
     except InnerError as error:
         no_sandbox = any(isinstance(cause, SandboxMissing) for cause in causes_of(error))
         return Rehearsal(str(error), missing_package(error), sandboxed=no_sandbox, no_sandbox=no_sandbox)
@@ -109,7 +148,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 def main(asked: Mapping[str, Any]) -> None:
     files = {k: Path(v) for k, v in asked["files"].items()}
-    found = run_checks(InnerConfig.from_dict(asked["inner"]), files, asked["tokenizer"])
+    found = run_checks(InnerConfig.from_dict(asked["inner"]), files)
     Path(asked["answer"]).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 

@@ -46,6 +46,13 @@ def render_ids(
     )
 
 
+def render_text(tokenizer: Any, messages: Sequence[Message], *, tools: Any = None, **options: Any) -> str:
+    """What `prompt_ids` makes ids of."""
+    return tokenizer.apply_chat_template(
+        as_texts(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **options
+    )
+
+
 def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], *, tools: Any = None, **options: Any) -> list[int]:
     """The ids that a completion goes on from."""
     if not isinstance(prompt, str):

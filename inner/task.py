@@ -15,6 +15,7 @@ from inner.process import ProcessReward
 from inner.process_head import ProcessHead
 from inner.prompts import load_prompts
 from inner.reward_model import load_reward_model
+from inner.task_settings import reward_name
 from inner.tasks.score import score_replies
 from inner.userfiles import load_module, load_object, local_file
 from inner.worlds.toolworld import ToolWorld
@@ -30,10 +31,11 @@ class Task:
     process: ProcessReward | None = None
 
 
-def load_task(config: InnerConfig, files: Files) -> Task:
-    """Raises InnerError where a file cannot be used."""
+def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:
+    """models: load reward models; without, they say nothing.   Raises InnerError where a file cannot be used."""
+    load_model = load_reward_model if models else _silent_reward
     rewards: list[Callable[..., Sequence[float | None]]] = [
-        load_reward_model(spelling) if kind in config.rewards.models else load_object(kind, spelling, files)
+        load_model(spelling) if kind in config.rewards.models else load_object(kind, spelling, files)
         for kind, spelling in config.rewards.lines.items()
     ]
     if config.scoring_task is not None:
@@ -56,6 +58,14 @@ def load_task(config: InnerConfig, files: Files) -> Task:
         pairs=pairs,
         process=process,
     )
+
+
+def _silent_reward(spelling: str) -> Callable[..., list[float | None]]:
+    def score(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [None] * len(completions)
+
+    score.__name__ = reward_name(spelling)
+    return score
 
 
 def load_process(config: InnerConfig, files: Files) -> ProcessReward | None:

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.errors import InnerError
-from inner.rendering import prompt_ids, text_of
+from inner.rendering import prompt_ids, render_text, text_of
 
 try:
     from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -71,9 +71,15 @@ class LeanToolLoop(GRPOTrainer):
         return [list(rendered[key]) for key in keys], None, {}
 
     def _prompt_ids(self, prompt: Any, environment: str | None = None) -> list[int]:
+        return prompt_ids(self.processing_class, prompt, tools=self._tools_of(environment), **self._template_options())
+
+    def _prompt_text(self, prompt: Any) -> str:
+        """A chat as the template writes it."""
+        return render_text(self.processing_class, prompt, tools=self._tools_of(None), **self._template_options())
+
+    def _tools_of(self, environment: str | None) -> list[Any]:
         by_environment: dict[str | None, list[Any]] = getattr(self, "_env_tools", None) or {}
-        tools = by_environment.get(environment, self._schemas)
-        return prompt_ids(self.processing_class, prompt, tools=tools, **self._template_options())
+        return by_environment.get(environment, self._schemas)
 
     def _template_options(self) -> dict[str, Any]:
         options: Any = self.chat_template_kwargs

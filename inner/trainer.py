@@ -158,7 +158,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
         limit = getattr(causal_lm(student).config.get_text_config(), "max_position_embeddings", None)
         skip = self.channels.replay.skip_unfit
         replay = ReplayPairs(pairs, self._render_ids, self.processing_class, limit, skip)
-        if self.channels.replay.variant == "dpo":
+        if self.channels.replay.variant == "dpo" and not next(student.parameters()).is_meta:
             with self.accelerator.autocast():
                 replay.measure_reference(student, self.channels.replay.batch_size, self.accelerator.device)
         self._pair_at = replay.pair_order(self.share or Share(cast(Any, self.args).seed))

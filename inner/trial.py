@@ -12,17 +12,16 @@ Not promised: anything about an environment's tools, whose state only a rollout 
 """
 
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
 from inner.gguf_header import is_gguf_file
+from inner.rehearse import ask_child
 from inner.rendering import prompt_ids, text_of
 
 MOST_PROMPTS = 1000  # are measured
@@ -86,21 +85,15 @@ def try_reward(
             "inner.sampling.environment is set, and an environment's state cannot be made without a rollout: "
             "`diloco plan` builds it and checks its tools; `diloco train` with --steps 1 tries it"
         )
-    with tempfile.TemporaryDirectory(prefix="trial-") as scratch:
-        answer = Path(scratch) / "answer.json"
-        code = config.own_code or config.scoring_task
-        asked = {"inner": config.to_dict(), "files": {k: str(Path(v).absolute()) for k, v in files.items()}}
-        asked |= {"rows": rows, "given": list(given), "answer": str(answer)}
-        command = [sys.executable, "-m", "inner.trial", json.dumps(asked)]
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), timeout=time_s)
-        except subprocess.TimeoutExpired:
-            raise InnerError(
-                f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for"
-            ) from None
-        if not answer.is_file():
-            raise InnerError(f"{code} ended its process with exit code {done.returncode}; take the exit out")
-        found = json.loads(answer.read_text(encoding="utf-8"))
+    code = config.own_code or config.scoring_task
+    here = Path(config.model).exists()
+    model = str(Path(config.model).absolute()) if here else config.model
+    asked = {"rows": rows, "given": list(given)}
+    child = ask_child("inner.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
+    if child.late:
+        raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for")
+    if (found := child.answer) is None:
+        raise InnerError(f"{code} ended its process with exit code {child.code}; take the exit out")
     if "refused" in found:
         raise InnerError(found["refused"])
     return Trial.from_dict(found)

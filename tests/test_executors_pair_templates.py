@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from inner import InnerConfig, InnerError, ToolWorld
-from inner.check import check_pairs
+from inner.dry_run import check_start, dry_run
 from inner.pair_ids import encode_fitting_pairs
-from inner.rehearse import rehearse
+from inner.worlds.body import tiny_llama
 from tests.tables import merge_tables
 
 DEEPSEEK = (
@@ -40,7 +40,6 @@ COHERE = (
 ASKED = {"role": "user", "content": "a"}
 TEMPLATES = {
     "DeepSeek": (DEEPSEEK, [ASKED, {"role": "tool", "content": None}], "UndefinedError"),
-    "DeepSeek, parts": (DEEPSEEK, [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "TypeError"),
     "Gemma, system": (GEMMA, [{"role": "system", "content": "b"}, ASKED], "System role not supported"),
     "Gemma, tool": (GEMMA, [ASKED, {"role": "tool", "content": "c"}], "roles must alternate"),
     "Cohere": (COHERE, [ASKED, {"role": "tool", "content": None}], "UndefinedError"),
@@ -100,26 +99,33 @@ def test_no_pair_that_fits_is_an_error_all_the_same() -> None:
 
 @pytest.fixture
 def replay_run(tmp_path: Path) -> tuple[InnerConfig, dict[str, Path], Path]:
-    """A config with two pairs, and a model folder whose template cannot write the second."""
+    """A config with two pairs, and a model without weights whose template cannot write the second."""
     template, messages, _ = TEMPLATES["DeepSeek"]
     (tmp_path / "pairs.jsonl").write_text(
         json.dumps(pair("p1", [ASKED])) + "\n" + json.dumps(pair("p7", messages)) + "\n"
     )
-    tokenizer(template).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 512}')
-    config = InnerConfig(replay={"weight": 0.1, "pairs": "pairs.jsonl"})
-    return config, {"pairs": tmp_path / "pairs.jsonl"}, tmp_path / "model"
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": [ASKED]}) + "\n")
+    (tmp_path / "reward.py").write_text("def score(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    words = tokenizer(template)
+    words.save_pretrained(tmp_path / "model")
+    tiny_llama(words, 512, seed=0).config.save_pretrained(tmp_path / "model")
+    settings = {"replay": {"weight": 0.1, "pairs": "pairs.jsonl"}, "rewards": {"function": "reward.py:score"}}
+    config = InnerConfig.from_dict({**settings, "model": str(tmp_path / "model"), "data": {"prompts": "prompts.jsonl"}})
+    names = {"pairs": "pairs.jsonl", "prompts": "prompts.jsonl", "reward": "reward.py"}
+    return config, {kind: tmp_path / name for kind, name in names.items()}, tmp_path / "model"
 
 
 @pytest.mark.slow
 def test_the_look_on_the_laptop_finds_it(replay_run: tuple[InnerConfig, dict[str, Path], Path]) -> None:
     config, files, folder = replay_run
-    assert "pair p7: this model's chat template cannot write it" in rehearse(config, files, folder, time_s=60.0).refused
+    assert "pair p7: this model's chat template cannot write it" in dry_run(config, files, folder).refused
 
 
 def test_the_look_goes_by_the_setting(replay_run: tuple[InnerConfig, dict[str, Path], Path]) -> None:
     config, files, folder = replay_run
-    check_pairs(InnerConfig(**merge_tables(config.to_dict(), {"replay": {"skip_unfit": True}})), files, str(folder))
+    check_start(InnerConfig(**merge_tables(config.to_dict(), {"replay": {"skip_unfit": True}})), files, folder)
+    with pytest.raises(InnerError, match="pair p7"):
+        check_start(config, files, folder)
 
 
 def test_the_setting_is_refused_where_nothing_replays() -> None:

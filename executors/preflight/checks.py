@@ -3,7 +3,8 @@
     config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
     inner.model        ─▶ inner/known.py      a folder, the cache, or one request to the Hub   no torch
-    reward, pairs, …   ─▶ inner/rehearse.py   tried in a process of its own, 8 s at most
+    reward, …          ─▶ inner/rehearse.py   tried in a process of its own, 8 s at most
+    template, adapter … ─▶ inner/dry_run.py   a replica's start without weights, in another, where the model is here
 
     the first mistake ──▶ UsageError: file, line or key, what was seen, the next thing to do
     what nobody can tell here ──▶ a note: "not checked: …"
@@ -22,11 +23,12 @@ from diloco.runlog.trackers.tracker import TrackerError
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
-from inner.base import InnerError
+from inner.base import BUILT_IN_MODELS, InnerError
 from inner.check import check_data
+from inner.dry_run import dry_run
 from inner.flat_names import setting_of
 from inner.gguf_header import is_gguf_file
-from inner.known import KnownModel, chat_template, known_model
+from inner.known import TOKENIZERS, KnownModel, chat_template, known_model
 from inner.rehearse import TIME_S, rehearse
 
 
@@ -49,7 +51,7 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
             raise UsageError(f"{name}: {fault}" if fault.startswith("inner.") else fault)
         known = known_model(config.inner)
         _check_template(config, known)
-        notes = _rehearse(config, known, places)
+        notes = [*_rehearse(config, places), *_dry_run(config, known)]
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
     return Checked(known.folder, tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n))
@@ -66,18 +68,13 @@ def _check_trackers(config: RunConfig, name: str) -> None:
             ) from None
 
 
-def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> list[str]:
+def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
     """-> notes.  Raises InnerError for what cannot work."""
-    replays = config.inner.replay.is_used
     notes = list[str]()
-    if replays and known.folder is None:
-        why = "the run reads it out of the file" if is_gguf_file(config.inner.model) else "it is not here"
-        notes.append(f"not checked: whether {config.inner.model}'s chat template can write the pairs ({why})")
-    found = rehearse(config.inner, config.user_files(), known.folder if replays else None)
+    found = rehearse(config.inner, config.user_files())
     code = config.inner.own_code
     if found.late:
-        tried = " and ".join(filter(None, [code, config.inner.replay.pairs if replays and known.folder else None]))
-        notes.append(f"not checked: {tried}: trying that here took longer than {TIME_S:.0f} s")
+        notes.append(f"not checked: {code}: trying that here took longer than {TIME_S:.0f} s")
     elif found.missing:
         notes.append(about_missing(found.missing, code, found.refused, places))
     elif found.refused and not found.no_sandbox:
@@ -85,6 +82,22 @@ def _rehearse(config: RunConfig, known: KnownModel, places: Sequence[Place]) -> 
     if found.sandboxed:
         notes += about_sandbox(code, found.refused, places)
     return notes
+
+
+def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
+    """-> notes.  Raises InnerError for what no replica could train."""
+    inner = config.inner
+    if inner.loop == "supervised" or inner.model in BUILT_IN_MODELS:
+        return []
+    if known.folder is None or not any((known.folder / name).is_file() for name in TOKENIZERS):
+        why = "the run reads it out of the file" if is_gguf_file(inner.model) else "its tokenizer is not here"
+        pairs = " and the pairs" if inner.replay.is_used else ""
+        return [f"not checked: what {inner.model}'s chat template makes of the prompts{pairs} ({why})"]
+    held_out = config.eval.source if config.eval is not None else None
+    found = dry_run(inner, config.user_files(), known.folder, held_out)
+    if found.refused:
+        raise InnerError(found.refused)
+    return found.note.splitlines()
 
 
 def _check_template(config: RunConfig, known: KnownModel) -> None:
