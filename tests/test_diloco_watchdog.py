@@ -9,7 +9,7 @@ from diloco import exitcodes
 from diloco.config import ConfigError, FleetConfig, check_fleet
 from diloco.runlog.report import Reader
 from diloco.watchdog import Watchdog, where_it_stands
-from executors.supervision.supervisor import FINISH_S, goodbye_s
+from executors.supervision.grace import FINISH_S, goodbye_s
 from rendezvous.records import Beat
 from tests.audit import check_run
 from tests.fakes import ManualClock

@@ -17,6 +17,7 @@ from diloco.host import host_words
 from diloco.launch import differing_settings
 from diloco.superseded import Superseded, is_superseded, url_below
 from executors.preflight.run_url import UsageError
+from executors.supervision.grace import GRACE_S
 from executors.supervision.lease import supervisor_of
 from executors.supervision.shutdown import stop_run
 from rendezvous import layout
@@ -24,8 +25,6 @@ from rendezvous.clock import Clock
 from rendezvous.records import new_nonce
 from rendezvous.seal import open_signed
 from rendezvous.store import put_once
-
-GRACE_S = 20.0
 
 
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:

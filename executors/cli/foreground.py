@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from diloco import exitcodes, processes
 from diloco.launch import Run, refuse_lost_run
-from diloco.runlog.report import Reader, Report
+from diloco.runlog.report import Reader, Report, nice_time
 from diloco.runlog.scope import STATUS
 from executors.cli.status import StatusView, view_for
 from executors.platforms.multi import build_executor
@@ -74,17 +74,22 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
 
 @contextmanager
 def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) asks, the second kills."""
+    """The first Ctrl-C (or SIGTERM) asks, the second kills, the third does not even wait for the end."""
     asked = 0
 
     def asked_again(*_: object) -> None:
         nonlocal asked
         asked += 1
         if asked == 1:
-            view.say("asking the replicas to leave; what they have done is offered first (Ctrl-C again: kill)")
+            view.say(
+                "asking the replicas to leave; each ends its inner step and offers what it has first, within "
+                f"{nice_time(max(1.0, supervisor.grace_s))} (Ctrl-C again: kill, and lose that)"
+            )
             supervisor.leave()
-        else:
+        elif asked == 2:
             supervisor.kill()
+        else:
+            raise KeyboardInterrupt
 
     before = {n: signal.signal(n, asked_again) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -82,6 +82,7 @@ class Observation:
     reward_failures: the same by the reward; 0 if the latest end was of another kind.
     native: a platform runs it.   beaten: its heart has been heard.
     replacing_s, draining_s: since we told it to end, to start it anew or for good (None: we did not).
+    leave_s: what it may take to leave, by the pace of its inner steps.
     """
 
     slot: str
@@ -98,6 +99,7 @@ class Observation:
     beaten: bool = True
     replacing_s: float | None = None
     draining_s: float | None = None
+    leave_s: float = 0.0
 
     @property
     def running(self) -> bool:
@@ -174,7 +176,7 @@ def _about_running(desired: Desired, s: Observation, limits: Limits) -> Action |
 def _about_unwanted(s: Observation, limits: Limits) -> Action:
     if s.state is State.PENDING:
         return Cancel(s.slot, "no longer wanted, and still waiting for a machine")
-    if s.draining_s is not None and s.draining_s >= limits.drain_s:
+    if s.draining_s is not None and s.draining_s >= max(limits.drain_s, s.leave_s):
         return Cancel(s.slot, f"no longer wanted, and it has not left within {s.draining_s:.0f} s")
     return Drain(s.slot, "no longer wanted")
 

@@ -24,16 +24,20 @@ class RecordsWatch:
         self._run = run
         self._clock = clock
         self._looked_at = float("-inf")
+        self.lost = ""
 
-    def why_lost(self, report: Report) -> str:
-        """Return which record is gone, and what to do; "" while all stand, and between two looks."""
+    def why_lost(self, report: Report, *, again: bool = False) -> str:
+        """Return which record is gone, and what to do; "" while all stand, and between two looks.
+
+        again: look now.
+        """
         now = self._clock.now()
-        if now - self._looked_at < RECORDS_S and not report.done:
-            return ""
+        if self.lost or (now - self._looked_at < RECORDS_S and not report.done and not again):
+            return self.lost
         self._looked_at = now
         try:
             refuse_lost_run(self._run, records=report.wanted.records, head=report.head)
         except RecordsLost as lost:
             print(f"! {lost}", file=sys.stderr, flush=True)
-            return str(lost)
-        return ""
+            self.lost = str(lost)
+        return self.lost

@@ -17,22 +17,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from diloco import exitcodes, processes
+from diloco.config import ConfigError
 from diloco.host import host_name, host_words, machine_name
 from diloco.journal import Journal
-from diloco.runlog.report import SUPERVISOR
+from diloco.launch import read_run
+from diloco.runlog.report import SUPERVISOR, nice_time
 from executors.platforms.base import Handle, ServerlessExecutor, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
+from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.launches import LAG_S, Launches
 from executors.supervision.lease import Lease, supervisor_of
 from executors.supervision.outage import launch_name
 from executors.supervision.slot_state import begin_fields, end_fields
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced
+from rendezvous.errors import Fenced, RendezvousError
 from rendezvous.membership import read_beat
 from rendezvous.records import Beat, Claim
 from rendezvous.salvage import write_stop
 from rendezvous.store import Store
 
+FRESH_S = 60.0  # an older heartbeat says nothing of what its replica may take
 LOOK_S = 1.0  # how long a heartbeat must stand still to be called silent; they move every 0.2 s
 KILLED_S = 5.0  # how long a killed process may take to vanish
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and how long it may take to say that somebody has ended
@@ -51,17 +55,19 @@ class End:
 def stop_run(
     store: Store,
     clock: Clock,
-    grace_s: float,
+    grace_s: float | None,
     say: Callable[[str], None],
     executor: ServerlessExecutor | None = None,
 ) -> list[End]:
     """Ask everybody to leave, wait, end who stays, look again; -> one End per slot and launch, and the supervisor's.
 
+    grace_s: None for as long as the pace of their inner steps demands.
     executor: where replicas live (default: as the run's control records say).
     """
+    grace_s = _grace_by_beats(store, clock.wall()) if grace_s is None else grace_s
     if lost := write_stop(store, clock):
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
-    say("asked every replica to leave; they offer what they have first")
+    say(f"asked every replica to leave; they offer what they have first, within {nice_time(grace_s)}")
     launches = Launches(store, executor)
     try:
         launches.cancel(launches.waiting, 0.0)  # they hear nothing yet
@@ -76,6 +82,15 @@ def stop_run(
         return [*prove_ends(store, clock, launches), *(End("platform", True, text) for text in left)]
     finally:
         launches.close()
+
+
+def _grace_by_beats(store: Store, now: float) -> float:
+    """What the slowest replica that beats may take to leave.   now: Unix time."""
+    boundary = 1
+    with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are ended all the same
+        boundary = boundary_of(read_run(store.url))
+    beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
+    return max((leave_s(b, None, boundary, GRACE_S) for b in beats if b and now - b.at < FRESH_S), default=GRACE_S)
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
@@ -200,7 +215,9 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     if now is not None and before is not None and now.n != before.n and claim.host not in over:
         where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
         return End(name, True, f"its heartbeat moves, so it may run elsewhere: {where}")
-    return End(name, False, "gone without a goodbye" + ("" if now is None else f", last seen at outer step {now.step}"))
+    lost = f"; lost {work}" if (work := lost_work(now)) else ""
+    seen = "" if now is None else f", last seen at outer step {now.step}{lost}"
+    return End(name, False, f"gone without a goodbye{seen}")
 
 
 def _wait_until_ended(store: Store, clock: Clock, seconds: float, launches: Launches) -> None:

@@ -164,6 +164,7 @@ class SlotState:
     pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
     replacing_at, draining_at: when we told it to end, to start it anew or for good.
     cancelled: when we told the platform so, and with how much grace.
+    asked: its heartbeat when we asked it to leave.   lost: the work that died with it then, in words.
     """
 
     slot: str
@@ -187,6 +188,8 @@ class SlotState:
     replacing_at: float | None = None
     draining_at: float | None = None
     cancelled: tuple[float, float] | None = None
+    asked: Beat | None = None
+    lost: str = ""
 
     @classmethod
     def after(cls, slot: str, past: History, found: Status | None, clock_now: float, wall: float) -> "SlotState":
@@ -227,6 +230,7 @@ class SlotState:
         self.running_since = None
         self.ran = False
         self.pending = self.unseen = False
+        self.asked, self.lost = None, ""
         self.replacing_at = self.draining_at = self.cancelled = None
 
     def forget(self) -> None:

@@ -19,6 +19,7 @@ from diloco import exitcodes
 from diloco.launch import Run
 from diloco.runlog.report import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status
+from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.outage import Outages, launch_name
 from executors.supervision.plan import Limits, Observation
 from executors.supervision.slot_state import (
@@ -33,6 +34,7 @@ from executors.supervision.slot_state import (
 )
 from executors.supervision.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
+from rendezvous.records import Beat
 
 PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
 AGAIN_S = 30.0  # between two words to somebody who does not go
@@ -57,6 +59,7 @@ class Slots:
         self.fresh_s = fresh_s
         self.emit = emit
         self.limits = limits
+        self._boundary = boundary_of(run)
         self.by_slot: dict[str, SlotState] = {}
         self.publisher = SlotState(PUBLISH)
         self.replaced: dict[Handle, float] = {}  # and when we last told them to end
@@ -189,18 +192,27 @@ class Slots:
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
         unseen = {"unseen": True} if state.unseen else {}
         asked = report.done or self._was_asked_to_end(state, report)
+        beat = report.beats.get(state.slot)
+        session = max(sessions, key=lambda x: x.generation, default=None)
+        who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
+        if asked and beat is not None and is_from_launch(status.handle, beat) and not report.done:
+            state.lost = lost_work(beat)
         as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
         end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
         if not asked:
             state.strikes = count_end(state.strikes, end)
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
-            return self.emit("ended", **end_fields(status), **unseen)
+            self.emit("ended", **end_fields(status), **who, **unseen)
+            return self._tell_of_kill(state, who)
         if status.state is State.CANCELLED and state.replacing_at is None:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
-        session = max(sessions, key=lambda x: x.generation, default=None)
-        who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
         self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(state), **unseen)
+
+    def _tell_of_kill(self, state: SlotState, who: Mapping[str, int]) -> None:
+        if state.lost:
+            reason = f"killed, as it had not left in time; {state.lost} went with it"
+            self.emit("killed", slot=state.slot, **who, reason=reason)
 
     def _reward_wait(self, state: SlotState) -> dict[str, float]:
         """When a slot whose reward has failed starts again, for `diloco status`."""
@@ -249,7 +261,12 @@ class Slots:
 
     def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
-        return [t.observe(report.beats.get(t.slot), now, self.fresh_s) for t in self.by_slot.values()]
+        beats = [(t, report.beats.get(t.slot)) for t in self.by_slot.values()]
+        return [replace(t.observe(b, now, self.fresh_s), leave_s=self.leave_s(t, b, GRACE_S)) for t, b in beats]
+
+    def leave_s(self, state: SlotState, beat: Beat | None, usual: float) -> float:
+        """Seconds that this slot's replica may take to leave, from when it was asked to."""
+        return usual if beat is None else leave_s(beat, state.asked, self._boundary, usual)
 
     def tail(self, handle: Handle, lines: int) -> list[str]:
         try:

@@ -40,6 +40,7 @@ from executors.platforms.multi import build_executor, former_places, places_of
 from executors.supervision.alerts import VARIABLE as ALERT
 from executors.supervision.alerts import alerts_of
 from executors.supervision.budget import SpendLimit
+from executors.supervision.grace import GRACE_S, goodbye_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
@@ -56,11 +57,8 @@ from rendezvous.records import Beat
 
 FAILED = 1
 TICK_S = 0.2
-GRACE_S = 20.0
 PATIENCE_S = 120.0
 RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
-FINISH_S = 300.0  # a replica that beats may take so long for its last snapshot
-LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end
 PROOF_S = 600.0  # for seeing everybody's end
 
 
@@ -69,18 +67,6 @@ def publish_model(argv: list[str]) -> int:
     from diloco.launch import publish
 
     return publish(*argv)
-
-
-def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
-    """Seconds that a replica which beats may take to end, once a run has all its `steps`.
-
-    It may write a last snapshot for long.  One that is still in the inner steps of a decided step has nothing to write:
-    it hears of the end when its inner step ends, if that does not hang.
-    """
-    if beat.phase == "left":
-        return usual
-    still_trains = beat.phase == "train" and beat.step < steps
-    return min(FINISH_S, usual + LAST_STEPS * beat.rate) if still_trains else FINISH_S
 
 
 @dataclass(frozen=True)
@@ -122,6 +108,7 @@ class Supervisor:
         self._tick_s = max(TICK_S, timing.poll)
         self.slots = Slots(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
+        self.grace_s = 0.0  # what replicas may take to leave
         self._published = False
         self._leaving = ""  # why we end before the run is done
         self._killing = False
@@ -243,6 +230,7 @@ class Supervisor:
         self.each_tick(self, report)
         self.show(report)
         self._ticked = True
+        self.grace_s = max((self._grace_s(t, report) for t in self.slots.all() if t.running), default=0.0)
         return self._outcome_if_ended(report)
 
     def _report_outages(self) -> None:
@@ -262,19 +250,25 @@ class Supervisor:
             return None
         now = self.clock.now()
         self._ending_since = since = self._ending_since if self._ending_since is not None else now
-        late = [t for t in self.slots.all() if t.running and (self._killing or now - since > self._grace_s(t, report))]
-        self.slots.cancel(late, 0.0)
+        running = [t for t in self.slots.all() if t.running]
+        self.slots.cancel([t for t in running if self._killing or now - since > self._grace_s(t, report)], 0.0)
         if not self.slots.anybody:
-            return outcome
-        return self._given_up(outcome) if now - since > PROOF_S else None
+            return self._verdict or self._checked(outcome, report)
+        return self._given_up(outcome) if now - since > PROOF_S + self.grace_s else None
+
+    def _checked(self, outcome: Outcome, report: Report) -> Outcome:
+        """The outcome, unless the run that it speaks of is not there any more."""
+        lost = self._records.why_lost(report, again=True)
+        return Outcome(exitcodes.USER_ERROR, lost) if lost else outcome
 
     def _grace_s(self, state: SlotState, report: Report) -> float:
-        """Seconds for who is to end, from when the run is over."""
+        """Seconds for a replica that is to end: from when it was asked to, or from when the run is over."""
         beat = report.beats.get(state.slot)
-        beats = self.clock.now() - state.still_since < self.slots.fresh_s
-        finishing = report.done and not self._leaving and self._verdict is None
         usual = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
-        return usual if beat is None or not (finishing and beats) else goodbye_s(beat, report.wanted.steps, usual)
+        if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
+            return usual
+        over = report.done and not self._leaving and self._verdict is None
+        return goodbye_s(beat, report.wanted.steps, usual) if over else self.slots.leave_s(state, beat, usual)
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
@@ -289,8 +283,12 @@ class Supervisor:
         if self._leaving or report.wanted.stop:
             why = self._leaving or "stopped by `diloco stop`"
             where = f"at outer step {report.head} of {report.wanted.steps}"
-            return Outcome(exitcodes.LEFT, f"{why} {where}; nothing is lost")
+            return Outcome(exitcodes.LEFT, f"{why} {where}; {self._lost_in_words()}")
         return None
+
+    def _lost_in_words(self) -> str:
+        lost = [f"{t.slot} lost {t.lost}" for t in self.slots.all() if t.lost]
+        return f"{', '.join(lost)}; all that was offered before stays" if lost else "nothing is lost"
 
     # ------------------------------------------------------------------ acting
 
@@ -325,7 +323,7 @@ class Supervisor:
         elif isinstance(action, Drain):
             self._drain(state, action.why, report)
         elif isinstance(action, Cancel):
-            self.slots.cancel([state], GRACE_S)
+            self.slots.cancel([state], self._grace_s(state, report))
         elif isinstance(action, GiveUp) and self._verdict is None:
             self._give_up(state, action.why)
 
@@ -333,9 +331,9 @@ class Supervisor:
         """It hears it through the bucket, or else by a signal."""
         if state.draining_at is None:
             self.emit("draining", slot=state.slot, why=why)
-            state.draining_at = self.clock.now()
+            state.draining_at, state.asked = self.clock.now(), report.beats.get(state.slot)
         if not self.slots.hears(state.slot, report):
-            self.slots.cancel([state], GRACE_S)
+            self.slots.cancel([state], self._grace_s(state, report))
 
     def _fence(self, state: SlotState, why: str) -> None:
         """Claim its slot in the name of the next launch, which alone may follow."""
