@@ -148,7 +148,8 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), twin=True)
     for status in launches.unbooked:
         unseen = {} if (status.handle.slot, status.handle.attempt) in launches.seen_alive else {"unseen": True}
-        journal.emit("ended", **end_fields(status), **unseen)
+        lost = f"; {work} went with it" if (work := lost_work(read_beat(store, status.handle.slot))) else ""
+        journal.emit("ended", **{**end_fields(status), "reason": status.reason + lost}, **unseen)
     journal.emit("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
     journal.flush()
     lease.beat("left")

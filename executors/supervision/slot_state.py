@@ -51,7 +51,8 @@ def end_fields(status: Status) -> dict[str, Any]:
     h = status.handle
     about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
     times = {"began_at": status.began_at, "ended_at": status.ended_at} if status.ended_at else {}
-    return {**about, "native": h.native, "exit_code": status.exit_code, "reason": status.reason, **times}
+    process = {"pid": h.pid} if h.pid and not h.native else {}
+    return {**about, **process, "native": h.native, "exit_code": status.exit_code, "reason": status.reason, **times}
 
 
 @dataclass(frozen=True)

@@ -192,22 +192,22 @@ class Slots:
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
         unseen = {"unseen": True} if state.unseen else {}
         asked = report.done or self._was_asked_to_end(state, report)
-        beat = report.beats.get(state.slot)
         session = max(sessions, key=lambda x: x.generation, default=None)
         who = {"pid": session.pid, "generation": session.generation} if session else {"pid": status.handle.pid}
-        if asked and beat is not None and is_from_launch(status.handle, beat) and not report.done:
-            state.lost = lost_work(beat)
+        beat = report.beats.get(state.slot)
+        own = asked and not report.done and beat is not None and is_from_launch(status.handle, beat)
+        state.lost = lost_work(beat) if own else ""
         as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
         end = self._classify_end(state, status, report, counted=sum(len(x.commits) for x in sessions))
         if not asked:
             state.strikes = count_end(state.strikes, end)
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
-            self.emit("ended", **end_fields(status), **who, **unseen)
+            self.emit("ended", **{**end_fields(status), **who}, **unseen)
             return self._tell_of_kill(state, who)
         if status.state is State.CANCELLED and state.replacing_at is None:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
-        self.emit("lost", **end_fields(status), **who, **more, **self._reward_wait(state), **unseen)
+        self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
 
     def _tell_of_kill(self, state: SlotState, who: Mapping[str, int]) -> None:
         if state.lost:
