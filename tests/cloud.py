@@ -122,7 +122,7 @@ class Cloud:
         self.beaten_at.setdefault((slot, job.spec.attempt), []).append(self.clock.now())
         leaves = wanted.is_to_leave(slot) or 0 < wanted.until <= self.clock.wall()
         phase = "left" if leaves and not job.deaf else phase
-        beat = Beat(slot, job.generation, job.beats, phase, 0, 0, 0.0, self.clock.wall(), job.handle.place, 7)
+        beat = Beat(slot, job.generation, job.beats, phase, 0, 0, 0.5, self.clock.wall(), job.handle.place, 7)
         self.store.put(layout.beat_key(slot), beat.encode())
         if phase == "left":
             self._over(job, State.FAILED, exitcodes.LEFT)

@@ -77,9 +77,7 @@ def test_a_drained_replica_may_end_its_inner_step():
 
 
 def supervisor_of_toys(run, executor: LocalProcessExecutor, function: str, act) -> Supervisor:  # noqa: F811
-    return Supervisor(
-        run, executor, SystemClock(), entrypoint=f"{HERE}:{function}", limits=QUICK, each_tick=act
-    )
+    return Supervisor(run, executor, SystemClock(), entrypoint=f"{HERE}:{function}", limits=QUICK, each_tick=act)
 
 
 def test_ctrl_c_in_a_long_inner_step_loses_nothing(tmp_path, executor, monkeypatch):  # noqa: F811

@@ -168,7 +168,9 @@ def _add_changing_verbs(verbs: Any) -> None:
     )
     _set_completion(drain._actions[2], SLOTS)
     stop = _add_verb(verbs, "stop", "end every replica of a run, and prove it", run)
-    stop.add_argument("--grace", type=seconds, metavar="S", help="seconds before a kill (default: 20, and three inner steps)")
+    stop.add_argument(
+        "--grace", type=seconds, metavar="S", help="seconds before a kill (default: 20, and three inner steps)"
+    )
     stop.add_argument("--purge", action="store_true", help="and remove what platforms keep of it; never the run itself")
 
 

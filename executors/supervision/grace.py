@@ -1,7 +1,7 @@
 """How long a replica may take to go, by its own heartbeat; and what a kill costs.
 
-    asked ─▶ its inner step ends ─▶ its offer is durable ─▶ goodbye       grace = usual + inner steps · rate, while it beats
-             └─ rate: seconds per inner step (0: not known yet)           killed: the inner steps since its last offer
+    asked ─▶ its inner step ends ─▶ its offer is durable ─▶ goodbye     grace = usual + inner steps · rate
+             └─ rate: seconds per inner step (0: not known yet)         killed: the inner steps since its last offer
 
 Not promised: that a replica which beats and hangs ends before FINISH_S; a second Ctrl-C ends it.
 """
@@ -30,19 +30,16 @@ def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
     return min(FINISH_S, usual + LAST_STEPS * beat.rate) if still_trains else FINISH_S
 
 
-def leave_s(beat: Beat, asked: Beat | None, boundary: int, usual: float) -> float:
+def leave_s(beat: Beat | None, asked: Beat | None, boundary: int, usual: float) -> float:
     """Seconds that a replica which beats may take to leave a run that is not over, from when it was asked.
 
     asked: its beat at that time; it uploads once it has ended an inner step since.   boundary: inner steps of one
     generation; `beat.rate` is their mean, and the first of them, which generates, may last as long as all.
     """
-    if beat.phase != AT_WORK:
+    if beat is None or beat.phase != AT_WORK:
         return usual
-    uploads = asked is not None and (asked.generation, asked.step, asked.inner) != (
-        beat.generation,
-        beat.step,
-        beat.inner,
-    )
+    place = lambda b: (b.generation, b.step, b.inner)  # noqa: E731
+    uploads = asked is not None and place(asked) != place(beat)
     steps_s = max(LAST_STEPS, boundary) * beat.rate
     return usual + steps_s + FINISH_S if uploads or not beat.rate else usual + steps_s
 

@@ -34,7 +34,6 @@ from executors.supervision.slot_state import (
 )
 from executors.supervision.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
-from rendezvous.records import Beat
 
 PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
 AGAIN_S = 30.0  # between two words to somebody who does not go
@@ -59,7 +58,7 @@ class Slots:
         self.fresh_s = fresh_s
         self.emit = emit
         self.limits = limits
-        self._boundary = boundary_of(run)
+        self.boundary = boundary_of(run)
         self.by_slot: dict[str, SlotState] = {}
         self.publisher = SlotState(PUBLISH)
         self.replaced: dict[Handle, float] = {}  # and when we last told them to end
@@ -203,16 +202,14 @@ class Slots:
             state.strikes = count_end(state.strikes, end)
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
             self.emit("ended", **{**end_fields(status), **who}, **unseen)
-            return self._tell_of_kill(state, who)
+            if state.lost:
+                reason = f"killed, as it had not left in time; {state.lost} went with it"
+                self.emit("killed", slot=state.slot, **who, reason=reason)
+            return
         if status.state is State.CANCELLED and state.replacing_at is None:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
         self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
-
-    def _tell_of_kill(self, state: SlotState, who: Mapping[str, int]) -> None:
-        if state.lost:
-            reason = f"killed, as it had not left in time; {state.lost} went with it"
-            self.emit("killed", slot=state.slot, **who, reason=reason)
 
     def _reward_wait(self, state: SlotState) -> dict[str, float]:
         """When a slot whose reward has failed starts again, for `diloco status`."""
@@ -262,11 +259,9 @@ class Slots:
     def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
         beats = [(t, report.beats.get(t.slot)) for t in self.by_slot.values()]
-        return [replace(t.observe(b, now, self.fresh_s), leave_s=self.leave_s(t, b, GRACE_S)) for t, b in beats]
-
-    def leave_s(self, state: SlotState, beat: Beat | None, usual: float) -> float:
-        """Seconds that this slot's replica may take to leave, from when it was asked to."""
-        return usual if beat is None else leave_s(beat, state.asked, self._boundary, usual)
+        may_take = [leave_s(beat, t.asked, self.boundary, GRACE_S) for t, beat in beats]
+        seen = [t.observe(beat, now, self.fresh_s) for t, beat in beats]
+        return [replace(one, leave_s=seconds) for one, seconds in zip(seen, may_take, strict=True)]
 
     def tail(self, handle: Handle, lines: int) -> list[str]:
         try:

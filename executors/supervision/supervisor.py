@@ -40,7 +40,7 @@ from executors.platforms.multi import build_executor, former_places, places_of
 from executors.supervision.alerts import VARIABLE as ALERT
 from executors.supervision.alerts import alerts_of
 from executors.supervision.budget import SpendLimit
-from executors.supervision.grace import GRACE_S, goodbye_s
+from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
@@ -53,7 +53,6 @@ from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull
 from rendezvous.membership import claim, newest_claim, read_control
-from rendezvous.records import Beat
 
 FAILED = 1
 TICK_S = 0.2
@@ -253,13 +252,9 @@ class Supervisor:
         running = [t for t in self.slots.all() if t.running]
         self.slots.cancel([t for t in running if self._killing or now - since > self._grace_s(t, report)], 0.0)
         if not self.slots.anybody:
-            return self._verdict or self._checked(outcome, report)
+            lost = "" if self._verdict else self._records.why_lost(report, again=True)
+            return Outcome(exitcodes.USER_ERROR, lost) if lost else outcome
         return self._given_up(outcome) if now - since > PROOF_S + self.grace_s else None
-
-    def _checked(self, outcome: Outcome, report: Report) -> Outcome:
-        """The outcome, unless the run that it speaks of is not there any more."""
-        lost = self._records.why_lost(report, again=True)
-        return Outcome(exitcodes.USER_ERROR, lost) if lost else outcome
 
     def _grace_s(self, state: SlotState, report: Report) -> float:
         """Seconds for a replica that is to end: from when it was asked to, or from when the run is over."""
@@ -268,7 +263,11 @@ class Supervisor:
         if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
             return usual
         over = report.done and not self._leaving and self._verdict is None
-        return goodbye_s(beat, report.wanted.steps, usual) if over else self.slots.leave_s(state, beat, usual)
+        return (
+            goodbye_s(beat, report.wanted.steps, usual)
+            if over
+            else leave_s(beat, state.asked, self.slots.boundary, usual)
+        )
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
@@ -283,12 +282,10 @@ class Supervisor:
         if self._leaving or report.wanted.stop:
             why = self._leaving or "stopped by `diloco stop`"
             where = f"at outer step {report.head} of {report.wanted.steps}"
-            return Outcome(exitcodes.LEFT, f"{why} {where}; {self._lost_in_words()}")
+            lost = ", ".join(f"{t.slot} lost {t.lost}" for t in self.slots.all() if t.lost)
+            kept = f"{lost}; all that was offered before stays" if lost else "nothing is lost"
+            return Outcome(exitcodes.LEFT, f"{why} {where}; {kept}")
         return None
-
-    def _lost_in_words(self) -> str:
-        lost = [f"{t.slot} lost {t.lost}" for t in self.slots.all() if t.lost]
-        return f"{', '.join(lost)}; all that was offered before stays" if lost else "nothing is lost"
 
     # ------------------------------------------------------------------ acting
 
