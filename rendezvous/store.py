@@ -97,6 +97,21 @@ def plain_prefix(prefix: str) -> str:
     return prefix
 
 
+def plain_url(url: str) -> str:
+    """The URL of a bucket itself.   Raises ValueError for what URL parsers drop in silence: two runs would be one.
+
+    They end a URL at "#", and take tabs and line ends out of it.
+    """
+    if bad := next((c for c in url if c == "#" or not c.isprintable()), ""):
+        raise ValueError(
+            f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which would be dropped with all that follows. Write "
+            "it without, e.g. exp-1 for exp#1"
+        )
+    if url != url.strip():
+        raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; write it without")
+    return url
+
+
 def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, bytes]:
     """Write `body` under `key` if nothing stands there.  -> (mine stands, what stands).
 

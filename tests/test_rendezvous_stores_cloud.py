@@ -451,6 +451,20 @@ def test_a_wrong_url_says_what_is_right(url: str, words: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "modal", "fsspec+s3"])
+@pytest.mark.parametrize("end", ["exp#1", "exp#1?endpoint=https://other", "exp\t1", "exp\n", "exp1 "])
+def test_what_a_parser_drops_from_a_url_is_refused(scheme: str, end: str) -> None:
+    """s3://bucket/exp#1 and #2 were one prefix; #3 went on with the first one's run."""
+    with pytest.raises(ValueError, match="would be dropped with all|begins or ends with a blank"):
+        open_store(f"{scheme}://buckets/me/{end}")
+
+
+def test_a_folder_may_be_called_anything(tmp_path: Path) -> None:
+    for name in ("exp#1", "exp#2"):
+        open_store(str(tmp_path / name)).put("key", name.encode())
+    assert open_store(f"file://{tmp_path}/exp#2").get("key") == b"exp#2"
+
+
 def test_plain_http_beyond_this_machine_has_to_be_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     assert at("s3://b/run?endpoint=http://192.0.2.1:9000").address.endpoint == "http://192.0.2.1:9000"

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreError, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Body, Buffer, Stream, plain_key, plain_prefix
+from rendezvous.store import Body, Buffer, Stream, plain_key, plain_prefix, plain_url
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class AdapterStore:
     def __init__(self, url: str, clock: Clock | None = None, **options: Any) -> None:
         self._fs, root = _file_system(url, options)
         self._root, self._clock = root.rstrip("/"), clock or SystemClock()
-        parts = urlsplit(url)
+        parts = urlsplit(plain_url(url))
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
         self._pid, self._checking, self._creates = os.getpid(), threading.Lock(), False
 

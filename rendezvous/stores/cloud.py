@@ -38,7 +38,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Body, Buffer, plain_key, plain_prefix
+from rendezvous.store import Body, Buffer, plain_key, plain_prefix, plain_url
 
 try:
     from obstore.exceptions import AlreadyExistsError, BaseError
@@ -252,6 +252,7 @@ def _list_keys(bucket: Bucket, folder: str | None) -> list[str]:
 
 def parse_address(url: str) -> Address:
     """Raises ValueError, without repeating what might be a secret."""
+    plain_url(url)
     try:
         parts = urlsplit(url)
         plain = parts.netloc.rpartition("@")[2]

@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import KeyExists, StoreRefused
-from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix
+from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, plain_prefix, plain_url
 from rendezvous.stores.modal_blocks import blocks_of
 from rendezvous.stores.modal_mirror import KEPT, OBJ, Mirror, pointer_to
 from rendezvous.stores.modal_wire import Wire
@@ -188,7 +188,7 @@ class ModalStore:
 
 def parse_url(url: str) -> tuple[str, str, str]:
     """ "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raises ValueError."""
-    rest, _, query = url.removeprefix("modal://").partition("?")
+    rest, _, query = plain_url(url).removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
