@@ -27,6 +27,7 @@ Any number of collectors may run, and die, at any moment: all of them delete the
 Not promised: that nothing old is left.  LIST is a hint, and a writer that slept may upload once more.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -159,9 +160,12 @@ class Collector:
         self.floor = 0
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
+        self._steps: list[int] = []  # of the manifests among them
+        self._blobs: dict[int, str] = {}  # of manifests that were read: they never change
         self._heard = 0  # the newest snapshot of any call of `sweep`
         self._news: deque[tuple[int, Sizes]] = deque()  # of commits, from another thread
         self._known: dict[int, Sizes] = {}
+        self._most = 0  # bytes of the largest of them
         self._head = 0  # the newest commit that was heard of, and one
         self._next: dict[str, int] = {}  # kind -> every step before this one was seen without such blobs
         self._thinned = (0, frozenset[int]())  # the floor, and the older snapshots that stayed, at the last look
@@ -195,6 +199,7 @@ class Collector:
         self.floor, newest = two_newest(self._store, snapshot, self.floor)
         if newest is not None and newest.t > self._window.newest:
             self._snapshots = self._store.list(layout.SNAPSHOTS)
+            self._steps = snapshots.steps_of(self._snapshots)
             carry = self._rules.fragments * self._rules.max_carry
             every = self._rules.snapshot_every
             self._window = Window(self.floor, newest.t, carry, newest.size, every)
@@ -209,8 +214,10 @@ class Collector:
         self._learn_sizes()
         if not self._window.newest:
             return None
-        older = [t for t in snapshots.steps_of(self._snapshots) if t < self.floor]
-        ask = lambda: choose_kept(self._budget, self._head, self._known, self._window, older)  # noqa: E731
+        older = self._steps[: bisect_left(self._steps, self.floor)]
+        ask = lambda: choose_kept(  # noqa: E731
+            self._budget, self._head, self._known, self._window, older, most=self._most
+        )
         answer = ask()
         first = min(self._known, default=self._head)
         for start in range(first, max(0, first - at_most), -_BACK):
@@ -237,7 +244,7 @@ class Collector:
             t, sizes = self._news.popleft()
             if t > self._head:
                 self._known.clear()  # a replica that healed anew has skipped some
-            self._known[t] = sizes
+            self._note_sizes(t, sizes)
             self._head = max(self._head, t + 1)
 
     def _read_back(self, steps: range) -> None:
@@ -245,9 +252,13 @@ class Collector:
         for t in reversed(steps):
             try:
                 body = self._store.get(layout.commit_key(t))
-                self._known[t] = Sizes(0, 0) if body is None else self._sizes_of(Commit.decode(body))
+                self._note_sizes(t, Sizes(0, 0) if body is None else self._sizes_of(Commit.decode(body)))
             except WireError:
-                self._known[t] = Sizes(0, 0)
+                self._note_sizes(t, Sizes(0, 0))
+
+    def _note_sizes(self, t: int, sizes: Sizes) -> None:
+        self._known[t] = sizes
+        self._most = max(self._most, sizes.deltas + sizes.mean)
 
     def _sizes_of(self, commit: Commit) -> Sizes:
         return sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)
@@ -284,11 +295,17 @@ class Collector:
         """Older snapshots that have no room; and, beside those that have, what no manifest names."""
         if (now := (self.floor, answer.snapshots)) == self._thinned:
             return 0
-        stay = {found.blob for t in answer.snapshots if (found := snapshots.read(self._store, t)) is not None}
+        stay = {self._blob_of(t) for t in answer.snapshots}
         keys = [k for k in blobs_before(self._snapshots, "snapshot", self.floor) if k not in stay]
         gone = self._delete_keys(keys)
         self._thinned = now
         return gone
+
+    def _blob_of(self, t: int) -> str:
+        """The blob that the manifest of step t names; "" if there is none."""
+        if t not in self._blobs and (found := snapshots.read(self._store, t)) is not None:
+            self._blobs[t] = found.blob
+        return self._blobs.get(t, "")
 
     def _delete_steps(self, kind: str, end: int, at_most: int) -> int:
         if kind not in self._next and end:

@@ -136,11 +136,18 @@ class Kept:
 
 
 def choose_kept(
-    budget: int, head: int, known: Mapping[int, Sizes], window: Window, older: Collection[int]
+    budget: int,
+    head: int,
+    known: Mapping[int, Sizes],
+    window: Window,
+    older: Collection[int],
+    *,
+    most: int | None = None,
 ) -> Kept | None:
     """The part of the steps below `head` that stays; None if more commits must be read first.
 
     known: sizes of the newest steps, without a gap; maybe not of all, or of none.   older: snapshots below the floor.
+    most: bytes of the largest known step, from a caller that asks in every step; computed without one.
     Left free are a snapshot that is on its way, the LATE steps, and a twentieth for bodies that no commit lists.
     """
     newest = known.get(head - 1, Sizes(0, 0))
@@ -155,7 +162,7 @@ def choose_kept(
         return Kept(frozenset(), window.floor, window.newest, over=int(-room))
     if not known:
         return None
-    most = max(one.deltas + one.mean for one in known.values())
+    most = max(one.deltas + one.mean for one in known.values()) if most is None else most
     if FULL_ENOUGH * (head * most + len(older) * window.snapshot) <= room:
         return Kept(frozenset(older), 0, 0)
     snapshots = thin_snapshots(older, window.floor, window.every, int(room // max(1, window.snapshot)))

@@ -34,8 +34,9 @@ from rendezvous.clock import Clock
 from rendezvous.codecs import nominal_ratio
 from rendezvous.codecs.choose import sync_seconds
 from rendezvous.errors import KeyExists, StoreError, StoreRefused, StoreUnclear
-from rendezvous.rules import Rules, reduces_sharded
+from rendezvous.rules import Rules, Timing, reduces_sharded
 from rendezvous.store import Store
+from rendezvous.stores.uplink import LEAST, REQUEST_S
 
 T = TypeVar("T")
 
@@ -97,6 +98,10 @@ class Probe:
             return _OVERWRITES
         if not self.reads_its_writes:
             return "what was just written is not what is read: a run needs read-after-write"
+        if 0 < self.put_bytes_s < LEAST / REQUEST_S:
+            return (
+                f"an upload of {LEAST >> 20} MiB takes more than {REQUEST_S:.0f} s on this link, and is given up then"
+            )
         if not self.ranges:
             return "ranged reads return wrong bytes"
         if not self.notices_end:
@@ -243,15 +248,15 @@ def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
 
 
 def _keeps_first(store: Store, key: str, clock: Clock) -> bool:
-    for body in (b"first", b"second"):
-        try:
-            store.create(key, body)
-        except (KeyExists, StoreUnclear):
-            continue
-    return _retry_unclear(clock, lambda: store.get(key)) in (
-        b"first",
-        None,
-    )  # None: both were unclear; the race decides
+    """Whether the first body stays.  A store may answer "exists" (409) with no object there: the first is made to
+    stand, and only then is there a second."""
+    for n in range(5):
+        _ignore_conflict(lambda: store.create(key, b"first"))
+        if _retry_unclear(clock, lambda: store.get(key)) is not None:
+            break
+        clock.sleep(0.1 * 2**n)
+    _ignore_conflict(lambda: store.create(key, b"second"))
+    return _retry_unclear(clock, lambda: store.get(key)) in (b"first", None)  # None: all unclear; the race decides
 
 
 def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
@@ -453,6 +458,10 @@ def _sync_rows(estimate: Estimate, parameters: int, replicas: int, codec: str) -
             f"{estimate.upload_bytes / 1e9:.2f} GB up, {estimate.download_bytes / 1e9:.2f} GB down",
         ),
     ]
+    if estimate.seconds > Timing.give_up:
+        rows.append(
+            ("  is too slow", "NO", f"replicas give up after {Timing.give_up:.0f} s: a smaller codec, or a link")
+        )
     if estimate.dollars is not None:
         outside = f"; ${estimate.egress_dollars:.2f} more from outside that cloud" if estimate.egress_dollars else ""
         rows.append(("  costs about", "", f"${estimate.dollars:.5f} for requests{outside}"))

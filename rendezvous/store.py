@@ -104,8 +104,8 @@ def plain_url(url: str) -> str:
     """
     if bad := next((c for c in url if c == "#" or not c.isprintable()), ""):
         raise ValueError(
-            f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which would be dropped with all that follows. Write "
-            "it without, e.g. exp-1 for exp#1"
+            f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which would be dropped with all that follows. "
+            "Write it without, e.g. exp-1 for exp#1"
         )
     if url != url.strip():
         raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; write it without")

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
+from rendezvous.probe import race_writers
 from rendezvous.seal import SignedStore
 from rendezvous.store import Buffer, PatientStore, Store, put_once
+from rendezvous.stores import files
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store
@@ -352,3 +355,28 @@ def test_a_patient_store_can_be_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         PatientStore(inner, clock, 60.0, alert).put("k", b"v")
     assert clock.at < 6
+
+
+# ---------------------------------------------------------------------- file systems without hard links
+
+
+def without_links(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_folder_without_hard_links_creates_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """exFAT says EPERM to a link, and the advice was to make the folder writable."""
+    monkeypatch.setattr(os, "link", without_links)
+    store = FileStore(tmp_path / "run")
+    assert race_writers(store, SystemClock()).why_unfit() is None
+    store.put("steps/blob", bytes(2 << 20))
+    store.put("steps/blob", b"x" * (2 << 20))
+    assert store.get("steps/blob") == b"x" * (2 << 20)
+    assert not list((tmp_path / "run/.tmp").iterdir())
+
+
+def test_a_folder_that_cannot_create_once_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", without_links)
+    monkeypatch.setattr(files, "_rename_new", lambda *_: errno.EINVAL)
+    with pytest.raises(StoreRefused, match=r"no hard links .* Use a folder of another file system, or a bucket"):
+        FileStore(tmp_path / "run").create("control/000000.json", b"x")

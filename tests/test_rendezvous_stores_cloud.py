@@ -18,6 +18,7 @@ from rendezvous.store import PatientStore, Store, put_once
 from rendezvous.stores import cloud
 from rendezvous.stores.cloud import CloudStore
 from rendezvous.stores.open import open_store
+from rendezvous.stores.uplink import FIRST, LEAST, Uplink
 from tests.fakes import ManualClock
 from tests.s3_server import S3Server
 from tests.test_rendezvous_store import (  # noqa: F401  the contract, run here on this file's `store`
@@ -455,7 +456,7 @@ def test_a_wrong_url_says_what_is_right(url: str, words: str) -> None:
 @pytest.mark.parametrize("end", ["exp#1", "exp#1?endpoint=https://other", "exp\t1", "exp\n", "exp1 "])
 def test_what_a_parser_drops_from_a_url_is_refused(scheme: str, end: str) -> None:
     """s3://bucket/exp#1 and #2 were one prefix; #3 went on with the first one's run."""
-    with pytest.raises(ValueError, match="would be dropped with all|begins or ends with a blank"):
+    with pytest.raises(ValueError, match=r"would be dropped with all|begins or ends with a blank"):
         open_store(f"{scheme}://buckets/me/{end}")
 
 
@@ -528,6 +529,7 @@ def test_without_the_package_the_extra_is_named() -> None:
 import sys
 sys.modules["obstore"] = sys.modules["obstore.exceptions"] = None
 from rendezvous.stores.open import open_store
+from rendezvous.stores.uplink import FIRST, LEAST, Uplink
 try:
     open_store("s3://b/run")
 except ImportError as error:
@@ -540,3 +542,46 @@ def python(code: str, *args: str) -> str:
     root = Path(__file__).parent.parent
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=180).stdout
+
+
+# ---------------------------------------------------------------------- slow links
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slow_link_finishes_a_large_blob(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """24 MiB that share a link of 16 MiB/s cannot arrive in 1 s; the same with 256 MiB, 7.2 Mbit/s and 300 s."""
+    body = bytes(range(256)) * (24 << 12)
+    with S3Server(access_key="AKIDTEST", rate=16 << 20) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        store = CloudStore("s3://bucket/run", request_s=1.0)
+        store.put("blob", Pieces(body) if stream else body)
+        assert store.get("blob") == body
+        first = store._uplink.in_flight
+        assert LEAST <= first < FIRST  # and so it stays: the next one is not tried in vain
+        store.put("again", body[: 12 << 20])
+        assert not [op for op, key in server.requests if "again" in key and "Abort" in op]
+
+
+class Pieces:
+    """A body in pieces of a megabyte."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self.size = body, len(body)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self._body[at : at + (1 << 20)] for at in range(0, self.size, 1 << 20))
+
+    def __bytes__(self) -> bytes:
+        return self._body
+
+
+def test_what_is_in_flight_follows_the_link() -> None:
+    link = Uplink(request_s=120.0)
+    assert link.parts(1 << 30, 32 << 20, 8, 5000) == (8 << 20, 8)
+    link.note_upload(1 << 30, 10.0, 256 << 20)
+    assert link.parts(1 << 30, 32 << 20, 8, 5000) == (32 << 20, 8)
+    assert link.parts(1 << 40, 32 << 20, 8, 5000)[0] * 5000 >= 1 << 40
+    link.note_upload(8 << 20, 120.0, 256 << 20)  # 0.6 Mbit/s
+    assert link.parts(1 << 30, 32 << 20, 8, 5000) == (LEAST, 1)
+    assert not link.can_slow_down()

@@ -1,5 +1,6 @@
 """The probe says yes to stores that keep their word, and why not to the others."""
 
+import re
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
-from rendezvous.probe import Probe, doctor_table, probe_store, race_writers, sync_estimate
+from rendezvous.probe import Probe, doctor_table, probe_store, race_writers, sync_estimate, why_unfit
 from rendezvous.store import Body, Buffer, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -231,3 +232,16 @@ def test_the_table_reads_like_this(measured: Probe, monkeypatch: pytest.MonkeyPa
     assert "500 M parameters, 4 replicas, fp32, sharded" in table and "10.00 GB up, 12.00 GB down" in table
     assert "for requests; $1.08 more from outside that cloud" in table
     assert all(len(line) <= 120 for line in table.splitlines())
+
+
+@pytest.mark.parametrize("kind", ["409", "lost", "503"])
+def test_one_conflict_is_no_overwrite(s3: S3Server, kind: str) -> None:
+    """A 409 with no object there made the second body the first one, and an honest store was refused."""
+    s3.fault(kind, op="Put", key="twice", times=1)
+    assert why_unfit(open_store("s3://bucket/run"), SystemClock()) is None
+
+
+def test_a_link_that_is_too_slow_is_said(measured: Probe) -> None:
+    table = doctor_table(replace(measured, put_bytes_s=1e6, get_bytes_s=1e6), 500_000_000, 4)
+    assert re.search(r"is too slow +NO +replicas give up after 600 s", table)
+    assert "takes more than 120 s" in (replace(measured, put_bytes_s=4e4).why_unfit() or "")

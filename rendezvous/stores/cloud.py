@@ -1,9 +1,11 @@
 """A bucket in the cloud, through obstore:  s3://  gs://  az://  and  hf://buckets/…  by its S3 gateway.
 
     create      one PUT with If-None-Match: *           never retried in here: put_once must see every outcome
-    put         one PUT up to 64 MiB, straight from the caller's memory; above, equal parts of 32 MiB, 8 at a time
+    put         one PUT up to 64 MiB, straight from the caller's memory; above, equal parts of 32 MiB, 8 at a time;
+                less on a slow link (uplink.py)
                 a Stream in parts of 8 MiB, 4 at a time; if it breaks off, nothing is seen
     get_into    GETs of 16 MiB, 16 at a time, into the caller's memory         three retries, as for put, get, list
+                as long as bytes come: the limit is on silence
 
     what obstore says                             what we say
     AlreadyExists                                 KeyExists      (after a 409 nothing may stand there: put_once looks)
@@ -38,7 +40,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rendezvous import layout
 from rendezvous.errors import KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
-from rendezvous.store import Body, Buffer, plain_key, plain_prefix, plain_url
+from rendezvous.store import Body, Buffer, body_bytes, plain_key, plain_prefix, plain_url
+from rendezvous.stores.uplink import LEAST, REQUEST_S, Uplink
 
 try:
     from obstore.exceptions import AlreadyExistsError, BaseError
@@ -85,8 +88,9 @@ class Clients:
     Each is made when it is first used: that takes 6 ms, and a view of a run only reads.
     """
 
-    def __init__(self, address: Address, silence: timedelta) -> None:
+    def __init__(self, address: Address, silence: timedelta, request_s: float) -> None:
         self._address, self._endpoint, self._silence = address, _endpoint_of(address), silence
+        self._request_s = request_s  # that one request of an upload may last
         self._common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(self._endpoint)}
 
     @cached_property
@@ -95,11 +99,11 @@ class Clients:
 
     @cached_property
     def for_reading(self) -> Bucket:
-        return self._make_client({"read_timeout": self._silence, "timeout": "600s"})
+        return self._make_client({"read_timeout": self._silence, "timeout": "12h"})
 
     @cached_property
     def for_writing(self) -> Bucket:
-        return self._make_client({"timeout": "300s"})
+        return self._make_client({"timeout": timedelta(seconds=self._request_s)})
 
     @cached_property
     def for_deleting(self) -> Bucket:
@@ -111,10 +115,11 @@ class Clients:
 
 
 class CloudStore:
-    def __init__(self, url: str, silence_s: float = 30.0) -> None:
+    def __init__(self, url: str, silence_s: float = 30.0, request_s: float = REQUEST_S) -> None:
         self.address = parse_address(url)
         self.url = self.address.url
         self._silence_s = silence_s
+        self._uplink = Uplink(request_s)
         self._bulk_deletes = self.address.scheme != "gs"  # no such request there; a missing key would stop the others
         self._current_clients()  # raises for a wrong endpoint or option
 
@@ -125,13 +130,28 @@ class CloudStore:
 
     def put(self, key: str, body: Body) -> None:
         plain_key(key)
+        while True:
+            began = time.monotonic()
+            try:
+                self._upload(key, body)
+            except StoreUnclear:
+                if body_bytes(body) <= LEAST or not self._uplink.can_slow_down():
+                    raise
+            else:
+                return self._uplink.note_upload(body_bytes(body), time.monotonic() - began, PART * PARTS_AT_ONCE)
+
+    def _upload(self, key: str, body: Body) -> None:
         if not isinstance(body, Buffer):
-            parts = {"chunk_size": max(STREAMED, -(-body.size // MOST_PARTS)), "max_concurrency": STREAMED_AT_ONCE}
+            part, at_once = self._uplink.parts(body.size, STREAMED, STREAMED_AT_ONCE, MOST_PARTS)
+            parts = {"chunk_size": part, "max_concurrency": at_once}
             self._ask_bucket("write", key, lambda at: at.for_writing.put(key, iter(body), use_multipart=True, **parts))
             return
         body = memoryview(body).cast("B")
-        single = len(body) <= SINGLE
-        parts: dict[str, Any] = {} if single else {"chunk_size": PART, "max_concurrency": PARTS_AT_ONCE}
+        single = len(body) <= min(SINGLE, self._uplink.in_flight)
+        parts: dict[str, Any] = {}
+        if not single:
+            part, at_once = self._uplink.parts(len(body), PART, PARTS_AT_ONCE, MOST_PARTS)
+            parts = {"chunk_size": part, "max_concurrency": at_once}
         if (content_type := layout.content_type(key)) is not None:
             parts["attributes"] = {"Content-Type": content_type}
         self._ask_bucket("write", key, lambda at: at.for_writing.put(key, body, use_multipart=not single, **parts))
@@ -207,7 +227,7 @@ class CloudStore:
     def _current_clients(self) -> Clients:
         stay_home()
         try:
-            clients = _clients_for(self.address, self._silence_s)
+            clients = _clients_for(self.address, self._silence_s, self._uplink.request_s)
             _ = clients.for_reading  # all four take the same address and options
             return clients
         except BaseError as error:
@@ -345,14 +365,14 @@ def _environment_digest() -> str:
 
 
 _connecting = threading.Lock()
-_open: dict[tuple[Address, float, str], Clients] = {}
+_open: dict[tuple[Address, float, float, str], Clients] = {}
 
 
-def _clients_for(address: Address, silence_s: float) -> Clients:
-    key = address, silence_s, _environment_digest()
+def _clients_for(address: Address, silence_s: float, request_s: float) -> Clients:
+    key = address, silence_s, request_s, _environment_digest()
     with _connecting:
         if key not in _open:
-            _open[key] = Clients(address, timedelta(seconds=silence_s))
+            _open[key] = Clients(address, timedelta(seconds=silence_s), request_s)
         return _open[key]
 
 
@@ -467,6 +487,9 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
         return "This machine's clock is wrong: set it (`timedatectl set-ntp true`)"
     if status == "301" or code in _WRONG_REGION:
         return "The bucket is in another region: set AWS_REGION to it"
+    if "checksum" in text or "Content-MD5" in text:
+        said = _first_match(r"<Message>([^<]{1,200})</Message>", text)
+        return f"Set AWS_CHECKSUM_ALGORITHM=sha256: this bucket demands a checksum with each write. It said: {said!r}"
     if status == "501":
         return "This store lacks the request (create-if-absent, perhaps); `diloco doctor URL` shows what it can do"
     if status in ("401", "403") or code in _WRONG_KEYS or _is_denied(text):

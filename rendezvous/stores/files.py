@@ -4,7 +4,8 @@
     create   write .tmp/x, then link to the key            the kernel lets one of many links win, complete
 
 A link of a finished temporary file is exclusive *and* whole.  O_EXCL on the final name would be exclusive, but a
-reader could see half of it, and a crash would leave a register that is truncated for ever.
+reader could see half of it, and a crash would leave a register that is truncated for ever.  Where there are no hard
+links (exFAT, some FUSE file systems) it is renamed with RENAME_NOREPLACE, which is exclusive, too.
 
 A key cannot lead out of the folder: its parts are opened one below the other, and none may be a link.  (The folder
 itself may be one.)  Only regular files are read, and opening one never waits: a FIFO, a socket or a folder under a key
@@ -40,6 +41,8 @@ from rendezvous.stores.spares import LEAST, Spares, unfinished_prefix
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LINK = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_HERE, _NO_REPLACE = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CHUNK = 8 << 20
 _CACHED = 1 << 18
@@ -70,7 +73,7 @@ class FileStore:
 
     def create(self, key: str, body: Buffer) -> None:
         with self._temporary_file(key, body) as tmp, self._open_folder(key, make=True) as (folder, name):
-            os.link(tmp, name, dst_dir_fd=folder)
+            _link_new(tmp, name, folder, self.root)
 
     def get(self, key: str) -> bytes | None:
         with self._as_store_errors("read", key):
@@ -101,10 +104,11 @@ class FileStore:
             self._open_folder(f"{folder}/x".lstrip("/")),
         ):
             pass  # no part of it is a link
-        for path, folders, files in os.walk(self.root / folder):
+        for path, folders, files in os.walk(os.path.join(self._folder, folder)):
             if ".tmp" in folders:
                 folders.remove(".tmp")
-            found += [os.path.relpath(os.path.join(path, f), self.root) for f in files]
+            below = path[len(self._folder) :].strip("/")
+            found += [f"{below}/{name}" for name in files] if below else files
         return sorted(k for k in found if k.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -156,6 +160,11 @@ class FileStore:
         link = f"{tmp}.link"
         try:
             os.link(tmp, link)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return os.replace(tmp, name, dst_dir_fd=folder)
+        try:
             os.replace(link, name, dst_dir_fd=folder)
         finally:
             with suppress(FileNotFoundError):
@@ -235,6 +244,33 @@ def _gone(root: Path, how: str) -> str:
         f"the folder {root} {how}. Nothing was written. Mount it again, or give it its name back, and the run goes on; "
         "if it was deleted, the run has ended"
     )
+
+
+def _link_new(tmp: str, name: str, folder: int, root: Path) -> None:
+    """Give a finished file its key.   Raises FileExistsError; StoreRefused where the file system can do neither way."""
+    try:
+        return os.link(tmp, name, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        no_links = error
+    code = _rename_new(tmp, name, folder)
+    if code in _NO_LINKS | {errno.EINVAL}:
+        raise StoreRefused(
+            f"cannot create {name} below {root}: its file system has no hard links ({no_links.strerror}) and cannot "
+            "rename without replacing, so two replicas could commit the same step. Use a folder of another file "
+            "system, or a bucket"
+        )
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _rename_new(tmp: str, name: str, folder: int) -> int:
+    """renameat2 with RENAME_NOREPLACE, which Python does not have; -> 0 or an errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return errno.ENOSYS
+    return 0 if libc.renameat2(_HERE, tmp.encode(), folder, name.encode(), _NO_REPLACE) == 0 else ctypes.get_errno()
 
 
 def _write_body(fd: int, body: Body) -> None:
