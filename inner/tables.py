@@ -23,6 +23,9 @@ from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Self
 
 from inner.errors import InnerError
+from inner.trl_settings import ALIASES, instead_in_words
+
+SLIP = 0.85  # likeness of a key that was mistyped to the one that was meant
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,9 @@ def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
         text = f"{name} has moved: write {where}"
         return f"{text}, {remark}" if remark else text
     prefix, _, key = name.rpartition(".")
+    others = [n for n in known if n.rpartition(".")[2] == key]
+    if key in ALIASES and len(others) != 1:
+        return f"unknown setting {name}{instead_in_words(ALIASES[key])}"
     if guess := _nearest_name(prefix, key, known, moved):
         return f"unknown setting {name}; did you mean {guess}?"
     here = sorted(n.rpartition(".")[2] for n in known if n.rpartition(".")[0] == prefix)
@@ -203,9 +209,11 @@ def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
 
 
 def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
-    """The same key in another table, else the likeliest in this one, else in any; old names count as well."""
+    """The same key in another table, else the likeliest in this one, else one of any that is a slip of the fingers
+    away; old names count as well."""
     same = [n for n in known if n.rpartition(".")[2] == key]
-    near_by = [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]
+    near_by = [n for n in same if n == f"inner.trl.{key}"]
+    near_by = near_by or [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]
     if len(same) == 1 or len(near_by) == 1:
         return (near_by or same)[0]
     start = prefix and f"{prefix}."
@@ -215,6 +223,6 @@ def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, s
     anywhere = {n.rpartition(".")[2]: n for n in known} | {
         old.rpartition(".")[2]: new.partition(" ")[0] for old, new in moved.items()
     }
-    if near := get_close_matches(key, anywhere, n=1):
+    if near := get_close_matches(key, anywhere, n=1, cutoff=SLIP):
         return anywhere[near[0]]
     return same[0] if same else ""

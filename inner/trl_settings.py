@@ -79,6 +79,38 @@ OWNED: dict[str, str] = {
     **{name: f"inner.grpo.{name}" for name in _GRPO},
     **{name: instead for instead, names in _INSTEAD.items() for name in names},
 }
+_ELSEWHERE = {
+    "inner.schedule.lr_warmup, in outer steps": ("warmup_ratio", "lr_warmup_ratio", "num_warmup_steps"),
+    "outer.sync_every and fleet.steps": ("epochs", "num_epochs", "total_steps", "num_train_steps", "max_train_steps"),
+    "outer.sync_every": ("inner_steps", "local_steps", "sync_steps"),
+    "outer.lr": ("outer_lr", "outer_learning_rate"),
+    "outer.momentum": ("outer_momentum",),
+    "outer.snapshot_every": ("save_every", "save_freq", "checkpoint_every", "checkpointing_steps"),
+    "fleet.replicas": ("num_replicas", "num_workers", "workers", "world_size", "num_gpus", "n_gpus", "gpus"),
+    "inner.batch_size": ("train_batch_size", "micro_batch_size", "per_device_batch_size", "mini_batch_size"),
+    "inner.model": (
+        "model_name_or_path", "model_name", "model_id", "base_model", "pretrained_model_name_or_path", "model_path",
+    ),
+    "inner.dtype": ("torch_dtype", "precision", "mixed_precision"),
+    "inner.lora.r": ("lora_r", "lora_rank", "rank"),
+    "inner.lora.alpha": ("lora_alpha",),
+    "inner.lora.dropout": ("lora_dropout",),
+    "inner.lora.targets": ("target_modules", "lora_target_modules"),
+    "the table [inner.lora]": ("peft_config", "use_peft", "peft", "lora_config", "use_lora"),
+    "inner.rewards.function": ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward"),
+    "inner.data.prompts": ("dataset", "dataset_name", "train_dataset", "train_file", "train_files", "data_files"),
+    "eval.prompts": ("eval_dataset", "val_file", "val_files", "validation_file"),
+    "inner.data.system": ("system_prompt", "system_message"),
+    "inner.sampling.max_completion_length": (
+        "max_new_tokens", "max_tokens", "max_response_length", "response_length", "max_completion_tokens",
+    ),
+    "inner.sampling.num_generations": ("group_size", "num_samples", "rollouts_per_prompt", "rollouts_per_example"),
+    "inner.trl.beta": ("kl_coef", "kl_beta", "init_kl_coef"),
+    "nothing: no prompt is cut; leave rows that are too long out of the file": ("max_prompt_length",),
+    "nothing: weights are trained as they are; [inner.lora] needs little memory": ("load_in_4bit", "load_in_8bit"),
+}  # fmt: skip
+# the same of names that older TRLs, PEFT and other trainers have
+ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
 ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))  # read beside [inner.vllm] alone
 
@@ -86,6 +118,8 @@ ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))
 def check_trl(values: Mapping[str, Any]) -> None:
     """Raises InnerError for the first setting that is none, that the run owns, or that has another type."""
     for name, value in values.items():
+        if name in ALIASES and name not in TRL_FIELDS:
+            raise InnerError(f"unknown setting inner.trl.{name}{instead_in_words(ALIASES[name])}")
         if name not in TRL_FIELDS:
             near = get_close_matches(name, TRL_FIELDS, n=1)
             guess = f"did you mean {near[0]}? " if near else ""
@@ -99,6 +133,12 @@ def check_trl(values: Mapping[str, Any]) -> None:
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
                 f"{type(value).__name__}"
             )
+
+
+def instead_in_words(instead: str) -> str:
+    """How an error goes on that names a key of another trainer."""
+    nothing, _, why = instead.partition("nothing: ")
+    return f". Use {instead}" if nothing else f". Leave it out: {why}"
 
 
 def _is_of_type(value: Any, options: list[str]) -> bool:

@@ -1,5 +1,6 @@
 """[inner.trl]: what is handed through arrives and acts; what the run owns, or TRL does not know, is refused by name."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 import torch
 import transformers
 
-from diloco.config import RunConfig
+from diloco.config import ConfigError, RunConfig
 from inner import InnerConfig, InnerError
+from inner.tables import list_settings
 from inner.trl_fields import TRL_FIELDS
-from inner.trl_settings import HANDED_THROUGH, OWNED
+from inner.trl_settings import ALIASES, HANDED_THROUGH, OWNED
 from tests.test_inner_trainer import make, measure, rollouts
 from tests.trl_table import PAGE, table_source
 
@@ -195,3 +197,48 @@ def test_reward_weights_scale_the_reward() -> None:
         return trainer._metrics["train"]["reward"][0]
 
     assert (mean_reward(), mean_reward(reward_weights=[0.25])) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"learning_rate": 1e-6}, "unknown setting inner.learning_rate. Use inner.lr"),
+        ({"per_device_train_batch_size": 8}, "Use inner.batch_size"),
+        ({"max_steps": 100}, "Use outer.sync_every and fleet.steps"),
+        ({"save_steps": 100}, "Use outer.snapshot_every"),
+        ({"warmup_ratio": 0.1}, "Use inner.schedule.lr_warmup"),
+        ({"lora": {"rank": 8}}, "Use inner.lora.r"),
+        ({"lora": {"target_modules": []}}, "Use inner.lora.targets"),
+        ({"sampling": {"max_new_tokens": 8}}, "Use inner.sampling.max_completion_length"),
+        ({"temperature": 1.0}, "write temperature in the table [inner.sampling]"),
+        ({"sampling": {"top_k": 5}}, "did you mean inner.trl.top_k?"),
+        ({"beta": 0.1}, "did you mean inner.trl.beta?"),
+        ({"fsdp": "full_shard"}, "Leave it out: a replica is one process on one device"),
+        ({"load_in_4bit": True}, "Leave it out: weights are trained as they are"),
+        ({"trl": {"warmup_ratio": 0.1}}, "Use inner.schedule.lr_warmup"),
+        ({"trl": {"learning_rate": 1.0}}, "the run sets this itself. Use inner.lr"),
+        ({"weird_rate": 1.0}, "unknown setting inner.weird_rate; known: "),  # no guess out of another table
+    ],
+)
+def test_a_name_of_another_trainer_is_told_what_it_is_here(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(InnerError) as refused:
+        InnerConfig.from_dict(raw)
+    assert told in str(refused.value)
+
+
+def test_every_name_of_trl_is_known_wherever_it_is_written() -> None:
+    """Before: a guess by likeness out of any table, e.g. inner.sdpo.ema_rate for learning_rate."""
+    keys = {name.rpartition(".")[2] for name in list_settings(RunConfig)}
+    for name in TRL_FIELDS:
+        with pytest.raises(ConfigError) as refused:
+            RunConfig.from_dict({"fleet": {name: 1}})
+        said = str(refused.value)
+        here = [f"inner.trl.{name}?", *([f"{name}?"] if name in keys else [])]
+        assert "Use " in said or "Leave it out" in said or any(words in said for words in here), said
+
+
+def test_every_place_that_a_name_is_told_exists() -> None:
+    known = {*list_settings(RunConfig), "inner.trl.beta", "inner.lora", "inner.schedule", "inner.vllm", "inner.data"}
+    for place in ALIASES.values():
+        named = re.findall(r"\b(?:inner|outer|fleet|eval)(?:\.\w+)+", place)
+        assert set(named) <= known, place
