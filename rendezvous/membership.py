@@ -19,7 +19,7 @@ Not promised: that a beating slot makes progress, or that a silent one is dead.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -519,6 +519,23 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
             "the store was emptied, or swapped for another. Nothing was committed there. If the run was deleted, it "
             "has ended; start a new one"
         )
+
+
+def refuse_forgotten_steps(store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int) -> None:
+    """Raises RecordsLost if a heartbeat or a goodbye has reached a step whose commit before it is not there.
+
+    step: the first without a commit, as a joiner finds it.   fence: of the newest commit.   Only for runs under a key:
+    in others anybody may write a beat.
+    """
+    for slot in slots:
+        beat = read_beat(store, slot)
+        left = read_leave(store, slot, beat.generation if beat else fence.get(slot, 1))
+        reached = max(beat.step if beat else 0, left.step if left else 0)
+        if reached > step and store.get(layout.commit_key(reached - 1)) is None:
+            raise RecordsLost(
+                f"{slot} has reached outer step {reached}, and the newest commit under {store.url} is of step "
+                f"{step - 1}: later ones were deleted. They would be decided anew, and otherwise. {_RESTORE}"
+            )
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:

@@ -34,7 +34,7 @@ from rendezvous.clock import Clock
 from rendezvous.closing import Committer
 from rendezvous.errors import Diverged, GaveUp, Leaving, RendezvousError
 from rendezvous.leaving import Departure
-from rendezvous.membership import BeatStatus, Membership, Wanted, refuse_lost_claim
+from rendezvous.membership import BeatStatus, Membership, Wanted, refuse_forgotten_steps, refuse_lost_claim
 from rendezvous.offers import OfferBook
 from rendezvous.own_blobs import OwnBlobs, Upload
 from rendezvous.records import Commit, Offer
@@ -171,6 +171,8 @@ class Rendezvous:
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
         self._committer.refuse_lower_quorum()
+        if self.store.digests is not None:  # the run is under a key
+            refuse_forgotten_steps(self.store, self.wanted.slot_names, self.chain.fence_before(self.step), self.step)
         sizes = [state.size(f) for f in range(self.rules.fragments)]
         unsent, self.inherited = leaving.take_over(self.store, self.members, sizes, self.emit)
         if unsent:

@@ -16,6 +16,7 @@ from diloco.config import ConfigError
 from diloco.launch import read_run
 from executors.cli import main as cli
 from rendezvous import layout
+from rendezvous.stores.files import FileStore
 from tests.audit import audit
 from tests.fleet import Fleet
 from tests.s3_server import S3Server
@@ -123,6 +124,20 @@ def test_what_was_collected_is_said_and_is_no_difference(run: Path) -> None:
     found = verified(run)
     assert found.good and found.thetas == [0, *range(2, STEPS + 1)], found.lines()
     assert any("θ of steps 1 to 1" in text for text in found.unchecked)
+
+
+def test_a_listing_that_lags_hides_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compared nothing, said that everything was equal, and ended with 0."""
+    monkeypatch.setattr(FileStore, "list", lambda store, prefix: [])
+    found = verified(run)
+    assert found.good and len(found.thetas) > 1 and found.from_deltas
+
+
+def test_a_verdict_on_nothing_is_no_good_one(run: Path) -> None:
+    for path in run.glob("snapshots/*/manifest.json"):
+        path.unlink()
+    found = verified(run)
+    assert not found.good and found.lines()[-1] == "nothing could be compared"
 
 
 def test_one_step_alone_and_steps_that_cannot_be_had(run: Path) -> None:

@@ -18,11 +18,13 @@ from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
-from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RendezvousError
+from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RecordsLost, RendezvousError
+from rendezvous.membership import write_control
 from rendezvous.records import Commit, Mean, Offer, Snapshot, WireError
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous, no_emit
 from rendezvous.rules import offer_flaw
+from rendezvous.seal import SignedStore
 from rendezvous.step_wait import StepWait
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.wire import as_bytes, body_digests, shard_grid
@@ -652,3 +654,23 @@ def test_garbage_in_the_place_of_the_commit_after_next_is_no_gap(clock: ManualCl
     with pytest.raises(WireError, match=r"steps/0000000001/commit.json: expected a commit.*Restore the object"):
         a.rv.settle()
     assert store.inner.get(layout.commit_key(1)) == garbage
+
+
+@pytest.mark.parametrize("told_by", ["beat", "goodbye"])
+def test_under_a_run_key_what_was_decided_is_not_decided_anew(told_by: str) -> None:
+    """The newest commits and snapshots were deleted, and a joiner went on from an earlier step."""
+    bucket, clock = MemoryStore(), ManualClock()
+    store = SignedStore(bucket, b"k" * 16, "run", lambda *_, **__: None)
+    write_control(store, clock, replicas=1, min_replicas=1, steps=50)
+    seat = Seat(store, "r00", clock).join()
+    for _ in range(5):
+        seat.offer()
+        seat.step()
+    if told_by == "beat":
+        seat.rv.members.tick()
+    else:
+        seat.rv.finish("leaving")
+        bucket.delete([layout.beat_key("r00")])
+    bucket.delete([key for t in (3, 4, 5) for key in (layout.commit_key(t), layout.snapshot_key(t))])
+    with pytest.raises(RecordsLost, match=r"r00 has reached outer step 5.*newest commit .* is of step 2.*Restore"):
+        Seat(store, "r00", clock).join()

@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        return not self.differences
+        return not self.differences and bool(self.thetas)
 
     def to_dict(self) -> dict[str, Any]:
         return {"good": self.good, **asdict(self)}
@@ -81,7 +81,8 @@ class Verdict:
         reach = f"{self.thetas[0]} to {self.thetas[-1]}" if self.thetas else "of no step"
         means = f"{len(self.from_deltas)} means from their deltas, {len(self.as_announced)} as announced"
         found = [f"differs: {one.in_words()}" for one in self.differences]
-        last = f"{len(found)} differences" if found else "everything that was compared is equal"
+        equal = "everything that was compared is equal" if self.thetas else "nothing could be compared"
+        last = f"{len(found)} differences" if found else equal
         return [f"θ computed again: {reach} ({means})", *found, *(f"not checked: {u}" for u in self.unchecked), last]
 
 
@@ -220,10 +221,13 @@ class _Verification:
     # ---------------------------------------------------------------- snapshots
 
     def _read_snapshots(self, first: int, last: int) -> None:
-        for t in _snapshot_steps(self._store):
+        listed = _snapshot_steps(self._store)  # which may lag: commits name snapshots, too, and there is always a first
+        for t in sorted({0, *listed, *(commit.snapshot for commit in self._chain.values())}):
             if not first <= t <= last:
                 continue
             found = snapshots.read(self._store, t)
+            if found is None and t not in listed:
+                continue
             if found is None:
                 self._differs(t, layout.snapshot_key(t), "", "is no manifest of a snapshot")
             elif not found.blob:
