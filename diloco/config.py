@@ -23,7 +23,7 @@ from diloco.eval_config import TASK_ONLY, EvalConfig
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
 from inner import InnerConfig, InnerError
 from inner.base import MOVED, TRL_NAMES
-from inner.flat_names import EVAL, FILE_SETTINGS, is_code, setting_of
+from inner.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
 from inner.hub_data import HubDataset
 from inner.tables import Table, as_type, field_types, list_settings, refuse_unknown, setting
 from inner.task_settings import entry_point, is_one_file
@@ -180,7 +180,8 @@ class LogConfig(Table):
 class RunConfig:
     """One run.   folder: where relative paths in [inner] start (not part of the run).
 
-    gathered: kind -> the one file that `gather_data` made of prompts from several files, the Hub or a task.
+    gathered: kind -> the one file that `gather_data` made: of prompts from several files, the Hub or a task; of
+    modules that the user's code imports.
     overrides: dotted name -> value of what `--set` put into the place of the file's; run.json names them.
     """
 
@@ -205,7 +206,7 @@ class RunConfig:
         entry_points = {
             kind: entry_point(name) if is_code(kind) else ""
             for kind, name in self._named_files().items()
-            if kind != EVAL
+            if kind not in (EVAL, MODULES)
         }
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
         if weights := self.inner.rewards.weights:  # by the functions' names: their files count by digests
@@ -255,6 +256,7 @@ class RunConfig:
 
     def _named_files(self) -> dict[str, Any]:
         named = self.inner.named_files
+        named |= {MODULES: "modules.zip"} if MODULES in self.gathered else {}
         return named if self.eval is None else {**named, EVAL: self.eval.source}
 
     def check(self) -> None:

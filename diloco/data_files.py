@@ -1,4 +1,5 @@
-"""Prompts that are several files, datasets of the Hub or rows of a task, made one file, which the run carries.
+"""Prompts that are several files, datasets of the Hub or rows of a task, made one file, which the run carries; and
+the modules that the user's code imports from beside it.
 
     prompts = ["hub:openai/gsm8k/main:train", "more.jsonl"]          [eval] prompts = "hub:openai/gsm8k/main:test"
         │ read, checked row by row                                       │
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import ConfigError, RunConfig
+from diloco.sibling_modules import find_siblings, join_siblings, zip_modules
 from inner.base import InnerConfig
 from inner.errors import InnerError
-from inner.flat_names import EVAL, setting_of
+from inner.flat_names import EVAL, MODULES, is_code, setting_of
 from inner.hub_data import HubDataset, pin_dataset, read_dataset
 from inner.hub_pins import PREFIX
 from inner.prompts import Numbered, check_rows, load_prompts, read_rows
@@ -57,7 +59,17 @@ def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: Non
     elif evaluation is not None and not is_one_file(evaluation.prompts):
         prompts, path = gather_rows(EVAL, evaluation.prompts, config.folder, inner.data, say)
         config = replace(config, eval=replace(evaluation, prompts=prompts), gathered={**config.gathered, EVAL: path})
-    return config
+    return _gather_modules(config, say)
+
+
+def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """With one .zip of the modules beside the user's code that it imports."""
+    paths = [config.path_of(kind, name) for kind, name in config.inner.named_files.items() if is_code(kind)]
+    if not (modules := join_siblings({path: find_siblings(path) for path in paths if path.is_file()})):
+        return config
+    say(f"the run carries {', '.join(sorted(modules))}, too, which its code imports")
+    path = _write_once(MODULES, zip_modules(modules), "zip")
+    return replace(config, gathered={**config.gathered, MODULES: path})
 
 
 def _pin_reward_models(inner: InnerConfig) -> InnerConfig:
@@ -150,10 +162,10 @@ def _as_json(what: str, where: str, row: Any) -> str:
     return text + "\n"
 
 
-def _write_once(kind: str, body: bytes) -> Path:
+def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
     """The file with these bytes, below this user's cache, of which nothing is ever taken away."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = base / "diloco" / "data" / sha256(body).hexdigest()[:32] / f"{kind}.jsonl"
+    path = base / "diloco" / "data" / sha256(body).hexdigest()[:32] / f"{kind}.{ending}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone with its file where the disk is full

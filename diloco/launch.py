@@ -23,7 +23,7 @@ from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
 from inner.base import BUILT_IN_MODELS
-from inner.flat_names import EVAL, FILE_SETTINGS
+from inner.flat_names import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
 from rendezvous.chain import lost_record
 from rendezvous.clock import Clock, SystemClock
@@ -193,6 +193,7 @@ class Run:
         entry = self.record.mathematics["entry_points"]
         files = {**self.record.files}
         held_out = files.pop(EVAL, None)
+        files.pop(MODULES, None)
         is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it says who scores
         evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out and is_named else {}
         stands = {

@@ -246,6 +246,7 @@ class InnerConfig(Table):
                 f"inner.trl.reward_weights = {self.trl['reward_weights']} stands beside [inner.rewards.functions], "
                 "which has the weights. Leave inner.trl.reward_weights out."
             )
+        _check_reward_weights(self)
         self._check_pairs()
         if self.loop == "supervised":
             self._check_supervised()
@@ -409,6 +410,19 @@ class InnerConfig(Table):
                 f"inner.replay.pairs = {self.replay.pairs!r} with inner.replay.weight = 0 would teach nothing. Set "
                 "inner.replay.weight, or leave inner.replay.pairs out."
             )
+
+
+def _check_reward_weights(config: InnerConfig) -> None:
+    """TRL wants one for each function; an environment's get_reward has none."""
+    weights = config.trl.get("reward_weights")
+    own = config.scoring_task is not None or config.model == "toolworld"
+    functions = len(config.rewards.lines) or int(own)
+    if isinstance(weights, list) and len(weights) != functions:
+        raise InnerError(
+            f"inner.trl.reward_weights = {weights} has {len(weights)} weights, and the run has {functions} reward "
+            f"function{'s' * (functions != 1)}. Write one for each, or give each its weight in "
+            "[inner.rewards.functions]."
+        )
 
 
 def _keys_of(table: type[Table]) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def check_start(
         raise
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         raise InnerError(
-            f"no replica could start with inner.model = {config.model!r}: {type(error).__name__}: {error}"
+            f"no replica could start, tried with the shape of {config.model}: {type(error).__name__}: {error}"
         ) from error
     except (NotImplementedError, RuntimeError) as error:  # of the meta device: a replica is on none
         return f"not checked: whether replicas can start ({type(error).__name__}: {error!s:.200})"

@@ -73,6 +73,7 @@ NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself
 # the user's own files: how `files`, run.json and errors call one ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
 FILE_SETTINGS |= {"process": "process.function", "process_head": "process.head"}
+MODULES = "modules"  # a .zip of what the user's code imports from beside it (diloco/sibling_modules.py)
 EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]
 
 
@@ -84,6 +85,8 @@ def setting_of(kind: str, spelling: Any = None) -> str:
         return "eval.task" if kind == EVAL else "inner.data.task"
     if kind == EVAL:
         return "eval.prompts"
+    if kind == MODULES:
+        return "the modules beside inner.rewards and inner.sampling.environment"
     return "inner.rewards.functions" if kind.startswith("reward.") else f"inner.{FILE_SETTINGS[kind]}"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from inner.attempts import LARGEST, is_reward
 from inner.base import Files, InnerError
-from inner.flat_names import setting_of
+from inner.flat_names import MODULES, setting_of
 
 
 def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
@@ -86,6 +86,8 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InnerError(f"{setting_of(kind)} = {spelling!r}: {path.name} is not a Python file. Give a .py file.")
+    if (beside := str(files.get(MODULES, ""))) and beside not in sys.path:
+        sys.path.insert(0, beside)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:

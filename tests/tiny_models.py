@@ -45,17 +45,22 @@ OLDER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 @dataclass(frozen=True)
 class Tiny:
-    """template: "" for a tokenizer without one."""
+    """template: "" for a tokenizer without one.   rows: of the embeddings, 0 for as many as there are tokens."""
 
     template: str
     settings: dict[str, Any] = field(default_factory=dict)
     end: str = "<|im_end|>"
+    rows: int = 0
+    ends: bool = True
 
 
 ARCHITECTURES = {
     "llama": Tiny("llama3", GROUPED, "<|eot_id|>"),
     "llama:3.2": Tiny("llama3_2", GROUPED, "<|eot_id|>"),
     "llama:deepseek": Tiny("deepseek_r1_distill", GROUPED),
+    "llama:pad": Tiny("llama3", GROUPED, "<|eot_id|>", rows=258),  # the pad token's id is 258
+    "llama:cut": Tiny("llama3", GROUPED, "<|eot_id|>", rows=50),
+    "llama:endless": Tiny("plain", GROUPED, ends=False),
     "qwen3": Tiny("qwen3", GROUPED),
     "qwen3:nothink": Tiny("qwen3_instruct_2507", GROUPED),
     "qwen3_moe": Tiny("qwen3", {**GROUPED, **EXPERTS}),
@@ -102,10 +107,14 @@ def tiny_model_folder(name: str) -> Path:
     atexit.register(made.cleanup)
     tiny = ARCHITECTURES[name]
     tokenizer = byte_tokenizer(tiny)
+    if not tiny.ends:
+        tokenizer.eos_token = tokenizer.pad_token = None
+    rows = tiny.rows or len(tokenizer)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model(
-        name.partition(":")[0], vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **ids, **tiny.settings
-    )
+        name.partition(":")[0], vocab_size=rows, **{k: i if i is None or i < rows else None for k, i in ids.items()},
+        pad_token_id=None, **tiny.settings,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(made.name)
