@@ -3,7 +3,7 @@
     python -m diloco.replica RUN_URL --slot r00
 
     claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ goodbye
-    SIGTERM / SIGINT: offer the inner steps done so far, leave.   kill -9: the run goes on without.
+    SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without.
 
 The exit code says why it ended (diloco/exitcodes.py).  Not promised: several devices per replica.
 """
@@ -33,7 +33,7 @@ from diloco.launch import (
     read_run,
     refuse_layout,
 )
-from diloco.output import survive_full_disk
+from diloco.output import asking_signals, survive_lost_output
 from diloco.processes import is_named_alive
 from diloco.runlog.learning import step_line
 from diloco.scratch import Scratch
@@ -79,7 +79,7 @@ REJOIN_WARMUP = 3  # inner steps of lr warm-up for a session that starts with an
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
-    survive_full_disk()
+    survive_lost_output()
     try:
         return _run_session(args.url, args.slot, _parent_check(args.parent))
     except (ConfigError, InnerError, WrongRun, WireError, Forged) as error:
@@ -101,7 +101,7 @@ def _run_session(url: str, slot: str, parent_alive: Callable[[], bool]) -> int:
     except Fenced as error:
         return _print_end(slot, error, exitcodes.FENCED)
     session.on_event = lambda event, fields: _print_step(session, event, fields)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in asking_signals():
         signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
     try:
         return _train_session(replace(run, store=session.rv.store), session)  # that one is patient

@@ -5,6 +5,7 @@ The real thing: a small tmpfs that is filled, and enlarged by a remount.  Where 
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 from diloco import exitcodes
 from diloco.disk_space import retry_when_full
 from diloco.launch import open_run, publish
+from diloco.output import asking_signals
 from diloco.runlog.report import read_report
 from diloco.scratch import remove_left_behind
 from executors.cli.main import VERBS, main
@@ -232,8 +234,8 @@ def test_a_launch_without_space_is_asked_for_again(no_folder: None, monkeypatch:
 
 PRINTS = """
 import sys
-from diloco.output import survive_full_disk
-survive_full_disk()
+from diloco.output import survive_lost_output
+survive_lost_output()
 for i in range(2000):
     print("word" * 40, i, flush=True)
     print("err" * 40, i, file=sys.stderr, flush=True)
@@ -249,6 +251,25 @@ def test_a_process_does_not_end_of_what_it_prints_to_a_full_disk(tmp_path: Path,
         ended = subprocess.run(command, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
     assert ended.returncode == 7 and (tmp_path / "end").read_text() == "done"
     assert (small.folder / "log").read_text().startswith("wordword"), "what fits is there"
+
+
+def test_a_process_does_not_end_with_the_reader_of_its_output(tmp_path: Path) -> None:
+    """`diloco train … | head` ended the run."""
+    end = tmp_path / "end"
+    command = [sys.executable, "-c", PRINTS, str(end)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1])
+    assert child.stdout is not None and child.stdout.readline().startswith(b"wordword")
+    child.stdout.close()
+    assert child.wait(120) == 7 and end.read_text() == "done"
+
+
+def test_a_closed_terminal_asks_like_a_sigterm_and_nohup_is_heeded() -> None:
+    assert signal.SIGHUP in asking_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asking_signals() == [signal.SIGTERM, signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_is_launched_where_its_files_find_no_room(tmp_path: Path, disk: Callable[[int], Disk]) -> None:

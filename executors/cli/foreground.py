@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from diloco import exitcodes, processes
 from diloco.launch import Run, refuse_lost_run
+from diloco.output import asking_signals
 from diloco.runlog.report import Reader, Report, nice_time
 from diloco.runlog.scope import STATUS
 from executors.cli.status import StatusView, view_for
@@ -74,7 +75,7 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
 
 @contextmanager
 def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) asks, the second kills, the third does not even wait for the end."""
+    """The first Ctrl-C (SIGTERM, SIGHUP of a closed terminal) asks, the second kills, the third ends this process."""
     asked = 0
 
     def asked_again(*_: object) -> None:
@@ -91,7 +92,7 @@ def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]
         else:
             raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, asked_again) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.signal(n, asked_again) for n in asking_signals()}
     try:
         yield
     finally:

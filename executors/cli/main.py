@@ -292,6 +292,7 @@ def _is_agreed(args: Namespace, offer: "Quote") -> bool:
 
 def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
     from diloco.launch import solo_warning
+    from diloco.output import survive_lost_output
     from executors.cli import foreground
     from executors.cli.status import view_for
 
@@ -299,6 +300,7 @@ def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
         foreground.say(f"warning: {text}")
     if args.detach:
         return _supervise_detached(run, args)
+    survive_lost_output()  # the fleet does not end because `| head` does, or a log's disk is full
     outcome = foreground.supervise_here(run, view=view_for(sys.stderr if args.json else sys.stdout))
     if args.json:
         _print_answer(args, {"run": run.url, "code": outcome.code, "text": outcome.text})
