@@ -127,6 +127,7 @@ class Averager:
         """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
         self._check_before_pause()
         if wait.is_overdue(normal):
+            self._refuse_lost()
             self._own_blobs.mend_missed()
         wait.sleep()
 

@@ -449,7 +449,7 @@ class Observer:
         if self.w.fleet.finished and not self.w.fleet.living():
             w.over = True
         quiet = w.now - max(self.last_commit, w.plan.calm, w.places.back_at if w.places is not None else 0.0)
-        if quiet > RECOVERY and not w.fleet.finished:
+        if quiet > RECOVERY and not w.fleet.finished and not (w.places is not None and w.places.is_away):
             self.broken("progress", f"no commit since {self.last_commit:.1f}, head {len(self.commits)}")
         if w.now >= w.plan.calm:
             self.at_calm = len(self.commits) if self.at_calm is None else self.at_calm
