@@ -31,6 +31,7 @@ from inner.gguf_header import is_gguf_file
 from inner.gguf_model import load_gguf
 from inner.lora import ADAPTER, load_adapter, new_adapter, save_adapter
 from inner.lora_settings import LoraSettings
+from inner.positions import number_positions
 from inner.supervised import SupervisedLoop, load_tokens
 from inner.task import load_task
 from inner.userfiles import local_file
@@ -83,6 +84,8 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
         model = model.to(getattr(torch, config.dtype))
     else:
         model, tokenizer = _load_model(config.model, config, config.revision, local=False)
+    if config.loop == "grpo":
+        number_positions(model)  # refused here, before a replica has to
     _silence_transformers()
     model.eval().save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)

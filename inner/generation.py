@@ -22,9 +22,11 @@ from inner.dynamic import refill_groups
 from inner.engine import MASKED, engine_instead, masked_share
 from inner.objectives import check_settings
 from inner.order import Share, prompt_order
+from inner.positions import number_positions
 from inner.rendering import render_ids
 from inner.reward_calls import RewardCalls
 from inner.sampler import GenerationSampler, guard_answers
+from inner.sampling_config import sample_as_asked
 from inner.spans import Turn, read_turns
 from inner.toolloop import LeanToolLoop, total_rewards
 
@@ -60,6 +62,9 @@ class GenerationTrainer(LeanToolLoop):
     ) -> None:
         with engine_instead(engine_dtype):
             super().__init__(*args, **kwargs)
+        model = self.accelerator.unwrap_model(self.model)
+        sample_as_asked(model)
+        number_positions(model)
         self._reward_calls = reward_calls
         call = guard_answers if reward_calls is None else reward_calls.wrap_reward
         self.reward_funcs = [self._with_completion(call(function)) for function in self.reward_funcs]

@@ -51,6 +51,7 @@ FOREVER = 10**9  # inner steps; the real end is `stop`
 METRIC_NAMES = {
     "loss/total": "loss",
     "loss/grpo": "loss/grpo",
+    "loss/router": "loss/router",
     "loss/sdpo_kl": "loss/sdpo_kl",
     "loss/trace_replay_dpo": "loss/trace_replay_dpo",
     "loss/alpha_sdpo": "loss/alpha_sdpo",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from inner.base import BUILT_IN_MODELS, InnerConfig, InnerError
 from inner.gguf_header import is_gguf_file
-from inner.known import ASK_S, cache_folder, cached_snapshot
+from inner.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
 
 _AT_ONCE = 4  # files; each is one connection
 _PIECE = 1 << 22  # bytes that are read and digested at a time
@@ -79,6 +79,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
             f"the model {config.model}{at} could not be loaded: {error}. Check inner.model and inner.revision, and the "
             "Hub token if it is a private one."
         ) from error
+    refuse_towers(read_json(where["config.json"], f"model = {config.model!r}"), config.model)
     return HubModel(config.model, commit, {name: _file_sha256(path) for name, path in where.items()})
 
 

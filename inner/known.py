@@ -24,6 +24,8 @@ from inner.gguf_header import GgufHeader, check_gguf_file, is_gguf_file
 ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOWERS = ("vision_config", "audio_config", "video_config", "speech_config", "image_config", "vq_config", "vit_config")
+MULTIMODAL = ("image-text-to-text", "any-to-any", "audio-text-to-text", "video-text-to-text", "image-to-text")
 LFS = b"version https://git-lfs"
 
 
@@ -44,6 +46,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
         return KnownModel(note=_gguf_note(config, check_gguf_file(Path(model))))
     if Path(model).is_dir():
         _check_folder(Path(model), f"model = {model!r}")
+        refuse_towers(read_json(Path(model) / "config.json", f"model = {model!r}"), model)
         return KnownModel(Path(model))
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
         raise InnerError(
@@ -52,6 +55,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
         )
     if (folder := cached_snapshot(model, config.revision)) is not None:
         _check_folder(folder, f"model = {model!r}, as cached in {folder}", whole=False)
+        refuse_towers(read_json(folder / "config.json", f"model = {model!r}"), model)
         return KnownModel(folder)
     return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
 
@@ -103,6 +107,18 @@ def read_json(path: Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InnerError(f"{what}: {path.name} cannot be read: {error}. Download or save it again.") from error
+
+
+def refuse_towers(config: Any, model: str) -> None:
+    """config: the contents of config.json.   Raises InnerError for a model that also takes images, sound or video."""
+    towers = sorted(name for name in config if name.endswith(TOWERS)) if isinstance(config, dict) else []
+    if towers:
+        raise InnerError(
+            f"model = {model!r} is a multimodal checkpoint: its config.json has {', '.join(towers)}. A run trains "
+            "language models on text. The rest would be counted, sent and stepped without ever seeing an input, or be "
+            "missing from what `diloco export` writes. Take the family's text-only checkpoint, or save its language "
+            "model alone (docs/faq.md has the lines), and set inner.model to that folder."
+        )
 
 
 def _check_weights(path: Path, what: str) -> None:
@@ -176,7 +192,7 @@ def _ask_in_time(
 
 def ask_hub(model: str, revision: str | None) -> None:
     """One request.  Raises InnerError for a clear no, whatever else the client raises otherwise."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -195,6 +211,9 @@ def ask_hub(model: str, revision: str | None) -> None:
         ) from None
     if getattr(info, "gated", False) and not _may_read(model, revision, endpoint):
         raise InnerError(_GATED.format(model))
+    if getattr(info, "pipeline_tag", None) in MULTIMODAL:  # its files say it for certain
+        path = hf_hub_download(model, "config.json", revision=revision, endpoint=endpoint)
+        refuse_towers(read_json(Path(path), f"model = {model!r}"), model)
 
 
 def _may_read(model: str, revision: str | None, endpoint: str | None) -> bool:

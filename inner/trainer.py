@@ -401,12 +401,20 @@ class ComposerReplicationTrainer(GenerationTrainer):
         self, grpo: Tensor, total: Tensor, sdpo: Tensor | None = None, replay: Tensor | None = None
     ) -> None:
         divisor = self._loss_divisor()  # undone here, so that the mean over micro-batches is the step's loss
-        self._record_metric("loss/grpo", grpo.item() * divisor)
+        router = self._take_router_loss()  # TRL's policy loss has it inside
+        self._record_metric("loss/grpo", grpo.item() * divisor - (router or 0.0))
+        if router is not None:
+            self._record_metric("loss/router", router)
         self._record_metric("loss/total", total.item() * divisor)
         if sdpo is not None:
             self._record_metric("loss/sdpo_kl", sdpo.item())
         if replay is not None:
             self._record_metric("loss/trace_replay_dpo", replay.item())
+
+    def _take_router_loss(self) -> float | None:
+        """Of this micro-batch of a mixture of experts, weighted as TRL adds it; None where it adds none."""
+        noted = self._metrics[self._mode()].pop("aux_loss", None)
+        return noted[-1] * self.router_aux_loss_coef if noted else None
 
 
 def _informed(advantages: Tensor) -> float:

@@ -133,6 +133,13 @@ def check_trl(values: Mapping[str, Any]) -> None:
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
                 f"{type(value).__name__}"
             )
+    if "stop_strings" in (values.get("generation_kwargs") or ""):
+        raise InnerError(
+            "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
+            f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
+            "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
+            "several. With [inner.vllm], vLLM's own name is stop."
+        )
 
 
 def instead_in_words(instead: str) -> str:

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -52,8 +53,8 @@ def toy_model() -> Qwen2ForCausalLM:
     return model
 
 
-def train_toy(broken: str, steps: int) -> tuple[list[float], list[float]]:
-    """-> the share of malformed answers in each batch, and the mean reward as it is shown."""
+def train_toy(broken: str, steps: int, model: Any = None) -> tuple[list[float], Mapping[str, list[float]]]:
+    """-> the share of malformed answers in each batch, and what the trainer has noted of each step."""
     shares: list[float] = []
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -73,22 +74,21 @@ def train_toy(broken: str, steps: int) -> tuple[list[float], list[float]]:
         arguments = trainer_arguments(config, Seeds(data=0, noise=1), folder)
         arguments.max_steps = steps
         trainer = ComposerReplicationTrainer(
-            model=toy_model(), reward_funcs=reward, args=arguments, processing_class=toy_tokenizer(),
+            model=model or toy_model(), reward_funcs=reward, args=arguments, processing_class=toy_tokenizer(),
             train_dataset=Dataset.from_list([{"prompt": f"t{i}"} for i in range(2, 10)]), reward_calls=calls,
         )  # fmt: skip
-        shown = trainer._metrics["train"]["reward"]
         trainer.log = lambda *said: None  # type: ignore[method-assign]
         trainer.train()
-    return shares, shown
+    return shares, trainer._metrics["train"]
 
 
 def test_a_policy_gains_nothing_by_breaking_its_reward() -> None:
-    shares, shown = train_toy("worst", steps=150)
-    assert shares[0] > 0.4 and sum(shares[-20:]) / 20 < 0.05 and sum(shown[-20:]) / 20 > 0.9
+    shares, noted = train_toy("worst", steps=150)
+    assert shares[0] > 0.4 and sum(shares[-20:]) / 20 < 0.05 and sum(noted["reward"][-20:]) / 20 > 0.9
 
 
 @pytest.mark.slow
 def test_where_a_broken_reward_counts_as_none_it_stays_broken_behind_a_perfect_reward() -> None:
     """What the setting "none" keeps: the reward that is shown leaves out a quarter of the completions."""
-    shares, shown = train_toy("none", steps=300)
-    assert sum(shares[-20:]) / 20 > 0.15 and sum(shown[-20:]) / 20 > 0.99
+    shares, noted = train_toy("none", steps=300)
+    assert sum(shares[-20:]) / 20 > 0.15 and sum(noted["reward"][-20:]) / 20 > 0.99

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from inner.channels import Turns
+from inner.sampling_config import sample_as_asked
 
 RandomState = list[Tensor]  # the CPU's, and each GPU's
 
@@ -54,6 +55,7 @@ def generate(model: Any, asked: Generation) -> Completions:
     ids_B_T, mask_B_T = pad_left(asked.prompt_ids, pad_id, asked.pad_to)
     write_random_state(asked.random_state)
     model.train(asked.training)
+    sample_as_asked(model)
     with products(device, asked.casts):
         out = model.generate(
             input_ids=ids_B_T.to(device),
