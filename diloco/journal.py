@@ -22,9 +22,11 @@ from typing import Any
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
-from rendezvous.fields import check_json_value, from_json
+from rendezvous.fields import check_json_value, check_of, from_json
 from rendezvous.records import Count, Step, UnixTime, Usd, Word
 from rendezvous.store import Readable, Store
+
+MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44; squares and sums of these are numbers
 
 LOUD = {
     "nothing_learned", "store_trouble", "forged", "bad_offer", "poisoned", "bad_blob", "bad_snapshot", "base_differs",
@@ -144,18 +146,50 @@ class Event:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event in a line of a log; None if it is none.  Numbers that are not finite are left out."""
+    """The event in a line of a log; None if it is none.  Numbers that nobody can reckon with are left out."""
     try:
         raw = json.loads(line, parse_constant=lambda name: math.nan)
         if not isinstance(raw, dict):
             return None
-        event = {k: v for k, v in raw.items() if v == v}  # NaN is the only value that is not
+        event = {k: v for k, v in raw.items() if is_reckonable(v)}
         from_json(Event, event)
         if event["event"] == "step":
             _check_numbers(event)
         return check_json_value(event)
     except (ValueError, RecursionError):
         return None
+
+
+def is_reckonable(value: Any) -> bool:
+    """Can sums and squares of it be taken?  Only a float may be such that they cannot: NaN, infinity, 1e308."""
+    return not isinstance(value, float) or abs(value) <= MOST
+
+
+def rollout_line(line: str) -> dict[str, Any]:
+    """The object in one line of rollouts.   Raises ValueError for anything else, also for a number out of reach."""
+    raw = json.loads(line, parse_constant=_reach, parse_float=_reach, parse_int=_whole)
+    if not isinstance(raw, dict):
+        raise ValueError("it is no object")
+    return raw
+
+
+def rollout_head(line: str) -> tuple[int, dict[str, Any]]:
+    """(outer step, hints of tools) of an object of rollouts, from its first line.   Raises ValueError."""
+    head = rollout_line(line)
+    tools = head.get("tools")
+    return check_of(Step)(head.get("step")), tools if isinstance(tools, dict) else {}
+
+
+def _reach(text: str) -> float:
+    if not is_reckonable(value := float(text)):
+        raise ValueError(f"{text} is no number to reckon with")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > 19:
+        raise ValueError("a number of more than 18 digits")
+    return int(text)
 
 
 def _check_numbers(step: dict[str, Any]) -> None:

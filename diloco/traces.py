@@ -12,15 +12,15 @@ Not promised: every rollout. A run keeps a fair sample (`fleet.log_rollouts` per
 did since its last outer step is lost with a `kill -9`.
 """
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from diloco.config import ConfigError
+from diloco.journal import rollout_head, rollout_line
 from inner import TraceState, TraceWarning, save_states
-from inner.rollout_sample import rollout_states
+from inner.rollout_sample import SampledRollout, rollout_states
 from rendezvous import layout
 from rendezvous.store import Store
 
@@ -55,13 +55,13 @@ def _read_states(store: Store, key: str) -> Iterator[TraceState]:
     slot, generation = owner
     n = int(Path(key).name.partition(".")[0])
     lines = (store.get(key) or b"").decode(errors="replace").splitlines()
-    head: dict[str, Any] = {}
+    step, tools = -1, dict[str, Any]()
     for i, line in enumerate(lines):
         try:
-            row = json.loads(line)
             if i == 0:
-                head = {"step": int(row["step"]), "tools": row.get("tools", {})}
-            else:
-                yield from rollout_states(row, f"{slot}-{generation}/{head['step']}/{n}.{i - 1}", head["tools"])
+                step, tools = rollout_head(line)
+            elif step >= 0:
+                rollout = cast("SampledRollout", rollout_line(line))
+                yield from rollout_states(rollout, f"{slot}-{generation}/{step}/{n}.{i - 1}", tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
+from diloco.journal import is_reckonable
+
 NAMES = {
     "loss": "loss {:.4g}", "grad_norm": "grad norm {:.3g}", "entropy": "entropy {:.3g}", "kl": "KL {:.3g}",
     "completion_length": "length {:.3g}", "reward_missing": "{:.3g} completions without reward",
@@ -50,6 +52,11 @@ class Curve:
     @property
     def known(self) -> list[float]:
         return [value for value in self.mean if value is not None]
+
+
+def reckonable(stats: Mapping[str, float]) -> dict[str, float]:
+    """An offer's stats without numbers that no mean can be taken of: a replica may say 1e308."""
+    return {name: value for name, value in stats.items() if is_reckonable(value)}
 
 
 def learning_numbers(stats: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from threading import Lock
 
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.commits import Decision, read_commit
-from diloco.runlog.learning import learning_numbers
+from diloco.runlog.learning import learning_numbers, reckonable
 from diloco.runlog.opening import View
 from diloco.runlog.overview import PACE_STEPS
 from diloco.runlog.pace import BURST_S, LOOK_S, RATE, AskedSoFar, items_of, next_focus
@@ -173,7 +173,7 @@ def _step_with_numbers(ahead: Ahead, c: Decision) -> Step:
         body = ahead.get(layout.offer_key(o.step, o.slot, 0))
         offer = None if body is None else decode_or_none(Offer, body)
         if offer is not None and offer.nonce == o.nonce:
-            step.learned[o.slot] = learning_numbers(offer.stats)
-            if "reward" in offer.stats:
-                step.reward[o.slot] = offer.stats["reward"]
+            step.learned[o.slot] = learning_numbers(stats := reckonable(offer.stats))
+            if "reward" in stats:
+                step.reward[o.slot] = stats["reward"]
     return step

@@ -24,7 +24,7 @@ from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
 from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS, joined_words, observed_words, own_words, restarted_by
 from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
 from diloco.runlog.kept import kept_words
-from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers
+from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers, reckonable
 from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
 from diloco.runlog.scope import EVERYTHING, SAMPLED, WHOLE, Focus, Scope
 from rendezvous import layout
@@ -422,9 +422,9 @@ class Reader:
             if offer is not None and offer.nonce == nonce:
                 self._store.keep(layout.offer_key(t, slot, attempt))
                 self._steps[t].h[slot] = offer.h
-                self._steps[t].learned[slot] = learning_numbers(offer.stats)
-                if "reward" in offer.stats:
-                    self._steps[t].reward[slot] = offer.stats["reward"]
+                self._steps[t].learned[slot] = learning_numbers(stats := reckonable(offer.stats))
+                if "reward" in stats:
+                    self._steps[t].reward[slot] = stats["reward"]
                 return
             attempt += 1
 

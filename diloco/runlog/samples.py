@@ -13,6 +13,7 @@ from collections import defaultdict
 from itertools import chain, zip_longest
 from typing import Any
 
+from diloco.journal import rollout_head, rollout_line
 from rendezvous import layout
 from rendezvous.store import Readable
 
@@ -91,15 +92,15 @@ def _samples_in(store: Readable, key: str, slot: str) -> list[Sample]:
 def _row_of(head: str) -> int | None:
     """The row that an object's first line names; None if it names none."""
     try:
-        return int(json.loads(head)["step"]) + 1
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return rollout_head(head)[0] + 1
+    except (ValueError, RecursionError):
         return None
 
 
 def _sample_of(line: str, row: int, slot: str) -> Sample | None:
     """A rollout as a row of the table; None if it is none."""
     try:
-        rollout = json.loads(line)
+        rollout = rollout_line(line)
         messages = rollout["messages"]
         first = rollout["first"]
         reward = rollout.get("reward")

@@ -155,9 +155,16 @@ class WatchApp(App[int]):
 
     def draw(self) -> None:
         self.draw_ages()
-        if self.picture is not None:
-            self._draw_curves(self.picture)
-            self._draw_events(self.picture)
+        picture = self.picture
+        for pane, draw in (("#metrics", self._draw_curves), ("#events", self._draw_events)):
+            if picture is None:
+                return
+            try:
+                draw(picture)
+            except Exception as error:  # the other panes are drawn all the same
+                if os.environ.get("DILOCO_DEBUG"):
+                    raise
+                self._static(pane).update(f"! this pane cannot be drawn: {error_words(error)}")
 
     def draw_ages(self) -> None:
         """Redraw what gets older by itself."""

@@ -24,7 +24,7 @@ from diloco.config import LogConfig
 from diloco.launch import Run
 from diloco.own_files import appended, open_own
 from diloco.runlog.feed import RETRY_MOST_S, RETRY_S
-from executors.platforms.on_host.executor import make_process_folder, process_folder
+from executors.platforms.on_host.executor import make_folder, process_folder
 from executors.supervision.lease import Lease
 from executors.supervision.slot_state import LOST_LEASE
 from rendezvous.clock import Clock
@@ -43,12 +43,11 @@ def pause_after(code: int, failures: int) -> float | None:
 
 
 class TrackerChild:
-    """command: [] for a run without trackers.   run: in its folder are its words.   warn(text): tells its log."""
+    """command: [] for a run without trackers.   file: for its words.   warn(text): tells the run's log."""
 
-    def __init__(self, command: Sequence[str], run: str, clock: Clock, warn: Callable[[str], None]) -> None:
+    def __init__(self, command: Sequence[str], file: Path, clock: Clock, warn: Callable[[str], None]) -> None:
         self._command = command
-        self._run = run
-        self._file = process_folder(run) / LOG
+        self._file = file
         self._clock = clock
         self._warn = warn
         self._child: subprocess.Popen[bytes] | None = None
@@ -80,7 +79,7 @@ class TrackerChild:
     def _start(self) -> None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
-            make_process_folder(self._run)
+            make_folder(self._file.parent)
             with appended(self._file) as out:
                 self._child = subprocess.Popen(
                     self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=environ
@@ -119,7 +118,7 @@ class TrackerChild:
 def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> TrackerChild:
     """Make the child that the run's log.to asks for; it starts with the first `tick`."""
     log = run.config.log
-    return TrackerChild(track_command(run.url, log) if log.to else [], run.url, clock, warn)
+    return TrackerChild(track_command(run.url, log) if log.to else [], process_folder(run.url) / LOG, clock, warn)
 
 
 def end_with_run(child: TrackerChild, lease: Lease, code: int) -> None:

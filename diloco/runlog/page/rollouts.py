@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from diloco.journal import rollout_head, rollout_line
 from diloco.runlog.ahead import Ahead
 from diloco.runlog.extent import Rounds
 from diloco.runlog.report import Report, SessionSummary
@@ -86,17 +87,15 @@ def read_rollouts(body: bytes, slot: str) -> list[dict[str, Any]]:
     """The rollouts of one object; lines that are none are passed over."""
     head, *lines = body.decode(errors="replace").splitlines() or [""]
     try:
-        about = json.loads(head)
-        step = int(about["step"])
-        tools = about.get("tools") or {}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        step, tools = rollout_head(head)
+    except (ValueError, RecursionError):
         return []
     return [sample for line in lines if (sample := _sample(line, step, slot, tools)) is not None]
 
 
 def _sample(line: str, step: int, slot: str, tools: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        rollout = json.loads(line)
+        rollout = rollout_line(line)
         hints = _hints({"environment": None, "unsure": {}, **rollout}, tools)
         turns = list[dict[str, str]]()
         for i, message in enumerate(rollout["messages"]):

@@ -120,7 +120,7 @@ class LocalProcessExecutor(Executor):
         requests: dict[int, dict[str, Any]] = {}
         for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU is told before any starts
             try:
-                room_for(_made(Path(request["files"]).parent))
+                room_for(make_folder(Path(request["files"]).parent))
                 os.close(open_own(request["files"] + ".log", APPENDED))
             except OSError as error:
                 found[i] = error
@@ -286,10 +286,11 @@ def process_folder(run: str) -> Path:
 
 def make_process_folder(run: str) -> Path:
     """The same, made and looked at.   Raises OSError if something else stands there."""
-    return _made(process_folder(run))
+    return make_folder(process_folder(run))
 
 
-def _made(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
+    """Make a process folder."""
     if not folder.is_relative_to(state_folder()):
         return make_plain(folder)
     return make_state_folder("processes", folder.name)

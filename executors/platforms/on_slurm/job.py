@@ -81,12 +81,14 @@ def create_exclusively(path: Path) -> bool:
     return True
 
 
-def read_card(folder: Path, known: Handle) -> Handle | None:
-    """The handle of a launch as its submitter wrote it down; it can be of no other launch."""
+def read_card(folder: Path, known: Handle | None = None) -> Handle | None:
+    """The handle of a launch as its submitter wrote it down.   known: the launch that it must be of."""
     try:
         card = from_json(Handle, read_json(folder / CARD))
     except ValueError:
         return None
+    if known is None:
+        return card
     about = {"run": known.run, "slot": known.slot, "attempt": known.attempt, "executor": NAME}
     return replace(card, **about, files=str(folder))
 
