@@ -79,7 +79,7 @@ def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> byt
 
 
 def _package_files(package: str) -> Iterator[tuple[str, Path]]:
-    """(name in the wheel, file) of a top-level package or module."""
+    """(name in the wheel, file) of a top-level package or module.   What is hidden (.env, .git/…) stays here."""
     spec = util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
@@ -88,8 +88,9 @@ def _package_files(package: str) -> Iterator[tuple[str, Path]]:
         yield origin.name, origin
         return
     for path in sorted(origin.parent.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
-            yield f"{package}/{path.relative_to(origin.parent).as_posix()}", path
+        name = path.relative_to(origin.parent)
+        if path.is_file() and path.suffix != ".pyc" and not any(part.startswith(".") for part in name.parts):
+            yield f"{package}/{name.as_posix()}", path
 
 
 def _record_file(files: dict[str, bytes], own: str) -> bytes:

@@ -36,6 +36,8 @@ from inner.vllm_settings import INSTALL, has_vllm
 from rendezvous.seal import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+SECRET_NAME = re.compile(r"SECRET|(^|_)TOKEN$|PASSW|API_?KEY|PRIVATE_?KEY|RUN_KEY|CREDENTIAL", re.I)
+SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|github_pat_|xox[bp]-|wandb_)\w{12,}")
 NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> what its store reads from the environment
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
@@ -49,7 +51,8 @@ def place_faults(
     for place in places:
         found = (
             idle_devices(place), image_fault(place), vllm_missing(config, place), eight_bits(config, place),
-            task_fault(config, place), keys_missing(url, place, environ, several=several), options_fault(place),
+            task_fault(config, place), keys_missing(url, place, environ, several=several), plain_secret(place),
+            options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
     if fault := model_far(config, places):
@@ -219,6 +222,19 @@ def _image_words(place: Place, image: str) -> str:
 
 
 # -------------------------------------------------------------------- secrets
+
+
+def plain_secret(place: Place) -> str:
+    """A variable that looks like a secret and would stand in the bucket as it is: places are control records."""
+    own = place.options.get("env", {})
+    named = {**place.env, **(own if isinstance(own, Mapping) else {})}
+    found = [name for name, value in named.items() if SECRET_NAME.search(name) or SECRET_VALUE.match(str(value))]
+    if not found:
+        return ""
+    return (
+        f"env of {place.executor} has {found[0]}, which looks like a secret, and the bucket keeps it in plain. Name it "
+        f"with --secret {found[0]} instead, and `export` its value here (Modal: make a secret of it)"
+    )
 
 
 def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several: bool = False) -> str:

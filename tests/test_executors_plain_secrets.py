@@ -1,0 +1,42 @@
+"""No secret goes where others read: into control records by `--option env=`, into a bucket of code by a hidden file."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from executors.platforms.multi import Place
+from executors.platforms.wheel import pack_code
+from executors.preflight.place_faults import plain_secret
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"HF_TOKEN": "x"}, {"AWS_SECRET_ACCESS_KEY": "x"}, {"db_password": "x"}, {"OPENAI_API_KEY": "x"},
+     {"DILOCO_RUN_KEY": "x"}, {"ANYTHING": "hf_abcdefghijklmnop"}],
+)  # fmt: skip
+def test_a_secret_in_a_place_s_environment_is_refused(env: dict[str, str]) -> None:
+    (name,) = env
+    for place in (Place("modal", env=env), Place("hf-jobs", options={"env": env})):
+        why = plain_secret(place)
+        assert "the bucket keeps it in plain" in why and f"--secret {name}" in why and "hf_abc" not in why
+
+
+@pytest.mark.parametrize("env", [{}, {"TOKENIZERS_PARALLELISM": "1"}, {"MAX_TOKENS": "9"}, {"AWS_REGION": "eu"}])
+def test_other_variables_are_none(env: dict[str, str]) -> None:
+    assert (
+        plain_secret(Place("modal", env=env)) == "" == plain_secret(Place("slurm", options={"env": env, "mem": "1GB"}))
+    )
+
+
+def test_what_is_hidden_does_not_go_along_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "my_rewards_xyz"
+    for name in ("__init__.py", "data/words.txt", ".env", ".git/config", "sub/.env.local"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("SECRET=1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shipment = pack_code("/code", ("my_rewards_xyz",))
+    names = zipfile.ZipFile(io.BytesIO(shipment.files[shipment.wheel])).namelist()
+    ours = {name for name in names if name.startswith("my_rewards_xyz/")}
+    assert ours == {"my_rewards_xyz/__init__.py", "my_rewards_xyz/data/words.txt"}
