@@ -25,6 +25,7 @@ MOST = 1 << 24  # tensors, keys, entries or bytes that a sound file has at most 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
+DEEPEST = 4  # arrays in arrays; no model has any
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16"}  # fmt: skip
 EXACT = ("F32", "F16", "BF16")
@@ -122,14 +123,14 @@ def _string(file: BinaryIO) -> str:
     return body.decode("utf-8", errors="replace")
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
+def _value(file: BinaryIO, kind: int, depth: int = 0) -> Any:
     """The value of a key; of an array nothing is kept."""
     if kind in _NUMBERS:
         return _number(file, _NUMBERS[kind])
     if kind == _STRING:
         return _string(file)
-    if kind != _ARRAY:
-        raise ValueError(f"a value of type {kind}")
+    if kind != _ARRAY or depth == DEEPEST:
+        raise ValueError(f"arrays in arrays, {depth} deep" if kind == _ARRAY else f"a value of type {kind}")
     of = _number(file, "I")
     length = _number(file, "Q")
     if length > MOST:
@@ -138,5 +139,5 @@ def _value(file: BinaryIO, kind: int) -> Any:
         file.seek(length * struct.calcsize(f"<{_NUMBERS[of]}"), 1)
     else:
         for _ in range(length):
-            _value(file, of)
+            _value(file, of, depth + 1)
     return None

@@ -83,6 +83,16 @@ def test_an_architecture_that_transformers_cannot_read_is_refused(tmp_path: Path
         (b"version https://git-lfs.github.com/spec/v1", "begins with b'vers'"),
         (b"GGUF\3\0\0\0", "buffer of 8 bytes"),
         (b"GGUF" + b"\xff" * 40, "it says version 4294967295"),
+        (
+            b"GGUF\3\0\0\0"
+            + bytes(8)
+            + b"\1"
+            + bytes(7)
+            + bytes(8)
+            + b"\t\0\0\0"
+            + (b"\t\0\0\0\1" + bytes(7)) * 100_000,
+            "arrays in arrays, 4 deep",
+        ),
         (b"GGUF\3\0\0\0" + b"\0" * 8 + b"\1" + b"\0" * 7 + b"\xff" * 8, "a name or text of 18446744073709551615 bytes"),
     ],
 )

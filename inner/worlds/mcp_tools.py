@@ -83,22 +83,33 @@ def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
     return method
 
 
-def type_hint(spec: Schema, root: Schema, depth: int = 0) -> Any:
-    """The hint from which transformers writes the schema again. Any where there is none."""
-    spec = _resolve_reference(spec, root)
+def type_hint(spec: Schema, root: Schema) -> Any:
+    """The hint from which transformers writes the schema again. Any where there is none, and below DEEPEST levels."""
+    return _hint_at(spec, root, 0, {})
+
+
+def _hint_at(spec: Schema, root: Schema, depth: int, known: dict[tuple[str, int], Any]) -> Any:
+    """known: hints so far, by schema and depth: one that refers to itself twice would be walked 2^DEEPEST times."""
     if depth > DEEPEST:
         return Any
+    key = json.dumps(spec, sort_keys=True, default=str), depth
+    if key not in known:
+        known[key] = _new_hint(_resolve_reference(spec, root), lambda part: _hint_at(part, root, depth + 1, known))
+    return known[key]
+
+
+def _new_hint(spec: Schema, below: Callable[[Schema], Any]) -> Any:
     parts = spec.get("anyOf") or spec.get("oneOf") or spec.get("allOf")
     if "enum" in spec or "const" in spec:
         hint = _literal(spec["enum"] if "enum" in spec else [spec["const"]])
     elif parts and (len(parts) == 1 or "allOf" not in spec):
-        hint = _union([type_hint(part, root, depth + 1) for part in parts])
+        hint = _union([below(part) for part in parts])
     elif isinstance(kind := spec.get("type"), list):
-        hint = _union([type_hint({**spec, "type": one}, root, depth + 1) for one in kind])
+        hint = _union([below({**spec, "type": one}) for one in kind])
     elif kind == "array" and isinstance(spec.get("items"), Mapping):
-        hint = list[type_hint(spec["items"], root, depth + 1)]
+        hint = list[below(spec["items"])]
     elif kind == "object" and isinstance(spec.get("additionalProperties"), Mapping):
-        hint = dict[str, type_hint(spec["additionalProperties"], root, depth + 1)]
+        hint = dict[str, below(spec["additionalProperties"])]
     else:
         hint = _TYPES.get(kind, Any) if isinstance(kind, str) else Any
     return _union([hint, None]) if spec.get("nullable") else hint
