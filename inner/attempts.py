@@ -6,9 +6,9 @@
 
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
-A completion is to blame (decision 065) if it fails by itself in a last try in which others got numbers, and its error
-is no connection's; or if its value is no number while others of the batch have one.  A last try without any number asks
-for one completion that has a number already: the witness that the reward still answers.
+A completion is to blame (decision 065) if it fails by itself in a last try in which another one gets a number after it,
+and its error is no connection's; or if its value is no number while others of the batch have one.  A last try that ends
+with failures asks for one completion that has a number already: the witness that the reward still answers.
 
 Not promised: a reward that compares the completions of a batch with each other. After a failure it sees a part of them.
 A reward whose own machine hangs for one completion alone, at every try, blames that completion.
@@ -101,18 +101,20 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
     parts: list[Rows] = [range(completions)]
     failure: Failure | None = None
     suspects: list[int] = []
-    answered = False
+    blamed = set[int]()
     number = 0
     while parts and number < tries:
         number += 1
         failed: list[Rows] = []
-        suspects = []
-        hung, answered = 0, False
+        suspects, blamed, hung = [], set[int](), 0
         for at, rows in enumerate(parts):
             answer = yield Ask(rows, number == 1)
             if isinstance(answer, Values):
                 _record_values(rows, answer, values, invalid)
-                answered, hung = answered or _has_number(answer.values), 0
+                hung = 0
+                if _has_number(answer.values):
+                    blamed |= set(suspects)
+                    suspects = []
                 continue
             assert answer is not None
             failure = answer
@@ -128,13 +130,13 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
             assert failure is not None
             yield Again(number, sum(map(len, failed)), failure, pause)
         parts = _split_parts(failed, 1 if number + 1 == tries else group)
-    if suspects and not answered and _has_number(values):
+    if suspects and _has_number(values):
         answer = yield Ask([next(row for row, value in enumerate(values) if value is not None)], False)
-        answered = isinstance(answer, Values) and _has_number(answer.values)
+        blamed |= set(suspects) if isinstance(answer, Values) and _has_number(answer.values) else set()
     missing = [row for rows in parts for row in rows]
     why = failure.summary if failure else next(iter(invalid.values()), "")
-    blamed = {row for row, value in enumerate(values) if isinstance(value, AtMostWorst)}
-    blamed |= set(suspects if answered else ()) | set(invalid if _has_number(values) else ())
+    blamed |= {row for row, value in enumerate(values) if isinstance(value, AtMostWorst)}
+    blamed |= set(invalid if _has_number(values) else ())
     return Scored(values, tuple(sorted([*missing, *invalid])), why, number, failure, tuple(sorted(blamed)))
 
 

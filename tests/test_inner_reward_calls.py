@@ -170,6 +170,19 @@ def test_a_reward_that_stops_answering_in_the_middle_blames_none() -> None:
     assert result.failed == (4, 5, 6, 7) and result.blamed == () and asked[-1] == [0], "the witness got no number"
 
 
+def test_a_reward_that_stops_answering_in_the_last_try_blames_none_behind_that() -> None:
+    """A service whose limit is reached there, and whose client has an error of its own type for it."""
+    calls = [0]
+
+    def answer(step: Ask) -> Any:
+        calls[0] += 1
+        spent = len(step.rows) == 1 and calls[0] > 9
+        return Failure(ValueError("x")) if spent or {1, 5} & {*step.rows} else all_of(step.rows)
+
+    _, result = play_attempts(answer, n=8)
+    assert result.failed == (1, 4, 5, 6, 7) and result.blamed == (1,), "1 was followed by numbers, the others by none"
+
+
 def test_a_batch_without_one_number_blames_none() -> None:
     assert blamed_by({row: ValueError("x") for row in range(16)})[0] == set()
 

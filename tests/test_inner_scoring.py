@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from inner.host import StandaloneHost
 from inner.scoring import committed_weights
 from tests.test_inner_grpo import after, build
 from tests.test_inner_toolworld import WORLD
@@ -98,3 +99,22 @@ def test_the_models_mode_is_put_back(mode: str) -> None:
     getattr(loop.model, mode)()
     loop.score(ROWS[:4], greedy=True, seed=0)
     assert loop.model.training == (mode == "train")
+
+
+def test_an_answer_that_breaks_its_reward_counts_in_an_evaluation_too(tmp_path: Any) -> None:
+    """Left out, a policy that answers half of the prompts with nonsense would look perfect."""
+    (tmp_path / "rewards.py").write_text(
+        "def score(completions, kind, b, **columns):\n"
+        "    if any(k == 0 for k in kind):\n"
+        "        raise ValueError('no answer in it')\n"
+        "    return [float(n % 2) for n in b]\n"
+    )
+    loop = build(files={"reward": tmp_path / "rewards.py"}, rewards={"function": "rewards.py:score"})
+    loop._reward_calls.host = Quiet()
+    scores = loop.score(ROWS, greedy=True, seed=0)["reward"]
+    assert scores == [0.0 if row["kind"] == 0 else float(row["b"] % 2) for row in ROWS] and 1.0 in scores
+    assert loop._reward_calls.take_missing() == 0 and not loop.pop_metrics().get("reward_broken")
+
+
+class Quiet(StandaloneHost):
+    def pause(self, seconds: float) -> None: ...
