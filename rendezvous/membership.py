@@ -384,7 +384,7 @@ class Membership:
         self._opened = self.awake_s
         self._pace = pace
         self.owed = owed
-        self._done_at.pop(self._read_commit.__name__, None)
+        self._done_at[self._read_commit.__name__] = self._clock.now()  # that there is none yet is how we got here
 
     @property
     def awake_s(self) -> float:

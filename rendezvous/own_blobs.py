@@ -116,9 +116,15 @@ class OwnBlobs:
     def readers_of(self, commit: Commit) -> set[str]:
         """Other slots that may still need a body from here; their beats tell when not any more.
 
-        In a large fleet nobody looks at everybody's beat.
+        In a large fleet nobody looks at everybody's beat, and of a step in shards all parts are announced by now: then
+        the three that lead the next step look, who so know sooner that somebody has died.
         """
-        if not self.bodies or self._members.wanted.universe > rules.LARGE_FLEET:
+        wanted = self._members.wanted
+        if not self.bodies or wanted.universe > rules.LARGE_FLEET:
+            return set()
+        slots = wanted.replicas or wanted.universe
+        rank = rules.commit_rank(commit.t + 1, layout.slot_index(self._members.slot), slots)
+        if commit.mode == "sharded" and rank == rules.LED:
             return set()
         return {o.slot for o in commit.fresh_offers} - {self._members.slot}
 
@@ -138,13 +144,13 @@ class OwnBlobs:
         """May another replica still need our blob of that step?
 
         A replica that was listed and is not known to be dead or past the step; we may never have seen its beat.
-        In a large fleet nobody looks at everybody: direct bodies are small and are kept; others are reduced in shards,
-        whose means are all announced when ours is made, so that they serve instead.
+        Of a step in shards all means are announced when ours is made, so that they serve instead.  In a large fleet
+        nobody looks at everybody: direct bodies are small and are kept.
         """
         commit = self._chain.known_commit(mine.step)
         if commit is None or not commit.lists_offer(mine.step, self._members.slot):
             return False
-        if self._members.wanted.universe > rules.LARGE_FLEET:
+        if commit.mode == "sharded" or self._members.wanted.universe > rules.LARGE_FLEET:
             return commit.mode == "direct"
         peers = [self._members.peers.get(o.slot) for o in commit.fresh_offers if o.slot != self._members.slot]
         return any(p is None or not (p.is_dead(self._timing.dead_after) or p.beat.step > mine.step) for p in peers)

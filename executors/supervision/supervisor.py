@@ -42,6 +42,7 @@ from executors.supervision.alerts import alerts_of
 from executors.supervision.budget import SpendLimit
 from executors.supervision.grace import GRACE_S, goodbye_s, leave_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
+from executors.supervision.looks import Looks
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.plan import Action, Cancel, Desired, Drain, Fence, GiveUp, Launch, Limits, Replace, plan
 from executors.supervision.records_watch import RecordsWatch
@@ -97,13 +98,16 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.lease = Lease.take(self.run.store, self.clock)
         self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
+        self._reader = Reader(self.run.store, STATUS)
+        timing = self.run.timing
+        near = getattr(self.run.store, "near", False)
+        self._looks = Looks(self._reader.refresh, self.clock, 0.0 if near else timing.beat)
         self.emit("started", pid=os.getpid(), executor=self.executor.name)
         wanted = read_control(self.run.store)
         if text := solo_warning(wanted):
             self.emit("warning", kind="solo", text=text)
         self.places = places_of(wanted.places)
-        self._reader = Reader(self.run.store, STATUS)
-        timing = self.run.timing
+        self._said = ("", "")  # with our last beat
         self._tick_s = max(TICK_S, timing.poll)
         self.slots = Slots(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
@@ -147,6 +151,7 @@ class Supervisor:
     def emit(self, event: str, **fields: object) -> None:
         self._journal.emit(event, **fields)
         self._journal.flush()
+        self._looks.forget()
 
     # ------------------------------------------------------------------ the loop
 
@@ -209,12 +214,17 @@ class Supervisor:
 
     def tick(self) -> Outcome | None:
         """One look and what follows from it."""
-        if self.lease.lost:
+        if self._looks.due("lease", 2) and self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
-        self.lease.beat(WATCHING if self._ticked else "starting", self.slots.outages.note)
+        said = (WATCHING if self._ticked else "starting", self.slots.outages.note)
+        if self._looks.due("beat", 0.5) or said != self._said:
+            self._said = said
+            self.lease.beat(*said)
         self._trackers.tick()
         statuses = self.slots.ask(self._reader.refresh)
-        report = self._reader.refresh()
+        if any(status.state.ended for status in statuses.values()):
+            self._looks.forget()
+        report = self._looks.report()
         self.slots.look(report, statuses)
         if not self._ticked:  # with the ends that nobody had seen: the budget counts them
             report = self._reader.refresh()
