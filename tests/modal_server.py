@@ -173,6 +173,7 @@ class Objects:
         self.secrets: dict[str, tuple[str, dict[str, str]]] = {}  # id -> name, values
         self.dicts: dict[str, tuple[str, dict[bytes, bytes]]] = {}
         self.blobs: dict[str, bytes] = {}
+        self.asked_in: set[str] = set()  # environments in which somebody asked for a dict
         self.build_fails: list[str] = []  # its last lines
         self.lines: list[Line] = []
         self._numbers = Counter[str]()
@@ -189,7 +190,9 @@ class Objects:
     def AuthTokenGet(self, _: Any, who: str) -> Any:
         return api_pb2.AuthTokenGetResponse(token="e30.e30.e30")
 
-    def EnvironmentGetOrCreate(self, _: Any, who: str) -> Any:
+    def EnvironmentGetOrCreate(self, r: Any, who: str) -> Any:
+        if r.deployment_name not in ("", "main", "dev"):
+            raise _refuse(Status.NOT_FOUND, f"Environment '{r.deployment_name}' not found")
         settings = api_pb2.EnvironmentSettings(image_builder_version="2025.06")
         metadata = api_pb2.EnvironmentMetadata(name="main", settings=settings)
         return api_pb2.EnvironmentGetOrCreateResponse(environment_id="en-1", metadata=metadata)
@@ -350,6 +353,7 @@ class Objects:
         return Empty()
 
     def DictGetOrCreate(self, r: Any, who: str) -> Any:
+        self.asked_in.add(r.environment_name)
         found = [id for id, (name, _) in self.dicts.items() if name == r.deployment_name]
         if not found and r.object_creation_type != api_pb2.OBJECT_CREATION_TYPE_CREATE_IF_MISSING:
             raise _refuse(Status.NOT_FOUND, f"Dict '{r.deployment_name}' not found in environment 'main'")

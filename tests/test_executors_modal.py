@@ -112,6 +112,25 @@ def test_an_image_of_ones_own(platform, run, tmp_path) -> None:
     assert any("apt-get" in c for image in platform.server.images.values() for c in image.dockerfile_commands)
 
 
+def test_a_plan_asks_modal_who_we_are_where_and_for_each_secret(platform, executor, run, monkeypatch) -> None:
+    """Before: no token, a wrong environment and a missing secret had a price each, and the run was founded."""
+    asked = ReplicaSpec(run, "r00", secrets=("nope",))
+    with pytest.raises(ExecutorError, match="Modal has no secret called 'nope'"):
+        executor.plan([asked])
+    monkeypatch.setenv("MODAL_ENVIRONMENT", "tpyo")
+    with pytest.raises(ExecutorError, match="Modal has no environment 'tpyo'"):
+        executor.plan([replace(asked, secrets=())])
+    monkeypatch.delenv("MODAL_ENVIRONMENT")
+    assert executor.plan([replace(asked, secrets=())]).lines
+    monkeypatch.delenv("MODAL_TOKEN_ID")
+    monkeypatch.delenv("MODAL_TOKEN_SECRET")
+    forget_client()
+    with pytest.raises(ExecutorError, match="Modal does not know who you are"):
+        executor.plan([replace(asked, secrets=())])
+    monkeypatch.undo()
+    forget_client()
+
+
 def test_names_of_apps() -> None:
     names = {app_name(run) for run in ("s3://b/runs/a", "s3://b/runs/b", "gs://b/runs/a", "s3://b/" + "x/" * 60)}
     assert len(names) == 4 and all(len(n) <= 64 and n.startswith("diloco-") for n in names)

@@ -73,6 +73,7 @@ TABLE = [
     (there(replacing_s=61.0), NOBODY, Drain, "no longer wanted"),
     (there(State.PENDING), NOBODY, Cancel, "waiting for a machine"),
     (there(State.PENDING), ENDING, Cancel, "waiting for a machine"),
+    (there(State.PENDING), DONE, Cancel, "waiting for a machine"),
     (there(draining_s=59.0), NOBODY, Drain, "no longer wanted"),
     (there(draining_s=61.0), NOBODY, Cancel, "not left within 61 s"),
     (Observation("r00", State.RUNNING, draining_s=61.0), ENDING, Cancel, "not left within 61 s"),

@@ -84,6 +84,15 @@ def test_a_url_names_a_dict_a_prefix_and_an_environment() -> None:
     assert open_store("modal://runs/first").url == "modal://runs/first"
 
 
+def test_it_lies_in_the_environment_of_the_client(server: ModalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: MODAL_ENVIRONMENT was passed over, and the run lay beside its own containers' environment."""
+    monkeypatch.setenv("MODAL_ENVIRONMENT", "dev")
+    open_store("modal://here/x").get("a")
+    assert server.asked_in == {"dev"}
+    open_store("modal://there/x?environment=main").get("a")
+    assert server.asked_in == {"dev", "main"}
+
+
 def test_two_prefixes_of_one_name_do_not_see_each_other(server: ModalServer) -> None:
     one, other = open_store("modal://runs/one"), open_store("modal://runs/two")
     one.put("k", b"1")

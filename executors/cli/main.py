@@ -425,6 +425,8 @@ def _drain(args: Namespace) -> int:
 
 
 def _stop(args: Namespace) -> int:
+    if args.all or args.executor or not args.run:
+        return _stop_all(args)
     from executors.cli import scale
     from executors.cli.opening import reach_store
     from executors.supervision.purge import purge_run
@@ -447,6 +449,35 @@ def _stop(args: Namespace) -> int:
         advice = "; nothing was purged" if args.purge else ""
         print(f"diloco stop: {', '.join(live)} may still run; try again, or look there{advice}", file=sys.stderr)
     return 1 if live else 0
+
+
+SWEPT_S = 120.0  # for a platform to say that what was cancelled has ended
+
+
+def _stop_all(args: Namespace) -> int:
+    from executors.platforms.multi import Place, make_executor
+
+    if args.run or not (args.all and args.executor):
+        raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` what lives there")
+    from executors.preflight import quote
+
+    executor = make_executor(Place(args.executor))
+    try:
+        found = executor.sweep_all(dry_run=True)
+        _say("\n".join(found))
+        if found and not quote.yes("end them?", args.yes):
+            _say("nothing was ended; --yes ends them without asking")
+            return 130
+        ended = executor.sweep_all() if found else []
+        until = time.monotonic() + SWEPT_S
+        while (left := executor.sweep_all(dry_run=True)) and time.monotonic() < until:
+            time.sleep(1.0)
+    finally:
+        executor.close()
+    words = [*(f"ended {what}" for what in ended), *(f"still there: {what}" for what in left)]
+    nothing = f"nothing of this project lives on {args.executor}"
+    _print_answer(args, {"executor": args.executor, "ended": ended, "live": left}, *(words or [nothing]))
+    return 1 if left else 0
 
 
 # -------------------------------------------------------------------- writing, checking

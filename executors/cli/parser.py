@@ -168,6 +168,13 @@ def _add_changing_verbs(verbs: Any) -> None:
     )
     _set_completion(drain._actions[2], SLOTS)
     stop = _add_verb(verbs, "stop", "end every replica of a run, and prove it", run)
+    stop._actions[1].nargs = "?"
+    _set_completion(
+        stop.add_argument("--executor", metavar="NAME", help="with --all, in RUN's place: what lives on this platform"),
+        *EXECUTORS,
+    )
+    stop.add_argument("--all", action="store_true", help="of any run, also what no run knows of; asks first")
+    stop.add_argument("--yes", "-y", action="store_true", help="with --all: do not ask")
     stop.add_argument(
         "--grace", type=seconds, metavar="S", help="seconds before a kill (default: 20, and three inner steps)"
     )

@@ -150,7 +150,7 @@ def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:
     try:
         request()
     except ExecutorError as error:
-        return SetupStep(name, str(error), "do that, and run the same command again")
+        return SetupStep(name, str(error), "mend that, then run the same command again")
     return SetupStep(name, good)
 
 

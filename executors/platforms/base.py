@@ -25,7 +25,6 @@ from uuid import uuid4
 
 from rendezvous.clock import Clock
 from rendezvous.fields import Longest, Where, Within
-from rendezvous.layout import slot_name
 from rendezvous.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
 
 RANK_ENV = "REPLICA_RANK"
@@ -97,6 +96,7 @@ class ReplicaSpec(Plain):
     env: set before anything heavy is imported only where `fresh`, which asks for a new interpreter.
     gpu: kinds in order of preference, in the platform's words; none: CPU only.   secrets: names, never values.
     timeout_s: how long the process may live (0: as long as the executor allows); it leaves by itself before that.
+    lease_s: it leaves, too, once its launcher has said nothing for so long (short_form.py); 0: it asks for no word.
     """
 
     run: str
@@ -110,6 +110,7 @@ class ReplicaSpec(Plain):
     gpu: tuple[str, ...] = ()
     timeout_s: float = 0.0
     secrets: tuple[str, ...] = ()
+    lease_s: float = 0.0
 
 
 def _is_id(native: str) -> bool:
@@ -223,17 +224,23 @@ class ServerlessExecutor(Protocol):
         specs: Sequence[ReplicaSpec] | None = None,
         *,
         n_replicas: int = 0,
-        entrypoint: str = REPLICA,
-        entrypoint_args: Mapping[str, Any] | None = None,
+        entrypoint: str | Callable[..., Any] = REPLICA,
+        entrypoint_args: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         rank_env: str = RANK_ENV,
+        run: str = "",
+        lease: bool = True,
     ) -> list[Handle]:
-        """Launch these; or, in the short form, the same function n times, with its rank in an environment variable."""
+        """Launch these; or, in the short form, the same function n times, with its rank in an environment variable.
+
+        entrypoint_args: keywords for all, or a list with those of each rank.   run: a name; the same one again takes up
+        what it started.   lease: they leave half an hour after this process has died, where the platform can tell them.
+        """
         if specs is None:
-            kwargs, run = dict(entrypoint_args or {}), self.nameless_run()
-            specs = [
-                ReplicaSpec(run, slot_name(rank), 1, entrypoint, kwargs=kwargs, env={rank_env: str(rank)})
-                for rank in range(n_replicas)
-            ]
+            from executors.platforms.short_form import LEASE_S, short_specs
+
+            name = run if "://" in run else f"{self.name}://{run}" if run else self.nameless_run()
+            lease_s = LEASE_S if lease else 0.0
+            specs = short_specs(name, entrypoint, entrypoint_args, n_replicas, rank_env=rank_env, lease_s=lease_s)
         return self.launch_specs(specs)
 
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
@@ -286,6 +293,13 @@ class ServerlessExecutor(Protocol):
         """Live processes of the run that none of `known` names, as the last poll or find saw them."""
         return []
 
+    def sweep_all(self, dry_run: bool = False) -> list[str]:
+        """End all that this project started there, of any run and by anybody; -> what that is, in words.
+
+        dry_run: only say it.   Raises ExecutorError where the platform cannot list it.
+        """
+        raise ExecutorError(f"{self.name} keeps no list of what was started there; `diloco stop RUN` ends one run")
+
     def sweep(self, run: str) -> list[str]:
         """End all that lives of the run, whoever started it; -> what that was, in words.  Raises ExecutorError."""
         return []
@@ -297,6 +311,19 @@ class ServerlessExecutor(Protocol):
     def close(self) -> None:
         """Let go.  Never stops a replica."""
         ...
+
+    def end_launched(self) -> None:
+        """End what this executor launched, and wait until it has ended."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What it launched ends with the block."""
+        try:
+            self.end_launched()
+        finally:
+            self.close()
 
 
 def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:

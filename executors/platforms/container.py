@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from diloco.host import PLACE_ENV
 from diloco.processes import describe_exit
 from executors.platforms import entrypoint as entry
 from executors.platforms import oom
-from executors.platforms.base import REPLICA, ReplicaSpec, Status
+from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log
@@ -51,30 +51,54 @@ GRACE_S = 12.0  # platforms give about fifteen seconds between asking and killin
 MARGIN, MARGIN_MOST_S = 0.1, 180.0  # of the time limit: left for a last offer
 
 
-def run_replica(raw: Mapping[str, Any], executor: str, grace_s: float = GRACE_S) -> dict[str, Any]:
+def run_replica(
+    raw: Mapping[str, Any], executor: str, grace_s: float = GRACE_S, until: Callable[[], float] | None = None
+) -> dict[str, Any]:
     """Run one spec to its end; -> {"exit_code", "reason", "value", "tail", "began", "ended"}, JSON.
 
     began, ended: Unix times, for a bill of which nobody saw the end.
+    until(): how long its launcher's word counts, for a spec with a lease; it may raise.
 
     An interruption (KeyboardInterrupt, or whatever the platform raises) is passed on to the child and then raised
     again: the platform knows what it wanted.
     """
-    end, interruption = _run_timed(raw, executor, grace_s)
+    spec = ReplicaSpec.from_dict(raw)
+    end, interruption = _run_timed(spec, executor, grace_s, Lease(spec.lease_s, until))
     if interruption is not None:
         raise interruption
     return end
 
 
-def _run_timed(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
+def _run_timed(
+    spec: ReplicaSpec, executor: str, grace_s: float, lease: "Lease"
+) -> tuple[dict[str, Any], BaseException | None]:
     """(its end, what interrupted it)"""
     began = time.time()
-    end, interruption = _run_child(raw, executor, grace_s)
+    end, interruption = _run_child(spec, executor, grace_s, lease)
     return {**end, "began": began, "ended": time.time()}, interruption
 
 
-def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[dict[str, Any], BaseException | None]:
+class Lease:
+    """The word of a launcher, asked for four times while it counts.   until: None where nobody gives it."""
+
+    def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
+        self._ask = until if lease_s else None
+        self._until = time.time() + lease_s
+        self.look_s = lease_s / 4 if self._ask else FOREVER_S
+
+    @property
+    def is_over(self) -> bool:
+        if self._ask is None:
+            return False
+        with suppress(Exception):  # no answer is no news
+            self._until = max(self._until, self._ask())
+        return time.time() > self._until
+
+
+def _run_child(
+    spec: ReplicaSpec, executor: str, grace_s: float, lease: Lease
+) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
-    spec = ReplicaSpec.from_dict(raw)
     os.environ.update(spec.env)  # what its store needs, this look needs too
     try:
         unfit = why_unreachable(spec.run) if spec.entrypoint == REPLICA else None
@@ -96,14 +120,15 @@ def _run_child(raw: Mapping[str, Any], executor: str, grace_s: float) -> tuple[d
         kills = oom.Kills()
         try:
             child.start()
-            code = child.wait(_time_left(spec, began), grace_s)
+            code = child.wait(_time_left(spec, began), grace_s, lease)
         except BaseException as error:
             code = child.leave(grace_s)
             interruption = error
         tail = child.tail  # also waits for the last line to be passed on
         starved = oom.TEXT if interruption is None and kills.explain(code) else ""
+        reason = child.why or starved or describe_exit(code, ours=spec.kwargs is None)
         return _make_end(
-            code, reason=starved, value=child.value() if code == 0 else None, tail=tail if code else ()
+            code, reason=reason, value=child.value() if code == 0 else None, tail=tail if code else ()
         ), interruption
 
 
@@ -115,7 +140,10 @@ def _refuse_start(spec: ReplicaSpec, executor: str, code: int, why: str) -> tupl
 
 
 class Child:
-    """The entry point in a process of its own.   tail: its last lines; all of them go on to our own output."""
+    """The entry point in a process of its own.   tail: its last lines; all of them go on to our own output.
+
+    why: it was ended from here.
+    """
 
     def __init__(self, spec: ReplicaSpec, executor: str, files: Path) -> None:
         self._spec = spec
@@ -123,6 +151,7 @@ class Child:
         self._lines = deque[str](maxlen=TAIL)
         self._place = f"{executor}/{spec.slot}.{spec.attempt}"
         self._process: subprocess.Popen[bytes] | None = None
+        self.why = ""
         self._pump = threading.Thread(target=self._pass_on, name="output", daemon=True)
 
     def start(self) -> None:
@@ -143,15 +172,24 @@ class Child:
             self._pump.join(timeout=5.0)
         return tuple(self._lines)
 
-    def wait(self, seconds: float | None, grace_s: float) -> int:
+    def wait(self, seconds: float | None, grace_s: float, lease: Lease) -> int:
         """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME.
 
         A wait without a limit would sleep in the kernel, and a signal that another thread of the platform's runtime
         took would be heard when the child has ended.  With one it looks up twenty times a second.
         """
         assert self._process is not None
+        until = time.monotonic() + (FOREVER_S if seconds is None else seconds)
         try:
-            return self._process.wait(FOREVER_S if seconds is None else seconds)
+            while (left := until - time.monotonic()) > lease.look_s:
+                with suppress(subprocess.TimeoutExpired):
+                    return self._process.wait(lease.look_s)
+                if lease.is_over:
+                    self.why = "its launcher has said nothing for a whole lease; it leaves rather than being billed"
+                    print(self.why, file=sys.stderr, flush=True)
+                    self.leave(grace_s)
+                    return exitcodes.LEFT
+            return self._process.wait(max(0.0, left))
         except subprocess.TimeoutExpired:
             print("the platform's time limit is near; leaving, to be started again", file=sys.stderr, flush=True)
             code = self.leave(grace_s)
@@ -272,11 +310,13 @@ def replica_lines(lines: Iterable[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
+    """argv: the spec as JSON, the executor's name; for a spec with a lease also the function that tells `until`."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
-    spec = json.loads(argv[0])
-    run_marks.mark(spec["run"])
-    print(f"{STARTED}{spec['slot']}.{spec['attempt']}", flush=True)
-    end, _ = _run_timed(spec, argv[1], GRACE_S)  # asked to go or not: how it ended is what counts
+    spec = ReplicaSpec.from_dict(json.loads(argv[0]))
+    run_marks.mark(spec.run)
+    print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
+    lease = Lease(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
+    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # asked to go or not: how it ended is what counts
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 

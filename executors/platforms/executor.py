@@ -35,8 +35,10 @@ from executors.platforms.base import (
     wait_for_all,
 )
 from executors.platforms.platform import NotStarted, Platform
+from executors.platforms.short_form import Leash
 from rendezvous.clock import Clock, SystemClock
 
+GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: for leaving, and for being seen to have left
 TAIL = 12  # lines of a failed process's log that its result shows
 Launch = tuple[str, str, int]
 
@@ -51,6 +53,9 @@ class Executor(Platform, ServerlessExecutor, ABC):
         self._known: dict[Hashable, Status] = {}  # the last answer about each process
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
+        self._functions: set[Handle] = set()  # called with keywords: their exit codes are their own
+        self._nameless: set[str] = set()
+        self._leash = Leash(self._renew_leases)
 
     # ------------------------------------------------------------------ starting
 
@@ -68,10 +73,23 @@ class Executor(Platform, ServerlessExecutor, ABC):
         if new and len(faults) == len(new):
             raise ExecutorError(next(iter(faults.values())))
         good = {launch: s for launch, s in new.items() if launch not in faults}
+        lease_s = max((s.lease_s for s in good.values()), default=0.0)
+        leased = lease_s > 0 and self.renew([self.new_handle(s) for s in good.values()], self._clock.wall() + lease_s)
         answers: dict[Launch, Handle | NotStarted] = {launch: NotStarted(why) for launch, why in faults.items()}
         answers |= dict(zip(good, self.submit(list(good.values())) if good else (), strict=True))
         handles = self._launched | {launch: self.keep_answer(new[launch], x) for launch, x in answers.items()}
+        if leased:
+            self._leash.hold([handles[launch] for launch in good], lease_s)
+        self._functions |= {handles[launch_of(s)] for s in specs if s.kwargs is not None}
         return [handles[launch_of(s)] for s in specs]
+
+    def nameless_run(self) -> str:
+        run = super().nameless_run()
+        self._nameless.add(run)
+        return run
+
+    def _renew_leases(self, handles: Sequence[Handle], lease_s: float) -> None:
+        self.renew([h for h in handles if self.may_run(h)], self._clock.wall() + lease_s)
 
     def keep_answer(self, spec: ReplicaSpec, answer: Handle | NotStarted) -> Handle:
         """Remember the platform's answer to a launch; -> the handle, a failed one where nothing was started."""
@@ -226,8 +244,20 @@ class Executor(Platform, ServerlessExecutor, ABC):
         self._stop(alive, kill=True)
         return [f"{h.slot}.{h.attempt}: job {h.native} on {self.name}" for h in alive]
 
+    def end_launched(self) -> None:
+        handles = list(self._launched.values())
+        self.cancel(handles, GRACE_S)
+        wait_for_all(lambda: self.poll(handles), self._clock, END_S, self.pause_s)
+
     def close(self) -> None:
-        """Nothing is held."""
+        """Runs without a name are removed from the platform, if all of them have ended."""
+        self._leash.let_go()
+        for run in self._nameless:
+            launched = [h for launch, h in self._launched.items() if launch[0] == run]
+            if launched and all(self.has_ended(h) for h in launched):
+                with suppress(ExecutorError):
+                    self.purge(run)
+        self._nameless.clear()
 
 
 def launch_of(one: ReplicaSpec | Handle) -> Launch:

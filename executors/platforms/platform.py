@@ -123,6 +123,10 @@ class Platform(ABC):
         """The lines from the first on, until the connection ends.  Raises Unavailable if it breaks."""
         return self.read_log(handle)
 
+    def renew(self, handles: Sequence[Handle], until: float) -> bool:
+        """Tell these processes that their launcher lives, which counts until then (Unix time); -> can they be told?"""
+        return False
+
     def alive(self, run: str) -> Collection[Handle]:
         """The processes of the run that lived when the platform was asked last, by a poll or by `discover`."""
         return ()

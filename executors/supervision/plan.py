@@ -159,9 +159,10 @@ def _action_for(desired: Desired, s: Observation, now: float, limits: Limits) ->
 
 
 def _about_running(desired: Desired, s: Observation, limits: Limits) -> Action | None:
-    if desired.ending or (s.slot not in desired.slots and not desired.done):
+    unwanted = s.slot not in desired.slots and not desired.done
+    if desired.ending or unwanted or (desired.done and s.state is State.PENDING):
         return _about_unwanted(s, limits)
-    if desired.done:
+    if desired.done:  # it may write a last snapshot
         return None
     if s.replacing_s is not None:
         if s.replacing_s >= limits.fence_s:

@@ -30,6 +30,13 @@ STREAM_S = 120.0
 CREATE, V2 = 1, 2  # OBJECT_CREATION_TYPE_CREATE_IF_MISSING, VOLUME_FS_VERSION_V2
 
 
+def _usual_environment() -> str:
+    """As the client itself would take it: MODAL_ENVIRONMENT, or the profile's; "" for the workspace's own."""
+    from modal.config import config
+
+    return config["environment"] or ""
+
+
 class Wire:
     """One Dict and one Volume (version 2) of the same name, made when they are not there.   Thread-safe."""
 
@@ -37,7 +44,7 @@ class Wire:
         self._pid = os.getpid()
         self.name = name
         self._pb, self._ask, self._stream = _connect_client()
-        named: dict[str, Any] = {"deployment_name": name, "environment_name": environment}
+        named: dict[str, Any] = {"deployment_name": name, "environment_name": environment or _usual_environment()}
         made = self._ask_once("DictGetOrCreate", "DictGetOrCreateRequest", object_creation_type=CREATE, **named)
         self._dict = made.dict_id
         made = self._ask_once(

@@ -6,7 +6,8 @@
             ├▶ 401 403             Refused: the same once somebody has given other rights
             └▶ any other refusal   ExecutorError: what the Hub says, and what to do about it
 
-    labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for)
+    labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and
+                     until, where a launcher without a supervisor says how long its word counts (short_form.py)
 
 Not promised: that a job which was just started is listed at once; `start` and its caller allow for that.
 """
@@ -18,14 +19,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from executors.platforms.base import ExecutorError, Refused, Unavailable, short_name
+from executors.platforms.base import ExecutorError, Handle, Refused, Unavailable, short_name
 from executors.platforms.wheel import Shipment
-from rendezvous.clock import Clock
+from rendezvous.clock import Clock, SystemClock
 
 T = TypeVar("T")
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # between tries
 ANSWER_S = 20.0  # for one answer of the Hub
 ENOUGH_S = 120.0  # for a request with all its tries
+UNTIL = "until"  # a label
+NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # a variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 HINTS = {
     401: "the token is not valid: `hf auth login`, or set HF_TOKEN",
@@ -138,6 +141,11 @@ class Hub:
         jobs = [self._job_from_row(row) for row in self._list_rows(labels)]
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
+    def all_jobs(self) -> list[HubJob]:
+        """Those of all runs, whoever started them: a job with all of our labels is ours.  One try."""
+        found = [self._job_from_row(row) for row in self._list_rows({})]
+        return [job for job in found if job.run and job.slot and job.attempt]
+
     def _list_rows(self, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Page by page.  Not `list_jobs`: that one hides what the Hub says of the time-out, and retries for long."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
@@ -204,6 +212,15 @@ class Hub:
         except Exception as error:
             if status_of(error) != 404:
                 raise
+
+    def renew(self, handle: Handle, until: float) -> None:
+        """Say in the job's labels how long the word of its launcher counts."""
+        job = self.job(handle.run, handle.native)
+        if job is not None and not job.ended:
+            labels = {"run": job.run, "slot": job.slot, "attempt": str(job.attempt), "limit": str(job.limit_s)}
+            self.api.update_job_labels(
+                job_id=job.id, labels={**labels, UNTIL: str(int(until))}, namespace=self.namespace
+            )
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Its output.  A running job's is followed, or read until it pauses for a few seconds."""
@@ -291,6 +308,13 @@ def as_executor_error(what: str, error: Exception) -> ExecutorError:
     hint = HINTS.get(status_of(error) or 0)
     kind = Unavailable if is_transient(error) else Refused if is_access_denied(error) else ExecutorError
     return kind(f"Hugging Face would not {what}: {said}" + (f". Next: {hint}" if hint else ""))
+
+
+def until_here() -> float:
+    """In a job: the time that `renew` wrote into its labels last; 0 if it never did."""
+    hub = Hub(os.environ.get(NAMESPACE, ""), SystemClock())
+    labels = hub.api.inspect_job(job_id=os.environ["JOB_ID"], namespace=hub.namespace).labels or {}
+    return float(labels.get(UNTIL, 0.0))
 
 
 def run_label(run: str) -> str:

@@ -127,6 +127,12 @@ class HFJobsExecutor(Executor):
         attempts = WATCHES if spec.slot == SUPERVISOR else 1
         return lambda: self._hub.start(spec.run, spec.slot, spec.attempt, limit, attempts, **wanted)
 
+    def renew(self, handles: Sequence[Handle], until: float) -> bool:
+        outcomes = at_once([lambda h=h: self._hub.renew(h, until) for h in handles if h.native])
+        for error in (x for x in outcomes if isinstance(x, Exception)):
+            raise as_executor_error("take the launcher's word", error) from error
+        return True
+
     def _answer_from(self, spec: ReplicaSpec, outcome: HubJob | Exception | str) -> Handle | NotStarted:
         self._jobs.given_up.discard(launch_of(spec))
         if isinstance(outcome, HubJob):
@@ -230,6 +236,13 @@ class HFJobsExecutor(Executor):
 
     def alive(self, run: str) -> list[Handle]:
         return [self._handle_for(run, job) for job in self._jobs.alive(run)]
+
+    def sweep_all(self, dry_run: bool = False) -> list[str]:
+        """All jobs in this namespace that have our labels."""
+        found = self._hub.patient("list jobs", self._hub.all_jobs)
+        alive = [job for job in found if not job.ended]
+        self._jobs.end(() if dry_run else [job.id for job in alive])
+        return [f"the job {job.id} on {self.name}, {job.slot}.{job.attempt} of {job.run}" for job in alive]
 
     def discover(self, run: str) -> list[Handle]:
         return [self._handle_for(run, job) for job in best_last(self._jobs.list_patiently(run))]

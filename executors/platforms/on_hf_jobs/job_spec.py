@@ -21,11 +21,12 @@ from datetime import timedelta
 from typing import Any
 
 from executors.platforms.base import ExecutorError, ReplicaSpec
-from executors.platforms.on_hf_jobs.client import Hub
+from executors.platforms.on_hf_jobs.client import NAMESPACE, Hub
 from executors.platforms.vllm_pins import check_command, pinned_version
 from executors.platforms.wheel import Shipment, pack_code
 
 CONTAINER = "executors.platforms.container"
+CLIENT = "executors.platforms.on_hf_jobs.client"
 MOUNT = "/code"
 BUCKET = "diloco-code"
 IMAGE = f"ghcr.io/astral-sh/uv:python{sys.version_info.major}.{sys.version_info.minor}-bookworm"
@@ -74,6 +75,7 @@ class Recipe:
 
     def job(self, spec: ReplicaSpec, flavor: str, module: str = CONTAINER, *more: str) -> dict[str, Any]:
         """The arguments of run_job.   module: is called with the spec, the executor's name and `more`."""
+        more = (*more, f"{CLIENT}:until_here") if spec.lease_s else more
         request = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
         vllm = self.vllm and module == CONTAINER  # a supervisor needs the client of the Jobs, which is of the first set
         uv, volumes = self._uv_command(vllm)
@@ -81,7 +83,7 @@ class Recipe:
         return {
             "image": self.image,
             "command": [*checked, *uv, "python", "-m", module, request, "hf-jobs", *more],
-            "env": dict(self.env),
+            "env": {**self.env, **({NAMESPACE: self.hub.namespace} if spec.lease_s else {})},
             "secrets": self._secret_values(spec),
             "flavor": flavor,
             "volumes": volumes,

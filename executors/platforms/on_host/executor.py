@@ -203,7 +203,7 @@ class LocalProcessExecutor(Executor):
         code, ended = self._exit_of(handle)
         if not ended:
             return Status(handle, State.RUNNING)
-        reason = processes.describe_exit(code)
+        reason = processes.describe_exit(code, ours=handle not in self._functions)
         if code == 0:
             return Status(handle, State.SUCCEEDED, reason, code)
         if handle in self._cancelled:

@@ -10,6 +10,7 @@
                                    newest/r00    the highest attempt
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
                                    asked/r00.1   somebody cancelled it
+                                   until         how long the word of its launcher counts (short_form.py)
                                    kinds         the functions that were deployed
                                    fingerprint   of the image and the source that they were deployed with
                                    objects       the same: secret/NAME, volume/NAME ─▶ id
@@ -35,6 +36,7 @@ from executors.platforms.on_modal.kinds import Kind
 from rendezvous.clock import SystemClock
 
 NAME = "modal"
+PREFIX = "diloco-"
 SUPERVISE = "supervise"
 NEXT_SUPERVISOR = "executors.supervision.hosted:start_next"
 CRASHES = 3  # containers of one launch that may die without a word
@@ -42,7 +44,7 @@ CRASHES = 3  # containers of one launch that may die without a word
 
 def app_name(run: str) -> str:
     """Of the app and of the dict.  At most 64 letters, digits, dots and dashes."""
-    return f"diloco-{short_name(run)}"
+    return f"{PREFIX}{short_name(run)}"
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,13 @@ class Register:
     def asked(self, slot: str, attempt: int) -> bool:
         return self._entries.contains(f"asked/{slot}.{attempt}")
 
+    def renew(self, until: float) -> None:
+        self._entries["until"] = until
+
+    def until(self) -> float:
+        """How long the word of a launcher counts that nobody supervises (Unix time); 0 without one."""
+        return self._entries.get("until", 0.0)
+
     def kinds(self) -> list[Kind]:
         return [Kind.from_dict(raw) for raw in self._entries.get("kinds", [])]
 
@@ -175,7 +184,7 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
         if ask_patiently(lambda: register.crashes(spec, n), clock) >= note.crashes:
             return ended(None, f"its container died {note.crashes} times without a word: out of memory, or killed")
         try:
-            end = run_replica(raw, NAME)
+            end = run_replica(raw, NAME, until=register.until)
             return end if n == 1 else {**end, "began": 0.0}  # of its earlier containers nobody knows
         except BaseException:
             with suppress(Exception):

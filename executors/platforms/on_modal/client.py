@@ -10,8 +10,11 @@ The client is imported here and nowhere else, and only when it is needed.
 Not promised: Modal's own words; they change without notice, so nothing is decided by them.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -19,6 +22,7 @@ from executors.platforms.base import ExecutorError, Refused, Unavailable
 from rendezvous.clock import Clock
 
 TAIL = 12
+LIST_S = 60.0
 PATIENCE_S = 10.0  # with a service that does not answer; its client itself tries for about a second
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 4.0
@@ -35,6 +39,7 @@ def sdk() -> Any:
     """The modal module."""
     try:
         import modal
+        import modal.config
         import modal.exception
     except ImportError as error:
         raise ExecutorError(
@@ -107,12 +112,39 @@ def no_answer(error: BaseException) -> bool:
     )
 
 
+def check_account(secrets: Iterable[str], run: str) -> None:
+    """Is there a token, the environment that is set here, and each secret in it?  Raises ExecutorError."""
+    with translated_errors():
+        environment = sdk().config.config["environment"] or ""
+        try:
+            if environment:
+                sdk().Environment.from_name(environment).hydrate()
+            else:
+                sdk().Client.from_env().hello()
+        except sdk().exception.NotFoundError:
+            raise ExecutorError(
+                f"Modal has no environment {environment!r} (MODAL_ENVIRONMENT, or the profile's). Next: `modal "
+                "environment list` names those there are"
+            ) from None
+        for name in secrets:
+            check_secret(name, run)
+
+
 def check_secret(name: str, run: str) -> str:
     """-> its id.  Raises ExecutorError if the workspace has none of that name."""
     try:
         return sdk().Secret.from_name(name).hydrate().object_id
     except sdk().exception.NotFoundError:
         raise ExecutorError(f"Modal has no secret called {name!r}. Make it with {how_to_create(name, run)}") from None
+
+
+def live_apps() -> list[str]:
+    """Names of the deployed apps, as `modal app list` tells them: the client has no list of its own."""
+    command = [sys.executable, "-m", "modal", "app", "list", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIST_S)
+    if done.returncode:
+        raise ExecutorError(f"`modal app list` failed: {(done.stderr or done.stdout).strip()[-300:]}")
+    return [str(app["description"]) for app in json.loads(done.stdout) if app["state"] != "stopped"]
 
 
 def volume_id(name: str) -> str:

@@ -18,18 +18,20 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco.runlog.report import SUPERVISOR
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, unanswered
+from executors.platforms.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, Result, State, Status, unanswered
 from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import calls as modal_calls
-from executors.platforms.on_modal.app import SUPERVISE, Note, Register, app_name
+from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name
 from executors.platforms.on_modal.client import (
     SECRET_KEYS,
     access_denied_error,
     ask_patiently,
+    check_account,
     how_to_create,
     inside_container,
     is_access_denied,
+    live_apps,
     no_answer,
     sdk,
     translated_errors,
@@ -98,6 +100,12 @@ class ModalExecutor(Executor):
 
     # ------------------------------------------------------------------ what a launch would do
 
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        """With a question to Modal: a price that nobody could rent at is no plan."""
+        if specs and not inside_container():
+            check_account(sorted({name for s in specs for name in self._apps.kind_of(s).secrets}), specs[0].run)
+        return super().plan(specs)
+
     def plan_line(self, spec: ReplicaSpec) -> str:
         return self._apps.kind_of(spec).words(self.price_of(spec))
 
@@ -150,6 +158,12 @@ class ModalExecutor(Executor):
             raise ExecutorError(why)
         launched = self._apps.prepare(spec.run, [spec], [] if inside_container() else replicas, SUPERVISE)
         return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
+
+    def renew(self, handles: Sequence[Handle], until: float) -> bool:
+        with translated_errors():
+            for run in {h.run for h in handles}:
+                ask_patiently(lambda run=run: self._apps.register_of(run, create=True).renew(until), self._clock)
+        return True
 
     def _launch_one(self, spec: ReplicaSpec, known: Mapping[str, Any] | None) -> Handle | NotStarted:
         """One process; a launch that is known already is not repeated."""
@@ -253,6 +267,15 @@ class ModalExecutor(Executor):
         found = [f"{h.slot}.{h.attempt}: {h.native} on {self.name}" for h in alive]
         return [*found, *([f"{nameless} calls of {app_name(run)} that no launch names"] if nameless > 0 else [])]
 
+    def sweep_all(self, dry_run: bool = False) -> list[str]:
+        """All apps of ours in this environment."""
+        names = [name for name in live_apps() if name.startswith(PREFIX)]
+        with translated_errors():
+            for name in () if dry_run else names:
+                with suppress(sdk().exception.NotFoundError):
+                    ask_patiently(lambda name=name: sdk().App.lookup(name).stop(), self._clock)
+        return [f"the app {name} on {self.name}, with all that runs in it" for name in names]
+
     def shutdown(self, run: str) -> None:
         """End everything of a run, also calls that nobody noted: its app is stopped."""
         _at_once(self._threads, lambda h: self._apps.register_of(run).ask(h.slot, h.attempt), self.find(run))
@@ -277,6 +300,7 @@ class ModalExecutor(Executor):
         return removed
 
     def close(self) -> None:
+        super().close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
