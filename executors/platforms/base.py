@@ -23,8 +23,10 @@ from importlib import import_module
 from typing import Annotated, Any, Protocol, Self
 from uuid import uuid4
 
+from executors.platforms import short_form
 from rendezvous.clock import Clock
 from rendezvous.fields import Longest, Where, Within
+from rendezvous.layout import slot_name
 from rendezvous.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
 
 RANK_ENV = "REPLICA_RANK"
@@ -236,11 +238,17 @@ class ServerlessExecutor(Protocol):
         what it started.   lease: they leave half an hour after this process has died, where the platform can tell them.
         """
         if specs is None:
-            from executors.platforms.short_form import LEASE_S, short_specs
-
+            lease_s = short_form.LEASE_S if lease else 0.0
+            try:
+                each = short_form.arguments_per_rank(entrypoint_args, n_replicas)
+                called = short_form.entrypoint_name(entrypoint)
+            except ValueError as error:
+                raise ExecutorError(str(error)) from None
             name = run if "://" in run else f"{self.name}://{run}" if run else self.nameless_run()
-            lease_s = LEASE_S if lease else 0.0
-            specs = short_specs(name, entrypoint, entrypoint_args, n_replicas, rank_env=rank_env, lease_s=lease_s)
+            specs = [
+                ReplicaSpec(name, slot_name(i), 1, called, kwargs=kwargs, env={rank_env: str(i)}, lease_s=lease_s)
+                for i, kwargs in enumerate(each)
+            ]
         return self.launch_specs(specs)
 
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:

@@ -63,14 +63,14 @@ def run_replica(
     again: the platform knows what it wanted.
     """
     spec = ReplicaSpec.from_dict(raw)
-    end, interruption = _run_timed(spec, executor, grace_s, Lease(spec.lease_s, until))
+    end, interruption = _run_timed(spec, executor, grace_s, LauncherWord(spec.lease_s, until))
     if interruption is not None:
         raise interruption
     return end
 
 
 def _run_timed(
-    spec: ReplicaSpec, executor: str, grace_s: float, lease: "Lease"
+    spec: ReplicaSpec, executor: str, grace_s: float, lease: "LauncherWord"
 ) -> tuple[dict[str, Any], BaseException | None]:
     """(its end, what interrupted it)"""
     began = time.time()
@@ -78,7 +78,7 @@ def _run_timed(
     return {**end, "began": began, "ended": time.time()}, interruption
 
 
-class Lease:
+class LauncherWord:
     """The word of a launcher, asked for four times while it counts.   until: None where nobody gives it."""
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
@@ -96,7 +96,7 @@ class Lease:
 
 
 def _run_child(
-    spec: ReplicaSpec, executor: str, grace_s: float, lease: Lease
+    spec: ReplicaSpec, executor: str, grace_s: float, lease: LauncherWord
 ) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
     os.environ.update(spec.env)  # what its store needs, this look needs too
@@ -172,7 +172,7 @@ class Child:
             self._pump.join(timeout=5.0)
         return tuple(self._lines)
 
-    def wait(self, seconds: float | None, grace_s: float, lease: Lease) -> int:
+    def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord) -> int:
         """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME.
 
         A wait without a limit would sleep in the kernel, and a signal that another thread of the platform's runtime
@@ -315,7 +315,7 @@ def main(argv: list[str]) -> int:
     spec = ReplicaSpec.from_dict(json.loads(argv[0]))
     run_marks.mark(spec.run)
     print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
-    lease = Lease(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
+    lease = LauncherWord(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
     end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # asked to go or not: how it ended is what counts
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]

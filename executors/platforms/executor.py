@@ -54,8 +54,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
         self._functions: set[Handle] = set()  # called with keywords: their exit codes are their own
-        self._nameless: set[str] = set()
-        self._leash = Leash(self._renew_leases)
+        self._leash = Leash(self.renew, self._clock)
 
     # ------------------------------------------------------------------ starting
 
@@ -82,14 +81,6 @@ class Executor(Platform, ServerlessExecutor, ABC):
             self._leash.hold([handles[launch] for launch in good], lease_s)
         self._functions |= {handles[launch_of(s)] for s in specs if s.kwargs is not None}
         return [handles[launch_of(s)] for s in specs]
-
-    def nameless_run(self) -> str:
-        run = super().nameless_run()
-        self._nameless.add(run)
-        return run
-
-    def _renew_leases(self, handles: Sequence[Handle], lease_s: float) -> None:
-        self.renew([h for h in handles if self.may_run(h)], self._clock.wall() + lease_s)
 
     def keep_answer(self, spec: ReplicaSpec, answer: Handle | NotStarted) -> Handle:
         """Remember the platform's answer to a launch; -> the handle, a failed one where nothing was started."""
@@ -201,12 +192,12 @@ class Executor(Platform, ServerlessExecutor, ABC):
         new = [h for h in going if h not in self._cancelled]
         self._cancelled.update(going)
         if self.own_grace:
-            self._stop(going, kill=False)
+            _stop(self, going, kill=False)
             return
         until = self._clock.now() + grace_s
         self._deadlines |= {h: min(until, self._deadlines.get(h, until)) for h in going}
         if grace_s > 0:
-            self._stop(new, kill=False)
+            _stop(self, new, kill=False)
         self._enforce_deadlines()
 
     def may_run(self, handle: Handle) -> bool:
@@ -221,14 +212,10 @@ class Executor(Platform, ServerlessExecutor, ABC):
             del self._deadlines[handle]
         alive = [h for h in due if not self.has_ended(h)]
         try:
-            unheard = self._stop(alive, kill=True)
+            unheard = _stop(self, alive, kill=True)
         except ExecutorError:
             unheard = alive
         self._deadlines |= dict.fromkeys(unheard, now)
-
-    def _stop(self, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
-        """-> those that could not be told."""
-        return (self.stop(handles, kill) or ()) if handles else ()
 
     def find(self, run: str) -> list[Handle]:
         best = {handle.slot: handle for handle in self.discover(run)}
@@ -241,7 +228,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
     def sweep(self, run: str) -> list[str]:
         list(self.discover(run))  # so that `alive` is of now
         alive = list(self.alive(run))
-        self._stop(alive, kill=True)
+        _stop(self, alive, kill=True)
         return [f"{h.slot}.{h.attempt}: job {h.native} on {self.name}" for h in alive]
 
     def end_launched(self) -> None:
@@ -252,12 +239,11 @@ class Executor(Platform, ServerlessExecutor, ABC):
     def close(self) -> None:
         """Runs without a name are removed from the platform, if all of them have ended."""
         self._leash.let_go()
-        for run in self._nameless:
+        for run in {launch[0] for launch in self._launched if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:
             launched = [h for launch, h in self._launched.items() if launch[0] == run]
             if launched and all(self.has_ended(h) for h in launched):
                 with suppress(ExecutorError):
                     self.purge(run)
-        self._nameless.clear()
 
 
 def launch_of(one: ReplicaSpec | Handle) -> Launch:
@@ -276,6 +262,11 @@ def total_price(prices: Iterable[float | None]) -> float | None:
 
 def _whose(handle: Handle) -> str:
     return f"{handle.slot} runs on {handle.executor}, which is none of the run's places; name it again to reach it"
+
+
+def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
+    """-> those that could not be told."""
+    return (platform.stop(handles, kill) or ()) if handles else ()
 
 
 def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:

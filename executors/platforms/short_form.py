@@ -14,33 +14,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec
-from rendezvous.layout import slot_name
+from rendezvous.clock import Clock
 
 LEASE_S = 1800.0
 LOOKS = 4  # in one lease
 Arguments = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
-def short_specs(
-    run: str, entrypoint: str | Callable[..., Any], arguments: Arguments, n: int, *, rank_env: str, lease_s: float
-) -> list[ReplicaSpec]:
-    """One spec per rank.   arguments: for all, or one mapping per rank.   Raises ExecutorError."""
-    each = arguments_per_rank(arguments, n)
-    name = entrypoint_name(entrypoint)
-    return [
-        ReplicaSpec(run, slot_name(rank), 1, name, kwargs=kwargs, env={rank_env: str(rank)}, lease_s=lease_s)
-        for rank, kwargs in enumerate(each)
-    ]
-
-
 def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
-    """ "package.module:function".  A function is taken by its name: a container imports it."""
+    """ "package.module:function".  A function is taken by its name: a container imports it.   Raises ValueError."""
     if isinstance(entrypoint, str):
         return entrypoint
     module, name = getattr(entrypoint, "__module__", None), getattr(entrypoint, "__qualname__", "")
     if not callable(entrypoint) or module in (None, "__main__") or not name.isidentifier():
-        raise ExecutorError(
+        raise ValueError(
             f"entrypoint = {entrypoint!r}: a container imports its entry point by name, and that is no function at the "
             "top of a module. Move it into a module of yours and name it: entrypoint='my_module:function'"
         )
@@ -48,17 +35,17 @@ def entrypoint_name(entrypoint: str | Callable[..., Any]) -> str:
 
 
 def arguments_per_rank(arguments: Arguments, n: int) -> list[dict[str, Any]]:
-    """The keywords of each rank."""
+    """The keywords of each rank.   Raises ValueError."""
     rows = [arguments or {}] * n if arguments is None or isinstance(arguments, Mapping) else list(arguments)
     if len(rows) != n or not all(isinstance(row, Mapping) for row in rows):
-        raise ExecutorError(
+        raise ValueError(
             f"entrypoint_args must be one mapping of keywords for all, or a list with one per rank: {n} are launched, "
             f"and it has {len(rows)} of {', '.join(sorted({type(row).__name__ for row in rows})) or 'nothing'}"
         )
     try:
         json.dumps(rows)
     except (TypeError, ValueError) as error:
-        raise ExecutorError(
+        raise ValueError(
             f"entrypoint_args go to other machines as JSON, and these cannot: {error}. Give names, paths or numbers, "
             "and load the rest there"
         ) from None
@@ -66,15 +53,16 @@ def arguments_per_rank(arguments: Arguments, n: int) -> list[dict[str, Any]]:
 
 
 class Leash:
-    """Says again and again that the launcher lives.   renew(handles, lease_s): raises where it is not heard."""
+    """Says again and again that the launcher lives.   renew(handles, until): raises where it is not heard."""
 
-    def __init__(self, renew: Callable[[Sequence[Handle], float], None]) -> None:
+    def __init__(self, renew: Callable[[Sequence[Any], float], object], clock: Clock) -> None:
         self._renew = renew
-        self._handles: list[Handle] = []
+        self._clock = clock
+        self._handles: list[Any] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def hold(self, handles: Sequence[Handle], lease_s: float) -> None:
+    def hold(self, handles: Sequence[Any], lease_s: float) -> None:
         """From now on, until `let_go` or the end of this process."""
         self._handles += [h for h in handles if h not in self._handles]
         if self._thread is None and self._handles:
@@ -87,6 +75,6 @@ class Leash:
     def _hold_on(self, lease_s: float) -> None:
         while not self._over.wait(lease_s / LOOKS):
             try:
-                self._renew(list(self._handles), lease_s)
+                self._renew(list(self._handles), self._clock.wall() + lease_s)
             except Exception as error:  # of any client: the next turn says it again, three times within one lease
                 print(f"warning: the launcher's lease was not renewed: {error}", flush=True)

@@ -114,18 +114,11 @@ class HFJobsExecutor(Executor):
         """Start the jobs that do not exist yet, all at once; then check what the Hub started."""
         there = {(run, j.slot, j.attempt): j for j in reversed(self._jobs.list_patiently(run))}  # the oldest counts
         new = [s for s in specs if launch_of(s) not in there]
-        outcomes = at_once([self._start_request(s) for s in new])
+        outcomes = at_once([_start_request(self._hub, self._recipe, self._options, s) for s in new])
         if new and not there and all(refused(x) for x in outcomes):
             raise next(x for x in outcomes if isinstance(x, Exception))
         started = dict(zip(map(launch_of, new), outcomes, strict=True))
         return {**there, **started, **self._jobs.settle_duplicates(run, started)}
-
-    def _start_request(self, spec: ReplicaSpec) -> Callable[[], HubJob]:
-        module = (HOSTED, json.dumps(self._options)) if spec.slot == SUPERVISOR else ()
-        wanted = self._recipe.job(spec, self._recipe.flavor(spec), *module)
-        limit = self._recipe.limit(spec)
-        attempts = WATCHES if spec.slot == SUPERVISOR else 1
-        return lambda: self._hub.start(spec.run, spec.slot, spec.attempt, limit, attempts, **wanted)
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
         outcomes = at_once([lambda h=h: self._hub.renew(h, until) for h in handles if h.native])
@@ -224,15 +217,10 @@ class HFJobsExecutor(Executor):
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         """These jobs, and all others of their launches; later those whose run the Hub does not say now."""
         going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
-        own = at_once([lambda h=h: self._is_of_run(h) for h in going], ANSWER_S)
+        own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
         self._jobs.end([*ids, *self._jobs.of_launches(set(map(launch_of, handles)))])
         self._jobs.end_later(h.native for h, is_own in zip(going, own, strict=True) if isinstance(is_own, Exception))
-
-    def _is_of_run(self, handle: Handle) -> bool:
-        """By the label that the Hub keeps: a log may name any job."""
-        listed = any(job.id == handle.native for job in self._jobs.alive(handle.run))
-        return listed or self._hub.job(handle.run, handle.native) is not None
 
     def alive(self, run: str) -> list[Handle]:
         return [self._handle_for(run, job) for job in self._jobs.alive(run)]
@@ -250,6 +238,14 @@ class HFJobsExecutor(Executor):
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
         """A job on the cheapest hardware."""
         return self.launch_specs([replace(spec, gpu=(CPU,), timeout_s=spec.timeout_s or WATCH_S)])[0]
+
+
+def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: ReplicaSpec) -> Callable[[], HubJob]:
+    module = (HOSTED, json.dumps(options)) if spec.slot == SUPERVISOR else ()
+    wanted = recipe.job(spec, recipe.flavor(spec), *module)
+    limit = recipe.limit(spec)
+    attempts = WATCHES if spec.slot == SUPERVISOR else 1
+    return lambda: hub.start(spec.run, spec.slot, spec.attempt, limit, attempts, **wanted)
 
 
 def _last_lines(hub: Hub, job_id: str) -> list[str]:

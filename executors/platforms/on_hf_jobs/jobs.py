@@ -54,6 +54,10 @@ class JobLists:
         text = "Hugging Face gave it a time-out of {} s and not the {} s that were asked for; cancelled"
         return {**first, **{(run, j.slot, j.attempt): text.format(j.given_s, j.limit_s) for j in short}}
 
+    def is_of_run(self, run: str, job_id: str) -> bool:
+        """By the label that the Hub keeps: a log may name any job."""
+        return any(job.id == job_id for job in self.alive(run)) or self._hub.job(run, job_id) is not None
+
     def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
         at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)
 

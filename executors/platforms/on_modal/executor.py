@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco.runlog.report import SUPERVISOR
-from executors.platforms.base import ExecutorError, Handle, LaunchPlan, ReplicaSpec, Result, State, Status, unanswered
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, unanswered
 from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import calls as modal_calls
@@ -100,17 +100,13 @@ class ModalExecutor(Executor):
 
     # ------------------------------------------------------------------ what a launch would do
 
-    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        """With a question to Modal: a price that nobody could rent at is no plan."""
-        if specs and not inside_container():
-            check_account(sorted({name for s in specs for name in self._apps.kind_of(s).secrets}), specs[0].run)
-        return super().plan(specs)
-
     def plan_line(self, spec: ReplicaSpec) -> str:
         return self._apps.kind_of(spec).words(self.price_of(spec))
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
+        if specs and not inside_container():  # a price that nobody could rent at is no plan
+            check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
         if volumes := sorted({k.hub_cache for k in kinds if k.hub_cache}):
@@ -216,18 +212,8 @@ class ModalExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> list[Handle]:
-        heard = _at_once(self._threads, lambda h: self._cancel_call(h, terminate=kill), handles)
+        heard = _at_once(self._threads, lambda h: _cancel_call(self._apps, h, terminate=kill), handles)
         return [h for h, was_heard in zip(handles, heard, strict=True) if not was_heard]
-
-    def _cancel_call(self, handle: Handle, terminate: bool = False) -> bool:
-        with suppress(Exception):  # who cannot be reached ends at a later poll, or by its lease
-            register = self._apps.register_of(handle.run)
-            if not register.names(handle):  # a log named it: it is another's
-                return True
-            register.ask(handle.slot, handle.attempt)
-            sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)
-            return True
-        return False
 
     def discover(self, run: str) -> list[Handle]:
         with translated_errors():
@@ -261,7 +247,7 @@ class ModalExecutor(Executor):
             handles = [_handle_from_entry(run, slot, n, entry) for (slot, n), entry in launched.items()]
             alive = [s.handle for s in self.poll(handles) if not s.state.ended]
             nameless = ask_patiently(lambda: count_inputs(run, register), self._clock) - len(alive)
-            _at_once(self._threads, lambda h: self._cancel_call(h, terminate=True), alive)
+            _at_once(self._threads, lambda h: _cancel_call(self._apps, h, terminate=True), alive)
             if nameless > 0:
                 self.shutdown(run)
         found = [f"{h.slot}.{h.attempt}: {h.native} on {self.name}" for h in alive]
@@ -302,6 +288,17 @@ class ModalExecutor(Executor):
     def close(self) -> None:
         super().close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
+    with suppress(Exception):  # who cannot be reached ends at a later poll, or by its lease
+        register = apps.register_of(handle.run)
+        if not register.names(handle):  # a log named it: it is another's
+            return True
+        register.ask(handle.slot, handle.attempt)
+        sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)
+        return True
+    return False
 
 
 def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: Iterable[Handle]) -> list[T | None]:
