@@ -31,7 +31,7 @@ ENTRY = "tests.entrypoints"
     "entrypoint", [lambda: 1, ModalExecutor.poll, 7, type("Here", (), {"__module__": "__main__"})], ids=repr
 )
 def test_what_no_container_can_import_is_refused_with_the_way_out(entrypoint) -> None:
-    with pytest.raises(ExecutorError, match=r"Move it into a module of yours and name it"):
+    with pytest.raises(ValueError, match=r"Move it into a module of yours and name it"):
         short_form.entrypoint_name(entrypoint)
 
 
@@ -48,8 +48,13 @@ def test_a_function_of_a_module_is_taken_by_its_name() -> None:
     ],
 )
 def test_arguments_that_cannot_be_dealt_out_are_refused(arguments, word) -> None:
-    with pytest.raises(ExecutorError, match=word):
+    with pytest.raises(ValueError, match=word):
         short_form.arguments_per_rank(arguments, 2)
+
+
+def test_such_a_launch_is_refused_as_every_other() -> None:
+    with LocalProcessExecutor() as here, pytest.raises(ExecutorError, match="2 are launched"):
+        here.launch_replicas(n_replicas=2, entrypoint=f"{ENTRY}:returns", entrypoint_args=[{}])
 
 
 def test_each_rank_has_arguments_of_its_own_and_a_name_takes_them_up_again(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class ModalExecutor(Executor):
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
-        if specs and not inside_container():  # a price that nobody could rent at is no plan
+        if any(not self.fault_of(s) for s in specs) and not inside_container():  # else nobody could rent at the price
             check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
