@@ -17,8 +17,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from inner.base import Files, InnerConfig, InnerError, Seeds
 from inner.flat_names import EVAL, setting_of
 from inner.prompts import load_prompts
 from inner.rehearse import ask_child
-from inner.rendering import text_of
+from inner.rendering import template_fault
 
 TIME_S = 120.0
 PROMPTS_S = 30.0
@@ -120,27 +119,7 @@ def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
     if isinstance(prompt, str):
         calls = "is a text, and tools are called in chats. Write messages, or set inner.data.system, which makes them."
         return calls if trainer.tools else ""
-    try:
-        written = trainer._prompt_text(prompt)
-    except Exception as error:  # a template refuses by raising whatever jinja raises
-        return f"cannot be written by the chat template of {config.model}: {error}. {_advice(config, trainer, prompt)}"
-    newest = next((m for m in reversed(prompt) if m["role"] == "user"), prompt[-1])
-    text = str(text_of(newest.get("content") or "")).strip()
-    if text not in written:
-        return (
-            f"is not what the chat template of {config.model} writes: {text[:60]!r} is left out of "
-            f"{written[-120:]!r}. Write it as one text, in a message of the role user."
-        )
-    return ""
-
-
-def _advice(config: InnerConfig, trainer: Any, prompt: Sequence[Mapping[str, Any]]) -> str:
-    if prompt[0]["role"] == "system":
-        with suppress(Exception):
-            trainer._prompt_text(prompt[1:])
-            mend = "Leave inner.data.system out" if config.data.system is not None else "Take the system message out"
-            return f"It takes no system message. {mend}, or write its text into the first message of the user."
-    return "Write the messages as this model takes them."
+    return template_fault(trainer._prompt_text, prompt, config)
 
 
 def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt: Any) -> str:

@@ -16,13 +16,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from inner.base import Files, InnerConfig, InnerError
+from inner.flat_names import setting_of
 from inner.gguf_header import is_gguf_file
 from inner.rehearse import ask_child
-from inner.rendering import prompt_ids, text_of
+from inner.rendering import prompt_ids, render_text, template_fault, text_of
 
 MOST_PROMPTS = 1000  # are measured
 TIME_S = 120.0
@@ -118,7 +120,14 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     )
     prompts = load_prompts(config.data.source or "", files, config.data)
     tokenizer = _tokenizer_of(config)
-    switches = config.trl.get("chat_template_kwargs")
+    switches = config.trl.get("chat_template_kwargs") or {}
+    switches = json.loads(switches) if isinstance(switches, str) else switches
+    write = partial(render_text, tokenizer, **switches)
+    for number, row in enumerate(prompts[:MOST_PROMPTS] if tokenizer.chat_template else (), 1):
+        if isinstance(row["prompt"], list) and (fault := template_fault(write, row["prompt"], config)):
+            raise InnerError(
+                f"{setting_of('prompts', config.data.source)} = {config.data.source!r}, prompt {number} {fault}"
+            )
     lengths = [count_tokens(tokenizer, row["prompt"], switches) for row in prompts[:MOST_PROMPTS]]
     began = time.perf_counter()
     trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
@@ -199,6 +208,8 @@ def main(asked: Mapping[str, Any]) -> None:
         )
     except InnerError as error:
         found = {"refused": str(error)}
+    except Exception as error:  # no code of the user's raises it: a reward's errors are InnerErrors
+        found = {"refused": f"the trial ended with {type(error).__name__}: {error}"}
     Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ from executors.cli.main import main
 from inner import InnerConfig, InnerError
 from inner.trial import PromptTrial, Trial, TriedCompletion, count_tokens, load_tokenizer, run_trial, try_reward
 from inner.worlds.toolworld import ToolWorld
+from tests.tiny_models import tiny_model_folder
 
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "answer": str(n + 1)} for n in range(5)]
 GOOD = """def score(completions, answer, **_):
@@ -110,6 +111,15 @@ def test_a_reward_that_ends_its_process(project: Path, capfd: pytest.CaptureFixt
     (project / "rewards.py").write_text("import os\nos._exit(3)\n")
     assert main(["check", str(project / "run.toml")]) == 2
     assert "exit code 3" in capfd.readouterr().err
+
+
+def test_a_template_that_takes_no_system_message_is_not_the_rewards_fault(project: Path) -> None:
+    """Before: "rewards.py:score ended its process …; take the exit out"."""
+    raw = {"model": str(tiny_model_folder("gemma2")), "data": {"prompts": "prompts.jsonl", "system": "Be brief."}}
+    config = InnerConfig.from_dict({**raw, "rewards": {"function": "rewards.py:score"}})
+    files = {"prompts": project / "prompts.jsonl", "reward": project / "rewards.py"}
+    with pytest.raises(InnerError, match=r"prompt 1 cannot be written by the chat template .*Leave inner.data.system"):
+        run_trial(config, files, rows=1, given=())
 
 
 def test_toolworld_has_a_tokenizer_of_its_own(project: Path) -> None:

@@ -110,7 +110,7 @@ def tiny_model_folder(name: str) -> Path:
     if not tiny.ends:
         tokenizer.eos_token = tokenizer.pad_token = None
     rows = tiny.rows or len(tokenizer)
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model(
         name.partition(":")[0], vocab_size=rows, **{k: i if i is None or i < rows else None for k, i in ids.items()},
         pad_token_id=None, **tiny.settings,
