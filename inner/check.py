@@ -23,6 +23,7 @@ from inner.lessons import Rollout
 from inner.process_settings import ProcessSettings, read_head_width
 from inner.prompts import load_prompts
 from inner.replay.pairs import training_pairs
+from inner.reward_form import call_fault, call_of, sameness
 from inner.spans import Turn
 from inner.userfiles import check_syntax, load_object, load_reward, local_file, user_lines
 
@@ -44,13 +45,25 @@ def check_inner(config: InnerConfig, files: Files) -> None:
             reward(**_empty_call(rows))
         elif rows:
             call = {**_empty_call(rows), "environments": [None, None]}
-            if fault := _binding_fault(load_object(kind, spelling, files), **call):
-                raise InnerError(
-                    f"reward {spelling} cannot be called as TRL calls it: {fault}. It gets {', '.join(call)}; take "
-                    "those that it reads by name, and the others with **columns."
-                )
+            if fault := call_fault(load_object(kind, spelling, files), call):
+                raise InnerError(f"reward {spelling} cannot be called: {fault}.")
     if config.process is not None:
         _check_process(config.process, files, rows)
+
+
+def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
+    """Return a warning about a reward that gives the answers of the first rows and nothing at all the same; "" if it
+    does not, or if that cannot be known here."""
+    named = config.rewards.named
+    if config.loop == "supervised" or config.sampling.environment or config.rewards.models or not named:
+        return ""
+    weights = config.rewards.weights
+    rewards = [(load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in named.items()]
+    first = load_prompts(config.data.source, files, config.data)[:rows] if config.data.source is not None else []
+    same = sameness(rewards, first)
+    tries = '`diloco check CONFIG --completion "…"` tries an answer that should be worth more'
+    words = f"{', '.join(named.values())} {same}".rstrip(" .")
+    return f"warning: {words}; {tries}" if same else ""
 
 
 def _check_reset(config: InnerConfig, environment: Any, row: dict[str, Any]) -> None:
@@ -168,19 +181,9 @@ def _check_schema(spelling: str, tool: Any, path: Path) -> None:
 
 def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The keyword arguments that TRL would pass, for two empty rollouts."""
-    two = [rows[0], rows[min(1, len(rows) - 1)]]
-    chat = isinstance(two[0]["prompt"], list)
-    nothing: Any = [{"role": "assistant", "content": ""}] if chat else ""
-    columns = {name: [row[name] for row in two] for name in two[0] if name != "prompt"}
-    return {
-        "prompts": [row["prompt"] for row in two],
-        "completions": [nothing, nothing],
-        "completion_ids": [[], []],
-        "trainer_state": None,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-        **columns,
-    }
+    two = [call_of(row, [""], [[]]) for row in (rows[0], rows[min(1, len(rows) - 1)])]
+    each = {name: value + two[1][name] for name, value in two[0].items() if isinstance(value, list)}
+    return {**two[0], **each}
 
 
 def _check_text(config: InnerConfig, files: Files) -> None:

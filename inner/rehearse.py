@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Rehearsal:
 
     late: it was not done after TIME_S, so nothing is known.
     sandboxed: it runs programs in bubblewrap, so replicas need that; no_sandbox: this machine cannot.
+    warning: a reward that works, and says the same of everything.
     """
 
     refused: str = ""
@@ -44,6 +45,7 @@ class Rehearsal:
     late: bool = False
     sandboxed: bool = False
     no_sandbox: bool = False
+    warning: str = ""
 
 
 def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehearsal:
@@ -51,16 +53,16 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehea
     if not config.own_code:
         return Rehearsal()
     child = ask_child("inner.rehearse", config, files, {}, time_s=time_s)
-    if child.late:
-        return Rehearsal(late=True)
     if child.answer is not None:
         return Rehearsal(**child.answer)
+    if child.late:
+        return Rehearsal(late=True)
     return Rehearsal(_explain_exit(config, child.code, child.stderr))
 
 
 @dataclass(frozen=True)
 class Trying:
-    """late: it was ended after its time.   answer: what it wrote, None if it ended before."""
+    """late: it was ended after its time.   answer: what it had written by then, None if it ended before."""
 
     late: bool = False
     answer: dict[str, Any] | None = None
@@ -81,16 +83,17 @@ def ask_child(
         command = [sys.executable, "-m", module, json.dumps(whole)]
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         out = sys.stderr.fileno() if prints else subprocess.PIPE
+        answer = Path(whole["answer"])
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=None if prints else subprocess.PIPE,
                 text=True, timeout=time_s, cwd=empty, env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
+            late, code, stderr = False, done.returncode, done.stderr or ""
         except subprocess.TimeoutExpired:
-            return Trying(late=True)
-        answer = Path(whole["answer"])
+            late, code, stderr = True, 0, ""
         written = json.loads(answer.read_text(encoding="utf-8")) if answer.is_file() else None
-        return Trying(answer=written, code=done.returncode, stderr=done.stderr or "")
+        return Trying(late, written, code, stderr)
 
 
 def copy_files(files: Files, scratch: Path) -> dict[str, str]:
@@ -148,8 +151,26 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 def main(asked: Mapping[str, Any]) -> None:
     files = {k: Path(v) for k, v in asked["files"].items()}
-    found = run_checks(InnerConfig.from_dict(asked["inner"]), files)
-    Path(asked["answer"]).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    config = InnerConfig.from_dict(asked["inner"])
+    found = run_checks(config, files)
+    _write(Path(asked["answer"]), found)  # before what may be late
+    if not found.refused:
+        _write(Path(asked["answer"]), replace(found, warning=_warning(config, files)))
+
+
+def _warning(config: InnerConfig, files: Files) -> str:
+    from inner.check import constant_reward
+
+    try:
+        return constant_reward(config, files)
+    except InnerError as error:  # it does what it must for empty answers, and not for those of the rows
+        return f"warning: {error}"
+
+
+def _write(path: Path, found: Rehearsal) -> None:
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    whole.replace(path)
 
 
 if __name__ == "__main__":

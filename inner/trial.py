@@ -25,10 +25,10 @@ from inner.flat_names import setting_of
 from inner.gguf_header import is_gguf_file
 from inner.rehearse import ask_child
 from inner.rendering import prompt_ids, render_text, template_fault, text_of
+from inner.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
 MOST_PROMPTS = 1000  # are measured
 TIME_S = 120.0
-OF_A_TASK = ("task", "entry")  # columns for its scorer alone
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Trial:
     """tokens: of the shortest and of the longest prompt.   seconds: that the reward took in all.
 
     template: the chat template wrote the prompts; else they are plain text.
+    cause: the likeliest, in words, of a reward that gives everything the same.
     """
 
     prompts: int
@@ -60,6 +61,7 @@ class Trial:
     template: bool
     seconds: float
     trials: tuple[PromptTrial, ...]
+    cause: str = ""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -70,7 +72,8 @@ class Trial:
         trials = tuple(
             PromptTrial(t["prompt"], tuple(TriedCompletion(**s) for s in t["scored"])) for t in raw["trials"]
         )
-        return cls(raw["prompts"], (raw["tokens"][0], raw["tokens"][1]), raw["template"], raw["seconds"], trials)
+        tokens = (raw["tokens"][0], raw["tokens"][1])
+        return cls(raw["prompts"], tokens, raw["template"], raw["seconds"], trials, raw["cause"])
 
 
 def try_reward(
@@ -133,7 +136,9 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     trials = [_try_row(rewards, tokenizer, row, given) for row in prompts[:rows]]
     seconds = time.perf_counter() - began
     template = any(isinstance(row["prompt"], list) for row in prompts)
-    return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials))
+    values = {scored.reward for trial in trials for scored in trial.scored}
+    cause = likeliest_cause(rewards, prompts[:rows]) if len(values) == 1 else ""
+    return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials), cause)
 
 
 def _tokenizer_of(config: InnerConfig) -> Any:
@@ -170,34 +175,15 @@ def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Ma
 def _try_row(
     rewards: Sequence[tuple[Any, float]], tokenizer: Any, row: dict[str, Any], given: Sequence[str]
 ) -> PromptTrial:
-    columns = {name: value for name, value in row.items() if name != "prompt"}
-    tried = [
-        (name, str(value))
-        for name, value in columns.items()
-        if isinstance(value, str | int | float) and name not in OF_A_TASK
-    ]
-    tried += [*(("given", text) for text in given), ("empty", "")]
+    tried = candidates(row)
+    tried[-1:-1] = [("given", text) for text in given]
     texts = [text for _, text in tried]
-    chat = isinstance(row["prompt"], list)
-    asked: dict[str, Any] = {
-        "prompts": [row["prompt"]] * len(texts),
-        "completions": [[{"role": "assistant", "content": text}] if chat else text for text in texts],
-        "completion_ids": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
-        "trainer_state": None,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-        **{name: [value] * len(texts) for name, value in columns.items()},
-    }
+    asked = call_of(row, texts, [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
     weights = [weight for _, weight in rewards]
     values = [weighted_sum(of_one, weights) for of_one in zip(*(reward(**asked) for reward, _ in rewards), strict=True)]
-    shown = text_of(row["prompt"][-1].get("content", "")) if chat else row["prompt"]
+    prompt = row["prompt"]
+    shown = text_of(prompt[-1].get("content", "")) if isinstance(prompt, list) else prompt
     return PromptTrial(str(shown), tuple(TriedCompletion(*t, v) for t, v in zip(tried, values, strict=True)))
-
-
-def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Of the rewards that say something, as TRL adds them; None where none does."""
-    known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
-    return sum(known) if known else None
 
 
 def main(asked: Mapping[str, Any]) -> None:

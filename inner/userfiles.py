@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from typing import Any
 from inner.attempts import LARGEST, is_reward
 from inner.base import Files, InnerError
 from inner.flat_names import MODULES, setting_of
+from inner.reward_form import call_fault
 
 
 def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
@@ -105,9 +107,9 @@ def user_lines(error: BaseException, path: Path) -> str:
     what = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
     where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
-    return (
-        f"{where}  {what}\n  next: run `python {path.name}` where this runs; mend the line, or install what it imports."
-    )
+    mend = f"mend the line; `python {path.name}` shows what the file does by itself"
+    install = f"install what it imports where this runs, or leave the import out of {path.name}"
+    return f"{where}  {what}\n  next: {install if isinstance(error, ImportError) else mend}."
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
@@ -121,12 +123,14 @@ def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None 
     """The same function; an exception, a wrong length or a NaN becomes an InnerError that names it."""
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        if fault := call_fault(function, {"completions": completions, **columns}):
+            raise InnerError(f"reward {spelling} cannot be called: {fault}.")
         try:
             values = function(completions=completions, **columns)
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except Exception as error:
             shown = user_lines(error, path) if path is not None else f"  {error!r}"
-            shown += _form_advice(error, completions)
+            shown += _form_advice(error, completions) or _column_advice(error, columns)
             raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
         return checked_rewards(values, len(completions), spelling)
 
@@ -142,11 +146,19 @@ def _form_advice(error: Exception, completions: list[Any]) -> str:
             "\n  completions are texts here, because the prompts are texts: use each as it is, or set "
             "inner.data.system, which makes chats of both"
         )
-    if not texts and ("'list' object" in what or "got 'list'" in what):
+    if not texts and any(w in what for w in ("'list' object", "got 'list'", "list indices")):
         return (
-            '\n  completions are lists of messages here, because the prompts are: the text is completion[-1]["content"]'
+            "\n  completions is a list with one entry per completion, and each is a list of messages here, because the "
+            'prompts are: [completion[-1]["content"] for completion in completions]'
         )
     return ""
+
+
+def _column_advice(error: Exception, columns: Mapping[str, Any]) -> str:
+    """A column that was looked up under a name which the prompts do not have."""
+    asked = error.args[0] if isinstance(error, KeyError) and error.args else None
+    near = get_close_matches(asked, columns, n=1) if isinstance(asked, str) and asked not in columns else []
+    return f"\n  the prompts have no column {asked!r}; did you mean {near[0]!r}?" if near else ""
 
 
 def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | None]:

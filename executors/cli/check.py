@@ -36,7 +36,7 @@ def _warnings(trial: Trial, reward: str) -> list[str]:
     if len(values) == 1:
         return [
             f"warning: every completion got {next(iter(values)):g}, and a group of equal rewards teaches nothing. "
-            'Try an answer that should be worth more: --completion "…"'
+            f'{trial.cause}Try an answer that should be worth more: --completion "…"'
         ]
     return []
 

@@ -79,6 +79,8 @@ def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
         notes.append(about_missing(found.missing, code, found.refused, places))
     elif found.refused and not found.no_sandbox:
         raise InnerError(found.refused)
+    if found.warning:
+        notes.append(found.warning)
     if found.sandboxed:
         notes += about_sandbox(code, found.refused, places)
     return notes

@@ -1,0 +1,151 @@
+"""What a reward is called with; why one cannot be called so; why one says the same of everything.
+
+    row ─▶ candidates: each other column's value (the answer is often one) · an empty one
+        ─▶ reward(prompts, completions, completion_ids, …, columns)        completions: texts, or lists of messages
+             ├─ its signature does not take these    ─▶ `call_fault` names the argument that was meant
+             └─ one value for all of them            ─▶ `sameness` asks again in another form: where values differ
+                                                        then, that is the likeliest cause
+
+Not promised: that the cause is the true one; the reward's own lines are not read.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any
+
+from inner.errors import InnerError
+
+OF_A_TASK = ("task", "entry")  # columns for its scorer alone
+OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+Row = Mapping[str, Any]
+Rewards = Sequence[tuple[Callable[..., Any], float]]
+
+
+def candidates(row: Row) -> list[tuple[str, str]]:
+    """(column, its value as text) of each that could be an answer, and ("empty", "")."""
+    named = [(name, value) for name, value in row.items() if name != "prompt" and name not in OF_A_TASK]
+    return [*((name, str(value)) for name, value in named if isinstance(value, str | int | float)), ("empty", "")]
+
+
+def call_of(
+    row: Row, texts: Sequence[str], ids: Sequence[Sequence[int]], *, chat: bool | None = None
+) -> dict[str, Any]:
+    """The keyword arguments that TRL would pass for some completions of one prompt.
+
+    chat: are completions messages?  Default: as the prompt is.
+    """
+    chat = isinstance(row["prompt"], list) if chat is None else chat
+    columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
+    completions: list[Any] = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    nothing = {"trainer_state": None, "log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
+    fixed = {"prompts": [row["prompt"]] * len(texts), "completions": completions, "completion_ids": list(ids)}
+    return {**fixed, **nothing, **columns}
+
+
+def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Of the rewards that say something, as TRL adds them; None where none does."""
+    known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
+    return sum(known) if known else None
+
+
+# -------------------------------------------------------------------- it cannot be called
+
+
+def call_fault(function: Callable[..., Any], call: Row) -> str:
+    """Return why the function does not take these keyword arguments, and how it should begin; "" if it does."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C, without one
+        return ""
+    try:
+        signature.bind(**call)
+    except TypeError as error:
+        parameters = signature.parameters.values()
+        faults = [*_missing_words(parameters, call), *_extra_words(parameters, call)] or [str(error)]
+        name = getattr(function, "__name__", "reward")
+        return f"{'; '.join(faults)}.\n  next: write `def {name}({_head(parameters, call)}):`; {_batch_words(call)}"
+    return ""
+
+
+def _named(parameters: Any) -> list[str]:
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"]
+
+
+def _meant(name: str, call: Row) -> str:
+    """The argument that was meant by this name; "" if none is near."""
+    columns = [key for key in call if key not in OURS]
+    return next(iter(get_close_matches(name, [*columns, "completions", "prompts"], n=1, cutoff=0.7)), "")
+
+
+def _missing_words(parameters: Any, call: Row) -> Iterator[str]:
+    for p in parameters:
+        if p.name in call or p.name not in _named([p]) or p.default is not p.empty:
+            continue
+        if f"{p.name}s" in ("completions", "prompts"):
+            yield f"it asks for one {p.name!r}, and is called once with all {p.name}s of a batch, a list"
+            continue
+        columns = ", ".join(repr(key) for key in call if key not in OURS)
+        guess = f"did you mean {meant!r}?" if (meant := _meant(p.name, call)) else f"they have {columns or 'no other'}"
+        yield f"it asks for {p.name!r}, and the prompts have no column of that name; {guess}"
+
+
+def _extra_words(parameters: Any, call: Row) -> Iterator[str]:
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        extra = [key for key in call if key not in _named(parameters)]
+        yield f"it is called with {', '.join(extra)}, too, and has no **columns at its end, which takes them"
+
+
+def _head(parameters: Any, call: Row) -> str:
+    """The arguments that it should have: its own with their right names, and **columns."""
+    own = [name if name in call else _meant(name, call) for name in _named(parameters)]
+    return ", ".join([*dict.fromkeys(["completions", *filter(None, own)]), "**columns"])
+
+
+def _batch_words(call: Row) -> str:
+    of = "a list of messages" if any(isinstance(c, list) for c in call.get("completions", ())) else "a text"
+    return f"each argument is a list with one entry per completion, and a completion is {of}"
+
+
+# -------------------------------------------------------------------- it says the same of everything
+
+
+def sameness(rewards: Rewards, rows: Sequence[Row]) -> str:
+    """Return what is wrong with rewards that give all candidates of these rows the same; "" if they do not."""
+    if len(values := set(_values(rewards, rows))) != 1:
+        return ""
+    if values == {None}:
+        return "says of no completion what it is worth; a run with it learns nothing"
+    tried = ", ".join(dict.fromkeys(repr(text) for row in rows for _, text in candidates(row)))
+    tried = tried if len(tried) <= 60 else f"{tried[:60]}…"
+    words = f"gives each of {tried} the same, {next(iter(values)):g}, and a group of equal rewards teaches nothing"
+    return f"{words}. {likeliest_cause(rewards, rows)}".removesuffix(". ")
+
+
+def _values(rewards: Rewards, rows: Sequence[Row], *, chat: bool | None = None) -> list[float | None]:
+    found = list[float | None]()
+    for row in rows:
+        texts = [text for _, text in candidates(row)]
+        call = call_of(row, texts, [[0] * len(text.split()) for text in texts], chat=chat)
+        each = zip(*(reward(**call) for reward, _ in rewards), strict=True)
+        found += [weighted_sum(one, [weight for _, weight in rewards]) for one in each]
+    return found
+
+
+def likeliest_cause(rewards: Rewards, rows: Sequence[Row]) -> str:
+    """Return the change of form with which their values differ, as a sentence and a blank; "" if none does."""
+    chat = isinstance(rows[0]["prompt"], list)
+    as_text = [{k: str(v) if isinstance(v, int | float) else v for k, v in row.items()} for row in rows]
+    text = 'the text is completion[-1]["content"]' if chat else "use each as it is"
+    here = "a list of messages" if chat else "a text"
+    forms: list[tuple[str, Sequence[Row], bool]] = [
+        (f"It reads a completion as if it were {'a text' if chat else 'messages'}; here it is {here}: {text}",
+         rows, not chat),
+        ("A column is a number in the file, and an answer is text: compare with str(…) of it", as_text, chat),
+    ]  # fmt: skip
+    for cause, again, form in forms:
+        with suppress(InnerError):  # what raises in that form is not written for it
+            if len(set(_values(rewards, again, chat=form))) > 1:
+                return f"{cause}. "
+    return ""

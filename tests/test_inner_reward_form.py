@@ -1,0 +1,83 @@
+"""A reward that cannot be called as TRL calls it, or says the same of everything, hears what was meant."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inner import InnerConfig, InnerError
+from inner.check import check_inner, constant_reward
+from inner.rehearse import rehearse
+
+CHAT = [{"prompt": [{"role": "user", "content": "6 + 1?"}], "answer": "7"}] * 2
+TEXT = [{"prompt": "6 + 1?", "answer": "7"}] * 2
+
+
+def config_of(folder: Path, code: str, rows=CHAT) -> tuple[InnerConfig, dict[str, Path]]:
+    (folder / "rewards.py").write_text(code)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw = {"model": "x", "data": {"prompts": "prompts.jsonl"}, "rewards": {"function": "rewards.py:score"}}
+    return InnerConfig.from_dict(raw), {"reward": folder / "rewards.py", "prompts": folder / "prompts.jsonl"}
+
+
+HEAD = "  next: write `def score(completions, answer, **columns):`; each argument is a list"
+ALL = "def score(completions, **columns):\n    "
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def score(completions, answer): ...", ["called with prompts, completion_ids", "no **columns", HEAD]),
+        ("def score(completions, anwser, **_): ...", ["asks for 'anwser'", "did you mean 'answer'?", HEAD]),
+        ("def score(completions, solution, **_): ...", ["asks for 'solution'", "they have 'answer'"]),
+        ("def score(completion, answer, **_): ...", ["one 'completion'", "all completions of a batch", HEAD]),
+        ("def score(prompt, completion): ...", ["one 'prompt'", "one 'completion'", "no **columns"]),
+        ("async def score(completions): ...", ["no **columns"]),
+        (f"{ALL}return [columns['anwser'] for c in completions]", ["no column 'anwser'", "mean 'answer'?"]),
+        (f"{ALL}return [c.strip() for c in completions]", ["rewards.py, line 2", "is a list of messages"]),
+        (f"{ALL}return [c['content'] for c in completions]", ["mend the line", 'completion[-1]["content"] for']),
+        ("import nothing_of_this_name", ["install what it imports"]),
+    ],
+)  # fmt: skip
+def test_the_advice_is_about_the_mistake(tmp_path, code, told):
+    """Before: "run `python rewards.py`; mend the line, or install what it imports" for each of them."""
+    with pytest.raises(InnerError) as refused:
+        check_inner(*config_of(tmp_path, code))
+    assert all(words in str(refused.value) for words in told), refused.value
+    assert ("install" in str(refused.value)) == ("import" in code)
+
+
+def test_a_reward_that_takes_less_by_default_is_called(tmp_path):
+    code = "def score(completions, answer='', weight=1.0, *args, **columns):\n    return [weight] * len(answer)\n"
+    check_inner(*config_of(tmp_path, code))
+
+
+@pytest.mark.parametrize(
+    ("code", "rows", "cause"),
+    [
+        ("return [float('7' in c) for c in completions]", CHAT, "as if it were a text; here it is a list of messages"),
+        ("return [float(a in c) for c, a in zip(completions, columns['answer'])]", CHAT, 'completion[-1]["content"]'),
+        ("return [float(c[-1]['content'] == a) for c, a in zip(completions, columns['answer'])]",
+         [{**CHAT[0], "answer": 7}], "A column is a number in the file"),
+        ("return [0.0] * len(completions)", CHAT, "each of '7', '' the same, 0, and a group of equal rewards teaches"),
+        ("return [0.25] * len(completions)", TEXT, "the same, 0.25"),
+        ("return [None] * len(completions)", TEXT, "learns nothing"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_is_the_same_for_everything_is_said_with_its_likeliest_cause(tmp_path, code, rows, cause):
+    config, files = config_of(tmp_path, ALL + code, rows)
+    check_inner(config, files)
+    assert cause in constant_reward(config, files) and "diloco check CONFIG" in constant_reward(config, files)
+
+
+def test_a_reward_that_tells_answers_apart_gives_no_warning(tmp_path):
+    code = f"{ALL}return [float('7' in c[-1]['content']) for c in completions]"
+    assert constant_reward(*config_of(tmp_path, code)) == ""
+
+
+def test_the_warning_is_there_before_the_start_and_one_that_takes_long_hides_no_refusal(tmp_path):
+    found = rehearse(*config_of(tmp_path, ALL + "return [float('7' in c) for c in completions]"))
+    assert "as if it were a text" in found.warning and not found.refused
+    slow = "import time\n" + ALL + "time.sleep(60 if '7' in str(completions) else 0)\n    return [0.0, 0.0]"
+    found = rehearse(*config_of(tmp_path, slow), time_s=3.0)
+    assert not found.late and not found.warning
