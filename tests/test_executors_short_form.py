@@ -28,7 +28,9 @@ ENTRY = "tests.entrypoints"
 
 
 @pytest.mark.parametrize(
-    "entrypoint", [lambda: 1, ModalExecutor.poll, 7, type("Here", (), {"__module__": "__main__"})], ids=repr
+    "entrypoint",
+    [lambda: 1, ModalExecutor.poll, 7, type("Here", (), {"__module__": "__main__"})],
+    ids=["a lambda", "a method", "a number", "a class of the script"],
 )
 def test_what_no_container_can_import_is_refused_with_the_way_out(entrypoint) -> None:
     with pytest.raises(ValueError, match=r"Move it into a module of yours and name it"):
