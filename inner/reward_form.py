@@ -65,7 +65,10 @@ def call_fault(function: Callable[..., Any], call: Row) -> str:
         parameters = signature.parameters.values()
         faults = [*_missing_words(parameters, call), *_extra_words(parameters, call)] or [str(error)]
         name = getattr(function, "__name__", "reward")
-        return f"{'; '.join(faults)}.\n  next: write `def {name}({_head(parameters, call)}):`; {_batch_words(call)}"
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        line = f"line {code.co_firstlineno} as " if code is not None else ""
+        head = f"`def {name}({_head(parameters, call)}):`"
+        return f"{'; '.join(faults)}.\n  next: write {line}{head}; {_batch_words(call)}"
     return ""
 
 

@@ -162,11 +162,11 @@ def test_the_command_from_train_to_export(
         '[inner]\nloop = "supervised"\nmodel = "tiny"\nbatch_size = 4\n'
         '[inner.data]\ntext = "text.txt"\ncontext_length = 16\n'
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "executors.cli.main", "train", str(tmp_path / "run.toml"), "--run", URL]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(tmp_path.glob("diloco-processes-*/*/r01.1.log")), "logs of the processes lie on this machine"
+    assert list(tmp_path.glob("diloco/processes/**/r01.1.log")), "logs of the processes lie on this machine"
     capsys.readouterr()
     assert cli.main(["status", URL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outer_step"] == 3

@@ -297,7 +297,7 @@ NAMED: list[tuple[Cell, str]] = [
     (Cell("qwen3", columns="image"), "column 'image' would be shown to the model"),
     (Cell("qwen3", columns="images"), ""),
     (Cell("qwen3", columns="completion", reward="completion"), ""),
-    (Cell("qwen3", reward="completion"), "missing 1 required positional argument: 'completion'"),
+    (Cell("qwen3", reward="completion"), "it asks for one 'completion', and is called once with all completions"),
     (Cell("llama", lora="head"), "lm_head is the head"),
     (Cell("llama", lora="none such"), "It has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. Correct"),
     (Cell("qwen3_moe", lora="experts"), "[inner.lora] does not fit this model"),
@@ -311,7 +311,10 @@ NAMED: list[tuple[Cell, str]] = [
     (Cell("olmo2", prompts="human"), "'2 + 2?' is left out of"),
     (Cell("qwen3", prompts="mixed"), "line 2: the prompt is messages, and in the first row it is a text"),
     (Cell("qwen3", environment="an argument"), "reset cannot be called with a row"),
-    (Cell("qwen3", environment="rows", reward="misspelt"), "cannot be called as TRL calls it"),
+    (
+        Cell("qwen3", environment="rows", reward="misspelt"),
+        "it asks for 'answr', and the prompts have no column of that name",
+    ),
     (Cell("qwen3", environment="rows", prompts="texts"), "tools are called in chats"),
 ]
 

@@ -119,7 +119,7 @@ def reward_file(folder: Path, body: str) -> dict[str, Path]:
             "import nothing_here\ndef f(completions, **c): return []\n",
             r"r\.py, line 1: import nothing_here[\s\S]*No module",
         ),
-        ("def f(completions, **c)\n", r"SyntaxError[\s\S]*next: run"),
+        ("def f(completions, **c)\n", r"SyntaxError[\s\S]*next: mend the line"),
         ("def g(completions, **c): return []\n", "defines no 'f'; it defines g"),
         ("f = 3\n", "f is a int"),
         ("def f(completions, **c):\n    return [1.0]\n", r"r\.py:f returned 1 values for 2"),
@@ -140,7 +140,7 @@ def test_a_reward_for_texts_that_is_asked_about_chats_is_told_where_the_text_is(
     files = reward_file(tmp_path, "def f(completions, **c):\n    return [len(x.strip()) for x in completions]\n")
     chat = '{"prompt": [{"role": "user", "content": "a"}]}\n'
     files["prompts"].write_text(chat * 2)
-    with pytest.raises(InnerError, match=r'the text is completion\[-1\]\["content"\]'):
+    with pytest.raises(InnerError, match=r'a list of messages here.*\[completion\[-1\]\["content"\] for'):
         check_inner(InnerConfig(**OWN), files)
 
 

@@ -20,7 +20,7 @@ def config_of(folder: Path, code: str, rows=CHAT) -> tuple[InnerConfig, dict[str
     return InnerConfig.from_dict(raw), {"reward": folder / "rewards.py", "prompts": folder / "prompts.jsonl"}
 
 
-HEAD = "  next: write `def score(completions, answer, **columns):`; each argument is a list"
+HEAD = "  next: write line 1 as `def score(completions, answer, **columns):`; each argument is a list"
 ALL = "def score(completions, **columns):\n    "
 
 

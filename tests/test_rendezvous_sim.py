@@ -62,7 +62,10 @@ RARE = {
 }  # fmt: skip
 
 
-RARE_IN = dict.fromkeys(RARE, 0) | {"kill at create commit": 180}  # name -> the batch in which it must happen
+RARE_IN = dict.fromkeys(RARE, 0) | {
+    "kill at create commit": 180,
+    "repaired: a vanished blob": 360,
+}  # name -> the batch in which it must happen
 
 
 @pytest.mark.timeout(900)
