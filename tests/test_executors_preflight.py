@@ -458,7 +458,9 @@ def deletion(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["local", *FAR])
-def test_a_place_without_the_sandbox_that_an_environment_needs(deletion: Path, executor: str) -> None:
+def test_a_place_without_the_sandbox_that_an_environment_needs(
+    deletion: Path, executor: str, account: dict[str, str]
+) -> None:
     """Whether the laptop itself has bubblewrap matters to replicas on the laptop alone."""
     environ = {"PATH": str(deletion / "bin"), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     told, image = plan(deletion, *where(executor, deletion), **environ), ["--option", "image=me/x:1"]
@@ -471,6 +473,7 @@ def test_a_place_without_the_sandbox_that_an_environment_needs(deletion: Path, e
     assert brings[1].partition("=")[0] in said
     with HFServer() as server:
         environ |= {"HF_TOKEN": server.token, "HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0"}
+        environ |= account if executor == "modal" else {}
         told = plan(deletion, *where(executor, deletion), *brings, "--allow-unknown-price", **environ)
     assert told.code == 0 and f"not checked: that {executor} lets replicas make user namespaces" in told.out
 
