@@ -135,7 +135,8 @@ class CloudStore:
             try:
                 self._upload(key, body)
             except StoreUnclear:
-                if body_bytes(body) <= LEAST or not self._uplink.can_slow_down():
+                timed_out = time.monotonic() - began >= self._uplink.request_s  # else it is for the caller to repeat
+                if not timed_out or body_bytes(body) <= LEAST or not self._uplink.can_slow_down():
                     raise
             else:
                 return self._uplink.note_upload(body_bytes(body), time.monotonic() - began, PART * PARTS_AT_ONCE)
