@@ -8,7 +8,7 @@ import pytest
 from diloco.launch import RunRecord
 from diloco.runlog import charts
 from diloco.runlog.charts import draw_figure, write_picture
-from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, sparkline, summary
+from diloco.runlog.report import Reader, checks, first_and_last, read_report, solo_words, summary
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.membership import write_control
@@ -207,11 +207,6 @@ def test_damaged_log_lines_are_skipped():
     b = killed_and_replaced()
     b.store.put(layout.log_key("r00", 1, 999), b'{"at": 1, "ev\n\xff\xfe\n')
     assert read_report(b.store).head == STEPS
-
-
-def test_sparkline():
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
-    assert sparkline([1.0, 1.0]) == "▁▁"
 
 
 def numbered(gated: bool = True, **more: float) -> Bucket:

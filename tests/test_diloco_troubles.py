@@ -266,7 +266,7 @@ def test_status_reads_the_first_steps_of_a_long_run_for_the_band() -> None:
             offers.append(listed)
         run.commit(t, GAP_S * (t + 1), offers)
     report = read_report(run.store, STATUS)
-    assert {5, 9} <= {s.t for s in report.steps if s.learned} and not report.steps[20].learned
+    assert {5, 9} <= {s.t for s in report.steps if s.learned} and not report.steps[21].learned
     assert find_troubles(report, T0 + 60 * GAP_S)[0].kind == "reward_hacking"
 
 
@@ -325,6 +325,27 @@ def test_an_evaluation_that_falls_while_the_training_reward_rises_is_told() -> N
     evaluated(falls, 4, 0.6)
     evaluated(falls, 12, 0.4)
     assert kinds(falls) == [], "the training reward fell, too"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "said"),
+    [
+        (1.0, 0.0, "sampling goes astray"),
+        (0.05, 0.6, "end in a loop"),
+        (0.24, 0.2, ""),
+        (0.02, 0.0, ""),  # within the errors
+    ],
+)
+def test_greedy_and_sampled_answers_that_differ_strongly_are_told(greedy: float, sampled: float, said: str) -> None:
+    run = Planted(4)
+    sums = {
+        kind: {"reward": [100, 100 * mean, 100 * mean]} for kind, mean in (("greedy", greedy), ("sampled", sampled))
+    }
+    run.tell("r00", 1, 405.0, "evaluated", step=4, share=0, shares=1, prompts=100, total=100, **sums)
+    found = found_in(run.report())
+    assert (said in found["held_out_differs"].text) if said else not found
+    remark = [line for line in remarks.remark_lines(run.report(), T0 + 406) if "held out" in line]
+    assert bool(remark) == bool(said) and all(line.startswith("! held out @4: greedy") for line in remark)
 
 
 # -------------------------------------------------------------------- the page

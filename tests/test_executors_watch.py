@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from diloco.runlog.report import Reader, read_report
+from diloco.runlog.scope import STATUS
 from executors.cli import status
 from executors.cli.demo import extra_checks, is_kill_due, next_commands
 from executors.cli.status import Lines, Screen, status_table, view_for
@@ -27,6 +28,7 @@ def test_not_a_terminal_gets_one_line_per_step_and_event_each_once():
     b.claim("r00", 1, 0.5)
     b.tell("r00", 1, 1.0, "joined", step=0)
     b.tell("r00", 1, 1.1, "claimed", pid=1)  # of no interest
+    view.show(reader.refresh())
     for t in range(3):
         b.commit(t, 2.0 + t, [b.offer(t, "r00", 1, 0.25 * t)])
         view.show(reader.refresh())
@@ -36,6 +38,27 @@ def test_not_a_terminal_gets_one_line_per_step_and_event_each_once():
     assert fields(lines[0]) == {"event": "joined", "at": "0.5", "slot": "r00", "generation": "1", "step": "0"}
     expected = {"step": "2", "of": "6", "at": "3.5", "mean_reward": "0.5", "r00": "0.5", "fresh": "r00", "by": "r00-1"}
     assert fields(lines[3]) == expected
+
+
+def test_what_was_before_it_began_is_one_line_and_every_step_since_has_its_numbers():
+    b, out = Bucket(steps=80, replicas=1), io.StringIO()
+    b.claim("r00", 1, 0.5)
+    b.tell("r00", 1, 0.6, "joined", step=0)
+    for t in range(50):
+        b.commit(t, 1.0 + t, [b.offer(t, "r00", 1, 0.01 * t)])
+    b.tell("supervisor", 1, 51.5, "stopped", code=4, text="interrupted")
+    b.tell("supervisor", 2, 60.0, "started")
+    view, reader = view_for(out), Reader(b.store, STATUS)
+    view.show(reader.refresh())
+    first = out.getvalue().splitlines()
+    assert first[0] == "steps_before=50 of=80 first_reward=0.0 newest_reward=0.49"
+    assert [fields(line)["event"] for line in first[1:]] == ["started"]
+    for t in range(50, 80):
+        b.commit(t, 61.0 + t, [b.offer(t, "r00", 1, 0.01 * t)])
+    view.show(reader.refresh())
+    lines = out.getvalue().splitlines()[len(first) :]
+    assert [fields(line)["step"] for line in lines] == [str(t) for t in range(50, 80)]
+    assert all("mean_reward" in fields(line) for line in lines)
 
 
 def test_a_step_line_says_what_was_counted_later():

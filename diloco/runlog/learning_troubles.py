@@ -29,6 +29,7 @@ SAME_REWARDS = 5  # outer steps in a row whose groups all have equal rewards
 EMPTY_STEPS = 3  # outer steps in a row whose mean was zero
 WIDTH = 6 * 1.4826  # of the band, in MAD: six standard deviations of normal noise
 ERRORS = 2.0  # standard errors of a difference of two evaluations
+APART, APART_ERRORS = 0.5, 4.0  # of the larger mean, and in standard errors: greedy and sampled differ strongly
 TOOL_FAILURES = 0.5
 BROKEN = 0.05  # of completions that break the reward, unless they become fewer: 0.9 of their first share
 FEWER = 0.9
@@ -198,6 +199,27 @@ def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trou
         f"export θ_{best.step} (`diloco export RUN --best`), or go back: `diloco train CONFIG --from RUN@{best.step}`"
     )
     return [trouble("overfitting", text, advice, step=best.step)]
+
+
+def held_out_differs(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Greedy and sampled answers to the held-out prompts are worth very different rewards."""
+    scores = report.evaluations[-1].scores if report.evaluations else {}
+    greedy, sampled = (scores.get(kind, {}).get("reward") for kind in ("greedy", "sampled"))
+    if greedy is None or sampled is None:
+        return []
+    apart = abs(greedy.mean - sampled.mean)
+    errors = [error for error in (greedy.error, sampled.error) if not math.isnan(error)]
+    if apart <= APART * max(abs(greedy.mean), abs(sampled.mean)) or apart <= APART_ERRORS * math.hypot(*errors):
+        return []
+    step = report.evaluations[-1].step
+    text = f"held out @{step}: greedy {score_words(greedy)}, but sampled {score_words(sampled)}: "
+    if greedy.mean > sampled.mean:
+        text += "most likely sampling goes astray where the likeliest tokens are good; training learns from samples"
+        advice = "lower inner.sampling.temperature, or set top_p in [inner.trl]; `diloco watch RUN`, key o: completions"
+    else:
+        text += "most likely the likeliest tokens end in a loop or never end"
+        advice = "read greedy completions of an export; a larger max_completion_length or a use that samples may do"
+    return [trouble("held_out_differs", text, advice, step=step)]
 
 
 def _fell(best: Evaluation, newest: Evaluation) -> bool:

@@ -26,7 +26,8 @@ from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluati
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers, reckonable
 from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
-from diloco.runlog.scope import EVERYTHING, SAMPLED, WHOLE, Focus, Scope
+from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
+from diloco.runlog.sparkline import sparkline
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.membership import Wanted, claims_above, decode_or_none, launch_of, read_beat, read_claim, read_leave
@@ -385,9 +386,7 @@ class Reader:
         """All of them, or a few that take turns."""
         if self._scope.reads_offers(commit.t, self._shown_from):
             most = self._focus.most
-        elif self._scope.samples_offers(commit.t, self._shown_from):
-            most = SAMPLED
-        else:
+        elif not (most := self._scope.sampled_offers(commit.t, self._shown_from)):
             return [o for o in commit.offers if self._scope.reads_offers(o.step, self._shown_from)]
         fresh = list(commit.offers)
         if most is None or len(fresh) <= most:
@@ -686,7 +685,7 @@ def _curve_lines(report: Report) -> list[str]:
     line = curve_of(report)
     if not (known := line.known):
         return ["  no reward and no loss yet", *_held_out_lines(report)]
-    lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(known[-48:])} {known[-1]:.3f}"]
+    lines = [f"  mean {line.name:7s} {known[0]:.3f} {sparkline(line.mean, 48)} {known[-1]:.3f}"]
     if numbers := learning_words(newest_numbers(report.steps), without=line.name):
         lines.append(f"  newest step  {numbers}")
     if late := [f"{s}@{t}" for step in report.steps for s, t in step.carried]:
@@ -698,7 +697,7 @@ def _held_out_lines(report: Report) -> list[str]:
     if not (found := report.evaluations):
         return []
     means = [evaluation.headline[1].mean for evaluation in found]
-    curve = [f"  held out     {means[0]:.3f} {sparkline(means[-48:])} {means[-1]:.3f}"] if len(found) > 1 else []
+    curve = [f"  held out     {means[0]:.3f} {sparkline(means, 48)} {means[-1]:.3f}"] if len(found) > 1 else []
     return [*curve, f"  held out {evaluation_words(found)}"]
 
 
@@ -770,12 +769,6 @@ def _session_words(session: SessionSummary, began: float) -> str:
         joined = f"joined at {session.joined - began:.1f} s (step {session.joined_step})"
     end = "" if session.ended is None else f" at {session.ended - began:.1f} s"
     return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"
-
-
-def sparkline(values: list[float]) -> str:
-    low = min(values)
-    high = max(values)
-    return "".join("▁▂▃▄▅▆▇█"[int(7.99 * (v - low) / (high - low)) if high > low else 0] for v in values)
 
 
 def nice_bytes(count: float) -> str:

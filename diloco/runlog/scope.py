@@ -3,7 +3,8 @@
     view      commits   offers (rewards)       logs of replicas            logs of supervisors
     report    all       all                    all, found by LIST          all
     status    all       first 2, newest 24,    newest 24 objects of the    all
-                        4 of each of 8 more    two newest generations
+                        4 of each of 8 more,   two newest generations
+                        1 of each of 24 more
     costs     count     none                   none                        all
     watch     all       as status, and 4 of    as status, until the         all
                         each of 48 more steps  view goes on in turns
@@ -21,21 +22,24 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Scope:
     """commits: read them, or only count them.   newest: outer steps whose offers, and objects of a replica's log, are
-    read; None for all.   spread: so many steps of the whole run, of each of which SAMPLED offers are read for a curve.
+    read; None for all.   spread: so many steps of the whole run, of each of which `each` offers are read for a curve.
     generations: of each slot, whose logs are read where not all are."""
 
     commits: bool = True
     newest: int | None = None
     spread: int = 0
+    each: int = 4
     generations: int = 2
 
     def reads_offers(self, t: int, head: int) -> bool:
         """Does the view show what was offered for step t?   head: number of steps at the first look."""
         return self.newest is None or t < self.first or t >= head - self.newest
 
-    def samples_offers(self, t: int, head: int) -> bool:
-        """Are a few of step t's offers read: for the curve of the whole run, or for how it was at first?"""
-        return bool(self.newest and t < AT_FIRST) or (self.spread > 0 and t % max(1, head // self.spread) == 0)
+    def sampled_offers(self, t: int, head: int) -> int:
+        """How many of step t's offers are read: for how it was at first, or for the curve of the whole run?"""
+        if self.newest and t < AT_FIRST:
+            return SAMPLED
+        return self.each if self.spread > 0 and t % max(1, head // self.spread) == 0 else 0
 
     @property
     def first(self) -> int:
@@ -68,7 +72,7 @@ class Focus:
 
 
 EVERYTHING = Scope()
-STATUS = Scope(newest=24)
+STATUS = Scope(newest=24, spread=24, each=1)
 COSTS = Scope(commits=False, newest=0)
 WHOLE = Focus()
 AT_FIRST = 10  # outer steps that the newest are compared with (diloco/runlog/learning_troubles.py)

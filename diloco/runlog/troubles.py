@@ -30,6 +30,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "reward_broken": learning.reward_broken,
     "reward_hacking": learning.reward_hacking,
     "overfitting": learning.overfitting,
+    "held_out_differs": learning.held_out_differs,
     "tool_failures": learning.tool_failures,
     "masked": learning.masked,
     "gated": fleet.gated,

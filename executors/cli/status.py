@@ -1,7 +1,7 @@
 """The picture of a running run, drawn from the bucket alone.
 
     a terminal        a small table, redrawn in place
-    not a terminal    one key=value line per committed step and per event
+    not a terminal    one key=value line per committed step and per event; one for all steps before it began
 
     demo  outer step 5 of 12  reward 0.12 ▁▂▃▅ 0.41  14 s
       slot   phase  step  inner  reward  counted   beat
@@ -24,6 +24,7 @@ from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
 from diloco.runlog.overview import inner_steps_per_round, phase_of
 from diloco.runlog.report import (
+    SUPERVISOR,
     Report,
     SessionSummary,
     Step,
@@ -33,8 +34,8 @@ from diloco.runlog.report import (
     nice_time,
     outer_words,
     solo_words,
-    sparkline,
-)  # fmt: skip
+)
+from diloco.runlog.sparkline import sparkline
 from executors.supervision.costs import Costs
 from executors.supervision.remarks import LOUD, all_troubles, event_fields, is_listening, key_values, remark_lines
 from rendezvous.membership import Wanted
@@ -60,15 +61,21 @@ class StatusView(Protocol):
 
 
 def view_for(out: TextIO) -> StatusView:
-    return Screen(out) if out.isatty() else Lines(out)
+    return Screen(out) if out.isatty() else Lines(out, from_now=True)
 
 
 class Lines:
-    """One line per committed step and per event, each once.   form: of the fields of a line."""
+    """One line per committed step and per event, each once.   form: of the fields of a line.
 
-    def __init__(self, out: TextIO, form: Callable[[dict[str, Any]], str] | None = None) -> None:
+    from_now: outer steps before the first picture are one line; not all of their numbers were read.
+    """
+
+    def __init__(
+        self, out: TextIO, form: Callable[[dict[str, Any]], str] | None = None, *, from_now: bool = False
+    ) -> None:
         self._out = out
         self._form = form or key_values
+        self._pass_over_past = from_now
         self._steps = 0
         self._events = set[tuple[Any, ...]]()
         self._said: list[str] = []
@@ -79,11 +86,27 @@ class Lines:
     def show(self, report: Report) -> None:
         while self._said:
             self._write({"note": self._said.pop(0)})
+        if self._pass_over_past:
+            self._write_past(report)
+            self._pass_over_past = False
         news = [(s.at, step_fields(s, report)) for s in report.steps[self._steps :]]
         news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*EVENTS, *LOUD) if self._is_new(e)]
         for _, fields in sorted(news, key=lambda one: (one[0], key_values(one[1]))):
             self._write(fields)
         self._steps = report.head
+
+    def _write_past(self, report: Report) -> None:
+        if not report.head:
+            return
+        ends = first_and_last(report)
+        rewards = {} if ends is None else {"first_reward": round(ends[0], 4), "newest_reward": round(ends[1], 4)}
+        self._write({"steps_before": report.head, "of": report.wanted.steps, **rewards})
+        self._steps = report.head
+        begun = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)]
+        since = max([*begun, *(s.at for s in report.steps[-1:])], default=0.0)
+        for event in report.of_kind(*EVENTS, *LOUD):
+            if event["at"] < since:
+                self._is_new(event)
 
     def _write(self, fields: dict[str, Any]) -> None:
         print(self._form(fields), file=self._out, flush=True)
@@ -206,7 +229,7 @@ def _title_line(report: Report, now: float, width: int) -> str:
         first = f"  {line.name} {known[0]:.2f} "
         last = f" {known[-1]:.2f}"
         room = min(24, width - 1 - len(head + first + last + time))
-        curve = f"{first}{sparkline(known[-room:])}{last}" if room > 0 else f"  {line.name}{last}"
+        curve = f"{first}{sparkline(line.mean, room)}{last}" if room > 0 else f"  {line.name}{last}"
     return f"{head}{curve}{time}"
 
 

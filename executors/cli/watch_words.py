@@ -16,13 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 from diloco.runlog.ends import ENDS, observed_words, own_words
 from diloco.runlog.overview import MetricCurve, Overview, SessionRow
-from diloco.runlog.report import Report, sparkline
+from diloco.runlog.report import Report
+from diloco.runlog.sparkline import sparkline, squeezed
 from diloco.runlog.trouble import PAGE, Trouble
 from executors.cli.status import EVENTS, cost_limits
 from executors.platforms.full_disk import found_room
@@ -244,7 +243,7 @@ def metric_line(curve: MetricCurve, width: int, *, chosen: bool) -> str:
     first, last = (number_words(value) for value in (curve.values[0], curve.values[-1]))
     head = f"{mark}{cut(curve.label, LABEL):{LABEL}s} {first:>7s} "
     room = width - len(head) - 8
-    return cut(f"{head}{sparkline(squeezed(curve.values, room)) if room > 0 else ''} {last}", width)
+    return cut(f"{head}{sparkline(curve.values, room) if room > 0 else ''} {last}", width)
 
 
 def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
@@ -261,14 +260,6 @@ def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
     lines = [f"{label:>{margin - 1}s} {row}" for label, row in zip(left, reversed(rows), strict=True)]
     steps = f"{curve.label} by outer step, {curve.points[0][0]} to {curve.points[-1][0]}"
     return [*lines, cut(" " * margin + steps, width)]
-
-
-def squeezed(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: means of neighbours."""
-    if len(values) <= width:
-        return list(values)
-    bounds = [len(values) * i // width for i in range(width + 1)]
-    return [fmean(values[start:end]) for start, end in pairwise(bounds)]
 
 
 def stretched(values: Sequence[float], width: int) -> list[float]:
