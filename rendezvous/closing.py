@@ -256,7 +256,6 @@ class Committer:
 
     def _propose_commit(self, fresh: dict[str, Offer], wishes: Wanted, snapshot: int) -> Commit:
         t = self._step
-        tooks = [o.took for o in fresh.values()]
         sizes = [o.size for o in fresh.values()]
         r = self._rules
         sharded = rules.reduces_sharded(sizes, r.codec, r.shard_from) and all(o.shards for o in fresh.values())
@@ -272,7 +271,7 @@ class Committer:
             offers=listed,
             fence=self._raise_fence(listed, wishes),
             m=wishes.min_replicas,
-            pace=rules.step_pace(tooks, self._timing.poll),
+            pace=rules.step_pace(fresh.values(), r.sync_every),
             snapshot=snapshot,
             by=self._members.name,
             nonce=new_nonce(),

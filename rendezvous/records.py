@@ -200,7 +200,7 @@ class Commit(Record):
 
     prev: SHA-256 of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
     fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer went by.
-    pace: seconds an outer step should take (median `took` + half the patience).
+    pace: seconds an outer step should take: a full round of the fastest quarter.
     snapshot: newest snapshot known to the closer.   by: "{slot}-{generation}" of the closer.
     mode: direct, or sharded; then owners[j] is the slot that reduces part j.
     """

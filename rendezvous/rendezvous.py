@@ -334,10 +334,9 @@ class Rendezvous:
         if commit.t == self._joined_at:
             self.h_cap = self.rules.sync_every
         if offer is not None and offer.step == commit.t:
-            self.h_cap = rules.next_cap(
-                self.h_cap, self.rules.sync_every, h=offer.h, took=offer.took, pace_s=commit.pace,
-                fresh=commit.lists_offer(commit.t, self.slot),
-            )  # fmt: skip
+            every, fresh = self.rules.sync_every, commit.lists_offer(commit.t, self.slot)
+            self._times.note_slowness(rules.slowness(offer, every, pace_s=commit.pace, poll=self.timing.poll))
+            self.h_cap = rules.next_cap(every, self._times.slow, fresh=fresh)
         self._digests.renew_fragment(commit.t % self.rules.fragments)
         self._move_on(commit)
         if (announcement := self._averager.take_announcement()) is not None:

@@ -3,9 +3,9 @@
     w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (with_weights)
     factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (norm_factors)
     P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience_s)
-    pace  = median took + P/2                              what an outer step should take       (step_pace)
+    pace  = a full round of the fastest quarter of the fresh offers, took·H/h                   (step_pace)
     look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
-    h_cap = max(1, ⌊h·pace/took⌋) when left out, +1 when listed fresh, at most H                (next_cap)
+    h_cap = H, or ⌊H / slowness⌋ if a full round takes > 1¼ of the pace: all offer together     (next_cap)
             in the first round: what the others have left to do of theirs                       (first_cap)
 
 Closing step t needs m fresh offers, and everybody who is expected has offered, is dead, is leaving, or is not
@@ -16,7 +16,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_low
 
 from rendezvous.codecs import DENSE
 from rendezvous.records import Beat, Commit, Listed, Offer
@@ -141,9 +141,9 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 def may_be_decided(open_s: float, pace: float) -> bool:
     """Can a step be decided that this replica began `open_s` ago?
 
-    pace: of the commit before, 1.25 × the median `took` (or more): others are not done before.
+    pace: of the commit before: the others are not done before.
     """
-    return open_s >= 0.8 * pace
+    return open_s >= pace
 
 
 def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
@@ -203,8 +203,19 @@ def patience_s(tooks: Iterable[float], poll: float) -> float:
     return max(2 * poll, 0.5 * median(tooks))
 
 
-def step_pace(tooks: list[float], poll: float) -> float:
-    return median(tooks) + patience_s(tooks, poll) / 2
+def full_round_s(offer: Offer, sync_every: int) -> float:
+    """Seconds that a full round takes its replica: took·H/h."""
+    return offer.took * sync_every / offer.h
+
+
+def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
+    """Seconds of a full round of the fastest quarter: the slowest of them, so one odd replica of five hurries none.
+
+    A zero pseudogradient says nothing about the time that learning takes, unless all are zero.
+    """
+    offers = [*fresh]
+    rounds = sorted(full_round_s(o, sync_every) for o in [o for o in offers if not o.zero] or offers)
+    return rounds[(len(rounds) - 1) // 4]
 
 
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
@@ -220,11 +231,20 @@ def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) ->
     return max(1, min(rules.sync_every, int(left * rules.fragments)))
 
 
-def next_cap(cap: int, sync_every: int, *, fresh: bool, h: int, took: float, pace_s: float) -> int:
-    """How many inner steps the next pseudogradient may have."""
-    if fresh:
-        return min(sync_every, cap + 1)
-    return max(1, min(cap, int(h * pace_s / max(took, 1e-3))))
+def slowness(offer: Offer, sync_every: int, *, pace_s: float, poll: float) -> float:
+    """How many times as long as the pace a full round takes; 1 where the difference is no more than two looks."""
+    own = full_round_s(offer, sync_every)
+    return own / pace_s if own - pace_s > 2 * poll and pace_s > 0 else 1.0
+
+
+def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
+    """How many inner steps the next pseudogradient may have, such that it is offered with those of the fastest.
+
+    slow: `slowness` of this replica's newest offers.  A single slow round is a hiccup, unless it was left out.
+    Waiting for less than a quarter of a round is not worth an inner step.
+    """
+    factor = slow[-1] if not fresh else median_low(slow) if len(slow) > 1 else 1.0
+    return sync_every if factor <= 1.25 else max(1, int(sync_every / factor))
 
 
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:

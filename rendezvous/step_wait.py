@@ -15,12 +15,16 @@ from rendezvous.rules import Timing
 
 
 class StepTimes:
-    """How long this replica's last outer steps took, from the first inner step to the decision."""
+    """How long this replica's last outer steps took, from the first inner step to the decision.
+
+    slow: `rules.slowness` of its last three offers.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.began = clock.now()  # seconds, of the work for the open step
         self._lasted: list[float] = []  # seconds, of the last two steps whose decision it waited for
+        self.slow: list[float] = []
 
     @property
     def took(self) -> float:
@@ -29,6 +33,9 @@ class StepTimes:
 
     def begin(self) -> None:
         self.began = self._clock.now()
+
+    def note_slowness(self, factor: float) -> None:
+        self.slow = [*self.slow[-2:], factor]
 
     def note_decision(self) -> None:
         self._lasted = [*self._lasted[-1:], self.took]

@@ -111,6 +111,11 @@ def zombies(seed: int) -> Schedule:
     return Schedule(seed, replicas=3, min_replicas=1, pause=0.012, rules=Rules(sync_every=2), calm=80.0, end=200.0)
 
 
+def blind() -> Any:
+    """A replica does not see that its step was decided without it."""
+    return patch.object(Rendezvous, "is_behind", property(lambda rv: False))
+
+
 def slow_store(seed: int) -> Schedule:
     """A snapshot takes longer than a round."""
     return replace(unequal(seed), latency=0.4)
@@ -512,7 +517,7 @@ BUGS: dict[str, Bug] = {
     "no self-check": Bug(attr(Digests, "check_unchanged", nothing), flipping),
     "no re-derive": Bug(attr(Rendezvous, "_replay_own_state", nothing), pair),
     "no patience": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
-    "no catch-up": Bug(lambda: [patch.object(Rendezvous, "is_behind", property(lambda rv: False))], hopeless),
+    "no catch-up": Bug(lambda: [blind(), patch.object(Rendezvous, "catch_up", lambda rv, late=None: 0)], hopeless),
     "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining),
     "no takeover": Bug(attr(ShardedMean, "_is_overdue", lambda sharer, commit, j, waited: False), sharded),
     "stale wishes": Bug(attr(Committer, "_check_wishes", lambda closer, wishes: ""), restless),

@@ -312,6 +312,7 @@ class Replica:
             self.state.apply(f, mean)
             rv.advance(commit)
             self._restart(f)
+            self._catch_up()  # as the product does, before it goes on
 
     def _round(self, f: int, delta: np.ndarray, h: int) -> tuple[Commit, np.ndarray] | None:
         """Offer, settle, mean; with τ beside inner steps that nothing interrupts."""

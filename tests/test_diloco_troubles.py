@@ -195,6 +195,29 @@ def test_a_snapshot_that_is_two_periods_old_is_told() -> None:
     assert "of outer step 1, 11 steps ago, where one is due every 4" in seen.text and seen.step == 5
 
 
+def waiting(report: Report, fast_wait_s: float, slow_s: float) -> Report:
+    """The same run; r00 trains for 60 s and waits, r01 trains for `slow_s` with as many inner steps."""
+    for step in report.steps:
+        step.seconds.update(
+            r00={"inner_s": 60.0, "offer_s": 1.0, "wait_s": fast_wait_s, "mean_s": 1.0},
+            r01={"inner_s": slow_s, "offer_s": 1.0, "wait_s": 1.0, "mean_s": 1.0},
+        )
+    return report
+
+
+def test_a_replica_that_waits_for_a_slower_one_is_told_with_its_price() -> None:
+    run = Planted(6)
+    seen = found_in(waiting(run.report(), 60.0, 120.0), spent=Spending(1.0, 0.5, usd_per_hour=4.0))["waits"]
+    assert (
+        "r00 wait up to 49% of their time for r01, whose inner step takes 20.0 s, where theirs takes 10.0 s"
+        in seen.text
+    )
+    assert "about $0.98 an hour" in seen.text and "outer.sync_every" in seen.advice
+    assert "waits" not in found_in(waiting(run.report(), 15.0, 75.0)), "less than a quarter"
+    assert "waits" not in found_in(waiting(run.report(), 60.0, 60.0)), "the store is slow, not a replica"
+    assert "waits" not in found_in(run.report())
+
+
 # -------------------------------------------------------------------- the learning
 
 

@@ -141,22 +141,49 @@ def test_weights_survive_text_and_are_checked_by_readers() -> None:
 def test_patience_and_pace() -> None:
     assert rules.patience_s([10.0, 4.0, 6.0], poll=0.5) == 3.0, "half of the median took"
     assert rules.patience_s([1.0], poll=0.5) == 1.0, "at least two polls"
-    assert rules.step_pace([10.0, 4.0, 6.0], poll=0.5) == 7.5
+
+
+def offered(took: float, h: int = 8, *, zero: bool = False) -> Offer:
+    return replace(offer("r01", took=took, h=h), zero=zero)
 
 
 @pytest.mark.parametrize(
-    ("cap", "fresh", "h", "took", "after"),
+    ("fresh", "pace"),
     [
-        (8, True, 8, 10.0, 8),  # never above H
-        (3, True, 3, 10.0, 4),  # listed fresh: one more
-        (8, False, 8, 20.0, 4),  # left out: what fits the pace of 10 s
-        (8, False, 8, 200.0, 1),  # at least one
-        (8, False, 2, 2.0, 8),  # a short partial says nothing against eight
-        (8, False, 8, 0.0, 8),
+        ([offered(20.0), offered(10.0)], 10.0),  # the fastest of up to four
+        ([offered(20.0), offered(5.0, h=2)], 20.0),  # of a full round: a partial one is reckoned up
+        ([offered(10.0), offered(0.1, zero=True)], 10.0),  # a replica that learned nothing hurries none
+        ([offered(3.0, zero=True)], 3.0),
+        ([offered(1.0), *[offered(10.0)] * 4], 10.0),  # nor does one of five
+        ([*[offered(1.0)] * 2, *[offered(10.0)] * 6], 1.0),
     ],
 )
-def test_next_cap(cap: int, fresh: bool, h: int, took: float, after: int) -> None:
-    assert rules.next_cap(cap, 8, fresh=fresh, h=h, took=took, pace_s=10.0) == after
+def test_pace_is_a_full_round_of_the_fastest_quarter(fresh: list[Offer], pace: float) -> None:
+    assert rules.step_pace(fresh, 8) == pace
+
+
+@pytest.mark.parametrize(
+    ("slow", "fresh", "after"),
+    [
+        ([1.0], True, 8),
+        ([4.0], True, 8),  # the first slow one may be a hiccup
+        ([1.0, 4.0], True, 8),
+        ([2.0, 2.1], True, 4),  # half as fast: half as many
+        ([2.0, 1.0, 2.1], True, 4),
+        ([2.0, 1.0, 1.0], True, 8),  # it has recovered
+        ([1.24, 1.24], True, 8),  # less than a quarter is not worth a step
+        ([2.0], False, 4),  # left out: at once
+        ([20.0], False, 1),  # at least one
+    ],
+)
+def test_next_cap(slow: list[float], fresh: bool, after: int) -> None:
+    assert rules.next_cap(8, slow, fresh=fresh) == after
+
+
+def test_slowness_is_that_of_a_full_round_and_two_looks_do_not_count() -> None:
+    assert rules.slowness(offered(10.0, h=4), 8, pace_s=10.0, poll=0.5) == 2.0
+    assert rules.slowness(offered(0.05), 8, pace_s=0.02, poll=0.02) == 1.0
+    assert rules.slowness(offered(50.0), 8, pace_s=0.0, poll=0.02) == 1.0
 
 
 def test_first_cap_is_what_the_others_have_left_to_do() -> None:

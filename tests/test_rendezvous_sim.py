@@ -229,9 +229,26 @@ def test_a_slightly_slower_replica_is_waited_for() -> None:
 def test_a_much_slower_replica_does_fewer_inner_steps_and_so_counts() -> None:
     plan = replace(LONG, speeds=(1.0, 1.0, 4.0))
     paced = share(plan).get("r02", 0.0)
-    with patch.object(rules, "next_cap", lambda cap, *args, **kwargs: cap):
+    with patch.object(rules, "next_cap", lambda sync_every, *args, **kwargs: sync_every):
         unpaced = share(plan).get("r02", 0.0)
     assert paced > 0.4 > unpaced
+
+
+def steps_per_second(schedule: Schedule) -> float:
+    """Inner steps that counted, of all replicas together."""
+    world = World(schedule)
+    world.run()
+    first, *commits = world.observer.commits[3:]
+    return sum(o.h for c in commits for o in c.offers) / (commits[-1].at - first.at)
+
+
+def test_in_an_unequal_fleet_all_offer_together_and_the_fast_ones_do_not_idle() -> None:
+    """One is two thirds, one a third as fast as the first, which waited for the last."""
+    plan = replace(LONG, speeds=(0.5, 0.75, 1.5), rules=Rules(sync_every=16), end=800.0)
+    paced = steps_per_second(plan)
+    with patch.object(rules, "next_cap", lambda sync_every, *args, **kwargs: sync_every):
+        unpaced = steps_per_second(plan)
+    assert unpaced < 2.4 and paced > 3.0, "of 4.0 without any sync"
 
 
 def test_a_slot_whose_beat_does_not_get_through_still_counts() -> None:

@@ -3,6 +3,7 @@
     commits  ●──30 s──●──30 s──●──────────────── 130 s ───────▶ now        stalled       > 3 × the median, and a floor
     lost     r01 ✗ · · ✗ · ✗                                               slot_lost     3, with little work in between
     spent    ███████████████████████████░░░░░  84 %                        budget        80 % of max_usd or max_hours
+    r00      train ███░░░░ wait      r01  train ███████                    waits         a quarter of the time
     commits  snapshot 8 … head 31, one every 4 steps                       snapshot_late
 
 Each is a pure function of a report, the time and the costs.
@@ -10,11 +11,12 @@ Each is a pure function of a report, the time and the costs.
 Not promised: the cause.  A text names what was seen last; docs/troubles.md says where to look.
 """
 
+from collections import Counter
 from itertools import pairwise
 from statistics import median
 
 from diloco.runlog.overview import run_state, seconds_per_step, silent_s
-from diloco.runlog.report import SUPERVISOR, Report, SessionSummary, nice_time
+from diloco.runlog.report import PARTS, SUPERVISOR, Report, SessionSummary, Step, nice_time
 from diloco.runlog.trouble import Spending, Trouble, trouble
 
 STALL = 3.0  # × the median of the newest outer steps
@@ -24,6 +26,8 @@ LOSSES = 3
 CALM_STEPS = 20  # outer steps that count a slot's work: losses before them are forgotten
 BUDGET_SHARE = 0.8
 RECENT_STEPS = 10  # a step before these is no news
+WAITS = 0.25  # of a replica's time
+LEAST_WAITS = 3  # outer steps, of the newest ones
 SNAPSHOT_SLACK = 3  # outer steps: the writing of one, its manifest, and the commit that sees it
 
 
@@ -159,6 +163,46 @@ def _gated_words(slot: str, steps: list[int]) -> Trouble:
     text = f"its pseudogradient was too long at {where}, and counted as one of typical length (outer.norm_gate)"
     advice = "compare its loss, data and device with the others'"
     return trouble("gated", text, advice, step=steps[0], slot=slot)
+
+
+def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Replicas that wait for a slower one for a quarter of their time or more, and what that costs."""
+    known = [step for step in report.steps[-RECENT_STEPS:] if len(step.seconds) > 1]
+    if run_state(report) != "running" or len(known) < LEAST_WAITS:
+        return []
+    inner_s, shares = _inner_step_s(known), _wait_shares(known)
+    slowest = max(inner_s, key=lambda slot: inner_s[slot], default="")
+    idle = {slot: share for slot, share in shares.items() if share >= WAITS and slot != slowest}
+    if not idle or inner_s[slowest] < (1 + WAITS) * min(inner_s.values()):
+        return []
+    most = max(idle, key=lambda slot: idle[slot])
+    text = f"{', '.join(sorted(idle))} wait up to {idle[most]:.0%} of their time for {slowest}, whose inner step takes"
+    text += f" {inner_s[slowest]:.1f} s, where theirs takes {inner_s[most]:.1f} s"
+    if spent is not None and spent.usd_per_hour > 0:
+        text += f"; that is about ${sum(idle.values()) / len(shares) * spent.usd_per_hour:.2f} an hour"
+    advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"
+    return [trouble("waits", text, advice, step=known[0].t)]
+
+
+def _inner_step_s(steps: list[Step]) -> dict[str, float]:
+    """Slot -> seconds of one inner step, by the time and number of those that the steps count."""
+    spent, counts = Counter[str](), Counter[str]()
+    for step in steps:
+        for slot, parts in step.seconds.items():
+            if step.h.get(slot):
+                spent[slot] += parts.get("inner_s", 0.0)
+                counts[slot] += step.h[slot]
+    return {slot: spent[slot] / counts[slot] for slot in counts}
+
+
+def _wait_shares(steps: list[Step]) -> dict[str, float]:
+    """Slot -> the part of its time in which it waited for a decision."""
+    waited, whole = Counter[str](), Counter[str]()
+    for step in steps:
+        for slot, parts in step.seconds.items():
+            waited[slot] += parts.get("wait_s", 0.0)
+            whole[slot] += sum(parts.get(name, 0.0) for name in PARTS)
+    return {slot: waited[slot] / whole[slot] for slot in whole if whole[slot] > 0}
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:

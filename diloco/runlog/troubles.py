@@ -34,6 +34,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "tool_failures": learning.tool_failures,
     "masked": learning.masked,
     "gated": fleet.gated,
+    "waits": fleet.waits,
     "snapshot_late": fleet.snapshot_late,
 }
 
