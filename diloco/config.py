@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from diloco.eval_config import TASK_ONLY, EvalConfig
 from diloco.log_config import FOLDER, SAMPLES, TRACKERS
+from diloco.unreadable import file_hint, object_hint, toml_fault
 from inner import InnerConfig, InnerError
 from inner.base import MOVED, TRL_NAMES
 from inner.flat_names import EVAL, FILE_SETTINGS, MODULES, is_code, setting_of
@@ -277,9 +278,7 @@ class RunConfig:
     def _check_source(self, kind: str, name: str) -> None:
         if is_one_file(name):
             if not (path := self.path_of(kind, name)).is_file():
-                raise ConfigError(
-                    f"{setting_of(kind)}: there is no file {path}. Give a path relative to the config file"
-                )
+                raise ConfigError(self._absent_words(kind, name, path))
             return
         if is_task(name):
             return  # its table has checked the name, and `gather_data` asks the package
@@ -287,6 +286,21 @@ class RunConfig:
             HubDataset.parse(name, setting_of(kind))
         except InnerError as error:
             raise ConfigError(str(error)) from error
+
+    def _absent_words(self, kind: str, name: str, path: Path) -> str:
+        if not is_code(kind):
+            return (
+                f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
+            )
+        if path.suffix == ".py":  # there is an object behind the colon
+            return (
+                f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Write file.py:name, with a path "
+                "relative to the config file"
+            )
+        return (
+            f"{setting_of(kind)} = {name!r} names no file and object.{object_hint(name, self.folder)} Write "
+            '"file.py:name", with a path relative to the config file'
+        )
 
 
 KNOWN = (*list_settings(RunConfig), *TRL_NAMES)
@@ -299,11 +313,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # an editor may have put a mark in front
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}. `diloco demo` shows a working one") from None
+        raise ConfigError(f"there is no file {path}.{file_hint(path)} `diloco init FOLDER` writes one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+        raise ConfigError(toml_fault(path, error)) from error
     if not raw:
         raise ConfigError(f"{path} is empty: it names no model and no data. `diloco demo` writes one that works")
     changes = dict(_read_override(text) for text in overrides)

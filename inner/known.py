@@ -60,6 +60,24 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
     return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
 
 
+def folder_or_refusal(config: InnerConfig) -> Path | None:
+    """The model's files on this machine, with its tokenizer; None where they must be fetched, and can be.
+
+    Raises InnerError, within ASK_S, where they can be fetched from nowhere."""
+    known = known_model(config)
+    if known.folder is not None and any((known.folder / name).is_file() for name in TOKENIZERS):
+        return known.folder
+    unreachable = known.note or _ask_in_time(config.model, config.revision, ask_hub)
+    if config.model in BUILT_IN_MODELS or is_gguf_file(config.model) or not unreachable:
+        return None
+    why = unreachable.removeprefix("not checked: ").partition(", so whether")[0]
+    raise InnerError(
+        f"inner.model = {config.model!r}: its tokenizer is not in this machine's cache ({cache_folder()}), and the Hub "
+        f"cannot be asked: {why}. Give a folder that has the model (--set inner.model=FOLDER), copy a cache that has it and "
+        "name that (HF_HUB_CACHE=FOLDER; with HF_HUB_OFFLINE=1 the network is not asked), or try again with a network"
+    )
+
+
 def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
     kinds = ", ".join(header.quantised)
     rounding = f"from {kinds}; training begins at these rounded weights" if kinds else "without loss"

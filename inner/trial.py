@@ -12,6 +12,7 @@ Not promised: anything about an environment's tools, whose state only a rollout 
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 from inner.base import Files, InnerConfig, InnerError
 from inner.flat_names import setting_of
 from inner.gguf_header import is_gguf_file
+from inner.known import folder_or_refusal
 from inner.rehearse import ask_child
 from inner.rendering import prompt_ids, render_text, template_fault, text_of
 from inner.reward_form import call_of, candidates, likeliest_cause, weighted_sum
@@ -54,6 +56,7 @@ class Trial:
 
     template: the chat template wrote the prompts; else they are plain text.
     cause: the likeliest, in words, of a reward that gives everything the same.
+    cut: of an answer that a completion has no room for, in words.
     """
 
     prompts: int
@@ -62,6 +65,7 @@ class Trial:
     seconds: float
     trials: tuple[PromptTrial, ...]
     cause: str = ""
+    cut: str = ""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -73,7 +77,7 @@ class Trial:
             PromptTrial(t["prompt"], tuple(TriedCompletion(**s) for s in t["scored"])) for t in raw["trials"]
         )
         tokens = (raw["tokens"][0], raw["tokens"][1])
-        return cls(raw["prompts"], tokens, raw["template"], raw["seconds"], trials, raw["cause"])
+        return cls(raw["prompts"], tokens, raw["template"], raw["seconds"], trials, raw["cause"], raw["cut"])
 
 
 def try_reward(
@@ -91,17 +95,17 @@ def try_reward(
             "`diloco plan` builds it and checks its tools; `diloco train` with --steps 1 tries it"
         )
     code = config.own_code or config.scoring_task
-    here = Path(config.model).exists()
-    model = str(Path(config.model).absolute()) if here else config.model
+    found = Path(config.model) if Path(config.model).exists() else folder_or_refusal(config)
+    model = config.model if found is None else str(found.absolute())
     asked = {"rows": rows, "given": list(given)}
     child = ask_child("inner.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
     if child.late:
         raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for")
-    if (found := child.answer) is None:
+    if (answer := child.answer) is None:
         raise InnerError(f"{code} ended its process with exit code {child.code}; take the exit out")
-    if "refused" in found:
-        raise InnerError(found["refused"])
-    return Trial.from_dict(found)
+    if "refused" in answer:
+        raise InnerError(answer["refused"])
+    return Trial.from_dict(answer)
 
 
 # -------------------------------------------------------------------- in the other process
@@ -138,7 +142,32 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     template = any(isinstance(row["prompt"], list) for row in prompts)
     values = {scored.reward for trial in trials for scored in trial.scored}
     cause = likeliest_cause(rewards, prompts[:rows]) if len(values) == 1 else ""
-    return Trial(len(prompts), (min(lengths), max(lengths)), template, seconds, tuple(trials), cause)
+    tokens = (min(lengths), max(lengths))
+    cut = cut_answers(trials, prompts, tokenizer, config.completion_length)
+    return Trial(len(prompts), tokens, template, seconds, tuple(trials), cause, cut)
+
+
+def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
+    """How many rows' best answers are longer than a completion may be, in words; "" for none.   room: in tokens."""
+    best = [_best_sources(trial) for trial in trials]
+    column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
+    texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    if not (longer := [length for length in lengths if length > room]):
+        return ""
+    return (
+        f"the best answer that was tried, the row's {column}, has more than inner.sampling.max_completion_length = "
+        f"{room} tokens in {len(longer)} of {len(lengths)} rows ({max(longer)} at most): training cuts it off, and the "
+        "reward sees the rest alone. Raise it, unless a shorter text is worth as much"
+    )
+
+
+def _best_sources(trial: PromptTrial) -> list[str]:
+    """The columns that no other completion of the prompt beats, and that are worth more than nothing."""
+    known = {scored.source: scored.reward for scored in trial.scored if scored.reward is not None}
+    best = max(known.values(), default=0.0)
+    columns = [name for name, reward in known.items() if name not in ("empty", "given") and reward == best]
+    return columns if best > known.get("empty", -math.inf) else []
 
 
 def _tokenizer_of(config: InnerConfig) -> Any:

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from executors.cli.check import check_lines
 from executors.cli.main import main
 from inner import InnerConfig, InnerError
+from inner.known import folder_or_refusal
 from inner.trial import PromptTrial, Trial, TriedCompletion, count_tokens, load_tokenizer, run_trial, try_reward
 from inner.worlds.toolworld import ToolWorld
 from tests.tiny_models import tiny_model_folder
@@ -48,6 +50,7 @@ def tried(project: Path, **more: Any) -> Trial:
             "model": str(model_folder()),
             "data": {"prompts": "prompts.jsonl"},
             "rewards": {"function": "rewards.py:score"},
+            "sampling": {"max_completion_length": more.get("room", 64)},
         }
     )
     files = {"prompts": project / "prompts.jsonl", "reward": project / "rewards.py"}
@@ -63,6 +66,52 @@ def test_it_scores_the_rows_answers_the_given_text_and_nothing(
     assert (told["prompts"], told["template"], len(told["trials"])) == (5, True, 3)
     found = [[(s["source"], s["reward"]) for s in t["scored"]] for t in told["trials"]]
     assert found == [[("answer", 1.0), ("given", float(n == 1)), ("empty", 0.0)] for n in range(3)]
+
+
+def test_an_answer_that_no_completion_has_room_for_is_told(project: Path) -> None:
+    rows = [{"prompt": "count", "answer": " ".join(["k0"] * n), "note": "x"} for n in (2, 3, 9, 12)]
+    (project / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project / "rewards.py").write_text(
+        "def score(completions, answer, **_):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    )
+    tokenizer = load_tokenizer(str(model_folder()))
+    lengths = [len(tokenizer(row["answer"], add_special_tokens=False)["input_ids"]) for row in rows]
+    room = lengths[1]
+    found = tried(project, rows=3, room=room)
+    assert (
+        f"the row's answer, has more than inner.sampling.max_completion_length = {room} tokens in 2 of 4" in found.cut
+    )
+    assert f"({max(lengths)} at most)" in found.cut
+    assert check_lines(found, "rewards.py:score")[-1] == f"warning: {found.cut}"
+    assert not tried(project, rows=3, room=max(lengths)).cut
+
+
+def test_without_a_network_and_a_cache_a_check_says_the_ways_out_at_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(project / "empty"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("inner.trial.ask_child", lambda *_, **__: pytest.fail("the tokenizer was asked for"))
+    for offline, why in (("1", "offline (HF_HUB_OFFLINE)"), ("0", "refused")):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        assert main(["check", str(project / "run.toml"), "--set", "inner.model=me/absent"]) == 2
+        said = capsys.readouterr().err
+        assert why in said and str(project / "empty") in said
+        assert "--set inner.model=FOLDER" in said and "HF_HUB_CACHE=FOLDER" in said
+
+
+def test_a_cached_tokenizer_is_read_from_the_cache_and_the_hub_is_not_asked(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = project / "hub" / "models--me--mine"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    shutil.copytree(model_folder(), cache / "snapshots" / "abc")
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(project / "hub"))
+    config = InnerConfig.from_dict({"model": "me/mine", "data": {"prompts": "p"}, "rewards": {"function": "r.py:s"}})
+    monkeypatch.setattr("inner.known.ask_hub", lambda *_: pytest.fail("the Hub was asked"))
+    assert folder_or_refusal(config) == cache / "snapshots" / "abc"
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ def test_train_looks_on_when_somebody_else_supervises(capsys, run, config):
     finally:
         beating.set()
         thread.join()
-    assert code == 0 and "supervises this run already; watching it" in err and "step=5" in out
+    assert code == 0 and "supervises this run already; watching it" in err and "steps_before=6 of=6" in out
 
 
 def test_a_finished_demo_is_left_alone(monkeypatch, tmp_path):

@@ -30,6 +30,8 @@ def _prompt_lines(number: int, tried: PromptTrial) -> list[str]:
 
 
 def _warnings(trial: Trial, reward: str) -> list[str]:
+    if trial.cut:
+        return [f"warning: {trial.cut}"]
     values = set(trial.rewards)
     if values == {None}:
         return [f"warning: {reward} could say of no completion what it is worth; a run with it learns nothing"]

@@ -1,0 +1,89 @@
+"""The words for a config file that is none, and for a file or an object that it names and that is not there.
+
+    bad.toml, line 3: replicas = 2 3       the file, the line and its text; what TOML says of it
+    grpo.py is a Python script             what it is, and where its parts belong
+    rewards.score                    ──▶   did you mean "rewards.py:score"?
+
+Not promised: that what is proposed is what was meant.  Nothing of the user's code is run.
+"""
+
+import ast
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+SCRIPT = re.compile(r"^\s*(import \w|from [\w.]+ import |def \w+\(|class \w|#!.*python)", re.MULTILINE)
+WHERE = re.compile(r" \(at line (\d+), column \d+\)")
+BARE = re.compile(r"\s*[\w.\"-]+\s*=\s*(?!true|false|inf|nan)([A-Za-z/~][^\"'#=]*?)\s*(#.*)?")
+SPELLING = re.compile(r"(.*?)(?:\.py)?(?:[.:/]+(\w+))?(?::.*)?")
+
+
+def toml_fault(path: Path, error: Exception) -> str:
+    """What is wrong with a config file that could not be parsed, in words."""
+    if path.is_dir():
+        there = path / "run.toml"
+        hint = f"did you mean {there}?" if there.is_file() else "give a TOML file; `diloco init` writes one"
+        return f"{path} is a folder, and a run is described by a file: {hint}"
+    if not path.is_file():
+        return f"{path} cannot be read as TOML: {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix in (".py", ".ipynb") or SCRIPT.search(text):
+        return _script_words(path, text)
+    lines = text.splitlines()
+    found = WHERE.search(str(error))
+    number = int(found[1]) if found else len(lines)
+    line = lines[number - 1].strip() if number <= len(lines) else ""
+    bare = BARE.fullmatch(line)
+    advice = f'. Text needs quotes: "{bare[1]}"' if bare else ""
+    said = WHERE.sub("", str(error)).removesuffix(" (at end of document)")
+    return f"{path} cannot be read as TOML, line {number}: {line:.120}\n  {said}{advice}"
+
+
+def _script_words(path: Path, text: str) -> str:
+    rewards = [name for name in _defined(text) if "reward" in name or "score" in name]
+    function = f"{path.name}:{rewards[0] if rewards else 'FUNCTION'}"
+    return (
+        f"{path} is a Python script, and a run is described by a TOML file. `diloco init FOLDER` writes one that "
+        f'works. In it, the reward stays Python: [inner.rewards] function = "{function}". Model, prompts and what '
+        "GRPOConfig had are settings (docs/configuration.md lists them by TRL's names)"
+    )
+
+
+def file_hint(path: Path) -> str:
+    """ " Did you mean X?", of the files beside it; "" if none is near."""
+    beside = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def object_hint(spelling: str, folder: Path) -> str:
+    """ " Did you mean "rewards.py:score"?", for a spelling that names no file and object; "" if none is near."""
+    found = SPELLING.fullmatch(spelling)
+    if found is None:
+        return ""
+    stem, name = found[1], found[2]
+    files = [f"{stem}.py", f"{stem.replace('.', '/')}.py"]
+    if (file := next((f for f in files if (folder / f).is_file()), "")) and stem:
+        there = _defined_in(folder / file)
+        near = get_close_matches(name or "score", there, n=1, cutoff=0.6 if name else 0.0)
+    else:
+        wanted = name or stem
+        file = next((p.name for p in sorted(folder.glob("*.py")) if wanted in _defined_in(p)), "")
+        near = [wanted] if file else []
+    return f' Did you mean "{file}:{near[0]}"?' if near else ""
+
+
+def _defined_in(path: Path) -> list[str]:
+    return _defined(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _defined(text: str) -> list[str]:
+    """Public functions and classes of a file; [] if it is no Python."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return []
+    named = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return [name for name in named if not name.startswith("_")]
