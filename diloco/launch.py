@@ -25,7 +25,7 @@ from diloco.superseded import is_superseded
 from inner.base import BUILT_IN_MODELS
 from inner.flat_names import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
-from rendezvous.chain import lost_record
+from rendezvous.chain import first_open_step, lost_record
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.digests import SHA256, digest, has_digest, hex_of, is_digest, required_digest_kind
 from rendezvous.errors import BadKey, Corrupt, GaveUp, RecordsLost, StoreError, StoreRefused, WrongRun
@@ -433,7 +433,27 @@ def set_desired(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
     news = {k: v for k, v in asked.items() if getattr(stands, k) != v or stands.records == 0}
     if not news and not stands.stop and not stands.drains:
         return stands
+    if "steps" in news:
+        refuse_fewer_steps(store, fleet.steps)
+    elif is_finished(store, stands):
+        return stands
     return write_control(store, clock, **news, resume=stands.stop or bool(stands.drains))
+
+
+def is_finished(store: Readable, wanted: Wanted) -> bool:
+    """Are all wanted outer steps committed?"""
+    return wanted.steps > 0 and store.get(layout.commit_key(wanted.steps - 1)) is not None
+
+
+def refuse_fewer_steps(store: Store, steps: int) -> None:
+    """Raise ConfigError where more outer steps are committed than are asked for."""
+    if store.get(layout.commit_key(steps)) is None:
+        return
+    head = first_open_step(store, steps + 1)
+    raise ConfigError(
+        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts those of the whole "
+        f"run: --steps {head + steps} for {steps} more"
+    )
 
 
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:

@@ -73,8 +73,8 @@ def folder_or_refusal(config: InnerConfig) -> Path | None:
     why = unreachable.removeprefix("not checked: ").partition(", so whether")[0]
     raise InnerError(
         f"inner.model = {config.model!r}: its tokenizer is not in this machine's cache ({cache_folder()}), and the Hub "
-        f"cannot be asked: {why}. Give a folder that has the model (--set inner.model=FOLDER), copy a cache that has it and "
-        "name that (HF_HUB_CACHE=FOLDER; with HF_HUB_OFFLINE=1 the network is not asked), or try again with a network"
+        f"cannot be asked: {why}. Give a folder that has the model (--set inner.model=FOLDER), or a cache that has it "
+        "(HF_HUB_CACHE=FOLDER; with HF_HUB_OFFLINE=1 the network is not asked), or try again with a network"
     )
 
 

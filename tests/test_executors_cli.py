@@ -6,18 +6,21 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from diloco.config import load_config
 from diloco.launch import Run, open_run
+from diloco.runlog.overview import overview
+from diloco.runlog.report import read_report
 from executors.cli import demo
 from executors.cli import main as cli
 from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.membership import read_control
+from rendezvous.membership import read_control, write_control
 from tests.test_diloco_report import killed_and_replaced
 
 ROOT = Path(__file__).parent.parent
@@ -256,16 +259,49 @@ def test_report_writes_into_the_runs_folder(capsys, run):
     assert code == 0 and "report.png" in out and (folder / "report.png").exists()
 
 
-def test_stop_of_a_run_where_nobody_runs(capsys, run):
+def records_of(run) -> dict[str, bytes]:
+    return {key: run.store.get(key) for key in run.store.list(layout.CONTROLS)}
+
+
+def test_stop_of_a_run_that_is_finished_and_quiet_changes_nothing(capsys, run):
+    before = records_of(run)
     code, out, _ = say(capsys, "stop", run.url, "--grace", "0")
-    assert code == 0 and "nobody runs any more, and all outer steps are committed" in out and "r01-2" in out
-    assert read_control(run.store).stop
+    assert code == 0 and "the run is finished and nobody beats" in out and "r01-2" in out
+    assert "nobody runs any more, and all outer steps are committed" in out
+    assert records_of(run) == before
 
 
-def test_more_replicas_for_a_run_that_is_done(capsys, run):
-    """Before: `diloco resume` was to look after it, which had nothing to do."""
-    code, out, _ = say(capsys, "scale", run.url, "3")
-    assert code == 0 and f"all 6 outer steps are committed, so nobody is started; `diloco resume {run.url}" in out
+@pytest.mark.parametrize("verb", [["scale", "5"], ["drain", "r01"], ["resume"], ["resume", "--replicas", "5"]])
+def test_whatever_is_wished_of_a_finished_run_it_says_so_and_nothing_changes(capsys, run, verb):
+    before = records_of(run)
+    code, out, err = say(capsys, verb[0], run.url, *verb[1:])
+    assert code == 0 and "the run is finished, all 6 outer steps are committed; nothing was changed" in out + err
+    assert f"diloco resume {run.url} --steps 12" in out + err
+    assert records_of(run) == before
+
+
+def test_train_on_a_finished_run_changes_nothing(capsys, run, config):
+    before = records_of(run)
+    code, _, err = say(capsys, "train", config, "--run", run.url, "--replicas", "5", "--steps", "6")
+    assert code == 0 and "the run is finished" in err and records_of(run) == before
+
+
+def test_a_slot_that_was_never_claimed_does_not_start_for_ever(capsys, run):
+    write_control(run.store, SystemClock(), replicas=4)
+    _, out, _ = say(capsys, "status", run.url)
+    assert "starting" not in out and "r02       never started" in out and "r03       never started" in out
+    code, _, err = say(capsys, "watch", run.url)
+    assert code == 0 and "starting" not in err
+    seen = overview(read_report(run.store), time.time())
+    assert {row.slot for row in seen.rows} == {"r00", "r01"}
+
+
+def test_fewer_steps_than_are_committed_are_refused_with_the_numbers(capsys, run, config):
+    before = records_of(run)
+    said = complaint(capsys, "resume", run.url, "--steps", "4")
+    assert "6 outer steps are committed already, and steps = 4 asks for fewer" in said and "--steps 10" in said
+    assert "6 outer steps are committed" in complaint(capsys, "train", config, "--run", run.url, "--steps", "4")
+    assert records_of(run) == before
 
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):

@@ -187,7 +187,7 @@ def _snapshot_age_s(report: Report, snapshot: int, now: float) -> float | None:
 
 
 def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tuple[SessionRow, ...]:
-    """All sessions, by slot and generation, and a row for each slot that nobody has claimed."""
+    """All sessions, by slot and generation, and a row for each slot that nobody has claimed while the run goes on."""
     newest = {session.slot: session for session in report.sessions}
     rates = samples_per_second(report.steps)
     rows = [
@@ -196,7 +196,8 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
         else _ended_row(session, is_newest=False)
         for session in report.sessions
     ]
-    rows += [SessionRow(slot, 0) for slot in report.wanted.slot_names if slot not in newest]
+    if not report.done:
+        rows += [SessionRow(slot, 0) for slot in report.wanted.slot_names if slot not in newest]
     return tuple(sorted(rows, key=lambda row: (row.slot, row.generation)))
 
 

@@ -135,6 +135,7 @@ def _read_config(args: Namespace) -> "RunConfig":
 def _train(args: Namespace) -> int:
     from diloco.launch import open_run
     from executors.cli.foreground import say
+    from executors.cli.scale import finished_words
     from executors.preflight import quote
     from rendezvous.clock import SystemClock
     from rendezvous.membership import read_control
@@ -148,7 +149,8 @@ def _train(args: Namespace) -> int:
         say(note)
     fork = _read_fork(args, config) if args.origin else None
     offer = _make_quote(args, url, config.fleet.replicas, config=config)
-    if not _is_agreed(args, offer):
+    over = finished_words(open_store(url), args.run, args.steps or config.fleet.steps)
+    if not over and not _is_agreed(args, offer):
         return 130
     if args.again:
         from executors.cli.again import found_again
@@ -159,7 +161,10 @@ def _train(args: Namespace) -> int:
     run = open_run(config, url, SystemClock(), parent=fork.parent if fork else None, **wishes)
     if fork is not None:
         _begin_fork(run, fork, args)
-    quote.write_quote(run.store, SystemClock(), offer)
+    if over:
+        say(over)
+    else:
+        quote.write_quote(run.store, SystemClock(), offer)
     if run.record.why_codec:
         say(f"codec {run.record.codec}: {run.record.why_codec}")
     return _supervise_here(run, args, read_control(run.store))
@@ -181,6 +186,7 @@ def _begin_fork(run: "Run", fork: "Fork", args: Namespace) -> None:
 
 def _resume(args: Namespace) -> int:
     from diloco.launch import read_run
+    from executors.cli.scale import finished_words
     from executors.preflight import quote
     from rendezvous.clock import SystemClock
     from rendezvous.membership import read_control, refuse_lost
@@ -189,6 +195,9 @@ def _resume(args: Namespace) -> int:
     run = read_run(url)
     wanted = read_control(run.store)
     refuse_lost(run.store, wanted)
+    if over := finished_words(run.store, args.run, args.steps):
+        _say(over)
+        return _supervise_here(run, args, wanted)  # ends that no supervisor saw are still written down
     offer = _make_quote(args, url, wanted.replicas, config=run.config)
     if not _is_agreed(args, offer):
         return 130

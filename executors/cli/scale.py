@@ -7,14 +7,14 @@ Not promised: that anything happens at once; whoever supervises reads the contro
 """
 
 from contextlib import suppress
+from shlex import quote
 
-from diloco.launch import Run
+from diloco.launch import Run, is_finished
 from executors.platforms.multi import places_of
 from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import supervisor_of
-from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 from rendezvous.membership import Wanted, read_control, write_control
@@ -24,6 +24,8 @@ from rendezvous.store import Store
 def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Quote | None:
     """The price of the replicas beyond the present ones; None if none are added."""
     wanted = read_control(run.store)
+    if is_finished(run.store, wanted):
+        return None
     _check_quorum(replicas, quorum or wanted.min_replicas)
     more = slots_of(replicas)[wanted.replicas :]
     return make_offer(run.url, places_of(wanted.places), more, Budget.of(wanted), spent) if more else None
@@ -32,6 +34,8 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Q
 def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str]:
     """-> lines for the person."""
     before = read_control(run.store)
+    if over := finished_words(run.store, run.url):
+        return [over]
     news = {"replicas": replicas, **({"min_replicas": quorum} if quorum else {})}
     write_control(run.store, clock, **news)
     return [f"{before.replicas} -> {replicas} replicas", *_unheard_slots(run, before)]
@@ -41,6 +45,8 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     """-> lines for the person."""
     before = read_control(run.store)
     check_slot(before, slot)
+    if over := finished_words(run.store, run.url):
+        return [over]
     after = write_control(run.store, clock, drain=slot)
     left = [s for s in before.slot_names if not after.is_to_leave(s)]
     lines = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
@@ -71,19 +77,21 @@ def after_stop_words(store: Store, *, found: bool) -> str:
     if not found:
         return "nobody ever ran here"
     with suppress(RendezvousError):  # control records that are damaged; a run can be stopped all the same
-        if _is_done(store, read_control(store)):
+        if is_finished(store, read_control(store)):
             return "nobody runs any more, and all outer steps are committed"
     return "nobody runs any more; `diloco resume` goes on"
 
 
-def _is_done(store: Store, wanted: Wanted) -> bool:
-    return 0 < wanted.steps <= first_open_step(store)
+def finished_words(store: Store, url: str, steps: int | None = None) -> str:
+    """The word of a run that has all its outer steps; "" for another, and where other `steps` are asked for."""
+    wanted = read_control(store)
+    if steps not in (None, wanted.steps) or not is_finished(store, wanted):
+        return ""
+    more = f"diloco resume {quote(url)} --steps {2 * wanted.steps}"
+    return f"the run is finished, all {wanted.steps} outer steps are committed; nothing was changed. For more: {more}"
 
 
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:
     if not before.stop and supervisor_of(run.store) is not None:
         return []
-    if _is_done(run.store, before):
-        more = f"`diloco resume {run.url} --steps {2 * before.steps}`"
-        return [f"all {before.steps} outer steps are committed, so nobody is started; {more} goes on to more of them"]
     return [f"nobody supervises this run now; `diloco resume {run.url}` does it"]

@@ -162,6 +162,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     ]
     shown = _sessions_to_show(report)
     failed = _failed_starts(report)
+    unclaimed = "never started" if report.done else "starting"
     for slot in report.wanted.slot_names:
         sessions = [
             line
@@ -169,7 +170,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
             if x.slot == slot
             for line in [_session_line(x, report, now), *_reason_lines(x.why, width)]
         ]
-        lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} starting"]
+        lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} {unclaimed}"]
     learning = learning_words(newest_numbers(report.steps), without=curve_of(report).name)
     numbers = [f"  {learning}"] if learning else []
     numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []

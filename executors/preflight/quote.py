@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
 from diloco.config import ConfigError, RunConfig, check_fleet
-from diloco.launch import Run
+from diloco.launch import Run, refuse_fewer_steps
 from diloco.sizing import parameters_of, trained_parameters_of
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
@@ -275,5 +275,7 @@ def write_desired(run: Run, clock: Clock, **changed: int) -> None:
     fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
     check_fleet(replace(run.config.fleet, **fleet))
     news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
+    if "steps" in news:
+        refuse_fewer_steps(run.store, changed["steps"])
     if news or wanted.stop or wanted.drains:
         write_control(run.store, clock, **news, resume=wanted.stop or bool(wanted.drains))

@@ -96,7 +96,7 @@ def remark_lines(report: Report, now: float) -> list[str]:
         lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
     if words := solo_words(report):
         lines.append(f"! {words}")
-    if report.wanted.stop:
+    if report.wanted.stop and not report.done:
         lines.append("! a stop was asked for; `diloco resume` goes on")
     return lines[:MOST_LINES]
 

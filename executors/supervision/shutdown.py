@@ -20,7 +20,7 @@ from diloco import exitcodes, processes
 from diloco.config import ConfigError
 from diloco.host import host_name, host_words, machine_name
 from diloco.journal import Journal
-from diloco.launch import read_run
+from diloco.launch import is_finished, read_run
 from diloco.runlog.report import SUPERVISOR, nice_time
 from executors.platforms.base import Handle, ServerlessExecutor, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
@@ -31,7 +31,7 @@ from executors.supervision.outage import launch_name
 from executors.supervision.slot_state import begin_fields, end_fields
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError
-from rendezvous.membership import read_beat
+from rendezvous.membership import read_beat, read_control
 from rendezvous.records import Beat, Claim
 from rendezvous.salvage import write_stop
 from rendezvous.store import Store
@@ -65,9 +65,37 @@ def stop_run(
     executor: where replicas live (default: as the run's control records say).
     """
     grace_s = _grace_by_beats(store, clock.wall()) if grace_s is None else grace_s
+    if _is_over(store, clock.wall()):
+        say("the run is finished and nobody beats: there is nobody to ask; looking whether anything is left of it")
+    else:
+        _ask_to_leave(store, clock, grace_s, say)
+    return _end_everything(store, clock, grace_s, say, executor)
+
+
+def _is_over(store: Store, now: float) -> bool:
+    """Has the run all its outer steps, and is nobody there who would hear a wish?   now: Unix time."""
+    with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are asked all the same
+        read_run(store.url)
+        beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
+        heard = any(b is not None and b.phase != "left" and abs(now - b.at) < FRESH_S for b in beats)
+        return (
+            is_finished(store, read_control(store))
+            and not heard
+            and not _local_processes(store)
+            and supervisor_of(store) is None
+        )
+    return False
+
+
+def _ask_to_leave(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None]) -> None:
     if lost := write_stop(store, clock):
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
     say(f"asked every replica to leave; they offer what they have first, within {nice_time(grace_s)}")
+
+
+def _end_everything(
+    store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], executor: ServerlessExecutor | None
+) -> list[End]:
     launches = Launches(store, executor)
     try:
         launches.cancel(launches.waiting, 0.0)  # they hear nothing yet
