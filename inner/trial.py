@@ -77,7 +77,7 @@ class Trial:
             PromptTrial(t["prompt"], tuple(TriedCompletion(**s) for s in t["scored"])) for t in raw["trials"]
         )
         tokens = (raw["tokens"][0], raw["tokens"][1])
-        return cls(raw["prompts"], tokens, raw["template"], raw["seconds"], trials, raw["cause"], raw["cut"])
+        return cls(**{**raw, "tokens": tokens, "trials": trials})
 
 
 def try_reward(
@@ -144,7 +144,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     cause = likeliest_cause(rewards, prompts[:rows]) if len(values) == 1 else ""
     tokens = (min(lengths), max(lengths))
     cut = cut_answers(trials, prompts, tokenizer, config.completion_length)
-    return Trial(len(prompts), tokens, template, seconds, tuple(trials), cause, cut)
+    return Trial(len(prompts), tokens, template, seconds, trials=tuple(trials), cause=cause, cut=cut)
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
