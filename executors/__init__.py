@@ -21,6 +21,7 @@ from executors.platforms import EXECUTORS
 if TYPE_CHECKING:
     from executors.platforms.base import (
         ExecutorError,
+        FleetExecutor,
         Handle,
         LaunchPlan,
         ReplicaSpec,
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
     from executors.platforms.on_modal.executor import ModalExecutor
     from executors.platforms.on_sky import SkyExecutor
     from executors.platforms.on_slurm.executor import SlurmExecutor
+    from executors.platforms.short_form import rank_specs
 
 __all__ = [
     "ExecutorError",
+    "FleetExecutor",
     "HFJobsExecutor",
     "Handle",
     "LaunchPlan",
@@ -49,9 +52,11 @@ __all__ = [
     "SlurmExecutor",
     "State",
     "Status",
+    "rank_specs",
 ]
 
 _HOME = {name: module for module, _, name in (path.partition(":") for path in EXECUTORS.values())}
+_HOME["rank_specs"] = "executors.platforms.short_form"
 
 
 def __getattr__(name: str) -> Any:

@@ -16,17 +16,18 @@ from typing import Any
 from diloco import exitcodes
 from executors.platforms.base import (
     ExecutorError,
+    FleetExecutor,
     Handle,
     LaunchPlan,
     Refused,
     ReplicaSpec,
     Result,
-    ServerlessExecutor,
     State,
     Status,
     Unavailable,
     unanswered,
 )
+from executors.platforms.short_form import rank_specs
 from rendezvous import layout
 from rendezvous.errors import Fenced
 from rendezvous.membership import claim, claims_above, read_control
@@ -132,7 +133,7 @@ class Cloud:
         job.alive, job.state, job.code = False, state, code
 
 
-class CloudExecutor(ServerlessExecutor):
+class CloudExecutor(FleetExecutor):
     """The protocol, on a Cloud."""
 
     def __init__(self, cloud: Cloud) -> None:
@@ -152,8 +153,9 @@ class CloudExecutor(ServerlessExecutor):
         price = self.cloud.price
         return LaunchPlan(tuple(f"{s.slot}: rented" for s in specs), None if price is None else price * len(specs))
 
-    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
+    def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
         self._ask("launch")
+        specs = rank_specs(self.name, **short) if specs is None else specs
         if refused := [s.gpu for s in specs if "TPU" in s.gpu]:
             raise ExecutorError(f"there is no GPU {refused[0]}")
         return [self._launch(s) for s in specs]

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 from diloco import processes
 from examples.toy_platform.toy import ToyExecutor
-from executors.platforms.base import Handle, ReplicaSpec, ServerlessExecutor
+from executors.platforms.base import FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.on_slurm.job import kill_tree, read_card
@@ -37,7 +37,7 @@ class Platform(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def executor(self) -> ServerlessExecutor:
+    def executor(self) -> FleetExecutor:
         """A new one, with no local state of the last."""
         ...
 
@@ -81,7 +81,7 @@ class OwnMachine(ABC):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.environ = folder, {}
-        self._executors: list[ServerlessExecutor] = []
+        self._executors: list[FleetExecutor] = []
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +91,7 @@ class OwnMachine(ABC):
             executor.close()
 
     @abstractmethod
-    def executor(self) -> ServerlessExecutor: ...
+    def executor(self) -> FleetExecutor: ...
 
     def url(self, name: str) -> str:
         return f"file://{self.folder / name}"

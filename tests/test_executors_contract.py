@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from diloco import processes
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, ServerlessExecutor, State, Status
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, ReplicaSpec, Result, State, Status
 from executors.platforms.container import ENDED
 from tests.entrypoints import marks
 from tests.platforms import Platform
@@ -60,7 +60,7 @@ class Fleet:
         self.executor = platform.executor()
         self.run = platform.url(f"run-{folder.name[-24:]}-{os.getpid()}")
         self.handles: list[Handle] = []
-        self.others: list[ServerlessExecutor] = []
+        self.others: list[FleetExecutor] = []
 
     def spec(self, function: str, slot: str = "r00", attempt: int = 1, **more) -> ReplicaSpec:
         kwargs = {"folder": str(self.folder), "who": f"{slot}.{attempt}", **more.pop("kwargs", {})}
@@ -78,7 +78,7 @@ class Fleet:
             self.wait_for_mark("start", handle)
         return handles
 
-    def another(self) -> ServerlessExecutor:
+    def another(self) -> FleetExecutor:
         self.others.append(self.platform.executor())
         return self.others[-1]
 

@@ -87,8 +87,8 @@ class DyingExecutor(CloudExecutor):
         super().__init__(cloud)
         self._counted = counted
 
-    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        return [self._counted(lambda s=s: CloudExecutor.launch_specs(self, [s]))[0] for s in specs]
+    def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
+        return [self._counted(lambda s=s: CloudExecutor.launch_replicas(self, [s]))[0] for s in specs or ()]
 
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         return self._counted(lambda: CloudExecutor.poll(self, handles))

@@ -23,7 +23,7 @@ from diloco.journal import Journal
 from diloco.launch import Run
 from diloco.own_files import appended
 from diloco.runlog.report import SUPERVISOR
-from executors.platforms.base import Handle, ServerlessExecutor
+from executors.platforms.base import FleetExecutor, Handle
 from executors.platforms.logfile import LogFile
 from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import make_process_folder
@@ -94,7 +94,7 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     return Handover(f"its supervisor, {started.where}, has ended: {outcome.text}", outcome.code, started)
 
 
-def detach(run: Run, executor: ServerlessExecutor) -> Detached:
+def detach(run: Run, executor: FleetExecutor) -> Detached:
     """Start a supervisor that outlives this process and its terminal; or take the one that its platform still has."""
     if not executor.hosts_supervisor:
         return _start_process(run)
@@ -137,7 +137,7 @@ def _start_process(run: Run) -> Detached:
     return Detached(f"pid {child.pid}, log {log}", child.pid, log=str(log), ended=ended, cancel=child.kill)
 
 
-def _end_of(executor: ServerlessExecutor, handle: Handle) -> Outcome | None:
+def _end_of(executor: FleetExecutor, handle: Handle) -> Outcome | None:
     """How a platform's supervisor ended: its last words as its log has them."""
     status = executor.poll([handle])[0]
     if status.stale or not status.state.ended:

@@ -21,7 +21,7 @@ from diloco.runlog.ahead import Ahead
 from diloco.runlog.cache import cache_of
 from diloco.runlog.report import SUPERVISOR, Report, SessionSummary, read_report, shown
 from diloco.runlog.scope import COSTS
-from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle
 from executors.platforms.logfile import LogFile
 from executors.platforms.multi import build_executor
 from executors.platforms.on_host.executor import process_folder
@@ -41,7 +41,7 @@ SESSION = re.compile(r"(r\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class ReplicaLog:
-    executor: ServerlessExecutor
+    executor: FleetExecutor
     found: Handle
 
     @property
@@ -116,7 +116,7 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
 # -------------------------------------------------------------------- one session
 
 
-def _log_of_session(url: str, name: str, executor: ServerlessExecutor) -> ReplicaLog | BucketLog:
+def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog | BucketLog:
     run = read_run(url)
     report = read_report(run.store, COSTS, cache_of(run))
     session = next((x for x in report.sessions if x.name == name), None)
@@ -135,7 +135,7 @@ def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
     return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 
 
-def _has_a_log(executor: ServerlessExecutor, handle: Handle) -> bool:
+def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
     try:
         return bool(executor.logs(handle, 1))
     except ExecutorError:  # its platform does not keep it, or cannot be asked

@@ -1,11 +1,12 @@
-"""The protocol of every platform that runs replicas, in plain data.
+"""The protocol of every platform that runs replicas, in plain data: six verbs; and what a supervisor asks besides.
 
-    specs ──plan──▶ what it would do
-      └──launch_replicas──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
-                               ├──cancel──▶ (asked to go)                                  ├▶ FAILED    its own fault
-                               ├──collect─▶ results                                        ├▶ CANCELLED we asked
-                               └──logs, follow ─▶ lines                                    └▶ LOST      killed, gone
-    find(run) ──▶ handles, from another process and with no local state
+    ServerlessExecutor
+      launch_replicas ──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
+                             ├──cancel──▶ (asked to go)                                  ├▶ FAILED    its own fault
+                             ├──collect─▶ results                                        ├▶ CANCELLED we asked
+                             └──logs, follow ─▶ lines                                    └▶ LOST      killed, gone
+    FleetExecutor, of which those are a part
+      specs ──plan──▶ what it would do       find(run) ──▶ handles, from another process and with no local state
 
 A replica's whole input is the run's URL and its slot.  Specs, handles and statuses survive JSON.
 An executor reports; only the supervisor replaces.
@@ -16,17 +17,15 @@ Not promised: that a RUNNING replica makes progress; its heartbeat in the bucket
 import hashlib
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from importlib import import_module
 from typing import Annotated, Any, Protocol, Self
-from uuid import uuid4
 
-from executors.platforms import short_form
 from rendezvous.clock import Clock
 from rendezvous.fields import Longest, Where, Within
-from rendezvous.layout import slot_name
 from rendezvous.records import Count, Holder, Key, Pid, UnixTime, Usd, Word
 
 RANK_ENV = "REPLICA_RANK"
@@ -203,24 +202,14 @@ class LaunchPlan(Plain):
 
 
 class ServerlessExecutor(Protocol):
-    """Starts processes somewhere, and reports how they are and how they ended.
-
-    labelled: it labels every process with its run, so that it finds also those that nobody here launched.
-    hosts_supervisor: a run's supervisor can live there (`start_supervisor`).
+    """Starts processes somewhere, and reports how they are and how they ended: six verbs.
 
     The answer to a launch may be lost, and a platform's list may lag behind, so two processes of one (slot, attempt)
     may live.  There a handle means its launch: a poll reports the process that runs it, in Status.handle, and ends the
-    others.  What has a body here is right for a platform of which none of that is true.
+    others.
     """
 
-    name: str
-    labelled: bool = False
-    hosts_supervisor: bool = False
-
-    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        """Say what a launch of these specs would do; no side effects."""
-        ...
-
+    @abstractmethod
     def launch_replicas(
         self,
         specs: Sequence[ReplicaSpec] | None = None,
@@ -232,36 +221,62 @@ class ServerlessExecutor(Protocol):
         run: str = "",
         lease: bool = True,
     ) -> list[Handle]:
-        """Launch these; or, in the short form, the same function n times, with its rank in an environment variable.
+        """Launch these, all at once; or, in the short form (short_form.py), the same function n times.
 
-        entrypoint_args: keywords for all, or a list with those of each rank.   run: a name; the same one again takes up
-        what it started.   lease: they leave half an hour after this process has died, where the platform can tell them.
-        """
-        if specs is None:
-            lease_s = short_form.LEASE_S if lease else 0.0
-            try:
-                each = short_form.arguments_per_rank(entrypoint_args, n_replicas)
-                called = short_form.entrypoint_name(entrypoint)
-            except ValueError as error:
-                raise ExecutorError(str(error)) from None
-            name = run if "://" in run else f"{self.name}://{run}" if run else self.nameless_run()
-            specs = [
-                ReplicaSpec(name, slot_name(i), 1, called, kwargs=kwargs, env={rank_env: str(i)}, lease_s=lease_s)
-                for i, kwargs in enumerate(each)
-            ]
-        return self.launch_specs(specs)
-
-    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """Start them, all at once; the same (run, slot, attempt) again gives the same handle, from any process.
-
-        A failed start is a FAILED handle, so that some may start.  Raises ExecutorError before anything was started
-        if nothing could be: no credentials, an unknown GPU, a run that the platform cannot reach.
+        The same (run, slot, attempt) again gives the same handle, from any process.  A failed start is a FAILED handle,
+        so that some may start.  Raises ExecutorError before anything was started if nothing could be: no credentials,
+        an unknown GPU, a run that the platform cannot reach.
         """
         ...
 
-    def nameless_run(self) -> str:
-        """A new run, for processes that are launched in the short form."""
-        return f"{self.name}://{uuid4().hex}"
+    @abstractmethod
+    def poll(self, handles: Iterable[Handle]) -> list[Status]:
+        """All at once; never blocks, never raises for a dead one."""
+        ...
+
+    @abstractmethod
+    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
+        """Ask the processes to leave; returns at once.  A later poll kills those that remain after `grace_s`."""
+        ...
+
+    @abstractmethod
+    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
+        """Wait for all; results in the order of the handles.  After `timeout` seconds, those that still run say so."""
+        ...
+
+    @abstractmethod
+    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
+        """Its output so far; the last `tail` lines only."""
+        ...
+
+    @abstractmethod
+    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
+        """The same and what comes, until it has ended.  A dropped connection is taken up again, each line once."""
+        ...
+
+
+class FleetExecutor(ServerlessExecutor, Protocol):
+    """And what the supervisor of a run asks besides; the short form needs none of it.
+
+    labelled: it labels every process with its run, so that it finds also those that nobody here launched.
+    hosts_supervisor: a run's supervisor can live there (`start_supervisor`).
+
+    What has a body here is right for a platform of which none of that is true.
+    """
+
+    name: str
+    labelled: bool = False
+    hosts_supervisor: bool = False
+
+    @abstractmethod
+    def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
+        """Say what a launch of these specs would do; no side effects."""
+        ...
+
+    @abstractmethod
+    def find(self, run: str) -> list[Handle]:
+        """The newest process of each slot of a run, from what is durable alone."""
+        ...
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
         """Hear of launches that follow later, so that what they need is prepared with the next one (Modal)."""
@@ -272,30 +287,6 @@ class ServerlessExecutor(Protocol):
         replicas: one of each kind that it may launch.
         """
         raise ExecutorError(f"{self.name} has no place for a supervisor; `diloco train --detach` starts one here")
-
-    def poll(self, handles: Iterable[Handle]) -> list[Status]:
-        """All at once; never blocks, never raises for a dead one."""
-        ...
-
-    def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """Ask the processes to leave; returns at once.  A later poll kills those that remain after `grace_s`."""
-        ...
-
-    def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        """Wait for all; results in the order of the handles.  After `timeout` seconds, those that still run say so."""
-        ...
-
-    def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
-        """Its output so far; the last `tail` lines only."""
-        ...
-
-    def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        """The same and what comes, until it has ended.  A dropped connection is taken up again, each line once."""
-        ...
-
-    def find(self, run: str) -> list[Handle]:
-        """The newest process of each slot of a run, from what is durable alone."""
-        ...
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
         """Live processes of the run that none of `known` names, as the last poll or find saw them."""
@@ -316,22 +307,21 @@ class ServerlessExecutor(Protocol):
         """Remove what the platform keeps of a run of which nobody lives; -> what that was, in words."""
         return []
 
+    @abstractmethod
     def close(self) -> None:
         """Let go.  Never stops a replica."""
         ...
 
-    def end_launched(self) -> None:
-        """End what this executor launched, and wait until it has ended."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """What it launched ends with the block."""
-        try:
-            self.end_launched()
-        finally:
-            self.close()
+def require_fleet(executor: object) -> None:
+    """Raise ExecutorError, with what is missing, where this is no FleetExecutor."""
+    asked = [name for kind in (ServerlessExecutor, FleetExecutor) for name in (*kind.__annotations__, *vars(kind))]
+    if missing := sorted({name for name in asked if name[0] != "_" and not hasattr(executor, name)}):
+        raise ExecutorError(
+            f"{type(executor).__name__} cannot be supervised: it has no {', '.join(missing)}. "
+            "launch_replicas … collect work without; for `train` make it a subclass of FleetExecutor, which answers "
+            "all but plan, find and close, or of Executor, which needs a platform's six verbs (docs/executors.md)"
+        )
 
 
 def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:

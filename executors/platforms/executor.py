@@ -12,22 +12,28 @@ A platform is a subclass with the verbs on the right (platform.py), which keeps 
 nothing about the life of a process.  It is a subclass and no object beside it, since people write how it is made,
 `SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
 
-Not promised: threads.  One thread at a time calls an executor.
+Several threads may use one executor: what they ask is done one after the other (`in_turn`), while waiting, reading
+logs and following them go on beside it.
+
+Not promised: that a poll answers while another thread's launch is under way; it comes after it.
 """
 
 import re
+import threading
 from abc import ABC
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from executors.platforms.base import (
     ExecutorError,
+    FleetExecutor,
     Handle,
     LaunchPlan,
     ReplicaSpec,
     Result,
-    ServerlessExecutor,
     State,
     Status,
     Unavailable,
@@ -35,19 +41,33 @@ from executors.platforms.base import (
     wait_for_all,
 )
 from executors.platforms.platform import NotStarted, Platform
-from executors.platforms.short_form import Leash
+from executors.platforms.short_form import Leash, ShortForm
 from rendezvous.clock import Clock, SystemClock
 
 GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: for leaving, and for being seen to have left
 TAIL = 12  # lines of a failed process's log that its result shows
 Launch = tuple[str, str, int]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Executor(Platform, ServerlessExecutor, ABC):
+def in_turn(method: "Callable[Concatenate[Executor, P], T]") -> "Callable[Concatenate[Executor, P], T]":
+    """The same, while no other thread is inside one of these."""
+
+    @wraps(method)
+    def alone(self: "Executor", *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+class Executor(ShortForm, Platform, FleetExecutor, ABC):
     """The life of the processes of one platform."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
+        self.turn = threading.RLock()
         self._launched: dict[Launch, Handle] = {}
         self._not_started: dict[Handle, NotStarted] = {}
         self._known: dict[Hashable, Status] = {}  # the last answer about each process
@@ -65,6 +85,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
         lines = [f"{s.slot}: {self.plan_line(s)}" for s in specs]
         return LaunchPlan((*lines, *self.plan_notes(specs), *refused), total_price(prices), refused)
 
+    @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         """A launch that has a process is not repeated; one that failed may be tried again."""
         new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
@@ -97,6 +118,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
 
     # ------------------------------------------------------------------ watching
 
+    @in_turn
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         handles = list(handles)
         self._enforce_deadlines()
@@ -187,6 +209,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
 
     # ------------------------------------------------------------------ ending
 
+    @in_turn
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         going = [h for h in handles if self.is_ours(h) and self.why_not_started(h) is None and self.may_run(h)]
         new = [h for h in going if h not in self._cancelled]
@@ -217,14 +240,17 @@ class Executor(Platform, ServerlessExecutor, ABC):
             unheard = alive
         self._deadlines |= dict.fromkeys(unheard, now)
 
+    @in_turn
     def find(self, run: str) -> list[Handle]:
         best = {handle.slot: handle for handle in self.discover(run)}
         return [best[slot] for slot in sorted(best)]
 
+    @in_turn
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
         natives = {h.native for h in known}
         return [h for h in self.alive(run) if h.native not in natives]
 
+    @in_turn
     def sweep(self, run: str) -> list[str]:
         list(self.discover(run))  # so that `alive` is of now
         alive = list(self.alive(run))
@@ -236,6 +262,7 @@ class Executor(Platform, ServerlessExecutor, ABC):
         self.cancel(handles, GRACE_S)
         wait_for_all(lambda: self.poll(handles), self._clock, END_S, self.pause_s)
 
+    @in_turn
     def close(self) -> None:
         """Runs without a name are removed from the platform, if all of them have ended."""
         self._leash.let_go()

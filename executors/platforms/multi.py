@@ -22,18 +22,20 @@ from typing import Annotated, Any, TypeVar
 from executors.platforms import EXECUTORS
 from executors.platforms.base import (
     ExecutorError,
+    FleetExecutor,
     Handle,
     LaunchPlan,
     Plain,
     ReplicaSpec,
     Result,
-    ServerlessExecutor,
     State,
     Status,
     load_name,
+    require_fleet,
     unanswered,
 )
 from executors.platforms.executor import total_price
+from executors.platforms.short_form import rank_specs
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.fields import Within, from_json
@@ -119,13 +121,13 @@ def place_of(places: Sequence[Place], slot: str) -> Place:
 
 def build_executor(
     places: Iterable[Place | Mapping[str, Any]] = (), former: Iterable[Place | Mapping[str, Any]] = ()
-) -> ServerlessExecutor:
+) -> FleetExecutor:
     """One executor for all places.  ExecutorError if one is unknown or takes no such option.
 
     former: where the run lived before; what still runs there is seen, but nothing is launched there any more.
     """
     present = places_of(places)
-    made: dict[tuple[str, str], ServerlessExecutor] = {}
+    made: dict[tuple[str, str], FleetExecutor] = {}
     for place in present:
         if place.maker not in made:
             made[place.maker] = make_executor(place)
@@ -140,7 +142,7 @@ def build_executor(
     return Mixed(present, executors, list(made.values()))
 
 
-def make_executor(place: Place) -> ServerlessExecutor:
+def make_executor(place: Place) -> FleetExecutor:
     """The executor of one place; its module is imported only now."""
     if place.executor not in EXECUTORS:
         raise ExecutorError(f"there is no executor {place.executor!r}; there are {', '.join(EXECUTORS)}")
@@ -154,7 +156,7 @@ def make_executor(place: Place) -> ServerlessExecutor:
     return kind(**options)
 
 
-class Mixed(ServerlessExecutor):
+class Mixed(FleetExecutor):
     """Several executors as one.   executors: one per place, in the same order; the same one may come twice.
 
     others: more of them, in which nothing is launched.
@@ -165,10 +167,12 @@ class Mixed(ServerlessExecutor):
     def __init__(
         self,
         places: Sequence[Place],
-        executors: Sequence[ServerlessExecutor],
-        others: Sequence[ServerlessExecutor] = (),
+        executors: Sequence[FleetExecutor],
+        others: Sequence[FleetExecutor] = (),
         clock: Clock | None = None,
     ) -> None:
+        for executor in (*executors, *others):
+            require_fleet(executor)
         self._places = tuple(places)
         self._executors = tuple(executors)
         self._clock = clock or SystemClock()
@@ -176,10 +180,10 @@ class Mixed(ServerlessExecutor):
         self._failed: dict[Handle, str] = {}
         self.labelled = any(e.labelled for e in self._all)
 
-    def _for_slot(self, slot: str) -> ServerlessExecutor:
+    def _for_slot(self, slot: str) -> FleetExecutor:
         return self._executors[self._places.index(place_of(self._places, slot))]
 
-    def _for_handle(self, handle: Handle) -> ServerlessExecutor:
+    def _for_handle(self, handle: Handle) -> FleetExecutor:
         """The slot's own executor if the handle is one of its; else another one of that name."""
         own = self._for_slot(handle.slot)
         named = [e for e in (own, *self._all) if e.name == handle.executor]
@@ -198,8 +202,9 @@ class Mixed(ServerlessExecutor):
         refused = tuple(why for p in plans for why in p.refused)
         return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
 
-    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
+    def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
         """All places at once.  Raises only if no place could start anything."""
+        specs = rank_specs(self.name, **short) if specs is None else specs
         parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
         if not parts:
             return []
@@ -214,7 +219,7 @@ class Mixed(ServerlessExecutor):
             handles |= {(h.slot, h.attempt): h for h in got}
         return [handles[s.slot, s.attempt] for s in specs]
 
-    def _none_of(self, executor: ServerlessExecutor, specs: list[ReplicaSpec], error: ExecutorError) -> list[Handle]:
+    def _none_of(self, executor: FleetExecutor, specs: list[ReplicaSpec], error: ExecutorError) -> list[Handle]:
         """Failed handles for the specs that one place could not start, while others could."""
         handles = [
             Handle(s.run, s.slot, s.attempt, executor.name, launched_at=self._clock.wall(), usd_per_hour=0.0)
@@ -298,17 +303,17 @@ class Mixed(ServerlessExecutor):
             executor.close()
 
     def _shared_out(
-        self, items: Iterable[T], whose: Callable[[T], ServerlessExecutor]
-    ) -> Iterator[tuple[ServerlessExecutor, list[T]]]:
+        self, items: Iterable[T], whose: Callable[[T], FleetExecutor]
+    ) -> Iterator[tuple[FleetExecutor, list[T]]]:
         """The items grouped by their executor."""
-        parts: dict[int, tuple[ServerlessExecutor, list[T]]] = {}
+        parts: dict[int, tuple[FleetExecutor, list[T]]] = {}
         for item in items:
             executor = whose(item)
             parts.setdefault(id(executor), (executor, []))[1].append(item)
         yield from parts.values()
 
 
-def _try_launch(executor: ServerlessExecutor, specs: list[ReplicaSpec]) -> list[Handle] | ExecutorError:
+def _try_launch(executor: FleetExecutor, specs: list[ReplicaSpec]) -> list[Handle] | ExecutorError:
     try:
         return executor.launch_replicas(specs)
     except ExecutorError as error:

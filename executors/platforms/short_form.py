@@ -11,10 +11,14 @@ Not promised: a leash on platforms that have no place for the word (this machine
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
+from uuid import uuid4
 
+from executors.platforms.base import RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec
 from rendezvous.clock import Clock
+from rendezvous.layout import slot_name
 
 LEASE_S = 1800.0
 LOOKS = 4  # in one lease
@@ -50,6 +54,89 @@ def arguments_per_rank(arguments: Arguments, n: int) -> list[dict[str, Any]]:
             "and load the rest there"
         ) from None
     return [dict(row) for row in rows]
+
+
+def rank_specs(
+    name: str,
+    *,
+    n_replicas: int = 0,
+    entrypoint: str | Callable[..., Any] = REPLICA,
+    entrypoint_args: Arguments = None,
+    rank_env: str = RANK_ENV,
+    run: str = "",
+    lease: bool = True,
+) -> list[ReplicaSpec]:
+    """The short form as specs, one for each rank.   Raises ExecutorError.
+
+    name: of the executor, for a run that is no URL.   entrypoint_args: keywords for all, or a list with those of each
+    rank.   run: a name ("": a new one); the same one again takes up what it started.   lease: they leave half an hour
+    after this process has died, where the platform can tell them.
+    """
+    try:
+        each = arguments_per_rank(entrypoint_args, n_replicas)
+        called = entrypoint_name(entrypoint)
+    except ValueError as error:
+        raise ExecutorError(str(error)) from None
+    where = run if "://" in run else f"{name}://{run or uuid4().hex}"
+    lease_s = LEASE_S if lease else 0.0
+    return [
+        ReplicaSpec(where, slot_name(i), 1, called, kwargs=kwargs, env={rank_env: str(i)}, lease_s=lease_s)
+        for i, kwargs in enumerate(each)
+    ]
+
+
+class ShortForm(ABC):
+    """`launch_replicas` in both forms, and a block that ends what it launched."""
+
+    name: str
+
+    def launch_replicas(
+        self,
+        specs: Sequence[ReplicaSpec] | None = None,
+        *,
+        n_replicas: int = 0,
+        entrypoint: str | Callable[..., Any] = REPLICA,
+        entrypoint_args: Arguments = None,
+        rank_env: str = RANK_ENV,
+        run: str = "",
+        lease: bool = True,
+    ) -> list[Handle]:
+        """Launch these; or, in the short form, the same function n times, with its rank in an environment variable.
+
+        The short form's words: `rank_specs`.
+        """
+        if specs is None:
+            specs = rank_specs(
+                self.name, n_replicas=n_replicas, entrypoint=entrypoint, entrypoint_args=entrypoint_args,
+                rank_env=rank_env, run=run or self.nameless_run(), lease=lease,
+            )  # fmt: skip
+        return self.launch_specs(specs)
+
+    @abstractmethod
+    def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
+        """Start them, all at once."""
+
+    def nameless_run(self) -> str:
+        """A new run, for processes that are launched in the short form; "" for an URL of the usual form."""
+        return ""
+
+    @abstractmethod
+    def end_launched(self) -> None:
+        """End what this executor launched, and wait until it has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go.  Never stops a replica."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What it launched ends with the block."""
+        try:
+            self.end_launched()
+        finally:
+            self.close()
 
 
 class Leash:

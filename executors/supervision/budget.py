@@ -14,7 +14,7 @@ Not promised: a price that changes on the platform while this supervisor lives.
 from collections.abc import Sequence
 
 from diloco.runlog.report import Report
-from executors.platforms.base import ExecutorError, ReplicaSpec, ServerlessExecutor
+from executors.platforms.base import ExecutorError, FleetExecutor, ReplicaSpec
 from executors.platforms.multi import Place, place_of
 from executors.supervision.costs import Budget, Costs, billed_events, costs, launch_refusal, lease, over
 from rendezvous.background import Emit, no_emit
@@ -33,7 +33,7 @@ class SpendLimit:
         self,
         store: Store,
         clock: Clock,
-        executor: ServerlessExecutor,
+        executor: FleetExecutor,
         places: Sequence[Place],
         *,
         former: Sequence[Place] = (),

@@ -20,7 +20,7 @@ from typing import Any
 from diloco import exitcodes
 from diloco.runlog.report import SUPERVISOR
 from executors.platforms import container
-from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, ServerlessExecutor
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.multi import Place, make_executor, places_of
 from executors.supervision.lease import supervisor_of
 from executors.supervision.slot_state import LOST_LEASE
@@ -33,7 +33,7 @@ TRIES = 6
 AGAIN_S = 20.0  # all tries together fit into the time that a container has left
 
 
-def start_hosted(executor: ServerlessExecutor, run: str) -> Handle:
+def start_hosted(executor: FleetExecutor, run: str) -> Handle:
     """Start a supervisor for the run on a platform that hosts them; -> the one that runs already, if there is one."""
     found = [h for h in executor.find(run) if h.slot == SUPERVISOR]
     if found and not executor.poll(found)[0].state.ended:

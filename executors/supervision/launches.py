@@ -16,10 +16,11 @@ from diloco.runlog.report import SUPERVISOR, Report, read_report
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import (
     ExecutorError,
+    FleetExecutor,
     Handle,
-    ServerlessExecutor,
     State,
     Status,
+    require_fleet,
     unanswered,
 )
 from executors.platforms.multi import build_executor
@@ -35,7 +36,9 @@ LAG_S = 30.0  # a platform lists a new job by then
 class Launches:
     """executor: where they live (default: as the run's control records say)."""
 
-    def __init__(self, store: Store, executor: ServerlessExecutor | None = None) -> None:
+    def __init__(self, store: Store, executor: FleetExecutor | None = None) -> None:
+        if executor is not None:
+            require_fleet(executor)
         self._store = store
         self._own = executor is None
         self._executor = executor

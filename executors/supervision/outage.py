@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from executors.platforms.base import Handle, Refused, ServerlessExecutor, Status
+from executors.platforms.base import FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
 REPORT_S = 60.0  # a lost answer is reported after so long, and everything again after so long
@@ -67,7 +67,7 @@ class Outages:
         self._last: dict[Handle, Status] = {}  # of launches whose platform is not asked now
         self._over: list[dict[str, Any]] = []
 
-    def poll(self, executor: ServerlessExecutor, handles: Iterable[Handle]) -> list[Status]:
+    def poll(self, executor: FleetExecutor, handles: Iterable[Handle]) -> list[Status]:
         """As `executor.poll`, but a silent platform is asked again only when its pause is over.
 
         handles: all that count; an outage of others is over.

@@ -22,7 +22,7 @@ from diloco.host import host_name, host_words, machine_name
 from diloco.journal import Journal
 from diloco.launch import is_finished, read_run
 from diloco.runlog.report import SUPERVISOR, nice_time
-from executors.platforms.base import Handle, ServerlessExecutor, State, Status
+from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.launches import LAG_S, Launches
@@ -57,7 +57,7 @@ def stop_run(
     clock: Clock,
     grace_s: float | None,
     say: Callable[[str], None],
-    executor: ServerlessExecutor | None = None,
+    executor: FleetExecutor | None = None,
 ) -> list[End]:
     """Ask everybody to leave, wait, end who stays, look again; -> one End per slot and launch, and the supervisor's.
 

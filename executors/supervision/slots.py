@@ -18,7 +18,7 @@ from dataclasses import replace
 from diloco import exitcodes
 from diloco.launch import Run
 from diloco.runlog.report import SUPERVISOR, Report
-from executors.platforms.base import ExecutorError, Handle, ServerlessExecutor, State, Status
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.outage import Outages, launch_name
 from executors.supervision.plan import Limits, Observation
@@ -46,7 +46,7 @@ class Slots:
     def __init__(
         self,
         run: Run,
-        executor: ServerlessExecutor,
+        executor: FleetExecutor,
         clock: Clock,
         fresh_s: float,
         emit: Callable[..., None],

@@ -31,9 +31,10 @@ from diloco.runlog.scope import STATUS
 from executors.platforms.base import (
     REPLICA,
     ExecutorError,
+    FleetExecutor,
     Handle,
-    ServerlessExecutor,
     Unavailable,
+    require_fleet,
 )
 from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
 from executors.platforms.multi import build_executor, former_places, places_of
@@ -86,7 +87,7 @@ class Supervisor:
     """
 
     run: Run
-    executor: ServerlessExecutor
+    executor: FleetExecutor
     clock: Clock
     parent: str = ""
     entrypoint: str = REPLICA
@@ -96,6 +97,7 @@ class Supervisor:
     each_tick: Callable[["Supervisor", Report], None] = lambda supervisor, report: None
 
     def __post_init__(self) -> None:
+        require_fleet(self.executor)
         self.lease = Lease.take(self.run.store, self.clock)
         self._journal = Journal(self.run.store, self.clock, SUPERVISOR, self.lease.generation)
         self._reader = Reader(self.run.store, STATUS)

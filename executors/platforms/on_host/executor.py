@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -181,11 +181,6 @@ class LocalProcessExecutor(Executor):
 
     # ------------------------------------------------------------------ watching
 
-    def poll(self, handles: Iterable[Handle]) -> list[Status]:
-        if self._server is not None:
-            self._server.listen()
-        return super().poll(handles)
-
     def is_started(self, handle: Handle) -> bool:
         return True
 
@@ -194,6 +189,8 @@ class LocalProcessExecutor(Executor):
         return self.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
+        if self._server is not None:
+            self._server.listen()
         return [self._look_at(handle) for handle in handles]
 
     def _look_at(self, handle: Handle) -> Status:
