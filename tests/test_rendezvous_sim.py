@@ -101,10 +101,10 @@ def test_a_store_that_is_taken_away_splits_nothing(start: int, count: int) -> No
     assert not never, f"never: {never}"
 
 
-LONG = {"a lost commit is decided again", "one anchor"}  # they take many schedules to be found
+RARE = {"a lost commit is decided again", "one anchor"}  # they take many schedules to be found
 
 
-@pytest.mark.parametrize("name", [pytest.param(bug, marks=pytest.mark.slow if bug in LONG else ()) for bug in BUGS])
+@pytest.mark.parametrize("name", [pytest.param(bug, marks=pytest.mark.slow if bug in RARE else ()) for bug in BUGS])
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     with planted(name):

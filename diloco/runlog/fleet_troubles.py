@@ -11,7 +11,7 @@ Each is a pure function of a report, the time and the costs.
 Not promised: the cause.  A text names what was seen last; docs/troubles.md says where to look.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 from statistics import median
 
@@ -186,7 +186,7 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 def _inner_step_s(steps: list[Step]) -> dict[str, float]:
     """Slot -> seconds of one inner step, by the time and number of those that the steps count."""
-    spent, counts = Counter[str](), Counter[str]()
+    spent, counts = defaultdict[str, float](float), Counter[str]()
     for step in steps:
         for slot, parts in step.seconds.items():
             if step.h.get(slot):
@@ -197,7 +197,7 @@ def _inner_step_s(steps: list[Step]) -> dict[str, float]:
 
 def _wait_shares(steps: list[Step]) -> dict[str, float]:
     """Slot -> the part of its time in which it waited for a decision."""
-    waited, whole = Counter[str](), Counter[str]()
+    waited, whole = defaultdict[str, float](float), defaultdict[str, float](float)
     for step in steps:
         for slot, parts in step.seconds.items():
             waited[slot] += parts.get("wait_s", 0.0)
