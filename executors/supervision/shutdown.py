@@ -94,7 +94,7 @@ def _ask_to_leave(store: Store, clock: Clock, grace_s: float, say: Callable[[str
 
 
 def _end_everything(
-    store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], executor: ServerlessExecutor | None
+    store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], executor: FleetExecutor | None
 ) -> list[End]:
     launches = Launches(store, executor)
     try:
