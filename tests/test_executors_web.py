@@ -1,6 +1,7 @@
 """`diloco watch RUN --web` and `--publish`: who is answered, what is served, what a bad bucket does to it."""
 
 import asyncio
+import http.client
 import io
 import json
 import socket
@@ -9,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,12 @@ def head_of(looks: PageLooks) -> dict[str, Any]:
     ("host", "good"),
     [
         ("127.0.0.1:8642", True), ("localhost:8642", True), ("[::1]:8642", True), ("LOCALHOST", True),
-        ("evil.example:8642", False), ("127.0.0.1.evil.example", False), ("", False), ("10.0.0.7:8642", False),
+        ("evil.example:8642", False), ("127.0.0.1.evil.example", False), ("", False),
     ],
 )  # fmt: skip
 def test_on_loopback_only_this_machines_names_are_answered(host: str, good: bool) -> None:
-    refused = web.make_door("127.0.0.1", 8642).refusal("GET", host, "")
+    door = web.make_door("127.0.0.1", 8642)
+    refused = door.refusal("GET", host, door.token)
     assert (refused is None) == good and (good or (refused is not None and refused[0] == 421))
 
 
@@ -71,15 +74,15 @@ def test_only_get_is_answered(method: str) -> None:
     assert (web.make_door("127.0.0.1", 1).refusal(method, "localhost", "") or (0,))[0] == 405
 
 
-def test_bound_elsewhere_nothing_is_answered_without_the_token() -> None:
-    door = web.make_door("0.0.0.0", 8642)
-    assert len(door.token) >= 32 and web.make_door("0.0.0.0", 8642).token != door.token
+@pytest.mark.parametrize(("bind", "named"), [("0.0.0.0", socket.gethostname()), ("127.0.0.1", "127.0.0.1")])
+def test_nothing_is_answered_without_the_token(bind: str, named: str) -> None:
+    door = web.make_door(bind, 8642)
+    assert len(door.token) >= 32 and web.make_door(bind, 8642).token != door.token
     for token in ("", "x", door.token[:-1], door.token + "x", "é"):
-        assert (door.refusal("GET", "10.0.0.7:8642", token) or (0,))[0] == 403
+        assert (door.refusal("GET", f"{named}:8642", token) or (0,))[0] == 403
     assert door.refusal("GET", "10.0.0.7:8642", door.token) is None
     assert (door.refusal("GET", "evil.example", door.token) or (0,))[0] == 421
-    assert web.page_address("0.0.0.0", door) == f"http://{socket.gethostname()}:8642/?token={door.token}"
-    assert web.page_address("127.0.0.1", web.make_door("127.0.0.1", 5)) == "http://127.0.0.1:5/"
+    assert web.page_address(bind, door) == f"http://{named}:8642/?token={door.token}"
 
 
 def test_a_port_in_use_is_said_and_without_port_a_free_one_is_taken() -> None:
@@ -106,7 +109,7 @@ def test_the_grammar_refuses_a_port_that_is_none(capsys: Any) -> None:
 # -------------------------------------------------------------------- answers
 
 
-def answer(app: web.PageApp, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+def bare_answer(app: web.PageApp, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     """What an ASGI server would send."""
     sent: list[dict[str, Any]] = []
 
@@ -124,6 +127,11 @@ def answer(app: web.PageApp, path: str, method: str = "GET", **headers: str) -> 
     asyncio.run(app(scope, None, send))
     found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def answer(app: web.PageApp, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """The same for a browser that has the cookie."""
+    return bare_answer(app, path, method, cookie=f"{app.door.cookie}={app.door.token}", **headers)
 
 
 @pytest.fixture
@@ -146,6 +154,18 @@ def test_the_page_its_data_and_nothing_else_are_served(app: web.PageApp) -> None
     assert answer(app, "/", "POST")[0] == 405 and answer(app, "/", host="evil.example")[0] == 421
 
 
+def test_who_has_shown_the_token_once_has_a_cookie(app: web.PageApp) -> None:
+    for path in ("/", "/data/head.json", "/?token=x", "/nothing"):
+        status, headers, _ = bare_answer(app, path)
+        assert status == 403 and headers["connection"] == "close" and "set-cookie" not in headers
+    status, headers, _ = bare_answer(app, f"/?token={app.door.token}")
+    kept, *how = headers["set-cookie"].split("; ")
+    assert status == 200 and {"HttpOnly", "SameSite=Strict", "Path=/"} <= {*how}
+    assert bare_answer(app, "/data/head.json", cookie=f"other=1; {kept}")[0] == 200
+    assert bare_answer(app, "/data/head.json", cookie=f"{app.door.cookie}=x")[0] == 403
+    assert "set-cookie" not in answer(app, "/")[1]
+
+
 def test_what_did_not_change_is_not_sent_again(app: web.PageApp) -> None:
     etag = answer(app, "/data/0.json")[1]["etag"]
     status, _, body = answer(app, "/data/0.json", if_none_match=etag)
@@ -156,6 +176,55 @@ def test_before_the_first_look_the_page_is_there_and_says_so(app: web.PageApp) -
     app.files = dict
     assert answer(app, "/")[0] == 200
     assert b"The run is being read." in answer(app, "/data/head.json")[2]
+
+
+# -------------------------------------------------------------------- connections
+
+
+@pytest.fixture
+def served(app: web.PageApp, monkeypatch: Any) -> Iterator[tuple[str, int]]:
+    """The app on a port: (address with the token, port)."""
+    monkeypatch.setattr(web, "HEADERS_S", 120.0)
+    listening = web.bound_socket("127.0.0.1", 0)
+    app.door = web.make_door("127.0.0.1", port := listening.getsockname()[1])
+    server = web.PageServer(app, listening)
+    server.start()
+    yield web.page_address("127.0.0.1", app.door), port
+    server.stop()
+    listening.close()
+
+
+def is_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_who_holds_connections_open_holds_nobody_else(served: tuple[str, int]) -> None:
+    """Half of a head, and no word at all: the oldest of those go, and no one who has shown the token."""
+    address, port = served
+    friend = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    friend.request("GET", address.partition(str(port))[2])
+    assert friend.getresponse().read()
+    held = list[socket.socket]()
+    for n in range(3 * web.MOST):
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=120))
+        held[-1].send(b"GET / HTTP/1.1\r\nX: " if n % 2 else b"")
+    with urllib.request.urlopen(address, timeout=120) as page:
+        assert page.status == 200
+    friend.request("GET", address.partition(str(port))[2])
+    assert friend.getresponse().status == 200
+    assert all(is_ended(one) for one in held[: web.MOST])
+    for one in [*held, friend]:
+        one.close()
+
+
+def test_a_request_that_does_not_arrive_ends_its_connection(served: tuple[str, int], monkeypatch: Any) -> None:
+    monkeypatch.setattr(web, "HEADERS_S", 0.05)
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=120) as slow:
+        slow.send(b"GET / HTTP/1.1\r\nHost: ")
+        assert is_ended(slow)
 
 
 # -------------------------------------------------------------------- looks
@@ -354,7 +423,7 @@ def test_the_command_serves_prints_its_address_and_a_kill_changes_nothing(run_fo
 
 def wait_for_head(address: str) -> dict[str, Any]:
     for _ in range(2000):
-        with urllib.request.urlopen(f"{address}data/head.json") as answered:
+        with urllib.request.urlopen(address.replace("?", "data/head.json?")) as answered:
             head = json.load(answered)
         if "waiting" not in head:
             return head

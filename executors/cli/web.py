@@ -5,10 +5,14 @@
         └─ of PageLooks' files: however many browsers ask, the bucket is asked by one reader
 
 Only GET is answered, and only where the Host is this machine's, so that no other site's page reads along through a name
-that it points here (DNS rebinding).  Bound to loopback there is no token; bound elsewhere the page's address has one,
-and nothing is answered without it.  Nothing here writes to the run.
+that it points here (DNS rebinding).  The page's address has a token, on loopback as well, where every user of a shared
+machine reaches it; a browser that has shown it once has it in a cookie.  Nothing here writes to the run.
 
-Not promised: secrecy on a network without TLS: put a tunnel or a proxy in front of it.
+    a connection ──▶ no whole request in HEADERS_S, or no token:  closed
+                 ──▶ more than MOST of them:  the oldest that has not shown the token goes, else the oldest
+
+Not promised: secrecy on a network without TLS: put a tunnel or a proxy in front of it.  A user of this machine who
+opens connections without end can make the page slow, and nothing else.
 """
 
 import hmac
@@ -26,7 +30,9 @@ from diloco.runlog.page.freeze import content_policy, live_page
 from executors.preflight.run_url import UsageError
 
 PORT = 8642
-LOOPBACK = "127.0.0.1"
+MOST = 64  # connections at a time; a browser opens six
+HEADERS_S = 10.0  # for a whole request to arrive
+MONTH_S = 30 * 24 * 3600  # a cookie's life
 HEADERS = {
     "Content-Security-Policy": f"{content_policy()}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,11 +45,16 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Door:
-    """The clients that are answered.   hosts: names that a Host header may have.   token: "" on loopback."""
+    """The clients that are answered.   hosts: names that a Host header may have."""
 
     port: int
-    hosts: frozenset[str] = frozenset({"localhost", "127.0.0.1", "::1"})
-    token: str = ""
+    token: str
+    hosts: frozenset[str] = frozenset({"localhost"})
+
+    @property
+    def cookie(self) -> str:
+        """Its name; a browser sends the cookies of one host to all of its ports."""
+        return f"diloco-{self.port}"
 
     def refusal(self, method: str, host: str, token: str) -> tuple[int, str] | None:
         """The status and why; None for who may come in."""
@@ -54,14 +65,14 @@ class Door:
                 421,
                 f"this machine is not called {host[:80]!r} here; use the address that `diloco watch --web` printed",
             )
-        if self.token and not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
             return 403, "the address lacks its token; use the one that `diloco watch --web` printed, with ?token=…"
         return None
 
     def _is_here(self, host: str) -> bool:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
         name = name.strip("[]").lower()
-        return name in self.hosts or (bool(self.token) and _is_address(name))
+        return name in self.hosts or _is_address(name)
 
 
 def _is_address(name: str) -> bool:
@@ -74,10 +85,11 @@ def _is_address(name: str) -> bool:
 
 
 def make_door(bind: str, port: int) -> Door:
+    token = secrets.token_urlsafe(24)
     if _is_loopback(bind):
-        return Door(port)
+        return Door(port, token)
     names = {"localhost", bind.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-    return Door(port, frozenset(names), secrets.token_urlsafe(24))
+    return Door(port, token, frozenset(names))
 
 
 def _is_loopback(bind: str) -> bool:
@@ -88,7 +100,7 @@ def page_address(bind: str, door: Door) -> str:
     """The whole address, to be opened."""
     name = socket.gethostname() if bind in ("0.0.0.0", "::") else bind
     name = f"[{name}]" if ":" in name else name
-    return f"http://{name}:{door.port}/" + (f"?token={door.token}" if door.token else "")
+    return f"http://{name}:{door.port}/?token={door.token}"
 
 
 def bound_socket(bind: str, port: int | None) -> socket.socket:
@@ -140,13 +152,18 @@ class PageApp:
         if scope["type"] != "http":
             return
         request = Request(scope)
-        refused = self.door.refusal(
-            request.method, request.headers.get("host", ""), request.query_params.get("token", "")
-        )
+        shown = request.query_params.get("token", "")
+        token = shown or request.cookies.get(self.door.cookie, "")
+        refused = self.door.refusal(request.method, request.headers.get("host", ""), token)
         status, body = refused or self._answer(request.url.path)
         kind = "text/html" if status == 200 and request.url.path == "/" else "application/json"
         kind = "text/plain" if status != 200 else kind
         headers = {**HEADERS, "Allow": "GET"} if status == 405 else dict(HEADERS)
+        if refused:
+            headers["Connection"] = "close"
+        elif shown:
+            kept = f"{self.door.cookie}={shown}; HttpOnly; SameSite=Strict; Path=/; Max-Age={MONTH_S}"
+            headers["Set-Cookie"] = kept
         content = body.encode() if isinstance(body, str) else body
         if status == 200:
             headers["ETag"] = f'"{version_of(content)}"'
@@ -181,6 +198,38 @@ def check_web() -> None:
         ) from None
 
 
+def bounded_protocol() -> Any:
+    """Return uvicorn's protocol with bounds (see above).
+
+    `cycle` is there once a request has arrived; a refused one ends its connection, so who has it showed the token."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    held = list[Any]()  # the oldest first
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(held) >= MOST:
+                min(held, key=lambda one: one.cycle is not None).end()
+            held.append(self)
+            self._late = self.loop.call_later(HEADERS_S, lambda: self.cycle is None and self.end())
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._let_go()
+            super().connection_lost(exc)
+
+        def end(self) -> None:
+            self._let_go()
+            self.transport.abort()
+
+        def _let_go(self) -> None:
+            self._late.cancel()
+            if self in held:
+                held.remove(self)
+
+    return Bounded
+
+
 class PageServer:
     """Serves until it is told to stop."""
 
@@ -188,8 +237,9 @@ class PageServer:
         import uvicorn
 
         config = uvicorn.Config(
-            app, log_level="error", access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=1
-        )
+            app, log_level="error", access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=1,
+            http=bounded_protocol(), ws="none",
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._socket = listening
 

@@ -11,7 +11,7 @@ Page.source = (function () {
     return text.trim() ? JSON.parse(text) : null;
   }
 
-  // The token of a page that is served elsewhere than on loopback is in the page's own address.
+  // The token of a page that `diloco watch --web` serves is in its address, and after the first load in a cookie.
   const address = (name) => "data/" + name + ".json" + location.search;
 
   async function ask(name) {
