@@ -28,6 +28,7 @@ from diloco.runlog.learning import Curve, headline_curve, learning_numbers, lear
 from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
 from diloco.runlog.sparkline import sparkline
+from inner.printable import printable
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
 from rendezvous.membership import Wanted, claims_above, decode_or_none, launch_of, read_beat, read_claim, read_leave
@@ -583,9 +584,9 @@ def _as_event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any
 
 
 def shown(value: Any) -> Any:
-    """The same without what steers a terminal: escapes, line breaks, reversed text.  Anybody may have written it."""
+    """The same, each text on one line that steers no terminal.  Anybody may have written it."""
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(c if c.isprintable() else " " for c in value)
+        return printable(value)
     if isinstance(value, dict):
         return {str(shown(k)): shown(v) for k, v in value.items()}
     return [shown(v) for v in value] if isinstance(value, list) else value

@@ -18,6 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.output import print_plainly
 from executors.cli.looking_back import split_command
 from executors.cli.parser import make_parser
 from executors.cli.wrapping import fit_lines
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     words, command = split_command(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(words)
     args.judge = command
+    print_plainly()
     try:
         _resolve_run(args)
         return _act(args)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
+from diloco.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
@@ -38,6 +39,7 @@ from diloco.runlog.report import (
 from diloco.runlog.sparkline import sparkline
 from executors.supervision.costs import Costs
 from executors.supervision.remarks import LOUD, all_troubles, event_fields, is_listening, key_values, remark_lines
+from inner.printable import printable
 from rendezvous.membership import Wanted
 
 # Events that people want to hear of; everything else stays in the log.
@@ -148,7 +150,8 @@ class Screen:
             line[: size.columns - 1] for line in [*status_table(report, width=size.columns)[: size.lines - 2], *words]
         ]
         up = f"\x1b[{self._drawn}F" if self._drawn else ""
-        self._out.write(up + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+        drawn = "".join(f"{printable(line)}\x1b[K\n" for line in lines)
+        raw_output(self._out).write(f"{up}{drawn}\x1b[J")
         self._out.flush()
         self._drawn = len(lines)
 

@@ -26,6 +26,7 @@ from diloco import exitcodes
 from diloco.journal import Journal
 from diloco.last_sweep import sweep_after_end
 from diloco.launch import Run, read_run, solo_warning
+from diloco.output import print_plainly
 from diloco.runlog.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.platforms.base import (
@@ -404,6 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("url", help="the run")
     parser.add_argument("--entrypoint", default=REPLICA, metavar="MODULE:FUNCTION", help="what each replica runs")
     args = parser.parse_args(argv)
+    print_plainly()
     try:
         outcome = _supervise_run(args.url, args.entrypoint)
     except Supervised as error:

@@ -14,6 +14,8 @@ import json
 import re
 from typing import Any
 
+from inner.printable import printable
+
 DEEPEST = 64  # levels of JSON: ten times what tool schemas and answers have, a tenth of Python's recursion limit
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -67,8 +69,7 @@ def template_token(text: str) -> str | None:
 
 def printable_start(text: str, longest: int = 300) -> str:
     """The beginning of somebody else's text on one line of plain characters: for messages, logs and the ledger."""
-    line = " ".join(text[: 4 * longest].split())
-    return "".join(c if c.isprintable() else "\ufffd" for c in line)[:longest]
+    return printable(" ".join(text[: 4 * longest].split()))[:longest]
 
 
 def _child_values(value: Any) -> Any:
