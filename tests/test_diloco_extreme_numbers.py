@@ -102,3 +102,19 @@ def test_what_cannot_be_reckoned_with_is_left_out(number: str) -> None:
         with pytest.raises(ValueError):
             rollout_line(rollout(number))
     assert rollout_line(rollout("0.5"))["reward"] == 0.5 and rollout_head('{"step": 7}') == (7, {})
+
+
+@pytest.mark.parametrize("odd", [{}, [[1]], "x", 1e308, -1, 0, None, True, 2**62])
+def test_a_config_of_odd_types_is_shown_all_the_same(
+    played: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, odd: object
+) -> None:
+    """run.json as anybody may have written it: the name, and the numbers that views reckon with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(played.folder, folder := tmp_path / "odd")
+    record = json.loads((path := folder / "run.json").read_text())
+    names = ("sync_every", "fragments", "max_carry", "snapshot_every")
+    record["config"] |= {"name": odd, "outer": dict.fromkeys(names, odd), "eval": odd, "fleet": odd}
+    path.write_text(json.dumps(record))
+    for argv in (["status"], ["report", "--to", str(tmp_path)], ["costs"]):
+        assert main([argv[0], str(folder), *argv[1:]]) == 0
+    assert "3 of 100 outer steps" in capsys.readouterr().out

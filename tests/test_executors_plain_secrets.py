@@ -2,6 +2,7 @@
 
 import io
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,17 @@ def test_other_variables_are_none(env: dict[str, str]) -> None:
 
 def test_what_is_hidden_does_not_go_along_with_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "my_rewards_xyz"
-    for name in ("__init__.py", "data/words.txt", ".env", ".git/config", "sub/.env.local"):
+    hidden = (".env", ".git/config", ".git/HEAD", "sub/.env.local", "sub/id_ed25519", "tls/server.KEY", "a.pem")
+    for name in ("__init__.py", "data/words.txt", "keys.py", *hidden):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("SECRET=1")
     monkeypatch.syspath_prepend(str(tmp_path))
     shipment = pack_code("/code", ("my_rewards_xyz",))
     names = zipfile.ZipFile(io.BytesIO(shipment.files[shipment.wheel])).namelist()
     ours = {name for name in names if name.startswith("my_rewards_xyz/")}
-    assert ours == {"my_rewards_xyz/__init__.py", "my_rewards_xyz/data/words.txt"}
+    assert ours == {"my_rewards_xyz/__init__.py", "my_rewards_xyz/data/words.txt", "my_rewards_xyz/keys.py"}
+    assert (
+        f"#sha256={sha256(shipment.files[shipment.wheel]).hexdigest()}\n" in shipment.files["requirements.txt"].decode()
+    )
+    said = {".env", ".git", "sub/.env.local", "sub/id_ed25519", "tls/server.KEY", "a.pem"}
+    assert set(shipment.left_out) == {f"my_rewards_xyz/{name}" for name in said}

@@ -38,7 +38,7 @@ def serve_openenv(answer: Answer) -> Iterator[str]:
                 if said is None:
                     connection.close()
                     return
-                connection.send(json.dumps(said))
+                connection.send(said if isinstance(said, str) else json.dumps(said))
 
     with serve(talk, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -439,3 +439,46 @@ def test_a_schema_that_refers_to_itself_from_many_places_takes_no_time() -> None
     branches = [{"$ref": "#/$defs/node", "title": f"t{i}"} for i in range(12)]
     root = {"$defs": {"node": {"anyOf": [{"type": "string"}, *branches]}}}
     assert set(get_args(mcp_tools.type_hint({"$ref": "#/$defs/node"}, root))) == {str, Any}
+
+
+DEEP = '{"type": "observation", "data": {"observation": {"rest": ' + "[" * 100_000 + "]" * 100_000 + "}}}"
+BROKEN = [
+    DEEP, "[]", "3", '"x"', '{"data": 3}', '{"data": {"observation": "x"}}', '{"data": {"metadata": [1]}}',
+    '{"data": {"observation": {"metadata": "x"}}}', '{"data": {"reward": 1' + "0" * 5000 + "}}", "{", "NaN",
+]  # fmt: skip
+HARMLESS = [
+    observation_reply(reward=10**400, text="a"), observation_reply(result={"content": 3}),
+    observation_reply(result={"content": [1, {"text": 2}]}), observation_reply(result={"content": {"a": 1}}),
+    {"type": "error", "data": {"errors": 3}}, {"type": "error", "data": {"errors": [1], "message": [1]}},
+    {"type": "error", "data": {"errors": [{"loc": None}], "code": "VALIDATION_ERROR"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [*BROKEN, *HARMLESS])
+def test_an_odd_answer_ends_the_session_or_is_told_and_raises_nothing_else(odd: Any) -> None:
+    def answer(message: dict[str, Any]) -> Any:
+        return odd if message["type"] == "step" else observation_reply(text="go")
+
+    with serve_openenv(answer) as url:
+        environment = type("E", (Typed,), {"_url": url, "_patience_s": 0.0})()
+        environment.reset()
+        said = None
+        with suppress(ToolFailed):
+            said = environment.add(a=1, b=2)
+        assert (said == GONE) == (odd in BROKEN)
+        assert environment.get_reward() in (None, 0.0)
+        environment._close()
+
+
+@pytest.mark.parametrize(
+    "tools", [3, "x", [1], [{}], [{"name": 3}], [{"name": "a", "input_schema": 3}],
+              [{"name": "a", "description": [1], "input_schema": {"properties": [1]}}],
+              [{"name": "a", "input_schema": {"properties": {"x": {"enum": 3}}}}],
+              [{"name": "a", "input_schema": {"properties": {"x": {"anyOf": [1]}}}}]],
+)  # fmt: skip
+def test_a_list_of_tools_that_is_none_is_said(tools: Any) -> None:
+    with (
+        serve_openenv(lambda _: observation_reply(tools=tools)) as url,
+        pytest.raises(InnerError, match="lists as its tools is no list of MCP tools"),
+    ):
+        openenv_environment(url)

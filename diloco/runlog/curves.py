@@ -114,8 +114,8 @@ def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float)
 
 
 def _is_evaluation_due(report: Report, row: int) -> bool:
-    every = report.setting("eval", "every")
-    return isinstance(every, int) and every > 0 and (row % every == 0 or row == report.wanted.steps)
+    every = report.setting("eval", "every", 0)
+    return every > 0 and (row % every == 0 or row == report.wanted.steps)
 
 
 def is_over(report: Report, written: int) -> bool:

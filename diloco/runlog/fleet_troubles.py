@@ -207,8 +207,8 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     """The newest snapshot is more than two periods old: who joins has to replay all steps since."""
-    every = report.setting("outer", "snapshot_every")
-    if run_state(report) != "running" or not report.steps or not isinstance(every, int) or every < 1:
+    every = report.setting("outer", "snapshot_every", 0)
+    if run_state(report) != "running" or not report.steps or not every:
         return []
     newest = report.steps[-1].snapshot
     behind = report.head - newest

@@ -26,7 +26,7 @@ def kept_words(report: "Report") -> list[str]:
     newest = max(collected, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))
     since = min((t for t in newest["snapshots"] if t >= newest["means_from"]), default=newest["means_from"])
     before = _steps([t for t in newest["snapshots"] if t < since])
-    keep = report.wanted.keep or report.setting("fleet", "keep", "")
+    keep = report.wanted.keep or report.setting("fleet", "keep", "") or report.setting("fleet", "keep", 0)
     return [
         f"kept: every step from {since} on{before and f', and {before}'}",
         f"pseudogradients before {newest['deltas_from']} are gone (fleet.keep = {keep})",

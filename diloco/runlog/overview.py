@@ -254,7 +254,7 @@ def silent_s(url: str) -> float:
 
 def inner_steps_per_round(report: Report) -> int:
     """Inner steps between two meetings."""
-    return report.setting("outer", "sync_every", 1) // report.setting("outer", "fragments", 1)
+    return report.setting("outer", "sync_every", 1) // max(1, report.setting("outer", "fragments", 1))
 
 
 def place_of_host(host: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco.journal import Log, read_log
 from diloco.launch import RunRecord
@@ -34,6 +34,8 @@ from rendezvous.digests import SHA256, digest
 from rendezvous.membership import Wanted, claims_above, decode_or_none, launch_of, read_beat, read_claim, read_leave
 from rendezvous.records import Beat, Claim, Offer, WireError
 from rendezvous.store import Readable
+
+T = TypeVar("T")
 
 NAME = 24  # characters of a run's name in a line that has more to say
 MANY = 4096  # objects that are in memory at once
@@ -190,8 +192,11 @@ class Report:
     def slots(self) -> list[str]:
         return sorted({x.slot for x in self.sessions} | set(self.wanted.slot_names))
 
-    def setting(self, section: str, name: str, default: Any = None) -> Any:
-        return self.config.get(section, {}).get(name, default)
+    def setting(self, section: str, name: str, default: T) -> T:
+        """Return what run.json says; the default where that is of another type, or a number below 0."""
+        found = self.config.get(section)
+        value = found.get(name) if isinstance(found, dict) else None
+        return value if type(value) is type(default) and not (isinstance(value, int) and value < 0) else default
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Events of these kinds, by time."""
@@ -284,7 +289,7 @@ class Reader:
         self._apply_ends(events, self._beats)
         self._remember(found)
         sessions = [self._sessions[k] for k in sorted(self._sessions)]
-        name = shown(self._run.get("name", "run"))
+        name = shown(str(self._run.get("name", "run")))
         return Report(
             name=name,
             url=self._store.url,
@@ -655,7 +660,7 @@ def _shortened(line: str, most: int = 80) -> str:
 
 
 def headline(report: Report) -> str:
-    h = report.setting("outer", "sync_every", "?")
+    h = report.setting("outer", "sync_every", 0) or "?"
     return (
         f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {nice_time(report.seconds)}, "
         f"{_counted_replicas(report)}, H = {h}"

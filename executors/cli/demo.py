@@ -16,6 +16,7 @@ from pathlib import Path
 from diloco.config import load_config
 from diloco.launch import Run, open_run
 from diloco.runlog.charts import write_picture
+from diloco.runlog.overview import inner_steps_per_round
 from diloco.runlog.report import Check, Report, SessionSummary, checks, first_and_last, read_report, summary
 from executors.cli.foreground import say, supervise_here
 from executors.cli.report import write_page
@@ -87,8 +88,8 @@ def kill_one(supervisor: Supervisor, report: Report) -> None:
 
 def is_kill_due(beat: Beat, report: Report) -> bool:
     """In an outer step from number FROM_STEP on, and not past its middle?  (The beat is a moment old by now.)"""
-    inner_steps = report.setting("outer", "sync_every", 1) // report.setting("outer", "fragments", 1)
-    return beat.phase == "train" and beat.step >= FROM_STEP and 0 < beat.inner <= max(1, inner_steps // 2)
+    half = max(1, inner_steps_per_round(report) // 2)
+    return beat.phase == "train" and beat.step >= FROM_STEP and 0 < beat.inner <= half
 
 
 def extra_checks(report: Report) -> list[Check]:

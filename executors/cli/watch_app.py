@@ -15,19 +15,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
 
-from rich.cells import cell_len
-from rich.segment import Segment
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.color import Color
 from textual.containers import Horizontal
 from textual.events import Resize
-from textual.filter import LineFilter
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -36,8 +32,8 @@ from diloco.runlog.troubles import flagged_steps
 from executors.cli import watch_words as words
 from executors.cli.watch_actions import DrainAction, EventsAction, LogAction, RolloutAction, ScaleAction
 from executors.cli.watch_looks import Picture, RunLooks, error_words
+from executors.cli.watch_plain import PlainApp
 from executors.cli.watch_windows import TextWindow
-from inner.printable import printable
 
 SMALLEST = (40, 10)  # columns and lines
 CURVES_FROM = 20  # lines of a terminal that has room for curves
@@ -49,18 +45,7 @@ ALARM = "bold #ff5f5f"
 BAD = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 
 
-class Printable(LineFilter):
-    """A line as it is drawn; textual leaves escapes in a text.  What has no width, as it measures, has none here."""
-
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [Segment(self._plain(text), style, control) for text, style, control in segments]
-
-    def _plain(self, text: str) -> str:
-        pairs = zip(text, printable(text), strict=True)
-        return "".join(plain for raw, plain in pairs if plain == raw or cell_len(raw))
-
-
-class WatchApp(App[int]):
+class WatchApp(PlainApp):
     """One run."""
 
     TITLE = "diloco watch"
@@ -108,10 +93,6 @@ class WatchApp(App[int]):
         self._drawn: list[str] = []
         self._ended = threading.Event()
         self._wake = threading.Event()
-        self._printable = Printable()
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        return [*super().get_line_filters(), self._printable]
 
     # ------------------------------------------------------------------ screen
 

@@ -41,7 +41,7 @@ from executors.platforms.executor import Executor
 from executors.platforms.full_disk import launches_wait
 from executors.platforms.platform import NotStarted, answer_or_error, missing_secret
 from executors.platforms.vllm_pins import check_command
-from executors.platforms.wheel import pack_code
+from executors.platforms.wheel import left_out, pack_code
 from rendezvous.clock import Clock
 
 NAME = "sky"
@@ -131,7 +131,8 @@ class SkyExecutor(Executor):
         return f"managed job {job_name(spec)} on {' or '.join(spec.gpu) or 'no GPU'}"
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
-        return ["SkyPilot chooses the cloud, by price"]
+        without = [f"not sent with the code: {', '.join(kept)}"] if (kept := left_out(self._packages)) else []
+        return ["SkyPilot chooses the cloud, by price", *without]
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
         return self._usd

@@ -8,7 +8,8 @@
 Same files, same bytes, same digest.  The files are those that Python imports here, so an editable tree is shipped as
 it is now, and an installed distribution as it was installed; nothing is built and no network is needed.
 
-Not promised: that another Python or another platform finds the same versions on its package index.
+Not promised: that another Python or another platform finds the same versions on its package index, or that the index
+gives the same files for them (decision 072).
 """
 
 import base64
@@ -28,16 +29,20 @@ from executors.platforms.portable import portable_requirement
 PROJECT = "serverless-diloco"
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
 EXTRAS = "train,diloco,replay,serverless"
+_KEY = re.compile(r"id_(rsa|dsa|ecdsa|ed25519)(_sk)?|.*\.(pem|key|p12|pfx|jks|kdbx)", re.IGNORECASE)
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the first second of a zip
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """Files by name.   digest: of all of them.   wheel: the name of the one that is the code."""
+    """Files by name.   digest: of all of them.   wheel: the name of the one that is the code.
+
+    left_out: hidden files and keys of your packages, which stay here."""
 
     files: dict[str, bytes]
     digest: str
     wheel: str
+    left_out: tuple[str, ...] = ()
 
 
 def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -> Shipment:
@@ -49,9 +54,11 @@ def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -
     digest = hashlib.sha256(code + pins).hexdigest()[:16]
     extras = vllm_pins.EXTRAS if vllm else EXTRAS
     others = vllm_pins.NEEDS if vllm else ()
-    needs = f"-c constraints.txt\n{PROJECT}[{extras}] @ file://{mount}/{digest}/{wheel}\n"
+    seal = hashlib.sha256(code).hexdigest()
+    needs = f"-c constraints.txt\n{PROJECT}[{extras}] @ file://{mount}/{digest}/{wheel}#sha256={seal}\n"
     needs += "".join(f"{name}\n" for name in others)
-    return Shipment({wheel: code, "constraints.txt": pins, "requirements.txt": needs.encode()}, digest, wheel)
+    files = {wheel: code, "constraints.txt": pins, "requirements.txt": needs.encode()}
+    return Shipment(files, digest, wheel, left_out(packages))
 
 
 def _own_distribution() -> metadata.Distribution:
@@ -79,7 +86,7 @@ def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> byt
 
 
 def _package_files(package: str) -> Iterator[tuple[str, Path]]:
-    """(name in the wheel, file) of a top-level package or module.   What is hidden (.env, .git/…) stays here."""
+    """(name in the wheel, file) of a top-level package or module, without what stays here."""
     spec = util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
@@ -89,8 +96,24 @@ def _package_files(package: str) -> Iterator[tuple[str, Path]]:
         return
     for path in sorted(origin.parent.rglob("*")):
         name = path.relative_to(origin.parent)
-        if path.is_file() and path.suffix != ".pyc" and not any(part.startswith(".") for part in name.parts):
+        if path.is_file() and path.suffix != ".pyc" and stays_here(name) is None:
             yield f"{package}/{name.as_posix()}", path
+
+
+def stays_here(name: Path) -> Path | None:
+    """The hidden file or folder, or the key, that this name is or lies in."""
+    parts = [*reversed(name.parents), name]
+    return next((part for part in parts if part.name.startswith(".") or _KEY.fullmatch(part.name)), None)
+
+
+def left_out(packages: Sequence[str]) -> tuple[str, ...]:
+    """What stays here of packages of your own."""
+    found = dict[str, None]()
+    for spec in filter(None, map(util.find_spec, packages)):
+        for folder in map(Path, spec.submodule_search_locations or ()):
+            kept = (stays_here(path.relative_to(folder)) for path in sorted(folder.rglob("*")))
+            found |= {f"{spec.name}/{part.as_posix()}": None for part in kept if part is not None}
+    return tuple(found)
 
 
 def _record_file(files: dict[str, bytes], own: str) -> bytes:

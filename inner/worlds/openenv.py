@@ -33,7 +33,6 @@ one environment server per class; images.
 """
 
 import json
-import math
 import os
 import re
 import sys
@@ -42,9 +41,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from inner.attempts import AtMostWorst
+from inner.attempts import LARGEST, AtMostWorst
 from inner.errors import InnerError
 from inner.replay.actions import Message
+from inner.replay.untrusted import load_json
 from inner.worlds.mcp_tools import tool_methods
 
 URL_ENV = "OPENENV_URL"
@@ -185,7 +185,7 @@ class OpenEnv:
         failure = failure_of(reply, self._tools)
         self._observed_steps.append((action, text if failure is None else str(failure)))
         reward = reply.get("reward")
-        if isinstance(reward, int | float) and math.isfinite(reward):
+        if isinstance(reward, int | float) and -LARGEST <= reward <= LARGEST:
             self._rewards.append(reward)
         self._done = bool(reply.get("done"))
         return text
@@ -305,8 +305,14 @@ def openenv_environment(
             f"the server at {_server_url(url)} lists no tools, so it is not an MCP environment. Write a class on "
             "inner.worlds.openenv.OpenEnv with a method per tool."
         )
-    methods = tool_methods(tools, taken=dir(OpenEnv))
-    settings["_tools"] = frozenset(tool["name"] for tool in tools)
+    try:
+        methods = tool_methods(tools, taken=dir(OpenEnv))
+        settings["_tools"] = frozenset(tool["name"] for tool in tools)
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
+        raise InnerError(
+            f"what the server at {_server_url(url)} lists as its tools is no list of MCP tools ({error!r:.200}). "
+            "Mend it there."
+        ) from error
     return type(name, (OpenEnv,), {**settings, "__doc__": f"The tools of {_server_url(url)}.", **methods})
 
 
@@ -339,7 +345,8 @@ def observation_text(observation: Mapping[str, Any]) -> str:
     """The words of an observation: an MCP tool's result, a field that is called like words, else all of it as JSON."""
     result = observation.get("result")
     if isinstance(result, Mapping) and ("content" in result or "data" in result):
-        parts = [part["text"] for part in result.get("content") or () if isinstance(part.get("text"), str)]
+        content = result["content"] if isinstance(result.get("content"), list) else []
+        parts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
         return "\n".join(parts) if parts else str(result.get("data", ""))
     texts = [observation[name] for name in _TEXTS if isinstance(observation.get(name), str | int | float)]
     if (words := next((text for text in texts if text != ""), None)) is not None:
@@ -355,11 +362,21 @@ def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, ti
     try:
         with suppress(WebSocketException):  # a server that hangs up has said why: that is read below
             socket.send(json.dumps(message))
-        answer = json.loads(socket.recv(timeout=timeout_s))
+        answer = load_json(socket.recv(timeout=timeout_s))
+        reply = _checked_object(_checked_object(answer, "").get("data"), "data")
+        observation = _checked_object(reply.get("observation"), "observation")
+        for owner in (reply, observation):
+            _checked_object(owner.get("metadata"), "metadata")
     except (WebSocketException, ValueError) as error:
         raise EOFError(str(error)) from error
-    reply = answer.get("data") or {}
     return reply if answer.get("type") != "error" else _read_refusal(reply)
+
+
+def _checked_object(value: Any, name: str) -> dict[str, Any]:
+    """Return the object; {} for what is missing.   Raises ValueError."""
+    if isinstance(value, dict) or (name and value is None):
+        return value or {}
+    raise ValueError(f"no answer of an OpenEnv server: {name or 'it'} is no object, but {str(value)[:80]!r}")
 
 
 def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,8 +385,9 @@ def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
     text = str(reply.get("message") or "no reason given")
     if code in _NO_SESSION:
         raise EOFError(f"{text} ({code})")
-    if details := reply.get("errors"):
-        text = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in details)
+    details = reply.get("errors")
+    if isinstance(details, list) and all(isinstance(e, Mapping) for e in details) and details:
+        text = "; ".join(f"{'.'.join(map(str, e.get('loc') or ()))}: {e.get('msg')}" for e in details)
     kind = "bad_arguments" if code == "VALIDATION_ERROR" else "exception"
     return {"refused": text, "observation": {}, "metadata": {"error_kind": kind}}
 

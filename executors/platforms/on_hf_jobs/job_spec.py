@@ -113,6 +113,7 @@ class Recipe:
             return self.code
         shipment = self._pack_once(self.vllm)
         words = f"{shipment.wheel}, {shipment.digest}, through the bucket {self.hub.namespace}/{BUCKET}"
+        words += f" (without {', '.join(shipment.left_out)})" if shipment.left_out else ""
         return f"{words}; with {pinned_version('vllm')} and {pinned_version('transformers')}" if self.vllm else words
 
     # ------------------------------------------------------------------ its parts
