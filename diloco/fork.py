@@ -15,6 +15,7 @@ from 0.
 Not promised: moments of the inner optimizers, which are in no bucket; the noise of sampling, which is a session's own.
 """
 
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,8 +97,8 @@ def _refuse_other(url: str, setting: str, there: Any, here: Any) -> None:
     if there != here:
         raise ConfigError(
             f"{url} has {setting} = {there!r}, this config {here!r}. --from takes the weights of that run as they lie "
-            f"there, so write {setting} as it is there. For weights alone: `diloco export {url} --to DIR`, and "
-            "inner.model = DIR"
+            f"there, so write {setting} as it is there. For weights alone: "
+            f"`diloco export {shlex.quote(url)} --to DIR`, and inner.model = DIR"
         )
 
 

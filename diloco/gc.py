@@ -9,6 +9,7 @@ in the middle, the same command goes on; the record came first, so no reader tak
 Not promised: bytes of what no record names (a body whose writer died): they are counted as objects.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -209,6 +210,7 @@ def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
     ]
     if best is not None and best in plan.lost:
         lines.append(
-            f"the best evaluated step, {best}, goes with it. Save it first: diloco export {url} --best --to DIR"
+            f"the best evaluated step, {best}, goes with it. Save it first: "
+            f"diloco export {shlex.quote(url)} --best --to DIR"
         )
     return lines

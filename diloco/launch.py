@@ -9,6 +9,7 @@
 The first writer of run.json decides.  The same command again resumes; other mathematics under one URL is WrongRun.
 """
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -365,7 +366,7 @@ def _refuse_unfit(store: Store, clock: Clock) -> None:
     if reason is not None:
         raise StoreRefused(
             f"{store.url} cannot carry a run: {reason}. Use a store that has create-if-absent; "
-            f"`diloco doctor {store.url}` shows more"
+            f"`diloco doctor {shlex.quote(store.url)}` shows more"
         )
 
 
@@ -420,7 +421,8 @@ def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, St
     """The same with the answers that there are.   answers: to OPENING."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
-            f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG --run {url}"
+            f"there is no run at {url} (no run.json). Check the path, or start one: "
+            f"diloco train CONFIG --run {shlex.quote(url)}"
         )
     store = signed_store(bare, run_key(), answers.get(layout.SEAL))
     return store.reading_through(answers) if isinstance(store, SignedStore) else answers, store
@@ -462,7 +464,7 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
             "use another --run URL for this config, or the config that the run was started with. To go on from its "
-            f"weights with this config: diloco train CONFIG --run NEW --from {url}"
+            f"weights with this config: diloco train CONFIG --run NEW --from {shlex.quote(url)}"
             + (". Nothing was trained there yet: the same command with --again founds it anew" if untouched else "")
         )
 
@@ -565,7 +567,7 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
     if run.record.parent.url:
         raise ConfigError(
             f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Type the command "
-            f"again that founded it: diloco train … --from {run.record.parent}"
+            f"again that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
         )
     import inner
 

@@ -47,6 +47,10 @@ CLAIMS = "replicas/"
 WEIGHTS = "weights/"  # for engines that train nothing; no replica reads them
 PAGE = "page/"  # a view of the run: may be written over, and deleted, at any time
 PAGE_INDEX = "page/index.html"
+TOP = (  # names of files and folders that may lie in a run's own
+    SEAL, RUN, "code", "model", "replicas", "alive", "steps", "snapshots", "leave", "residuals", "control", "weights",
+    AGAIN, "page", "log",
+)  # fmt: skip
 _CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 _DRIVE = re.compile("[A-Za-z]:")
 MOST_SLOTS = 10_000  # a record that names more of them is refused: every one would be looked for

@@ -1,14 +1,18 @@
 """The numbers of a live view, from hand-written buckets."""
 
+from dataclasses import replace
+
 import pytest
 
+from diloco.runlog.kept import kept_words
 from diloco.runlog.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
 from diloco.runlog.report import Step, read_report
+from executors.supervision.health import describe_supervision
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
 from tests.long_run import STEP_S, long_run
-from tests.test_diloco_report import T0, Bucket, killed_and_replaced
+from tests.test_diloco_report import T0, Bucket, FixedClock, killed_and_replaced
 
 
 def steps(*times: float) -> list[Step]:
@@ -80,3 +84,32 @@ def test_the_snapshot_is_as_old_as_the_commit_before_it() -> None:
     report.steps[-1].snapshot = 30
     seen = overview(report, T0 + STEP_S * 40)
     assert seen.snapshot == 30 and seen.snapshot_age_s == pytest.approx(STEP_S * 10)
+
+
+def test_a_snapshot_that_its_writer_has_told_of_is_the_newest() -> None:
+    """The commit after it names it, and of the last one there is no commit after it."""
+    b = killed_and_replaced()
+    b.tell("r00", 1, 17.0, "snapshot", step=6)
+    b.tell("r00", 1, 17.1, "snapshot", step=9)  # beyond the run: nobody vouches for a log
+    report = read_report(b.store)
+    assert report.snapshot == 6 and overview(report, T0 + 20).snapshot == 6
+
+
+def test_a_run_that_lost_nothing_says_nothing_of_what_is_gone() -> None:
+    b = killed_and_replaced()
+    b.tell("r00", 1, 17.0, "collected", deltas_from=0, means_from=0, snapshots=[0, 4])
+    assert kept_words(read_report(b.store)) == []
+    b.tell("r00", 1, 18.0, "collected", deltas_from=3, means_from=0, snapshots=[0, 4])
+    assert kept_words(read_report(b.store)) == ["pseudogradients before 3 are gone (fleet.keep = )"]
+
+
+def test_a_run_whose_last_evaluation_goes_on_is_not_done() -> None:
+    b, clock = killed_and_replaced(), FixedClock()
+    now = clock.wall()
+    beat = Beat("r00", 1, 9, "train", 6, 0, 1.0, now - 1, note="evaluates θ_6: 3 of 9 prompts")
+    b.store.put(layout.beat_key("r00"), beat.encode())
+    words = "all 6 outer steps are committed, but not all is done: r00 evaluates θ_6: 3 of 9 prompts"
+    b.store.delete([layout.beat_key("r01")])
+    assert describe_supervision(b.store, clock, read_report(b.store))[0] == words
+    b.store.put(layout.beat_key("r00"), replace(beat, phase="left").encode())
+    assert describe_supervision(b.store, clock, read_report(b.store))[0] == "done"

@@ -160,4 +160,4 @@ def test_the_demo_tells_honestly_whether_somebody_was_killed_and_replaced():
 
 
 def test_the_demo_names_the_next_commands(tmp_path):
-    assert f"diloco export {tmp_path} --to {tmp_path}/model" in next_commands(tmp_path)
+    assert f"diloco export {tmp_path} --to {tmp_path}-model" in next_commands(tmp_path)

@@ -9,6 +9,7 @@ where the judgement changes, so also the first step that is good.
 Not promised: the right step where the judgement changes more than once; as with git, some change is found.
 """
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,8 +65,8 @@ class Change:
             found,
             *more,
             "look at it:",
-            f"  diloco explain {url} --step {self.before}",
-            f"  diloco blame {url} --from {self.before} --to {self.after}",
+            f"  diloco explain {shlex.quote(url)} --step {self.before}",
+            f"  diloco blame {shlex.quote(url)} --from {self.before} --to {self.after}",
         ]
 
 

@@ -210,7 +210,7 @@ def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Tr
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []
-    newest = report.steps[-1].snapshot
+    newest = report.snapshot
     behind = report.head - newest
     if behind < 2 * every + SNAPSHOT_SLACK:
         return []

@@ -27,10 +27,9 @@ def kept_words(report: "Report") -> list[str]:
     since = min((t for t in newest["snapshots"] if t >= newest["means_from"]), default=newest["means_from"])
     before = _steps([t for t in newest["snapshots"] if t < since])
     keep = report.wanted.keep or report.setting("fleet", "keep", "") or report.setting("fleet", "keep", 0)
-    return [
-        f"kept: every step from {since} on{before and f', and {before}'}",
-        f"pseudogradients before {newest['deltas_from']} are gone (fleet.keep = {keep})",
-    ]
+    steps = [f"kept: every step from {since} on{before and f', and {before}'}"] if since else []
+    gone = newest["deltas_from"]
+    return [*steps, *([f"pseudogradients before {gone} are gone (fleet.keep = {keep})"] if gone else [])]
 
 
 def _is_whole(event: Mapping[str, Any]) -> bool:

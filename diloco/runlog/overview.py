@@ -110,7 +110,7 @@ def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None 
     state = run_state(report)
     step_s = seconds_per_step(report.steps)
     open_s = now - report.steps[-1].at if report.steps and state == "running" else None
-    snapshot = report.steps[-1].snapshot if report.steps else None
+    snapshot = report.snapshot if report.steps else None
     return Overview(
         name=report.name,
         url=report.url,

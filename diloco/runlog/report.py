@@ -189,6 +189,12 @@ class Report:
         return self.wanted.stop or bool(words and words[0]["event"] == "stopped")
 
     @property
+    def snapshot(self) -> int:
+        """The newest snapshot: as the newest commit names it, or as its writer has told since."""
+        told = [e["step"] for e in self.of_kind("snapshot") if type(e.get("step")) is int]
+        return max([s.snapshot for s in self.steps[-1:]] + [t for t in told if t <= self.head], default=0)
+
+    @property
     def slots(self) -> list[str]:
         return sorted({x.slot for x in self.sessions} | set(self.wanted.slot_names))
 

@@ -10,6 +10,7 @@ Two people who do this at once supersede one run, and found one: run.json in RUN
 Not promised: that what the first founding cost is in the costs or the budget of the second.
 """
 
+import shlex
 from collections.abc import Callable
 
 from diloco.config import RunConfig
@@ -38,11 +39,13 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
     if (holder := supervisor_of(store)) is not None:
         raise UsageError(
             f"{url} is supervised by process {holder.pid} on {host_words(holder.host)}, with another config "
-            f"({'; '.join(differs)}). If it is to end: diloco stop {url}, then the same command again; "
+            f"({'; '.join(differs)}). If it is to end: diloco stop {shlex.quote(url)}, then the same command again; "
             "else use another --run"
         )
     if live := [end.name for end in stop_run(store, clock, grace_s, say) if end.live]:
-        raise UsageError(f"{', '.join(live)} of {url} may still run, so it is not founded again; diloco stop {url}")
+        raise UsageError(
+            f"{', '.join(live)} of {url} may still run, so it is not founded again; diloco stop {shlex.quote(url)}"
+        )
     put_once(store, clock, layout.commit_key(0), Superseded(new_nonce(), clock.wall()).encode())
     if not is_superseded(store):
         raise UsageError(_trained_in_words(url, differs))

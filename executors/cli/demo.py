@@ -6,6 +6,7 @@ The checks that it prints at the end read the bucket; the demo exits with 0 only
 """
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -119,11 +120,12 @@ def _killed_words(killed: list[SessionSummary], report: Report) -> str:
 
 
 def next_commands(path: Path) -> str:
-    run = shown_path(path)
+    run = shlex.quote(shown_path(path))
+    beside = shlex.quote(f"{shown_path(path)}-model")  # in the run's folder lies its start model
     diloco = command_name()
     rows = [
         (f"open {run}/report.html", "the curves, the kill, every commit"),
-        (f"{diloco} export {run} --to {run}/model", "a normal from_pretrained folder"),
+        (f"{diloco} export {run} --to {beside}", "a normal from_pretrained folder"),
         (f"{diloco} train {run}/demo.toml --run runs/mine", "the same job, yours to change"),
     ]
     width = max(len(command) for command, _ in rows)

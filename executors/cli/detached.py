@@ -11,6 +11,7 @@ Not promised: that a detached process survives this machine's sleep; replicas el
 """
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -168,7 +169,7 @@ def _wait_until_watching(
             say(f"waiting for the supervisor ({started.where}) since {waited:.0f} s; Ctrl-C leaves it to itself")
         if waited >= SILENT_MOST_S:
             if not started.found:
-                return Outcome(exitcodes.GAVE_UP, NOT_HEARD.format(waited, run.url, run.url))
+                return Outcome(exitcodes.GAVE_UP, NOT_HEARD.format(waited, shlex.quote(run.url), shlex.quote(run.url)))
             started.cancel()
         clock.sleep(LOOK_S)
     return outcome

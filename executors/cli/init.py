@@ -7,16 +7,19 @@
     --task sums      additions that a small instruct model half knows
     --task yours     eight questions and a reward that looks for the answer: write over them
 
-Nothing that stands is written over.  Not promised: that the model learns the task; `[eval]` says whether it does.
+It goes into a folder of its own; nothing that stands is written over.
+
+Not promised: that the model learns the task; `[eval]` says whether it does.
 """
 
 import json
 import random
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from executors.preflight.run_url import UsageError
+from executors.preflight.run_url import UsageError, foreign_files
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SUMS, HELD_OUT = 400, 100  # prompts
@@ -124,6 +127,11 @@ def init(folder: Path, *, model: str, task: str) -> list[str]:
     standing = sorted(name for name in files if (folder / name).exists())
     if standing:
         raise UsageError(f"{folder} has {', '.join(standing)} already, and nothing is written over. Name a new folder")
+    if found := foreign_files(folder, ()):
+        raise UsageError(
+            f"{folder} holds {found}, which are not of this project. Name a folder of its own: "
+            f"diloco init {shlex.quote(str(folder / 'first'))}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

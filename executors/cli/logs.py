@@ -10,6 +10,7 @@ Not promised: where one launch had two sessions (its platform started it again),
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
     """slot: r01, r01-2 or supervisor.   Raises UsageError where there is none of that name, or none is given."""
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
-        raise UsageError(f"of whom? This run has {there}, as in `diloco logs {url} r00`, and supervisor if detached")
+        raise UsageError(
+            f"of whom? This run has {there}, as in `diloco logs {shlex.quote(url)} r00`, and supervisor if detached"
+        )
     executor = build_executor(wanted.places, wanted.former)
     try:
         if SESSION.fullmatch(slot):

@@ -9,6 +9,7 @@ Not promised: stable words for people; programs read --json.
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -215,6 +216,8 @@ def _plan(args: Namespace) -> int:
 
     config = _read_config(args)
     url = run_url.shareable_url(args.run) if args.run else ""
+    if url:
+        run_url.refuse_foreign_files(url)
     bucket = outlook.look_into_bucket(url)
     url = bucket.url
     checked = _preflight_checked(args, config, url, bucket.wanted)
@@ -318,9 +321,11 @@ def _supervise_here(run: "Run", args: Namespace, wanted: Any) -> int:
     else:
         foreground.say(outcome.text)
     if outcome.code in (4, 75):
-        foreground.say(f"to go on: diloco resume {args.run}")
+        foreground.say(f"to go on: diloco resume {shlex.quote(args.run)}")
     if outcome.code == 0:
-        foreground.say(f"next: diloco report {args.run}, or diloco export {args.run} --to DIR")
+        foreground.say(
+            f"next: diloco report {shlex.quote(args.run)}, or diloco export {shlex.quote(args.run)} --to DIR"
+        )
     return outcome.code
 
 
@@ -334,7 +339,9 @@ def _supervise_detached(run: "Run", args: Namespace) -> int:
     data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
     if begun is not None:
         data |= {"pid": begun.pid, "native": begun.native, "log": begun.log}
-    _print_answer(args, data, found.text, f"  diloco status {args.run}", f"  diloco stop {args.run}")
+    _print_answer(
+        args, data, found.text, f"  diloco status {shlex.quote(args.run)}", f"  diloco stop {shlex.quote(args.run)}"
+    )
     return found.code
 
 
@@ -496,11 +503,14 @@ def _stop_all(args: Namespace) -> int:
 
 def _export(args: Namespace) -> int:
     from executors.cli.opening import reach_run
+    from executors.cli.target import mark_export, refuse_export
 
     run = reach_run(args.run)  # before the heavy import: a wrong path is told at once
+    refuse_export(Path(args.to))
     from diloco.history import export
 
     step = export(run.url, _best_step(run, args.step) if args.best else args.step, Path(args.to), args.merge)
+    mark_export(Path(args.to), run.url, step)
     is_adapter = run.config.inner.lora is not None and not args.merge
     what, reader = ("adapter", "PEFT's") if is_adapter else ("model", "transformers'")
     text = f"wrote the {what} after {step} outer steps to {args.to}; {reader} from_pretrained reads it"
@@ -719,7 +729,7 @@ def _init(args: Namespace) -> int:
 
     names = init(Path(args.folder), model=args.model, task=args.task)
     steps = [
-        f"cd {args.folder}",
+        f"cd {shlex.quote(args.folder)}",
         "python test_rewards.py                         # the reward, without a model",
         "diloco check run.toml                          # the reward on three prompts, with the model's tokenizer",
         "diloco plan run.toml --run runs/first          # what it would do; starts nothing",

@@ -6,8 +6,8 @@
 Not promised: that anything happens at once; whoever supervises reads the control records every few moments.
 """
 
+import shlex
 from contextlib import suppress
-from shlex import quote
 
 from diloco.launch import Run, is_finished
 from executors.platforms.multi import places_of
@@ -53,7 +53,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     if len(left) < after.min_replicas:
         lines.append(
             f"warning: {len(left)} replicas are left and min_replicas = {after.min_replicas}: no outer step will be "
-            f"taken until there are more (diloco scale {run.url} N)"
+            f"taken until there are more (diloco scale {shlex.quote(run.url)} N)"
         )
     return [*lines, *_unheard_slots(run, before)]
 
@@ -87,11 +87,11 @@ def finished_words(store: Store, url: str, steps: int | None = None) -> str:
     wanted = read_control(store)
     if steps not in (None, wanted.steps) or not is_finished(store, wanted):
         return ""
-    more = f"diloco resume {quote(url)} --steps {2 * wanted.steps}"
+    more = f"diloco resume {shlex.quote(url)} --steps {2 * wanted.steps}"
     return f"the run is finished, all {wanted.steps} outer steps are committed; nothing was changed. For more: {more}"
 
 
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:
     if not before.stop and supervisor_of(run.store) is not None:
         return []
-    return [f"nobody supervises this run now; `diloco resume {run.url}` does it"]
+    return [f"nobody supervises this run now; `diloco resume {shlex.quote(run.url)}` does it"]

@@ -8,6 +8,7 @@ Steps come in order, and the first that is not ok ends it: the later ones need i
 Not promised: that an account may rent GPUs (a plan, credits); only a launch tells.  Nothing is launched here.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,12 @@ def next_command(place: str, url: str, secret: str) -> str:
     if place == "modal":
         secrets = "" if url.startswith("modal://") else f" --secret {secret}"
         return (
-            f"diloco train examples/modal_grpo.toml --run {url} --executor modal --gpu T4{secrets} --max-usd 2 --detach"
+            f"diloco train examples/modal_grpo.toml --run {shlex.quote(url)} --executor modal --gpu T4{secrets} "
+            "--max-usd 2 --detach"
         )
     secrets = "".join(f" --secret {name}" for name in CREDENTIALS.get(_scheme_of(url), ()))
     return (
-        f"diloco train examples/hf_jobs_grpo.toml --run {url} --executor hf-jobs --gpu t4-small{secrets} "
+        f"diloco train examples/hf_jobs_grpo.toml --run {shlex.quote(url)} --executor hf-jobs --gpu t4-small{secrets} "
         "--max-usd 2 --detach"
     )
 

@@ -7,7 +7,11 @@
 Not promised: that the bucket answers; the first read tells.  Light: stores are imported when they are asked for.
 """
 
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
+
+from rendezvous import layout
 
 _SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…, az://…, hf://buckets/…"
 
@@ -40,9 +44,30 @@ def is_folder(url: str) -> bool:
     return url.startswith("file://") or "://" not in url
 
 
+def foreign_files(folder: Path, ours: Iterable[str]) -> str:
+    """Names of what lies in a folder and is not in `ours`, in words; "" for nothing.  Hidden files count as nothing."""
+    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    found = [name for name in names if name not in set(ours) and not name.startswith(".")]
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def refuse_foreign_files(url: str) -> None:
+    """Raise UsageError where a run would be founded among files of another kind."""
+    folder = Path(url.removeprefix("file://"))
+    if not is_folder(url) or (folder / layout.RUN).exists():
+        return
+    if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
+        own = shlex.quote(f"{url.rstrip('/')}/runs/first")
+        raise UsageError(
+            f"{url} holds {found}, which belong to no run, and a run would write its own files between them. Name a "
+            f"folder of its own: --run {own}"
+        )
+
+
 def make_folder(url: str) -> None:
     if not is_folder(url):
         return
+    refuse_foreign_files(url)
     try:
         Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
     except OSError as error:

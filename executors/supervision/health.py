@@ -1,6 +1,6 @@
 """The report to a person about a run's supervisor.
 
-    done                                             the run has all its steps
+    done                                             the run has all its steps, and no replica beats any more
     supervised by pid 7 on modal/supervisor.1        its beat is younger than UNHEARD_S
     … was last heard 3 h 2 min ago                   older: killed, or cut off; how to replace it
     nobody supervises it; the last one ended: …      its last words, from the log
@@ -8,10 +8,12 @@
 Not promised: that a silent supervisor is dead; a second one takes over only once the beat is seen to stand still.
 """
 
+import shlex
 from typing import Any
 
 from diloco import exitcodes
 from diloco.host import host_words
+from diloco.runlog.overview import silent_s
 from diloco.runlog.report import SUPERVISOR, Report
 from executors.supervision import lease
 from rendezvous.clock import Clock
@@ -33,7 +35,10 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     end = last_end(report)
     if holder is None:
         words = f"; the last one ended with code {end['code']}: {_first_line(end['text'])}" if end else ""
-        return "done" if report.done else f"nobody supervises it{words}", {"supervisor": None, "supervisor_end": end}
+        return _done_words(report, clock) if report.done else f"nobody supervises it{words}", {
+            "supervisor": None,
+            "supervisor_end": end,
+        }
     unheard = round(lease.unheard_s(holder, beat, clock), 1)
     about = {"pid": holder.pid, "host": holder.host, "unheard_s": unheard}
     who = f"pid {holder.pid} on {host_words(holder.host)}"
@@ -42,9 +47,17 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
         line = (
             f"! its supervisor ({who}) was last heard {format_duration(unheard)} ago, so nobody may be replacing "
             f"replicas; "
-            f"`diloco resume {report.url} --detach` starts another if it is dead"
+            f"`diloco resume {shlex.quote(report.url)} --detach` starts another if it is dead"
         )
-    return "done" if report.done else line, {"supervisor": about, "supervisor_end": end}
+    return _done_words(report, clock) if report.done else line, {"supervisor": about, "supervisor_end": end}
+
+
+def _done_words(report: Report, clock: Clock) -> str:
+    """ "done", or who of the replicas of a run that has all its outer steps still works, and on what."""
+    beats = [b for b in report.beats.values() if b.phase != "left"]
+    there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report.url)]
+    works = ", ".join(f"{b.slot} {b.note or 'is about to leave'}" for b in there)
+    return f"all {report.head} outer steps are committed, but not all is done: {works}" if works else "done"
 
 
 def last_end(report: Report) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ Not promised: that places which change while it runs are used before the next su
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -286,7 +287,7 @@ class Supervisor:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
         there += [*self.slots.replaced, *self.slots.twins]
         names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
-        text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {self.run.url}` tries again"
+        text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {shlex.quote(self.run.url)}` tries again"
         return Outcome(outcome.code or FAILED, text)
 
     def _outcome_if_over(self, report: Report) -> Outcome | None:
