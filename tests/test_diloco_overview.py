@@ -100,7 +100,7 @@ def test_a_run_that_lost_nothing_says_nothing_of_what_is_gone() -> None:
     b.tell("r00", 1, 17.0, "collected", deltas_from=0, means_from=0, snapshots=[0, 4])
     assert kept_words(read_report(b.store)) == []
     b.tell("r00", 1, 18.0, "collected", deltas_from=3, means_from=0, snapshots=[0, 4])
-    assert kept_words(read_report(b.store)) == ["pseudogradients before 3 are gone (fleet.keep = )"]
+    assert kept_words(read_report(b.store)) == ["pseudogradients before 3 are gone (fleet.keep = 0)"]
 
 
 def test_a_run_whose_last_evaluation_goes_on_is_not_done() -> None:
