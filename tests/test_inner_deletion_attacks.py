@@ -201,6 +201,66 @@ def test_tmp_is_small() -> None:
     assert "No space left" in begun().run_python(fill)
 
 
+INODES = """
+import os
+n = 0
+try:
+    while n < 20_000:
+        os.mkdir(f'/tmp/{n}')
+        n += 1
+except OSError as error:
+    print(error)
+print(n)
+"""
+BUFFERS = """
+import array, socket
+held, sent, flying = [], 0, 0
+def fill(end):
+    global sent
+    end.setblocking(False)
+    try:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+    except OSError: pass
+    try:
+        while True: sent += end.send(bytes(1 << 16))
+    except OSError: pass
+try:
+    while len(held) < 20_000:
+        a, b = socket.socketpair()
+        fill(a), fill(b)
+        held += [a, b]
+        c, d = socket.socketpair()
+        held += [c, d]
+        c.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [a.fileno()]))])
+        flying += 1
+except OSError: pass
+try:
+    while True:
+        a, b = socket.socketpair()
+        fill(a), fill(b)
+        held += [a, b]
+except OSError: pass
+print(sent >> 20, flying)
+"""
+
+
+def test_files_without_bytes_have_a_limit() -> None:
+    """A tmpfs counts no inode into its size: in five seconds they were 568,000, and 850 MB of the kernel's memory."""
+    assert begun().run_python(INODES).endswith("\n1023\n")
+
+
+def test_buffers_of_sockets_are_few_and_small() -> None:
+    """They are in no process's memory: 470 MB with net.core.wmem_max = 4 MiB, and as much again in flight."""
+    mib, flying = map(int, begun().run_python(BUFFERS).split())
+    assert mib <= 16 and flying == 0
+
+
+def test_where_no_outer_namespace_can_be_made_nothing_is_written_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_outer_namespace", tuple)
+    assert "Read-only file system" in begun().run_python("open('/tmp/x', 'w')")
+    assert begun().run_python("print(1)") == "1\n"
+
+
 @pytest.mark.parametrize("call", ["os.fork()", "os.posix_spawn(sys.executable, ['python'], {})", "1 / os.system('')"])
 def test_there_is_no_second_process(call: str) -> None:
     said = begun().run_python(f"import os, sys\n{call}\nprint('two')")

@@ -26,7 +26,9 @@ def main() -> None:
         (resource.RLIMIT_CPU, limits["cpu"]),
         (resource.RLIMIT_FSIZE, limits["file"]),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NOFILE, 32),
+        (resource.RLIMIT_SIGPENDING, 64),
+        (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NPROC, 1),
     ):
         resource.setrlimit(kind, (value, value))
