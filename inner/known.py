@@ -21,6 +21,7 @@ from typing import Any
 from inner.base import BUILT_IN_MODELS, InnerConfig, InnerError
 from inner.gguf_header import GgufHeader, check_gguf_file, is_gguf_file
 
+NOT_CHECKED = "not checked: "  # begins a note about a model that could not be asked for
 ASK_S = 4.0  # for the Hub's answer; without a network a name look-up alone may take minutes
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -70,7 +71,7 @@ def folder_or_refusal(config: InnerConfig) -> Path | None:
     unreachable = known.note or _ask_in_time(config.model, config.revision, ask_hub)
     if config.model in BUILT_IN_MODELS or is_gguf_file(config.model) or not unreachable:
         return None
-    why = unreachable.removeprefix("not checked: ").partition(", so whether")[0]
+    why = unreachable.removeprefix(NOT_CHECKED).partition(", so whether")[0]
     raise InnerError(
         f"inner.model = {config.model!r}: its tokenizer is not in this machine's cache ({cache_folder()}), and the Hub "
         f"cannot be asked: {why}. Give a folder that has the model (--set inner.model=FOLDER), or a cache that has it "
@@ -185,7 +186,7 @@ def _ask_in_time(
 ) -> str:
     """ "" if the Hub knows it; else why that was not checked.  Raises InnerError if the Hub says no."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return f"not checked: offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
+        return f"{NOT_CHECKED}offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
     outcome: list[Exception | None] = []
 
     def run() -> None:
@@ -199,12 +200,12 @@ def _ask_in_time(
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        return f"not checked: the Hub did not answer within {timeout_s:.0f} s, so whether {model} is there"
+        return f"{NOT_CHECKED}the Hub did not answer within {timeout_s:.0f} s, so whether {model} is there"
     if isinstance(outcome[0], InnerError):
         raise outcome[0]
     if outcome[0] is not None:
         first = (str(outcome[0]).strip() or type(outcome[0]).__name__).splitlines()[0]
-        return f"not checked: offline ({first:.80}), so whether {model} is on the Hub"
+        return f"{NOT_CHECKED}offline ({first:.80}), so whether {model} is on the Hub"
     return ""
 
 

@@ -72,6 +72,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+UNREACHED = 75  # all is right with it, and the bucket s3://bucket/run, of which there is none, gives no answer
+
+
 def where(executor: str, folder: Path) -> list[str]:
     """What a careful user types to run there."""
     secrets = ["--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY"]
@@ -359,7 +362,7 @@ def test_keys_that_nobody_named(folder: Path) -> None:
 
 def test_what_is_right_is_planned(folder: Path, account: dict[str, str]) -> None:
     for told in plans(folder, where("local", folder), where("slurm", folder), where("modal", folder), **account)[0]:
-        assert told.code == 0, told
+        assert told.code == (0 if "s3://" not in told.out else UNREACHED), told
         assert told.out.strip().endswith(NOTHING) and "memory per replica" in told.out
     assert not (folder / "run").exists()
 
@@ -417,8 +420,29 @@ def test_a_price_needs_no_bucket(folder: Path, account: dict[str, str]) -> None:
     """Before: --run was required, and a bucket without keys was the answer."""
     told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder), **account)[0]
     for answer in (told, without):
-        assert answer.code == 0 and "per hour in all" in answer.out, answer
+        assert "per hour in all" in answer.out, answer
+    assert told.code == 0 and without.code == UNREACHED, "with a bucket that gives no answer nothing could be started"
+    assert "it could not be started now: s3://bucket/run cannot be reached from here" in without.err
     assert "no --run was given" in told.out and "not checked: cannot read s3://bucket/run" in without.out
+
+
+def test_a_plan_with_a_model_that_cannot_be_reached_is_none(folder: Path, account: dict[str, str]) -> None:
+    """Before: exit code 0, which says that it could be started."""
+    made(Mistake("", (), inner=('model = "me/absent"',)), folder)
+    told = plan(folder, *where("local", folder))
+    assert told.code == UNREACHED and "not checked: offline (HF_HUB_OFFLINE)" in told.out
+    assert "it could not be started now: me/absent cannot be reached from here" in told.err
+    far = plan(folder, "--executor", "modal", "--gpu", "H100", **account)
+    assert far.code == 0, "the start model is published from there"
+
+
+def test_a_plan_with_a_token_that_the_hub_does_not_know_is_none(folder: Path) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "0"}
+    with HFServer() as server:
+        told = plan(folder, *where("hf-jobs", folder), HF_ENDPOINT=server.endpoint, HF_TOKEN="hf_old", **keys)
+        good = plan(folder, *where("hf-jobs", folder), HF_ENDPOINT=server.endpoint, HF_TOKEN=server.token, **keys)
+    assert "hf auth login" in refused(told, folder)
+    assert "cannot be reached from here" in good.err and "per hour in all" in good.out
 
 
 def test_a_wrong_verdict_can_be_overruled(folder: Path) -> None:
@@ -436,7 +460,8 @@ def test_a_package_that_the_image_brings_is_no_mistake(folder: Path, account: di
     (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
     told = plan(folder, *where("modal", folder), "--option", "image=docker.io/me/mine:1", **account)
     assert (
-        told.code == 0 and "not checked: reward.py:score, since no_such_package_xyz is not installed here" in told.out
+        told.code == UNREACHED
+        and "not checked: reward.py:score, since no_such_package_xyz is not installed here" in told.out
     )
     assert "not checked: the image docker.io/me/mine:1" in told.out
 
@@ -475,7 +500,7 @@ def test_a_place_without_the_sandbox_that_an_environment_needs(
         environ |= {"HF_TOKEN": server.token, "HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0"}
         environ |= account if executor == "modal" else {}
         told = plan(deletion, *where(executor, deletion), *brings, "--allow-unknown-price", **environ)
-    assert told.code == 0 and f"not checked: that {executor} lets replicas make user namespaces" in told.out
+    assert told.code == UNREACHED and f"not checked: that {executor} lets replicas make user namespaces" in told.out
 
 
 def test_a_laptop_with_the_sandbox_says_so_of_places_without() -> None:

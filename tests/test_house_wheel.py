@@ -33,7 +33,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_from(unpacked: Path, cwd: Path, *argv: str) -> str:
+def run_from(unpacked: Path, cwd: Path, *argv: str, codes: tuple[int, ...] = (0,)) -> str:
     """A command of the unpacked wheel, which proves that no module of this tree was imported."""
     code = (
         "import sys; from executors.cli.main import main; code = main(sys.argv[2:]);"
@@ -45,7 +45,7 @@ def run_from(unpacked: Path, cwd: Path, *argv: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, str(unpacked), *argv], cwd=cwd, env=environ, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in codes, done.stderr
     return done.stdout
 
 
@@ -71,4 +71,10 @@ def test_a_report_out_of_the_wheel_is_the_page_of_this_tree(unpacked: Path, tmp_
 def test_a_project_is_begun_and_planned_out_of_the_wheel(unpacked: Path, tmp_path: Path) -> None:
     run_from(unpacked, tmp_path, "init", "mine")
     assert {"run.toml"} <= {p.name for p in (tmp_path / "mine").iterdir()}
-    assert "nothing was started" in run_from(unpacked, tmp_path / "mine", "plan", "run.toml")
+    assert "nothing was started" in run_from(
+        unpacked,
+        tmp_path / "mine",
+        "plan",
+        "run.toml",
+        codes=(0, 75),  # 75: without a network the model is not at hand
+    )

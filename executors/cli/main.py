@@ -211,6 +211,7 @@ def _resume(args: Namespace) -> int:
 
 
 def _plan(args: Namespace) -> int:
+    from diloco import exitcodes
     from executors.preflight import outlook, quote
     from executors.supervision.costs import Costs
 
@@ -231,7 +232,10 @@ def _plan(args: Namespace) -> int:
     notes = [note for note in (*checked.notes, bucket.note) if note]
     data = {"run": url, **offer.to_dict(), "sizes": sizes, "notes": notes}
     _print_answer(args, data, *offer.lines(), *sizes, *notes, "nothing was started")
-    return 0
+    if not (unreached := [what for what in (bucket.unreached, checked.unreached) if what]):
+        return 0
+    _say(f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here")
+    return exitcodes.GAVE_UP
 
 
 def _preflight_checked(args: Namespace, config: "RunConfig", url: str, wanted: "Wanted") -> "Checked":

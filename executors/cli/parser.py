@@ -24,7 +24,8 @@ from executors.preflight.mistyped import Parser
 
 EXIT_CODES = """\
 exit codes:
-  0    done; for `demo`: every check held; for `stop`: nobody runs any more; for `plan`: it could be started
+  0    done; for `demo`: every check held; for `stop`: nobody runs any more; for `plan`: it could be started (75: the
+       bucket, or the model that would be published from here, gave no answer)
   1    something failed (a replica that crashes again and again, a check that does not hold)
   2    a mistake in the command, the config, a file, or the run's URL, or a platform that cannot do it as asked
        (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run

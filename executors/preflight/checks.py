@@ -20,6 +20,7 @@ from diloco.config import RunConfig
 from diloco.eval_config import check_held_out
 from diloco.runlog.trackers.make import check_tracker
 from diloco.runlog.trackers.tracker import TrackerError
+from executors.platforms import FAR
 from executors.platforms.multi import Place
 from executors.preflight.place_faults import about_missing, about_sandbox, notes_about, place_faults
 from executors.preflight.run_url import UsageError
@@ -28,16 +29,20 @@ from inner.check import check_data
 from inner.dry_run import dry_run
 from inner.flat_names import setting_of
 from inner.gguf_header import is_gguf_file
-from inner.known import TOKENIZERS, KnownModel, chat_template, known_model
+from inner.known import NOT_CHECKED, TOKENIZERS, KnownModel, chat_template, known_model
 from inner.rehearse import TIME_S, rehearse
 
 
 @dataclass(frozen=True)
 class Checked:
-    """model: where the start model's files are on this machine, if they are.   notes: what was not checked."""
+    """model: where the start model's files are on this machine, if they are.   notes: what was not checked.
+
+    unreached: the model, where it is neither here nor at hand for the process here that would publish it.
+    """
 
     model: Path | None = None
     notes: tuple[str, ...] = ()
+    unreached: str = ""
 
 
 def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> Checked:
@@ -54,7 +59,10 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
         notes = [*_rehearse(config, places), *_dry_run(config, known)]
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
-    return Checked(known.folder, tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n))
+    told = tuple(n for n in (known.note, *notes, *notes_about(config, url, places)) if n)
+    published_here = not places or places[0].executor not in FAR
+    unreached = config.inner.model if published_here and known.note.startswith(NOT_CHECKED) else ""
+    return Checked(known.folder, told, unreached)
 
 
 def _check_trackers(config: RunConfig, name: str) -> None:

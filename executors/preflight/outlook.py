@@ -31,11 +31,15 @@ SOMEWHERE = "s3://BUCKET/RUN"  # stands for a run that was not named
 
 @dataclass(frozen=True)
 class Bucket:
-    """The contents of a run's bucket.   url: where the run is now.   note: why that is not known."""
+    """The contents of a run's bucket.   url: where the run is now.   note: why that is not known.
+
+    unreached: the URL, where it gave no answer.
+    """
 
     url: str = ""
     wanted: Wanted = field(default_factory=Wanted)
     note: str = ""
+    unreached: str = ""
 
 
 def look_into_bucket(url: str) -> Bucket:
@@ -46,9 +50,9 @@ def look_into_bucket(url: str) -> Bucket:
     try:
         return pool.submit(lambda: _read_bucket(current_url(url))).result(LOOK_S)
     except Late:
-        return Bucket(url, note=f"not checked: {url} did not answer within {LOOK_S:.0f} s")
+        return Bucket(url, note=f"not checked: {url} did not answer within {LOOK_S:.0f} s", unreached=url)
     except RendezvousError as error:
-        return Bucket(url, note=f"not checked: {str(error).splitlines()[0]}")
+        return Bucket(url, note=f"not checked: {str(error).splitlines()[0]}", unreached=url)
     finally:
         pool.shutdown(wait=False)
 

@@ -110,6 +110,10 @@ class Hub:
                 self._namespace = self.patient("whoami", lambda: self.api.whoami()["name"])
             return self._namespace
 
+    def check_login(self) -> None:
+        """Raises Refused where the Hub does not know this token."""
+        self.patient("whoami", lambda: self.api.whoami())
+
     # ------------------------------------------------------------------ patience
 
     def patient(self, what: str, request: Callable[[], T], pauses: Sequence[float] = PAUSES) -> T:

@@ -93,6 +93,8 @@ class HFJobsExecutor(Executor):
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         names = sorted({name for s in specs for name in self._recipe.names(s)})
+        if any(not self.fault_of(s) for s in specs):
+            self._hub.check_login()
         return [
             f"secrets from this environment: {', '.join(names) or 'none'}",
             f"code: {self._recipe.code_words()}",
