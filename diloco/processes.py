@@ -9,42 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from diloco import exitcodes, run_marks
-
-
-def start_ticks(pid: int) -> int | None:
-    """When this process (or its zombie) started, in clock ticks since boot; None if there is none."""
-    found = _read_process(pid)
-    return found[1] if found else None
-
-
-def is_alive(pid: int, started: int) -> bool:
-    """Is exactly that process still there, and not only its zombie?"""
-    return pid > 0 and _read_process(pid) == (True, started)
-
-
-def _read_process(pid: int) -> tuple[bool, int] | None:
-    """(it runs, its start)"""
-    if not sys.platform.startswith("linux"):
-        return _look_by_ps(pid)
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0] not in (b"Z", b"X"), int(fields[19])
-
-
-def _look_by_ps(pid: int) -> tuple[bool, int] | None:
-    shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    state, _, began = shown.stdout.strip().partition(" ")
-    if not began:
-        return None
-    return not state.startswith("Z"), int(time.mktime(time.strptime(began.strip())))
+from rendezvous.machine import is_alive, start_ticks
 
 
 def command_line(pid: int) -> list[str]:

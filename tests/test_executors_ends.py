@@ -125,10 +125,10 @@ def test_programs_are_told_the_reason_too() -> None:
 @pytest.mark.slow
 def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # noqa: F811
     """Before: "there is no slot 'r01-1' in this run"."""
-    from diloco.host import machine_name
     from diloco.journal import Journal
     from executors.platforms.on_host.executor import make_process_folder
     from rendezvous.clock import SystemClock
+    from rendezvous.machine import machine_name
 
     stem = make_process_folder(run.url) / "r01.1"
     Path(f"{stem}.log").write_text("one\ntwo\nCUDA out of memory\n")

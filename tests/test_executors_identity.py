@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from diloco import processes, run_marks
-from diloco.host import host_words, machine_name
+from diloco.host import host_words
 from diloco.journal import Journal
 from executors.platforms.base import Handle, ReplicaSpec, State
 from executors.platforms.entrypoint import create_process_file
@@ -27,6 +27,7 @@ from executors.supervision.shutdown import stop_run
 from executors.supervision.slot_state import handle_in, past
 from rendezvous import layout
 from rendezvous.clock import SystemClock
+from rendezvous.machine import machine_name
 from rendezvous.membership import claim, write_control
 from rendezvous.records import Beat
 from rendezvous.stores.files import FileStore
@@ -177,7 +178,7 @@ def test_a_forked_child_does_not_write_into_its_parent_s_marks() -> None:
     assert run_marks.works_for(os.getpid(), "s3://bucket/of-the-child") is False
 
 
-SHOW = [sys.executable, "-c", "from diloco.host import machine_name; print(machine_name())"]
+SHOW = [sys.executable, "-c", "from rendezvous.machine import machine_name; print(machine_name())"]
 
 
 def test_two_containers_of_one_name_are_two_machines() -> None:

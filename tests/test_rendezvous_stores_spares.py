@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from rendezvous.errors import StoreFull
+from rendezvous.machine import machine_name, start_ticks
 from rendezvous.stores import files
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.spares import FREE, LEAST, NAMES
@@ -131,10 +133,39 @@ def test_names_of_a_killed_process_are_cleared_by_the_next_and_those_of_a_living
     store = FileStore(tmp_path)
     store.put("ours", body(1))
     left = spares(store)
-    assert sum(f"-{killed.pid}-" in n for n in left) == 0
-    assert sum(f"-{living.pid}-" in n for n in left) == 1
+    assert sum(f"-{killed.pid}." in n for n in left) == 0
+    assert sum(f"-{living.pid}." in n for n in left) == 1
     living.communicate()
     assert store.get("theirs") == bytes(LEAST) and store.get("ours") == body(1)
+
+
+def test_a_pid_that_another_process_has_by_now_keeps_no_file(tmp_path: Path) -> None:
+    """The name has the start of its process, in ticks: a recycled pid is not taken for it."""
+    with child(tmp_path, "stay") as living:
+        (tmp_path / ".tmp").mkdir(exist_ok=True)
+        started = start_ticks(living.pid)
+        for kind in ("spare", "put"):
+            for ticks in (started, (started or 0) - 1):
+                (tmp_path / ".tmp" / f"{kind}-{machine_name()}-{living.pid}.{ticks}-left").write_bytes(b"x")
+        FileStore(tmp_path).put("ours", body(1))
+        left = {path.name for path in (tmp_path / ".tmp").glob("*-left")}
+        assert left == {f"{kind}-{machine_name()}-{living.pid}.{started}-left" for kind in ("spare", "put")}
+        living.communicate()
+
+
+def test_another_container_of_this_hostname_keeps_its_files(tmp_path: Path) -> None:
+    """Its pids mean other processes: a pid that is free here may be a living one there."""
+    (tmp_path / ".tmp").mkdir()
+    named = [
+        f"{kind}-{host}-{2**22 + 1}{started}-left"
+        for kind in ("spare", "put")
+        for host in (f"{socket.gethostname()}~0123456789ab", socket.gethostname())
+        for started in (".77", "")
+    ]
+    for name in named:
+        (tmp_path / ".tmp" / name).write_bytes(b"x")
+    FileStore(tmp_path).put("ours", body(1))
+    assert {path.name for path in (tmp_path / ".tmp").glob("*-left")} == set(named)
 
 
 def test_a_fork_does_not_write_over_its_parents_files(tmp_path: Path) -> None:

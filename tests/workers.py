@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from diloco import processes
-from diloco.host import machine_name
+from rendezvous.machine import machine_name
 
 WORKS = (
     "import sys; from diloco.run_marks import mark; [mark(u) for u in sys.argv[1:]]; print('.', flush=True); input()"

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from diloco import processes, run_marks
-from diloco.host import host_name, host_words, machine_name
+from diloco.host import host_name, host_words
 from diloco.runlog.report import SUPERVISOR
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError
+from rendezvous.machine import machine_name
 from rendezvous.membership import claim, claims_above, newest_claim, read_beat
 from rendezvous.records import Beat, Claim
 from rendezvous.store import Readable, Store

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from diloco import exitcodes, processes
 from diloco.config import ConfigError
-from diloco.host import host_name, host_words, machine_name
+from diloco.host import host_name, host_words
 from diloco.journal import Journal
 from diloco.launch import is_finished, read_run
 from diloco.runlog.report import SUPERVISOR, nice_time
@@ -31,6 +31,7 @@ from executors.supervision.outage import launch_name
 from executors.supervision.slot_state import begin_fields, end_fields
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError
+from rendezvous.machine import machine_name
 from rendezvous.membership import read_beat, read_control
 from rendezvous.records import Beat, Claim
 from rendezvous.salvage import write_stop

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco import exitcodes
-from diloco.host import machine_name
 from diloco.runlog.report import SUPERVISOR, SessionSummary
 from executors.platforms.base import Handle, State, Status
 from executors.supervision.plan import Holder, Observation
 from executors.supervision.strikes import NO_STRIKES, SessionEnd, Strikes, count_end
 from rendezvous.fields import from_json
+from rendezvous.machine import machine_name
 from rendezvous.records import Beat
 
 LOCAL = "local"

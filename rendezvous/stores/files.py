@@ -177,7 +177,7 @@ class FileStore:
         size = body_bytes(body)
         with self._as_store_errors("write", key):
             self._make_tmp()
-            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished_prefix(os.getpid()))
+            fd, tmp = tempfile.mkstemp(dir=self._tmp, prefix=unfinished_prefix())
             try:
                 if size >= LEAST and self._spares.reuse_file(size, tmp):
                     os.close(fd)

@@ -9,19 +9,25 @@ ever.  So a process keeps a second name for what it wrote, and writes over what 
 still has such a file open sees bytes with another digest, as of any blob that is gone.
 
 Not promised: space at once.  Up to `FREE` deleted blobs per process stay allocated, until it ends, the disk is full,
-or (after a kill) the next process of this machine looks.
+or (after a kill) the next process of this machine looks.  What a machine had there before it booted stays; no file
+under `.tmp/` is needed by anybody then, and you may delete them.
 """
 
+import glob
 import os
-import socket
+import re
 import threading
 import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+from rendezvous.machine import is_alive, machine_name, start_ticks
 
 LEAST = 1 << 20  # bytes; below that a fresh file is as good
 NAMES = 64
 FREE = 2
+_OWNER = re.compile(r"(\d+)\.([1-9]\d*)-")
 
 
 class Spares:
@@ -69,19 +75,27 @@ class Spares:
         """At first, and after a fork: the names so far are the parent's."""
         if self._pid == os.getpid():
             return
-        self._pid, host = os.getpid(), f"spare-{socket.gethostname()}-"
+        self._pid = os.getpid()
         self._names.clear()
-        self._stem = f"{self._folder}/{host}{self._pid}-{os.urandom(4).hex()}-"
-        for start in (host, unfinished_prefix()):
-            for path in self._folder.glob(f"{start}*"):
-                pid = path.name.removeprefix(start).partition("-")[0]
-                if pid.isdigit() and not _is_alive(int(pid)):
+        self._stem = f"{self._folder}/spare-{_process_name(self._pid)}-{os.urandom(4).hex()}-"
+        for start in (f"spare-{machine_name()}-", f"put-{machine_name()}-"):
+            for path in self._folder.glob(f"{glob.escape(start)}*"):
+                if (owner := _OWNER.match(path.name, len(start))) and not is_alive(int(owner[1]), int(owner[2])):
                     _unlink_quietly(str(path))
 
 
-def unfinished_prefix(pid: int | None = None) -> str:
-    """How the name of a file begins that this machine (this process of it) is writing: a kill leaves it behind."""
-    return f"put-{socket.gethostname()}-" + ("" if pid is None else f"{pid}-")
+@cache
+def _process_name(pid: int) -> str:
+    """The name of this process, which no other container or later process has.   pid: os.getpid()"""
+    return f"{machine_name()}-{pid}.{start_ticks(pid) or 0}"
+
+
+os.register_at_fork(after_in_child=_process_name.cache_clear)
+
+
+def unfinished_prefix() -> str:
+    """How the name of a file begins that this process is writing: a kill leaves it behind."""
+    return f"put-{_process_name(os.getpid())}-"
 
 
 def _free_size(name: str) -> int | None:
@@ -102,13 +116,3 @@ def _drop_mine(names: list[str], pid: int) -> None:
     if pid == os.getpid():
         for name in names:
             _unlink_quietly(name)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco import processes, run_marks
-from diloco.host import machine_name
 from diloco.own_files import APPENDED, appended, make_plain, make_state_folder, open_own, read_json, state_folder
 from executors.platforms import entrypoint as child
 from executors.platforms import oom
@@ -42,6 +41,7 @@ from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 from rendezvous.fields import from_json
+from rendezvous.machine import machine_name
 from rendezvous.membership import newest_claim
 from rendezvous.records import Claim
 from rendezvous.salvage import read_standing_wishes

@@ -1,0 +1,70 @@
+"""A process of this machine, named so that no other machine, container, boot or later process has its name.
+
+    laptop~5f0c3a9d1e27      the hostname, and a digest of boot id and PID namespace: containers and clones differ
+    4711, 123456             the pid, and when it started, in clock ticks since boot: a recycled pid has another start
+
+Not promised: anything about processes of other machines; a name that outlives a boot.
+"""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from functools import cache
+from pathlib import Path
+
+
+def machine_name() -> str:
+    """A name that no other machine has, nor another container of this one: with it a pid means one process."""
+    return f"{socket.gethostname()}~{_boot_digest()}"
+
+
+def start_ticks(pid: int) -> int | None:
+    """When this process (or its zombie) started, in clock ticks since boot; None if there is none."""
+    found = _read_process(pid)
+    return found[1] if found else None
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Is exactly that process still there, and not only its zombie?"""
+    return pid > 0 and _read_process(pid) == (True, started)
+
+
+def _read_process(pid: int) -> tuple[bool, int] | None:
+    """(it runs, its start)"""
+    if not sys.platform.startswith("linux"):
+        return _look_by_ps(pid)
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            fields = f.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0] not in (b"Z", b"X"), int(fields[19])
+
+
+def _look_by_ps(pid: int) -> tuple[bool, int] | None:
+    shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, began = shown.stdout.strip().partition(" ")
+    if not began:
+        return None
+    return not state.startswith("Z"), int(time.mktime(time.strptime(began.strip())))
+
+
+@cache
+def _boot_digest() -> str:
+    """Where nothing tells one boot from another, a name for this process alone: it recognizes nobody."""
+    try:
+        about = _boot_id()
+    except (OSError, subprocess.SubprocessError):
+        about = uuid.uuid4().hex
+    return hashlib.sha256(about.encode()).hexdigest()[:12]
+
+
+def _boot_id() -> str:
+    if sys.platform.startswith("linux"):
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    command = ["sysctl", "-n", "kern.bootsessionuuid"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
