@@ -184,7 +184,16 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """As launched; the user's files are read with `fetch_files`."""
+        """As launched; the user's files are read with `fetch_files`.   Raises ConfigError."""
+        try:
+            return self._stored_config()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.url}/{layout.RUN} has a config that no release of diloco writes ({error!r:.200}). If it was "
+                "damaged, restore it from a backup"
+            ) from error
+
+    def _stored_config(self) -> RunConfig:
         raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the settings have them
         if "inner" not in raw:
             raise ConfigError(

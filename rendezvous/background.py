@@ -21,9 +21,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rendezvous.errors import HeartbeatLost, RendezvousError
+
+T = TypeVar("T")
 
 Job = Callable[[], None]
 Emit = Callable[..., None]  # (event, **fields): where remarks for people go
@@ -90,11 +92,9 @@ def at_once(*jobs: Job) -> None:
         raise errors[0]
 
 
-def fetch_together(
-    together: Together, ask: Callable[[str], bytes | None], keys: Iterable[str]
-) -> dict[str, bytes | None]:
+def fetch_together(together: Together, ask: Callable[[str], T], keys: Iterable[str]) -> dict[str, T]:
     """key -> answer, a few requests at the same time."""
-    answers: dict[str, bytes | None] = {}
+    answers = dict[str, T]()
 
     def fetch_one(key: str) -> None:
         answers[key] = ask(key)

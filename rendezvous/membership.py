@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rendezvous import layout
-from rendezvous.background import Emit, Parts, no_emit
+from rendezvous.background import Emit, Parts, Together, fetch_together, in_turn, no_emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
 from rendezvous.records import Beat, Claim, Commit, Control, Leave, Offer, Record, Spent, WireError, new_nonce
@@ -521,16 +521,21 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
         )
 
 
-def refuse_forgotten_steps(store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int) -> None:
+def refuse_forgotten_steps(
+    store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int, together: Together = in_turn
+) -> None:
     """Raises RecordsLost if a heartbeat or a goodbye has reached a step whose commit before it is not there.
 
     step: the first without a commit, as a joiner finds it.   fence: of the newest commit.   Only for runs under a key:
     in others anybody may write a beat.
     """
-    for slot in slots:
+
+    def reached_by(slot: str) -> int:
         beat = read_beat(store, slot)
         left = read_leave(store, slot, beat.generation if beat else fence.get(slot, 1))
-        reached = max(beat.step if beat else 0, left.step if left else 0)
+        return max(beat.step if beat else 0, left.step if left else 0)
+
+    for slot, reached in fetch_together(together, reached_by, slots).items():
         if reached > step and store.get(layout.commit_key(reached - 1)) is None:
             raise RecordsLost(
                 f"{slot} has reached outer step {reached}, and the newest commit under {store.url} is of step "

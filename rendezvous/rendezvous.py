@@ -172,7 +172,8 @@ class Rendezvous:
         self._heal()
         self._committer.refuse_lower_quorum()
         if self.store.digests is not None:  # the run is under a key
-            refuse_forgotten_steps(self.store, self.wanted.slot_names, self.chain.fence_before(self.step), self.step)
+            fence = self.chain.fence_before(self.step)
+            refuse_forgotten_steps(self.store, self.wanted.slot_names, fence, self.step, self._together)
         sizes = [state.size(f) for f in range(self.rules.fragments)]
         unsent, self.inherited = leaving.take_over(self.store, self.members, sizes, self.emit)
         if unsent:

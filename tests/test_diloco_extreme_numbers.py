@@ -118,3 +118,15 @@ def test_a_config_of_odd_types_is_shown_all_the_same(
     for argv in (["status"], ["report", "--to", str(tmp_path)], ["costs"]):
         assert main([argv[0], str(folder), *argv[1:]]) == 0
     assert "3 of 100 outer steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["explain", "--step", "1"], ["gc", "--keep", "1MB", "--dry-run"]])
+def test_a_config_that_nobody_wrote_is_said(played: PuppetRun, tmp_path: Path, capsys, command: list[str]) -> None:
+    """What computes with the config, and does not only show it, says that it is none."""
+    shutil.copytree(played.folder, folder := tmp_path / "odd")
+    record = json.loads((path := folder / "run.json").read_text())
+    for odd in ({"data": 1.5}, {"data": {"task": "x"}}, {"rewards": [1]}, None):
+        inner = odd and {**record["config"]["inner"], **odd}
+        path.write_text(json.dumps({**record, "config": {**record["config"], "inner": inner}}))
+        assert main([command[0], str(folder), *command[1:]]) == 2
+        assert "run.json" in (said := capsys.readouterr().err) or "setting" in said or "inner" in said, said

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,26 @@ def test_each_kill_explains_one_death() -> None:
     found = oom.Kills(lambda: count[0])
     assert not found.explain(-9)
     count[0] = 3
-    assert not found.explain(1) and found.explain(-9) and not found.explain(-9)
+    assert not found.explain(1) and found.explain(-9).startswith(oom.TEXT) and not found.explain(-9)
+    count[0] = 4
+    assert found.explain(None).startswith(oom.UNSEEN) and not found.explain(None)
+
+
+def test_the_numbers_that_are_known_are_said(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/a\n")
+    assert oom.memory_words(tmp_path, own) == ""
+    (tmp_path / "memory/a").mkdir(parents=True)
+    (tmp_path / "memory/a/memory.limit_in_bytes").write_text("4294967296\n")
+    (tmp_path / "memory/a/memory.max_usage_in_bytes").write_text("4187593113\n")
+    assert oom.memory_words(tmp_path, own) == "3.9 GiB used at most, of 4 GiB"
+    (tmp_path / "memory/a/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert oom.memory_words(tmp_path, own) == "3.9 GiB used at most"
+    own.write_text("0::/c\n")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/memory.max").write_text("max\n")
+    (tmp_path / "c/memory.peak").write_text("1073741824\n")
+    assert oom.memory_words(tmp_path, own) == "1 GiB used at most"
 
 
 @pytest.mark.skipif(not os.access(GROUPS, os.W_OK) or os.geteuid() != 0, reason="no cgroup of our own")
@@ -93,7 +113,7 @@ def test_a_replica_that_the_kernel_kills_at_its_memory_limit(tmp_path: Path) -> 
     finally:
         group.rmdir()
     end = read_end(done.stdout.splitlines())
-    assert end is not None and (end["exit_code"], end["reason"]) == (-9, oom.TEXT), done.stdout + done.stderr
+    assert end is not None and end["exit_code"] == -9 and end["reason"].startswith(oom.TEXT), done.stdout + done.stderr
     status = ended(rented("hf-jobs"), HubJob("7", "r00", 1, "ERROR", "exit 137"), done.stdout.splitlines())
     assert (status.state, status.exit_code) == (State.FAILED, -9)
 
@@ -180,6 +200,31 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.state, result.exit_code) == (state, -9) and oom.says_out_of_memory(result.reason) == bool(kernel)
         assert [s.state for s in executor.poll([handle] * 2)] == [state] * 2, "asked again, the same"
     executor.close()
+
+
+def test_a_kill_that_takes_the_fork_server_along_has_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody sees the replica's exit code; the kernel's count tells what it was."""
+    count = [0]
+    monkeypatch.setattr(oom.Kills.__init__, "__defaults__", (lambda: count[0],))
+    monkeypatch.setattr("executors.platforms.on_host.executor.REAP_S", 0.0)
+    executor = LocalProcessExecutor(method="fork", folder=tmp_path, preload=())
+    spec = ReplicaSpec(f"file://{tmp_path}", "r00", entrypoint="tests.test_executors_oom:sleep", kwargs={})
+    (handle,) = executor.launch_replicas([spec])
+    assert executor._server is not None
+    count[0] = 2
+    for pid in (executor._server._process.pid, handle.pid):
+        os.kill(pid, signal.SIGKILL)
+    (result,) = executor.collect([handle], timeout=120)
+    assert result.state is State.FAILED and result.reason.startswith(oom.UNSEEN), result
+    assert "2 processes killed for it here so far" in result.reason
+    died = executor._server._how_it_died()
+    assert died.startswith(f"has died: {oom.TEXT}"), died
+    executor.close()
+
+
+def sleep() -> None:
+    """Entry point: until it is killed."""
+    signal.pause()
 
 
 def die() -> None:

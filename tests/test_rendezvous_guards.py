@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from rendezvous import layout, snapshots
+from rendezvous.background import in_turn
 from rendezvous.chain import Chain
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
 from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RecordsLost, RendezvousError
-from rendezvous.membership import write_control
+from rendezvous.membership import refuse_forgotten_steps, write_control
 from rendezvous.records import Commit, Mean, Offer, Snapshot, WireError
 from rendezvous.reduce import Reducer
 from rendezvous.rendezvous import Rendezvous, no_emit
@@ -674,3 +675,15 @@ def test_under_a_run_key_what_was_decided_is_not_decided_anew(told_by: str) -> N
     bucket.delete([key for t in (3, 4, 5) for key in (layout.commit_key(t), layout.snapshot_key(t))])
     with pytest.raises(RecordsLost, match=r"r00 has reached outer step 5.*newest commit .* is of step 2.*Restore"):
         Seat(store, "r00", clock).join()
+
+
+def test_a_large_fleet_is_asked_how_far_it_came_a_few_at_a_time() -> None:
+    """One request after the other: 128 waits of a joiner for 64 slots."""
+    waits: list[int] = []
+
+    def at_once(*parts: Callable[[], object]) -> None:
+        waits.append(len(parts))
+        in_turn(*parts)
+
+    refuse_forgotten_steps(MemoryStore(), [f"r{i:02d}" for i in range(64)], {}, 3, at_once)
+    assert sum(waits) == 64 and len(waits) <= 8

@@ -125,7 +125,7 @@ def _run_child(
             code = child.leave(grace_s)
             interruption = error
         tail = child.tail  # also waits for the last line to be passed on
-        starved = oom.TEXT if interruption is None and kills.explain(code) else ""
+        starved = kills.explain(code) if interruption is None else ""
         reason = child.why or starved or describe_exit(code, ours=spec.kwargs is None)
         return _make_end(
             code, reason=reason, value=child.value() if code == 0 else None, tail=tail if code else ()

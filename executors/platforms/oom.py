@@ -6,7 +6,7 @@
     kernel   memory.events (cgroup v2) or memory.oom_control (v1): oom_kill N      it rises with each process it kills
 
 A process that ended by SIGKILL while that count rose was killed for its memory; one for which it stood still was killed
-by somebody, which may be a preemption.
+by somebody, which may be a preemption.  So was one whose end nobody saw, because its fork server was killed as well.
 
 Not promised: a count where the container does not show its cgroup (gVisor); there only words tell.
 """
@@ -19,6 +19,11 @@ from pathlib import Path
 WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*eviction|cannot allocate memory", re.I)
 COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
 TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; ask for more, or for less per step)"
+UNSEEN = "killed, and its fork server with it: out of memory (the kernel ended them; ask for more, or for less a step)"
+AMOUNTS = {  # beside the count: the most that was used, and the limit
+    "memory.events": ("memory.peak", "memory.max"),
+    "memory.oom_control": ("memory.max_usage_in_bytes", "memory.limit_in_bytes"),
+}
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
@@ -45,6 +50,23 @@ def count_kills(root: Path = CGROUPS, own: Path = OWN) -> int | None:
     return None
 
 
+def memory_words(root: Path = CGROUPS, own: Path = OWN) -> str:
+    """The numbers of our cgroup that are known: "3.9 GiB used at most, of 4.0 GiB"."""
+    for path in _count_files(root, own):
+        most, limit = (_gibibytes(path.parent / name) for name in AMOUNTS[path.name])
+        if most or limit:
+            return ", of ".join(filter(None, [most and f"{most} used at most", limit]))
+    return ""
+
+
+def _gibibytes(path: Path) -> str:
+    try:
+        number = int(path.read_text())
+    except (OSError, ValueError):  # "max" is no limit, and so is what v1 says for it
+        return ""
+    return f"{number / 2**30:.2g} GiB" if number < 1 << 50 else ""
+
+
 def _count_files(root: Path, own: Path) -> list[Path]:
     """Where the count may be: at our own place, or at the root of what a container is shown."""
     try:
@@ -65,9 +87,11 @@ class Kills:
         self._count = count
         self._explained = count() or 0
 
-    def explain(self, exit_code: int | None) -> bool:
-        """Was a process that ended with this code killed for its memory?"""
-        if exit_code != -signal.SIGKILL or (self._count() or 0) <= self._explained:
-            return False
+    def explain(self, exit_code: int | None) -> str:
+        """The words for a process that was killed for its memory, else "".   exit_code: None where nobody saw it."""
+        count = self._count() or 0
+        if exit_code not in (None, -signal.SIGKILL) or count <= self._explained:
+            return ""
         self._explained += 1
-        return True
+        numbers = [f"{count} processes killed for it here so far", memory_words()]
+        return "; ".join([UNSEEN if exit_code is None else TEXT, *filter(None, numbers)])

@@ -96,7 +96,7 @@ class LocalProcessExecutor(Executor):
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
         self._children = set[tuple[int, int]]()  # pid and start of all that we started
         self._kills = oom.Kills()
-        self._starved = dict[Handle, bool]()
+        self._starved = dict[Handle, str]()
         self._dead: dict[Handle, float] = {}  # since when; its exit code is not written yet
 
     # ------------------------------------------------------------------ starting
@@ -205,13 +205,13 @@ class LocalProcessExecutor(Executor):
             return Status(handle, State.SUCCEEDED, reason, code)
         if handle in self._cancelled:
             return Status(handle, State.CANCELLED, reason, code)
-        if self._starved_by(handle, code):
-            return Status(handle, State.FAILED, oom.TEXT, code)
+        if starved := self._starved_by(handle, code):
+            return Status(handle, State.FAILED, starved, code)
         outside = code is None or -code in (signal.SIGKILL, signal.SIGTERM)
         return Status(handle, State.LOST if outside else State.FAILED, reason, code)
 
-    def _starved_by(self, handle: Handle, code: int | None) -> bool:
-        """Did the kernel kill it for memory?  Asked again, the same answer."""
+    def _starved_by(self, handle: Handle, code: int | None) -> str:
+        """The words if the kernel killed it for memory.  Asked again, the same answer."""
         if handle not in self._starved:
             self._starved[handle] = self._kills.explain(code)
         return self._starved[handle]

@@ -34,8 +34,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NoReturn
 
-from diloco.processes import start_ticks
-from executors.platforms import entrypoint
+from diloco.processes import describe_exit, start_ticks
+from executors.platforms import entrypoint, oom
 from executors.platforms.full_disk import launches_wait
 
 START = "from executors.platforms.on_host.forkserver import serve; serve()"
@@ -46,6 +46,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         self.exits: dict[int, int] = {}
+        self._kills = oom.Kills()
         with launches_wait("the fork server's log"):
             self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as we do
         self._buffer = b""
@@ -94,20 +95,26 @@ class ForkServer:
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            raise self._gone_error("has died") from None
+            raise self._gone_error(self._how_it_died()) from None
 
     def _read_messages(self, wait_s: float) -> list[dict[str, Any]]:
         """Answers that are complete; exit codes among them are noted."""
         while select.select([self._socket], [], [], wait_s)[0]:
             data = self._socket.recv(1 << 16)
             if not data:
-                raise self._gone_error("has died")
+                raise self._gone_error(self._how_it_died())
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             messages = [json.loads(line) for line in lines]
             self.exits.update({m["exited"]: m["code"] for m in messages if "exited" in m})
             if answers := [m for m in messages if "exited" not in m]:
                 return answers
         return []
+
+    def _how_it_died(self) -> str:
+        with suppress(subprocess.TimeoutExpired):  # its end of the socket closes a moment before it
+            code = self._process.wait(1.0)
+            return f"has died: {self._kills.explain(code) or describe_exit(code, ours=False)}"
+        return "has died"
 
     def _gone_error(self, what: str) -> OSError:
         self._log.seek(0)
