@@ -6,6 +6,7 @@ The thread ticks the membership (rendezvous/membership.py) and watches what keep
 us, if there is one to watch, and the budget's lease, if there is one:
 
     control: until ──▶ passed, and nobody has put it off ──▶ leave, with what there is; by force after ORPHAN_GRACE_S
+    launcher gone ───────────────────────────────────▶ the same, and its inner step may end first
     watchdog: an inner step that stands still ──▶ where it stands is written down, the process ends
 
 Each part of a turn is by itself: one that fails hinders no other.  If the thread cannot go on, the session ends, at its
@@ -35,7 +36,8 @@ from rendezvous.seal import SignedStore
 from rendezvous.store import PatientStore, Store
 from rendezvous.weights.writer import WeightsWriter
 
-ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself
+ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself; an inner step, and what it made, go first
+UPLOAD_S = 300.0  # for what it made
 WEIGHTS_PATIENCE_S = 10.0
 LAST_WORDS_S = 10.0  # to write into the bucket that a session ends, if the store answers
 
@@ -67,6 +69,7 @@ class Session:
         self._journal: Journal | None = None
         self._parent_alive = parent_alive
         self._alone_since = 0.0
+        self._alone_at: tuple[str, int, int] | None = None
         self._early: list[tuple[str, dict[str, Any]]] = []  # said before there was a journal
         if isinstance(store, SignedStore):
             store.emit = self.emit
@@ -181,11 +184,13 @@ class Session:
 
     def _look_after_lease(self) -> None:
         if not self._parent_alive():
-            self._leave_abandoned("its launcher is gone", "the process that launched this replica is gone")
+            what = "the process that launched this replica is gone"
+            self._leave_abandoned("its launcher is gone", what, ORPHAN_GRACE_S + self._pace_s())
         elif 0 < self.rv.members.wanted.until <= self.clock.wall():
-            self._leave_abandoned("the budget's lease is over", "nobody has put off the end that the budget sets")
+            what = "nobody has put off the end that the budget sets"
+            self._leave_abandoned("the budget's lease is over", what, ORPHAN_GRACE_S)  # money has a limit
         else:
-            self._alone_since = 0.0
+            self._alone_since, self._alone_at = 0.0, None
 
     def _end_without_heartbeat(self, error: BaseException) -> None:
         """The training thread raises HeartbeatLost at its next inner step; who hangs in one is ended by force."""
@@ -206,22 +211,40 @@ class Session:
         print(f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
         self.emit("hung", step=status.step, inner=status.inner, stood_s=stood_s, limit_s=limit, where=where, text=text)
+        self._say_last_words()
+        os._exit(exitcodes.HUNG)
+
+    def _say_last_words(self) -> None:
         last_words = threading.Thread(target=self._send_last_words, daemon=True)
         last_words.start()
         last_words.join(LAST_WORDS_S)
-        os._exit(exitcodes.HUNG)
 
     def _send_last_words(self) -> None:
         self.rv.members.say_goodbye()
         self.flush()
 
-    def _leave_abandoned(self, why: str, what: str) -> None:
+    def _pace_s(self) -> float:
+        """Seconds for the inner step that goes on, and once it has ended for the upload."""
+        return self.watchdog.longest_s + (UPLOAD_S if self._alone_at not in (None, self._place()) else 0.0)
+
+    def _place(self) -> tuple[str, int, int]:
+        status = self.rv.members.status
+        return status.phase, status.step, status.inner
+
+    def _leave_abandoned(self, why: str, what: str, grace_s: float) -> None:
+        """Ask to leave; after `grace_s` end by force, and say what was lost."""
         now = self.clock.now()
         if not self._alone_since:
-            self._alone_since = now
+            self._alone_since, self._alone_at = now, self._place()
             print(f"{self._slot}: {what}; leaving", file=sys.stderr, flush=True)
             self.ask_to_leave(why)
-        elif now - self._alone_since > ORPHAN_GRACE_S:
+        elif now - self._alone_since > grace_s:
+            phase, step, inner = self._place()
+            lost = f"{inner} inner steps and the one that it was in are lost" if phase == "train" else "nothing is lost"
+            text = f"it was to leave and has not within {grace_s:.0f} s, so it ends in outer step {step}: {lost}"
+            print(f"{self._slot}: {text}", file=sys.stderr, flush=True)
+            self.emit("warning", kind="cut_off", text=text)
+            self._say_last_words()
             os._exit(exitcodes.LEFT)
 
 

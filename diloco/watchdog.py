@@ -63,6 +63,11 @@ class Watchdog:
         self._began = None
 
     @property
+    def longest_s(self) -> float:
+        """Of the inner steps that have ended, 0.0 before the first."""
+        return self._longest
+
+    @property
     def limit_s(self) -> float:
         """Seconds after which an inner step counts as hung."""
         if not self._durations:

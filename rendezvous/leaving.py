@@ -1,7 +1,7 @@
 """How a replica goes: in time, with what it has, and with what others need from it.
 
-    asked ──▶ offer what there is ──▶ own blobs ──▶ residual, baggage ──▶ leave/{slot}-{g}.json ──▶ θ_T ──▶ last beat
-      └───────────────────────────── grace ──────────────────────────────┘
+    asked ─ inner step ends ─▶ offer what there is ─▶ own blobs ─▶ residual, baggage ─▶ leave/{slot}-{g}.json ─▶ θ_T
+                            └────────────────────────── grace ────────────────────────┘
 
     asked while it waits or heals                  Leaving, at the next pause
     asked while work is not durable yet            it may use the whole grace, then Leaving
@@ -31,18 +31,24 @@ from rendezvous.store import Store, put_once
 
 
 class Departure:
-    """Is this replica to go, and how long may it take?   grace_s: from being asked to the end."""
+    """Is this replica to go, and how long may it take?   grace_s: from when it hears of it, between two inner steps."""
 
     def __init__(self, clock: Clock, members: Membership, grace_s: float) -> None:
         self._clock = clock
         self._members = members
         self._grace_s = grace_s
         self.asked_at: float | None = None  # when the platform or a person asked this process to go
+        self._heard_at: float | None = None  # when the inner step in which that was has ended
 
     def ask(self) -> None:
         """Safe in a signal handler."""
         if self.asked_at is None:
             self.asked_at = self._clock.now()
+
+    def hear(self) -> None:
+        """No inner step goes on: from now on the grace is for what was made."""
+        if self.asked_at is not None and self._heard_at is None:
+            self._heard_at = self._clock.now()
 
     @property
     def is_asked(self) -> bool:
@@ -53,15 +59,19 @@ class Departure:
     def left_s(self) -> float:
         """Seconds of the grace that are left."""
         now = self._clock.now()
-        return (now if self.asked_at is None else self.asked_at) + self._grace_s - now
+        return self._began(now) + self._grace_s - now
+
+    def _began(self, now: float) -> float:
+        """When the grace began, or `now` where nobody has asked."""
+        begins = (self._heard_at, self.asked_at, now)
+        return next(at for at in begins if at is not None)
 
     def check_before_pause(self) -> None:
         """Called before every pause.   Raises Fenced, HeartbeatLost or Leaving."""
         self._members.refuse_if_fenced()
         if not self.is_asked:
             return
-        overdue = self.asked_at is not None and self._clock.now() - self.asked_at > self._grace_s
-        if overdue or self._members.status.phase in ("wait", "heal"):
+        if self.left_s < 0 or self._members.status.phase in ("wait", "heal"):
             raise Leaving(f"{self._members.name} was asked to go; what it offered is durable")
 
 

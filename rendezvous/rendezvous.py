@@ -264,6 +264,7 @@ class Rendezvous:
         if h < 1:
             raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; offer nothing instead")
         check_shape(delta, self.state.size(self.fragment))
+        self._departure.hear()
         self._digests.check_unchanged(self.fragment)
         self.offers.open_step(self.step, self.base)
         if not self.offers.has_offered(self.slot):

@@ -10,6 +10,7 @@ a request never comes back        ──▶ a second thread ends the process
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,38 @@ def test_who_hangs_in_an_inner_step_is_ended_by_force(monkeypatch: pytest.Monkey
     store.faults = [Fault("get", "control", error=SystemExit(3), times=10**6)]  # type: ignore[arg-type]
     until(lambda: codes)
     assert codes == [exitcodes.CRASHED]
+
+
+@pytest.mark.parametrize("who", ["launcher", "budget"])
+def test_who_is_alone_may_end_its_inner_step_and_one_that_cannot_says_what_is_lost(
+    who: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: 40 s after its launcher was gone an inner step of 65 s ended without a word."""
+    codes, store, clock = list[int](), run(), ManualClock()
+    monkeypatch.setattr(session.os, "_exit", codes.append)
+    alive = Session(store, "r00", FAST, clock=clock, parent_alive=lambda: who != "launcher")
+    alive._ended.set()  # its thread; the test takes its turns
+    alive._thread.join()
+    if who == "budget":
+        alive.rv.members.wanted = replace(alive.rv.members.wanted, until=clock.wall())
+    alive.watchdog.resume()
+    clock.sleep(65.0)
+    alive.watchdog.rest()
+    alive.rv.members.status.enter_phase("train", 3)
+    alive.rv.members.status.inner = 2
+    alive._look_after_lease()
+    clock.sleep(60.0)
+    alive._look_after_lease()
+    assert (codes == []) == (who == "launcher"), "money has a limit"
+    alive.rv.members.status.inner = 3  # its inner step has ended; now it uploads
+    clock.sleep(50.0)
+    alive._look_after_lease()
+    assert (codes == []) == (who == "launcher")
+    clock.sleep(300.0)
+    alive._look_after_lease()
+    assert (
+        set(codes) == {exitcodes.LEFT} and "inner steps and the one that it was in are lost" in capsys.readouterr().err
+    )
 
 
 def test_a_wait_for_others_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rendezvous import layout
 from rendezvous.codecs import get_codec
 from rendezvous.digests import digest
+from rendezvous.errors import StoreUnclear
 from rendezvous.records import Commit, Leave
 from rendezvous.rules import Rules
 from rendezvous.store import Store
@@ -103,6 +104,20 @@ def test_with_no_grace_left_it_is_dropped(clock: ManualClock) -> None:
     clock.sleep(TIMING.grace)
     seat.rv.finish("asked to leave")
     assert seat.events("residual_dropped")
+
+
+def test_the_grace_begins_when_the_inner_step_ends_in_which_it_was_asked_to_go(clock: ManualClock) -> None:
+    """Before: after a longer inner step the first pause of the upload ended it, and the work was lost in silence."""
+    store, life = solo(clock)
+    seat = life()
+    seat.rv.members.status.enter_phase("train", 0)
+    seat.rv.ask_to_leave()
+    clock.sleep(4 * TIMING.grace)  # the rest of its inner step
+    store.faults.append(Fault("put", "/delta/", error=StoreUnclear("busy"), times=2))
+    seat.offer(*DELTAS[0].tolist())
+    assert store.list("steps/0000000000/offer/"), "what it did is durable"
+    seat.rv.finish("asked to leave")
+    assert goodbye(store, 1).residual and not seat.events("residual_dropped")
 
 
 def with_baggage(seat: Seat, n: int = 4) -> Seat:
