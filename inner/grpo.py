@@ -131,6 +131,7 @@ class GrpoLoop:
         self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
         self._folder = self._own_folder.name if self._own_folder else str(scratch)
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
+        self._reward_calls.skip_rewardless(self.optimizer)  # after its schedule has wrapped it
         self.trainer.remove_callback(PrinterCallback)
         self._watch = _Watch(self.trainer, self.optimizer, self._means, config, self._reward_calls)
         self.trainer.add_callback(self._watch)
@@ -243,6 +244,10 @@ class _Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics = self.trainer._metrics["train"]
+        if missing := self.reward_calls.take_missing():
+            self.means.count("reward_missing", missing)
+        if self.reward_calls.rewardless:
+            return metrics.clear()  # it is no inner step
         for source, name in METRIC_NAMES.items():
             for value in metrics.get(source, ()):
                 self.means.note(name, value)
@@ -253,8 +258,6 @@ class _Watch(TrainerCallback):
         metrics.clear()  # nobody else reads them: TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
-        if missing := self.reward_calls.take_missing():
-            self.means.count("reward_missing", missing)
 
     def _note_rewards(self, metrics: Any) -> None:
         """The mean of each reward by its name, where there are several."""

@@ -4,7 +4,8 @@
                    ├ no number, and the completion is to blame: inner.rewards.broken says what it counts (decision 065)
                    └ no number, for another reason: it counts as None and has no advantage (decision 025)
 
-    a batch without one reward ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
+    a batch without one reward is no inner step (skip_rewardless): nothing moves, nothing is counted
+                               ── the first of a session, or three in a row ──▶ RewardFailed: this session ends
 
 A reward that works is called once with TRL's own arguments, so the numbers are TRL's, bit for bit. The reward has
 passed the pre-flight by now, so nothing here is an InnerError.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from trl.trainer.utils import is_async_callable
 
 from inner.attempts import Again, Answer, Ask, Failure, Scored, Value, Values, plan_attempts, read_values, rows_of
@@ -58,6 +60,7 @@ class RewardCalls:
         self.clock = clock
         self.host: Host = host or StandaloneHost()
         self.broken = BrokenRewards(broken)
+        self.rewardless = False  # has no completion of the last batch a reward?
         self._missing = 0
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
@@ -103,7 +106,19 @@ class RewardCalls:
         """The rewards of the batch that count.   group: completions of one prompt here, 1 in an evaluation"""
         known = rewards_B_F.clone()
         known[self.take_failed()] = math.nan  # a sum without one of its parts would be a reward that nobody gave
-        return self.broken.settle(known, weights_F, group)
+        settled = self.broken.settle(known, weights_F, group)
+        self.rewardless = bool(settled.isnan().all())
+        return settled
+
+    def skip_rewardless(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.step` pass over a batch without one reward: its momentum would move the weights by itself."""
+        step = optimizer.step
+
+        @wraps(step)  # a schedule looks for its mark
+        def step_if_rewarded(*args: Any, **kwargs: Any) -> Any:
+            return None if self.rewardless else step(*args, **kwargs)
+
+        optimizer.step = step_if_rewarded
 
     def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
         """Raises RewardFailed at the third batch in a row for which all rewards were None."""
@@ -120,11 +135,11 @@ class RewardCalls:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Completions inside are not training's: `take_missing` does not count them, and no worst is one of them."""
-        kept = self._missing, self.broken.lowest
+        kept = self._missing, self.rewardless, self.broken.lowest
         try:
             yield
         finally:
-            self._missing, self.broken.lowest = kept
+            self._missing, self.rewardless, self.broken.lowest = kept
 
     # one step of a batch
 

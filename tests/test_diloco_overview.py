@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.runlog.kept import kept_words
-from diloco.runlog.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
+from diloco.runlog.overview import LABELS, SessionRow, end_words, overview, samples_per_second, seconds_per_step
 from diloco.runlog.report import Step, read_report
 from executors.supervision.health import describe_supervision
 from rendezvous import layout
@@ -24,6 +24,16 @@ def test_seconds_per_step_is_the_median_of_the_newest_intervals() -> None:
     assert seconds_per_step(steps(0.0, 10.0, 20.0, 500.0)) == 10.0
     assert seconds_per_step(steps(*range(0, 5000, 500), *range(5000, 5011))) == 1.0
     assert seconds_per_step(steps(10.0, 5.0)) == 0.0, "a clock that was set back is no negative pace"
+
+
+def test_the_end_says_how_many_outer_steps_learned_nothing() -> None:
+    run = Bucket(steps=3)
+    for t in range(3):
+        offers = [replace(run.offer(t, slot, 1, 0.2), zero=t > 0 or slot == "r00") for slot in ("r00", "r01")]
+        run.commit(t, t + 1.0, offers)
+    words = "all 3 outer steps are committed; 2 of them learned nothing, since all pseudogradients were zero"
+    assert end_words(read_report(run.store)) == words
+    assert end_words(read_report(killed_and_replaced().store)) == "all 6 outer steps are committed"
 
 
 def test_samples_per_second_are_of_the_newest_step_that_lists_a_slot() -> None:

@@ -230,6 +230,27 @@ def test_a_reward_that_goes_wrong_in_the_run_is_named(tmp_path: Path) -> None:
         loop.train(after(1))
 
 
+def test_a_batch_without_a_reward_is_no_inner_step(tmp_path: Path) -> None:
+    """Its gradient is zero, and the optimizer's momentum and decay would move the weights all the same."""
+    (tmp_path / "r.py").write_text(
+        "calls = [0]\n\n\ndef f(completions, **columns):\n    calls[0] += 1\n"
+        "    return [float(i) if calls[0] in (1, 4) else None for i, _ in enumerate(completions)]\n"
+    )
+    loop = build(files={"reward": tmp_path / "r.py"}, rewards={"function": "r.py:f"}, weight_decay=0.1)
+    hooks = list[int]()
+    loop.optimizer.register_step_post_hook(lambda *_: hooks.append(len(thetas)))
+    thetas = list[torch.Tensor]()
+
+    def stop() -> bool:
+        thetas.append(torch.cat([p.detach().reshape(-1).clone() for p in loop.model.parameters()]))
+        return len(thetas) == 4
+
+    loop.train(stop)
+    assert torch.equal(thetas[0], thetas[1]) and torch.equal(thetas[1], thetas[2])
+    assert not torch.equal(thetas[2], thetas[3]) and hooks == [0, 3], "what counts inner steps saw two"
+    assert loop.pop_metrics()["samples"] == 16
+
+
 def test_grpo_with_hints_learns_the_small_world() -> None:
     loop = build(batch_size=16, sdpo={"weight": 0.1})
     rewards: list[float] = []

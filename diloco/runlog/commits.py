@@ -14,7 +14,9 @@ from rendezvous.records import Commit
 
 
 class Counted(NamedTuple):
-    """One offer that a commit lists.   factor: what the norm gate left of its weight.   samples: it learned from."""
+    """One offer that a commit lists.   factor: what the norm gate left of its weight.   samples: it learned from.
+
+    zero: its pseudogradient is zero."""
 
     step: int
     slot: str
@@ -22,6 +24,7 @@ class Counted(NamedTuple):
     nonce: str
     factor: float
     samples: float
+    zero: bool
 
 
 class Decision(NamedTuple):
@@ -46,7 +49,7 @@ class Decision(NamedTuple):
 def read_commit(body: bytes) -> Decision:
     """Raises WireError, whatever the bytes are."""
     c = Commit.decode(body)
-    offers = tuple(Counted(o.step, o.slot, o.generation, o.nonce, o.factor, o.samples) for o in c.offers)
+    offers = tuple(Counted(o.step, o.slot, o.generation, o.nonce, o.factor, o.samples, o.zero) for o in c.offers)
     return Decision(c.t, c.at, c.by, c.prev, offers, c.snapshot)
 
 
@@ -61,4 +64,5 @@ def kept_commit(body: bytes) -> Decision:
 
 
 def _parse_counted(o: dict[str, Any]) -> Counted:
-    return Counted(o["step"], o["slot"], o["generation"], o["nonce"], o.get("factor", 1.0), o.get("samples", 0.0))
+    factor, samples, zero = o.get("factor", 1.0), o.get("samples", 0.0), o.get("zero", False)
+    return Counted(o["step"], o["slot"], o["generation"], o["nonce"], factor, samples, zero)

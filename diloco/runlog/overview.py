@@ -157,6 +157,13 @@ def run_state(report: Report) -> str:
     return "running" if report.sessions or report.head else "not begun"
 
 
+def end_words(report: Report) -> str:
+    """Of a run that is done."""
+    empty = sum(step.empty for step in report.steps)
+    taught = f"; {empty} of them learned nothing, since all pseudogradients were zero" if empty else ""
+    return f"all {report.head} outer steps are committed{taught}"
+
+
 def _elapsed_s(report: Report, state: str, now: float) -> float:
     """Of the run's clock, which stands once nobody runs any more."""
     if state == "not begun":

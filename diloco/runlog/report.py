@@ -378,6 +378,7 @@ class Reader:
             gated = tuple(o.slot for o in c.offers if o.factor != 1.0)
             step = Step(c.t, c.at, c.by, fresh, carried, linked, gated=gated, snapshot=c.snapshot)
             step.samples = {o.slot: o.samples for o in c.offers if o.samples}
+            step.empty = all(o.zero for o in c.offers)
             self._steps.append(step)
             self._last = body
             self._note_listed(c)

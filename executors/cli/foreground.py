@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from diloco import exitcodes, processes
 from diloco.launch import Run, refuse_lost_run
 from diloco.output import asking_signals
+from diloco.runlog.overview import end_words
 from diloco.runlog.report import Reader, Report, nice_time
 from diloco.runlog.scope import STATUS
 from executors.cli.status import StatusView, view_for
@@ -67,7 +68,7 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
         view.show(report)
         if report.done:
             refuse_lost_run(run, records=report.wanted.records, head=report.head)
-            return Outcome(exitcodes.DONE, f"all {report.head} outer steps are committed")
+            return Outcome(exitcodes.DONE, end_words(report))
         if supervisor is None:
             return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.head} of {report.wanted.steps}")
         clock.sleep(0.5)

@@ -28,6 +28,7 @@ from diloco.journal import Journal
 from diloco.last_sweep import sweep_after_end
 from diloco.launch import Run, read_run, solo_warning
 from diloco.output import print_plainly
+from diloco.runlog.overview import end_words
 from diloco.runlog.report import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from executors.platforms.base import (
@@ -292,7 +293,7 @@ class Supervisor:
 
     def _outcome_if_over(self, report: Report) -> Outcome | None:
         if report.done:
-            return Outcome(exitcodes.DONE, f"all {report.head} outer steps are committed")
+            return Outcome(exitcodes.DONE, end_words(report))
         if self._leaving or report.wanted.stop:
             why = self._leaving or "stopped by `diloco stop`"
             where = f"at outer step {report.head} of {report.wanted.steps}"
