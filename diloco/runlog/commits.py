@@ -49,7 +49,10 @@ class Decision(NamedTuple):
 def read_commit(body: bytes) -> Decision:
     """Raises WireError, whatever the bytes are."""
     c = Commit.decode(body)
-    offers = tuple(Counted(o.step, o.slot, o.generation, o.nonce, o.factor, o.samples, o.zero) for o in c.offers)
+    offers = tuple(
+        Counted(o.step, o.slot, o.generation, o.nonce, factor=o.factor, samples=o.samples, zero=o.zero)
+        for o in c.offers
+    )
     return Decision(c.t, c.at, c.by, c.prev, offers, c.snapshot)
 
 
@@ -64,5 +67,5 @@ def kept_commit(body: bytes) -> Decision:
 
 
 def _parse_counted(o: dict[str, Any]) -> Counted:
-    factor, samples, zero = o.get("factor", 1.0), o.get("samples", 0.0), o.get("zero", False)
-    return Counted(o["step"], o["slot"], o["generation"], o["nonce"], factor, samples, zero)
+    defaults = {"factor": 1.0, "samples": 0.0, "zero": False}
+    return Counted(**{name: o.get(name, defaults[name]) if name in defaults else o[name] for name in Counted._fields})
