@@ -194,7 +194,7 @@ def test_the_first_line_has_its_numbers_on_any_screen(monkeypatch, width, name) 
     report.name = name
     for step in report.steps:
         step.reward = dict.fromkeys(step.reward, 0.5)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((width, 40)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((width, 40)))
     out = io.StringIO()
     Screen(out).show(report)
     first = out.getvalue().splitlines()[0].removesuffix("\x1b[K")

@@ -120,7 +120,7 @@ def test_many_sessions_do_not_flood_the_table():
 
 
 def test_the_screen_draws_over_itself_and_fits(monkeypatch):
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((40, 6)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((40, 6)))
     out, report = io.StringIO(), read_report(killed_and_replaced().store)
     screen = Screen(out)
     screen.show(report)
