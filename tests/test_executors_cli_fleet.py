@@ -345,7 +345,7 @@ def test_costs(capsys, run):  # noqa: F811
     journal.flush()
     write_control(run.store, clock, max_usd=20.0)
     code, out, _ = say(capsys, "costs", run.url)
-    assert code == 0 and "$3.00 of $20.00 so far, $0.00 per hour now; 6 outer steps, $0.500 each" in out
+    assert code == 0 and "$3.00 of $20.00 so far, $0.00 per hour now; 6 outer steps, $0.50 each" in out
     assert any(line.split() == ["r00", "modal", "1", "1.00", "3.00"] for line in out.splitlines())
     told = json.loads(say(capsys, "costs", run.url, "--json")[1])
     assert round(told["usd"], 2) == 3.0 and told["per_executor"]["local"] == 0.0 and told["max_usd"] == 20.0

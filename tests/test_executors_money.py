@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.dollars import dollars
 from diloco.runlog.report import Report, SessionSummary
 from diloco.session import Session as ReplicaLife
 from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
@@ -321,3 +322,19 @@ def test_a_lease_that_was_renewed_holds_and_no_lease_means_no_end():
 def test_a_budget_that_means_nothing_is_refused(wish):
     with pytest.raises(ValueError, match=next(iter(wish))):
         write_control(MemoryStore(), SystemClock(), **wish)
+
+
+@pytest.mark.parametrize(
+    ("usd", "words"),
+    [
+        (12.3, "$12.30"),
+        (0, "$0.00"),
+        (0.01, "$0.01"),
+        (0.00314, "$0.0031"),
+        (0.00099999, "$0.00100"),
+        (1e-12, "$0.000000000"),
+    ],
+)
+def test_less_than_a_cent_is_not_nothing(usd: float, words: str) -> None:
+    """Before: "$0.00" for what three replicas on the cheapest hardware had cost."""
+    assert dollars(usd) == words

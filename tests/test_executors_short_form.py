@@ -2,6 +2,9 @@
 
 # ruff: noqa: F811
 
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco import processes
+from examples.toy_platform.toy import ToyExecutor
 from executors import LocalProcessExecutor
 from executors.cli import main as cli
 from executors.platforms import short_form
@@ -118,11 +123,17 @@ def test_a_container_leaves_when_its_launcher_has_said_nothing_for_a_lease(tmp_p
 
 SCRIPT = """
 import sys, time
-from executors import HFJobsExecutor, ModalExecutor
+from executors import HFJobsExecutor, LocalProcessExecutor, ModalExecutor, SlurmExecutor
 from executors.platforms import short_form
 short_form.LEASE_S = 4.0
 kind, run, folder = sys.argv[1:]
-executor = ModalExecutor() if kind == "modal" else HFJobsExecutor(packages=("tests",))
+kinds = {
+    "modal": ModalExecutor,
+    "hf-jobs": lambda: HFJobsExecutor(packages=("tests",)),
+    "local": LocalProcessExecutor,
+    "slurm": lambda: SlurmExecutor(cluster="local", folder=folder + "/jobs"),
+}
+executor = kinds[kind]()
 each = [{"folder": folder, "who": f"r{i}"} for i in range(2)]
 executor.launch_replicas(n_replicas=2, entrypoint="tests.entrypoints:waits", entrypoint_args=each, run=run)
 time.sleep(600)
@@ -155,6 +166,74 @@ def test_hugging_face_jobs_of_a_killed_script_end(tmp_path: Path) -> None:
         there.hub.plain = {"HF_ENDPOINT": there.hub.endpoint}
         lives_and_dies("hf-jobs", "orphans", tmp_path, there.live)
         assert {j.asked["labels"]["slot"] for j in there.hub.jobs.values()} == {"r00", "r01"}
+
+
+def living(folder: Path) -> int:
+    """How many of the two ranks are processes of this machine now."""
+    pids = [pid for rank in ("r0", "r1") for pid in marks(folder, "start", rank)]
+    return sum(processes.is_alive(pid, processes.start_ticks(pid) or 0) for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_processes_and_jobs_of_a_killed_script_end(kind: str, tmp_path: Path) -> None:
+    """Before: they went on for as long as they liked."""
+    run = tmp_path.as_uri() if kind == "local" else f"slurm://{tmp_path}"
+    lives_and_dies(kind, run, tmp_path, lambda: living(tmp_path))
+
+
+def test_it_leaves_with_the_last_that_launched_it(tmp_path: Path) -> None:
+    """A second launcher took the run up before the first one was gone; another process has no launcher that lives."""
+    gone = subprocess.Popen(["true"])
+    gone_name = processes.process_name(gone.pid)
+    gone.wait()
+    code = "import sys; from executors.platforms.entrypoint import leave_with; leave_with(sys.argv[1])"
+    waiting = list[subprocess.Popen[bytes]]()
+    for slot, launchers in (("r00", (gone_name, processes.process_name(os.getpid()))), ("r01", (gone_name,))):
+        file = tmp_path / f"{slot}.1.launchers"
+        file.write_text("".join(f"{name}\n" for name in launchers))
+        waiting.append(subprocess.Popen([sys.executable, "-c", code, str(file)], cwd=ROOT, start_new_session=True))
+    taken_up, alone = waiting
+    assert alone.wait(120) == -signal.SIGTERM and taken_up.poll() is None
+    taken_up.kill()
+    taken_up.wait()
+
+
+def test_a_platform_that_carries_no_lease_says_so(tmp_path: Path, capsys) -> None:
+    with ToyExecutor(folder=tmp_path) as toy:
+        toy.launch_replicas(n_replicas=1, entrypoint="json:dumps", entrypoint_args={"obj": 1}, run="one")
+        assert "toy carries no lease. `with` ends it, and so does: diloco stop toy://one" in capsys.readouterr().err
+
+
+def test_the_commands_know_a_run_of_the_short_form(tmp_path: Path, capsys) -> None:
+    """Before: "there is no run at …"."""
+    args = {"folder": str(tmp_path), "who": "r0"}
+    url = (tmp_path / "run").as_uri()
+    here = LocalProcessExecutor()
+    (handle,) = here.launch_replicas(n_replicas=1, entrypoint=entrypoints.waits, entrypoint_args=args, run=url)
+    started(tmp_path, "r0")
+    for verb in ("status", "costs"):
+        assert cli.main([verb, url]) == 0
+        assert "1 of 1 live, $0.00 so far; started by launch_replicas" in capsys.readouterr().out
+    assert cli.main(["watch", url]) == 2 and "status, costs, stop know it" in capsys.readouterr().err
+    assert cli.main(["stop", url]) == 0 and "0 of 1 live" in capsys.readouterr().out
+    assert here.poll([handle])[0].state.ended
+    here.close()
+    assert cli.main(["stop", "local://nothing"]) == 2
+    assert "local knows no process of local://nothing" in capsys.readouterr().err
+
+
+def test_the_commands_know_a_run_of_the_short_form_on_modal(platform: ModalPlatform, tmp_path: Path, capsys) -> None:
+    there = platform.executor()
+    name = f"sweep-{tmp_path.name}"
+    args = {"folder": str(tmp_path), "who": "r0"}
+    there.launch_replicas(n_replicas=1, entrypoint=f"{ENTRY}:waits", entrypoint_args=args, run=name)
+    started(tmp_path, "r0")
+    assert cli.main(["status", f"modal://{name}", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["replicas"]
+    assert row["state"] == "RUNNING" and row["usd"] > 0
+    assert cli.main(["stop", f"modal://{name}", "--purge"]) == 0
+    assert "0 of 1 live" in capsys.readouterr().out
 
 
 def test_a_block_leaves_neither_container_nor_app_nor_dict_on_modal(platform: ModalPlatform, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from statistics import median
 
+from diloco.dollars import dollars
 from diloco.runlog.overview import run_state, seconds_per_step, silent_s
 from diloco.runlog.report import PARTS, SUPERVISOR, Report, SessionSummary, Step, nice_time
 from diloco.runlog.trouble import Spending, Trouble, trouble
@@ -113,7 +114,9 @@ def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     if wanted.max_usd and spent.usd >= BUDGET_SHARE * wanted.max_usd:
         lasts = (wanted.max_usd - spent.usd) / spent.usd_per_hour * 3600 if spent.usd_per_hour > 0 else None
         lasting = "" if lasts is None else f", which last for {nice_time(max(0.0, lasts))}"
-        left.append(f"${spent.usd:.2f} of ${wanted.max_usd:.2f} are spent ({spent.usd / wanted.max_usd:.0%}){lasting}")
+        left.append(
+            f"{dollars(spent.usd)} of {dollars(wanted.max_usd)} are spent ({spent.usd / wanted.max_usd:.0%}){lasting}"
+        )
     if wanted.max_hours and spent.hours >= BUDGET_SHARE * wanted.max_hours:
         left.append(f"{spent.hours:.2f} of {wanted.max_hours:g} hours are over ({spent.hours / wanted.max_hours:.0%})")
     if not left:
@@ -179,7 +182,7 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     text = f"{', '.join(sorted(idle))} wait up to {idle[most]:.0%} of their time for {slowest}, whose inner step takes"
     text += f" {inner_s[slowest]:.1f} s, where theirs takes {inner_s[most]:.1f} s"
     if spent is not None and spent.usd_per_hour > 0:
-        text += f"; that is about ${sum(idle.values()) / len(shares) * spent.usd_per_hour:.2f} an hour"
+        text += f"; that is about {dollars(sum(idle.values()) / len(shares) * spent.usd_per_hour)} an hour"
     advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"
     return [trouble("waits", text, advice, step=known[0].t)]
 

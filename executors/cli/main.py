@@ -15,7 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     args.judge = command
     print_plainly()
     try:
+        if (code := _short_form(args)) is not None:
+            return code
         _resolve_run(args)
         return _act(args)
     except KeyboardInterrupt:
@@ -85,6 +87,30 @@ def _explain_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and is_full(error):
         return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR
+
+
+def _short_form(args: Namespace) -> int | None:
+    """The answer about a run of `launch_replicas`, which has no records; None for any other."""
+    url = getattr(args, "run", None) or ""
+    if not url or args.command in ("train", "plan", "setup", "demo", "completion"):
+        return None
+    from executors.cli import short_runs
+    from executors.cli.opening import ask_again
+    from rendezvous.clock import SystemClock
+
+    if (run := ask_again(lambda: short_runs.short_run(url, SystemClock()))) is None:
+        return None
+    if args.command not in short_runs.VERBS:
+        raise run_url.UsageError(
+            f"{url} was started by launch_replicas, which keeps no records: {', '.join(short_runs.VERBS)} know it; its "
+            "logs are executor.logs(handle), with the handles of executor.find(run)"
+        )
+    with closing(run.executor):
+        found = run.stop(args.grace) if args.command == "stop" else run.look()
+        purged = run.executor.purge(url) if args.command == "stop" and args.purge else []
+    rows = [{**s.to_dict(), "usd": run.usd(s)} for s in found]
+    _print_answer(args, {"run": url, "replicas": rows, "purged": purged}, *run.lines(found), *purged)
+    return 1 if args.command == "stop" and not all(s.state.ended for s in found) else 0
 
 
 def _resolve_run(args: Namespace) -> None:

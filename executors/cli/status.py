@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
+from diloco.dollars import dollars
 from diloco.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
@@ -316,12 +317,12 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 def cost_line(spent: Costs, wanted: Wanted) -> str:
     limit = "".join(f" of {text}" for text in [cost_limits(wanted)] if text)
     unknown = f", {len(spent.unknown)} launches at a price that nobody knows" if spent.unknown else ""
-    return f"${spent.usd:.2f}{limit} so far, ${spent.rate:.2f} per hour now{unknown}"
+    return f"{dollars(spent.usd)}{limit} so far, {dollars(spent.rate)} per hour now{unknown}"
 
 
 def cost_limits(wanted: Wanted) -> str:
     """ "$50.00 and 12 h", "" for no limit."""
-    limits = [f"${wanted.max_usd:.2f}"] if wanted.max_usd else []
+    limits = [f"{dollars(wanted.max_usd)}"] if wanted.max_usd else []
     return " and ".join([*limits, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
 
 
@@ -338,7 +339,7 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
         bills = [b for b in spent.bills if (b.slot, b.executor) == (slot, executor)]
         hours = sum(b.seconds for b in bills) / 3600
         usd = sum(b.usd for b in bills)
-        price = "unknown" if any(b.usd_per_hour is None for b in bills) else f"{usd:.2f}"
+        price = "unknown" if any(b.usd_per_hour is None for b in bills) else dollars(usd)[1:]
         now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
         rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
     if spent.unlogged:
@@ -347,7 +348,7 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
         )
     if spent.untold:
         rows.append(f"  the log of their launch is gone, so nobody knows what these cost: {', '.join(spent.untold)}")
-    each = f", ${spent.usd / report.head:.3f} each" if report.head and spent.usd else ""
+    each = f", {dollars(spent.usd / report.head)} each" if report.head and spent.usd else ""
     steps = f"; {report.head} outer steps{each}"
     head = f"  {'slot':10s} {'place':8s} {'launches':>8s} {'hours':>7s} {'USD':>8s}"
     return [f"{report.name}: {cost_line(spent, report.wanted)}{steps}", *([head] if rows else []), *rows]

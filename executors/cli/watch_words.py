@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.dollars import dollars
 from diloco.runlog.ends import ENDS, observed_words, own_words
 from diloco.runlog.overview import MetricCurve, Overview, SessionRow
 from diloco.runlog.report import Report
@@ -121,7 +122,7 @@ def _money_parts(spent: Costs, wanted: Wanted) -> list[str]:
         return []
     limit = cost_limits(wanted)
     unknown = f" and {len(spent.unknown)} launches of unknown price" if spent.unknown else ""
-    return [f"${spent.usd:.2f}{f' of {limit}' if limit else ''}{unknown}, ${spent.rate:.2f}/h"]
+    return [f"{dollars(spent.usd)}{f' of {limit}' if limit else ''}{unknown}, {dollars(spent.rate)}/h"]
 
 
 def _snapshot_parts(seen: Overview) -> list[str]:

@@ -4,6 +4,7 @@
     stem.log      stdout and stderr
     stem.result   the function's return value JSON, only for entry points called with keywords
     stem.exit     pid, start, exit code       last, by whoever reaped it
+    stem.launchers  "PID:START" a line        of the short form: with the last of these it leaves
 
 A fresh interpreter enters by START, with the request as JSON; the fork server calls `run_process` directly.  The
 process file stem.json makes a launch happen once: two launchers may start the same (slot, attempt), and the process
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,10 +28,12 @@ from typing import Any
 from diloco import exitcodes, run_marks
 from diloco.host import DEVICE_ENV
 from diloco.own_files import APPENDED, open_own, part_of, read_json, write_json
-from diloco.processes import start_ticks
+from diloco.processes import is_named_alive, start_ticks
 from executors.platforms import gpu
 from executors.platforms.base import REPLICA, load_name
 
+LAUNCHERS = ".launchers"
+LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from "leave" to a kill
 MARGIN = 0.9  # of its time: the rest is for a last offer
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
@@ -39,6 +43,8 @@ def run_process(request: Mapping[str, Any]) -> int:
     if not settle(request):
         return exitcodes.FENCED
     sys.argv = [request["entrypoint"], *request["argv"]]
+    if request["lease_s"]:
+        threading.Thread(target=leave_with, args=(request["files"] + LAUNCHERS,), name="leash", daemon=True).start()
     if not request["timeout_s"]:
         return run(request)
     return run_in_time(request, request["timeout_s"])
@@ -68,6 +74,21 @@ def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
         finally:
             part.unlink()
     return read_json(f"{stem}.json") or {}
+
+
+def leave_with(launchers: str) -> None:
+    """Wait until none of the processes that the file names lives; then leave, by force if need be."""
+    names = list[str]()
+    while True:
+        with suppress(OSError), open(open_own(launchers), encoding="ascii") as file:
+            names = file.read().split()
+        if names and not any(map(is_named_alive, names)):
+            break
+        time.sleep(LOOK_S)
+    print("the process that launched it is gone; leaving", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def run_in_time(request: Mapping[str, Any], seconds: float) -> int:

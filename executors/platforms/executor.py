@@ -19,6 +19,7 @@ Not promised: that a poll answers while another thread's launch is under way; it
 """
 
 import re
+import sys
 import threading
 from abc import ABC
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -94,7 +95,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
             raise ExecutorError(next(iter(faults.values())))
         good = {launch: s for launch, s in new.items() if launch not in faults}
         lease_s = max((s.lease_s for s in good.values()), default=0.0)
-        leased = lease_s > 0 and self.renew([self.new_handle(s) for s in good.values()], self._clock.wall() + lease_s)
+        leased = lease_s > 0 and _is_told(self, list(good.values()), self._clock.wall() + lease_s)
         answers: dict[Launch, Handle | NotStarted] = {launch: NotStarted(why) for launch, why in faults.items()}
         answers |= dict(zip(good, self.submit(list(good.values())) if good else (), strict=True))
         handles = self._launched | {launch: self.keep_answer(new[launch], x) for launch, x in answers.items()}
@@ -271,6 +272,16 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
             if launched and all(self.has_ended(h) for h in launched):
                 with suppress(ExecutorError):
                     self.purge(run)
+
+
+def _is_told(platform: Platform, specs: Sequence[ReplicaSpec], until: float) -> bool:
+    """Give the first word of their launcher, before they start; where the platform cannot carry it that is said."""
+    with suppress(OSError):  # no file can be written: `submit` says why
+        if platform.renew([platform.new_handle(s) for s in specs], until):
+            return True
+        words = f"warning: what was launched lives on when this process dies, since {platform.name} carries no lease"
+        print(f"{words}. `with` ends it, and so does: diloco stop {specs[0].run}", file=sys.stderr, flush=True)
+    return False
 
 
 def launch_of(one: ReplicaSpec | Handle) -> Launch:

@@ -1,12 +1,14 @@
 """The short form: one function, n times, with its rank in an environment variable; and the leash of what it starts.
 
     launch_replicas(n_replicas=4, entrypoint="pkg.work", entrypoint_args={"x": 1}, run="sweep-3") ─▶ specs
-    launcher   every quarter of LEASE_S     Platform.renew(handles, until)       a dict on Modal, labels on Hugging Face
+    launcher   every quarter of LEASE_S     Platform.renew(handles, until)       a dict on Modal, labels on Hugging
+                                                                                 Face, a file on Slurm
     container  every quarter of it          nothing newer came, `until` is over ─▶ asked to leave, then killed
 
 Nobody supervises such a fleet, so without a leash three GPUs would live for a day after a script that was killed.
+On this machine a process leaves with the last one that launched it, within seconds.
 
-Not promised: a leash on platforms that have no place for the word (this machine, Slurm, SkyPilot).
+Not promised: a leash on a platform that has no place for the word (SkyPilot); a launch there says so.
 """
 
 import json
@@ -70,7 +72,7 @@ def rank_specs(
 
     name: of the executor, for a run that is no URL.   entrypoint_args: keywords for all, or a list with those of each
     rank.   run: a name ("": a new one); the same one again takes up what it started.   lease: they leave half an hour
-    after this process has died, where the platform can tell them.
+    after this process has died, on this machine at once (SkyPilot: never).
     """
     try:
         each = arguments_per_rank(entrypoint_args, n_replicas)

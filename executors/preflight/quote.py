@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
 from diloco.config import ConfigError, RunConfig, check_fleet
+from diloco.dollars import dollars
 from diloco.launch import Run, refuse_fewer_steps
 from diloco.sizing import parameters_of, trained_parameters_of
 from executors.platforms import EXECUTORS, FAR
@@ -181,15 +182,15 @@ class Quote:
 
     def _price_in_words(self) -> str:
         price = self.plan.usd_per_hour
-        spent = f"${self.spent.usd:.2f} spent so far, " if self.spent.usd else ""
+        spent = f"{dollars(self.spent.usd)} spent so far, " if self.spent.usd else ""
         if price is None:
             return f"{spent}nobody knows the price of one of these; {self._limit_in_words()}"
-        return f"{spent}${price:.2f} per hour in all; {self._limit_in_words()}"
+        return f"{spent}{dollars(price)} per hour in all; {self._limit_in_words()}"
 
     def _limit_in_words(self) -> str:
         limits = []
         if self.budget.max_usd:
-            limits.append(f"${self.budget.max_usd:.2f}{self._hours_left()}")
+            limits.append(f"{dollars(self.budget.max_usd)}{self._hours_left()}")
         if self.budget.max_hours:
             limits.append(f"{self.budget.max_hours:g} hours")
         return f"ends by itself before {' or '.join(limits)}" if limits else "no limit (--max-usd X sets one)"

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.dollars import dollars
 from diloco.runlog.report import SUPERVISOR, Report, SessionSummary
 from executors.platforms.base import Plain
 from executors.supervision.slot_state import native_of
@@ -349,10 +350,10 @@ def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: f
     """boot: US dollars until what is started has booted."""
     end = END_S / 3600
     if budget.max_usd and spent.usd + boot + rate * end > budget.max_usd:
-        boots = f" ${boot:.2f} until it has booted, and" if boot else ""
+        boots = f" {dollars(boot)} until it has booted, and" if boot else ""
         return (
-            f"{doing} would pass max_usd = {budget.max_usd:g}: ${spent.usd:.2f} are spent, and{boots} all together, at "
-            f"${rate:.2f} per hour, cost ${rate * end:.2f} more until they have ended; raise --max-usd to go on"
+            f"{doing} would pass max_usd = {budget.max_usd:g}: {dollars(spent.usd)} are spent, and{boots} all together "
+            f"cost {dollars(rate * end)} more until they have ended (at {dollars(rate)} per hour); raise --max-usd"
         )
     if budget.max_hours and spent.hours + end > budget.max_hours:
         return (

@@ -8,6 +8,7 @@ Not promised: the moment of the start; a supervisor that is away starts nobody.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diloco.dollars import dollars
 from diloco.runlog.report import SUPERVISOR, Report, nice_time
 from executors.supervision.costs import costs
 
@@ -41,7 +42,7 @@ def _cost_in_words(waiting: Mapping[str, Mapping[str, Any]], report: Report, now
     """The cost of the sessions that ended so; "" where nothing is billed."""
     ended = {(slot, e["attempt"]) for slot, e in waiting.items() for e in _streak(report.of_kind("lost"), slot, e)}
     usd = sum(bill.usd for bill in costs(report, now).bills if (bill.slot, bill.attempt) in ended)
-    return f"; those sessions cost ${usd:.2f}" if usd else ""
+    return f"; those sessions cost {dollars(usd)}" if usd else ""
 
 
 def _streak(lost: Sequence[Mapping[str, Any]], slot: str, newest: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+from diloco.dollars import dollars
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_hf_jobs.client import NAMESPACE, Hub
 from executors.platforms.vllm_pins import check_command, pinned_version
@@ -67,7 +68,7 @@ class Recipe:
         wanted = spec.gpu or (self.hardware,)
         if known := [flavor for flavor in wanted if flavor in prices]:
             return known[0], ""
-        there = " · ".join(f"{f} {'?' if p is None else f'{p:.2f}'}" for f, p in prices.items())
+        there = " · ".join(f"{f} {'?' if p is None else dollars(p)[1:]}" for f, p in prices.items())
         return wanted[0], f"{spec.slot}: no hardware is called {' or '.join(wanted)}; there are (USD per hour): {there}"
 
     def flavor(self, spec: ReplicaSpec) -> str:
@@ -100,7 +101,7 @@ class Recipe:
 
     def line(self, spec: ReplicaSpec, flavor: str) -> str:
         price = self.hub.prices().get(flavor)
-        cost = "nobody knows its price" if price is None else f"{price:.2f} USD per hour"
+        cost = "nobody knows its price" if price is None else f"{dollars(price)[1:]} USD per hour"
         limit = timedelta(seconds=self.limit(spec))
         return f"a job of {self.hub.namespace} on {flavor}, {cost}, at most {limit} h, image {self.image}"
 

@@ -137,6 +137,14 @@ class LocalProcessExecutor(Executor):
         answers = [found[i] for i in range(len(specs))]
         return [x if isinstance(x, Handle) else NotStarted(str(x)) for x in answers]
 
+    def renew(self, handles: Sequence[Handle], until: float) -> bool:
+        """They leave with the last process that was told to wait for them, whatever `until` is."""
+        for handle in handles:
+            make_folder((stem := self._file_stem(handle)).parent)
+            with appended(f"{stem}{child.LAUNCHERS}") as file:
+                file.write(f"{processes.process_name(os.getpid())}\n".encode())
+        return True
+
     def _make_request(self, spec: ReplicaSpec) -> dict[str, Any]:
         gpu = self._affinity.gpu(spec)
         cores = self._affinity.cores(spec)
@@ -267,6 +275,7 @@ class LocalProcessExecutor(Executor):
         return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of the same process the one with files comes last
 
     def close(self) -> None:
+        super().close()
         if self._server is not None:
             self._server.close()
         for process in self._spawned.values():

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco import processes
+from diloco.dollars import dollars
 from diloco.own_files import make_private, write_json
 from executors.platforms.base import (
     ExecutorError,
@@ -51,6 +52,7 @@ from executors.platforms.on_slurm.job import (
     CANCELLED,
     CARD,
     NAME,
+    UNTIL,
     create_exclusively,
     ended_as,
     read_card,
@@ -123,7 +125,7 @@ class SlurmExecutor(Executor):
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         price = None if self._usd is None else self._usd * len(specs)
-        cost = "no price is known" if price is None else f"${price:.2f} per hour" if price else "no bill of its own"
+        cost = "no price is known" if price is None else f"{dollars(price)} per hour" if price else "no bill of its own"
         return [f"all nodes must see {root}; {cost}" for root in {self._run_folder(s.run) for s in specs}]
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
@@ -135,6 +137,12 @@ class SlurmExecutor(Executor):
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
         with ThreadPoolExecutor(AT_ONCE) as pool:  # every sbatch waits for its answer
             return list(pool.map(self._launch_one, specs))
+
+    def renew(self, handles: Sequence[Handle], until: float) -> bool:
+        for folder in map(self._folder_of, handles):
+            make_private(folder.parent.parent, folder.parent, folder)
+            write_json(str(folder / UNTIL), until)
+        return True
 
     def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
         """Submit it unless somebody has; -> the handle on its card."""
@@ -177,16 +185,8 @@ class SlurmExecutor(Executor):
             self._clock.sleep(0.05)
         return card
 
-    def _check_cluster(self) -> None:
-        _import_submitit()
-        if self._cluster == "slurm" and shutil.which("sbatch") is None:
-            raise ExecutorError(
-                "there is no `sbatch` here, so this is no machine that can submit Slurm jobs. Run the same command on "
-                "your cluster's login node, or use --executor local"
-            )
-
     def fault_of(self, spec: ReplicaSpec) -> str:
-        self._check_cluster()
+        _check_cluster(self._cluster)
         if why := missing_secret(spec):
             return why
         if len(spec.gpu) > 1:
@@ -301,6 +301,15 @@ class SlurmExecutor(Executor):
 
 
 # -------------------------------------------------------------------- small things
+
+
+def _check_cluster(cluster: str) -> None:
+    _import_submitit()
+    if cluster == "slurm" and shutil.which("sbatch") is None:
+        raise ExecutorError(
+            "there is no `sbatch` here, so this is no machine that can submit Slurm jobs. Run the same command on "
+            "your cluster's login node, or use --executor local"
+        )
 
 
 def _import_submitit() -> Any:

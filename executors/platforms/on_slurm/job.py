@@ -3,6 +3,7 @@
     r00.1/  submit.1   who submits; made by one process only
             card.json  the handle
             cancelled  we asked it to go
+            until.json  how long the word of a launcher in the short form counts (Unix time)
             end.json   how it ended: {"exit_code", "reason", "value", "tail"}, written on the node
 
 Not promised: an end for a job whose node failed; Slurm tells.
@@ -27,6 +28,7 @@ NAME = "slurm"
 CARD = "card.json"
 END = "end.json"
 CANCELLED = "cancelled"
+UNTIL = "until.json"
 LOCAL_JOB = "submitit.local._local"  # the module that submitit's local mode runs for a job
 
 
@@ -47,7 +49,7 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # submitit would pass over the first
         signal.signal(number, asked)
     try:
-        end = run_replica(raw, NAME)
+        end = run_replica(raw, NAME, until=lambda: read_json(Path(folder) / UNTIL) or 0.0)
     except Asked:
         code = exitcodes.LEFT if why[-1] == signal.SIGTERM else exitcodes.RESUME  # USR: the time limit is near
         end = {"exit_code": code, "reason": processes.describe_exit(code), "value": None, "tail": []}

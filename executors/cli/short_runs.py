@@ -1,0 +1,92 @@
+"""Runs in the short form of `launch_replicas`, as the commands show them: they have no records, so the platform tells.
+
+    diloco status|costs|stop  modal://sweep-3 · hf-jobs://… · slurm://… · sky://… · local://… · a folder with processes
+          └─ find ─▶ poll ─▶ a line for each process: state, hours, dollars      stop: cancel ─▶ poll until all ended
+
+Not promised: dollars of a process whose platform tells neither price nor times, and processes that another account
+started (another namespace, another login).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.dollars import dollars
+from executors.platforms import EXECUTORS
+from executors.platforms.base import FleetExecutor, Status, wait_for_all
+from executors.platforms.multi import Place, make_executor
+from executors.preflight import run_url
+from rendezvous import layout
+from rendezvous.clock import Clock
+from rendezvous.stores.open import open_store
+
+VERBS = ("status", "costs", "stop")
+GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # of `stop`: for leaving; for being seen to have left; between two looks
+
+
+def platform_of(url: str) -> str:
+    """The platform of a run in the short form; "" for any other run."""
+    scheme, found, _ = url.partition("://")
+    if not found or scheme == "file":
+        folder = Path(url.removeprefix("file://"))
+        return "local" if not (folder / layout.RUN).exists() and any(folder.glob("processes/*.json")) else ""
+    if scheme == "modal" and open_store(run_url.checked_url(url), make=False).get(layout.RUN) is not None:
+        return ""  # a run whose store lies inside Modal
+    return scheme if scheme in EXECUTORS else ""
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A run of which the platform alone knows."""
+
+    url: str
+    executor: FleetExecutor
+    clock: Clock
+
+    def look(self) -> list[Status]:
+        """All processes of it.   Raises UsageError where the platform knows none."""
+        if handles := self.executor.find(self.url):
+            return self.executor.poll(handles)
+        raise run_url.UsageError(
+            f"{self.executor.name} knows no process of {self.url}. Its name is that of launch_replicas(run=…), with "
+            f"{self.executor.name}:// before it, under the account that launched it"
+        )
+
+    def stop(self, grace_s: float | None) -> list[Status]:
+        """Ask all to leave, and wait until the platform says that they have ended."""
+        handles = [s.handle for s in self.look()]
+        self.executor.cancel(handles, GRACE_S if grace_s is None else grace_s)
+        return wait_for_all(lambda: self.executor.poll(handles), self.clock, END_S + (grace_s or 0.0), PAUSE_S)
+
+    def hours(self, status: Status) -> float | None:
+        """Its time so far; None where its end is not known."""
+        began = status.began_at or status.handle.launched_at
+        ended = status.ended_at if status.state.ended else self.clock.wall()
+        return max(0.0, ended - began) / 3600 if began and ended else None
+
+    def usd(self, status: Status) -> float | None:
+        """None where nobody knows."""
+        price, hours = status.handle.usd_per_hour, self.hours(status)
+        return 0.0 if price == 0 else None if price is None or hours is None else price * hours
+
+    def lines(self, statuses: Sequence[Status]) -> list[str]:
+        """A head, and a line for each."""
+        known = [usd for s in statuses if (usd := self.usd(s)) is not None]
+        unknown = f", and {len(statuses) - len(known)} whose cost nobody knows" if len(known) < len(statuses) else ""
+        live = sum(not s.state.ended for s in statuses)
+        head = f"{self.url}: {live} of {len(statuses)} live, {dollars(sum(known))} so far{unknown}"
+        return [f"{head}; started by launch_replicas, so there is no outer step", *map(self._line, statuses)]
+
+    def _line(self, status: Status) -> str:
+        hours, usd = self.hours(status), self.usd(status)
+        time = "" if hours is None else f"{hours:.2f} h"
+        money = "?" if usd is None else dollars(usd)
+        words = f"no news: {status.trouble}" if status.stale else status.reason
+        name = f"{status.handle.slot}.{status.handle.attempt}"
+        return f"  {name:8s} {status.state:10s} {time:>9s} {money:>8s}  {words}".rstrip()
+
+
+def short_run(url: str, clock: Clock) -> ShortRun | None:
+    """The run, if it is one in the short form."""
+    name = platform_of(url)
+    return ShortRun(url, make_executor(Place(name)), clock) if name else None
