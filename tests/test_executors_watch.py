@@ -10,7 +10,7 @@ from diloco.runlog.report import Reader, read_report
 from diloco.runlog.scope import STATUS
 from executors.cli import status
 from executors.cli.demo import extra_checks, is_kill_due, next_commands
-from executors.cli.status import Lines, Screen, status_table, view_for
+from executors.cli.status import Lines, Screen, status_table, step_fields, view_for
 from rendezvous import layout
 from rendezvous.membership import write_control
 from rendezvous.records import Beat
@@ -161,3 +161,14 @@ def test_the_demo_tells_honestly_whether_somebody_was_killed_and_replaced():
 
 def test_the_demo_names_the_next_commands(tmp_path):
     assert f"diloco export {tmp_path} --to {tmp_path}-model" in next_commands(tmp_path)
+
+
+def test_a_share_of_broken_rewards_that_is_zero_fills_no_line():
+    b = Bucket(steps=4, replicas=1)
+    b.claim("r00", 1, 0.1)
+    for t in range(2):
+        b.commit(t, 2.0 + t, [b.offer(t, "r00", 1, 0.1)])
+        b.tell("r00", 1, 2.1 + t, "step", step=t, h=6, reward_broken=0.1 * t)
+    report = read_report(b.store)
+    assert "reward_broken" not in step_fields(report.steps[0], report)
+    assert step_fields(report.steps[1], report)["reward_broken"] == 0.1

@@ -90,11 +90,11 @@ def over_replicas(step: Measured, names: Iterable[str] = tuple(NAMES)) -> dict[s
 
 def learning_words(numbers: Mapping[str, float], without: str = "") -> str:
     """ "loss 4.83 · grad norm 1.3"   without: a name that is shown elsewhere."""
-    shown = {n: form for n, form in NAMES.items() if n in numbers and n != without and _is_shown(n, numbers[n])}
+    shown = {n: form for n, form in NAMES.items() if n in numbers and n != without and is_shown(n, numbers[n])}
     return " · ".join(form.format(numbers[name]) for name, form in shown.items())
 
 
-def _is_shown(name: str, value: float) -> bool:
+def is_shown(name: str, value: float) -> bool:
     return value != 0 or name not in IF_ANY
 
 
@@ -103,7 +103,7 @@ def step_line(name: str, event: Mapping[str, Any], steps: int) -> str:
     of = f" of {steps}" if steps else ""
     forms = {**LINE, **SECONDS}
     known = {k: event[k] for k in forms if isinstance(event.get(k), int | float)}
-    numbers = [forms[k].format(value) for k, value in known.items() if _is_shown(k, value)]
+    numbers = [forms[k].format(value) for k, value in known.items() if is_shown(k, value)]
     note = [] if event.get("listed", True) else ["its work is not in this step's commit"]
     return "  ".join([f"{name}  outer step {event['step'] + 1}{of}", *numbers, *note])
 

@@ -23,7 +23,7 @@ from diloco.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
 from diloco.runlog.kept import kept_words
-from diloco.runlog.learning import learning_words, newest_numbers, over_replicas
+from diloco.runlog.learning import is_shown, learning_words, newest_numbers, over_replicas
 from diloco.runlog.overview import inner_steps_per_round, phase_of
 from diloco.runlog.report import (
     SUPERVISOR,
@@ -127,7 +127,7 @@ def step_fields(step: Step, report: Report) -> dict[str, Any]:
     rewards = {slot: round(r, 4) for slot, r in sorted(step.reward.items())}
     fresh = ",".join(step.fresh)
     gated = {"gated": ",".join(step.gated)} if step.gated else {}
-    numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items()}
+    numbers = {k: float(f"{v:.4g}") for k, v in over_replicas(step).items() if is_shown(k, v)}
     fields = {"step": step.t, "of": report.wanted.steps, "at": round(step.at - report.began, 2), **mean, **rewards}
     fields |= numbers
     return {**fields, "fresh": fresh, **late, **gated, "by": step.by}
