@@ -239,6 +239,7 @@ def test_what_costs_nothing_is_not_asked_for():
 
 
 def test_places_and_budget_stand_in_the_bucket_for_whoever_supervises(capsys, run, config):  # noqa: F811
+    write_control(run.store, SystemClock(), steps=12)
     run.store.put(layout.MODEL_MANIFEST, b"{}")  # nothing is left to be done there
     code, _, err = say(capsys, "train", config, "--run", run.url, *PAID, "--max-usd", "9", "--yes")
     control = read_control(run.store)
@@ -255,7 +256,7 @@ def test_resume_needs_no_config(capsys, run, config):  # noqa: F811
     config.unlink()
     code, out, _ = say(capsys, "resume", run.url, "--json")
     assert code == 0 and json.loads(out)["code"] == 0
-    assert not read_control(run.store).stop
+    assert read_control(run.store).stop, "it is finished, and nothing was changed"
 
 
 def test_resume_of_a_run_that_is_not_there(capsys, tmp_path):
@@ -263,6 +264,7 @@ def test_resume_of_a_run_that_is_not_there(capsys, tmp_path):
 
 
 def test_resume_with_fewer_replicas_than_a_step_needs(capsys, run):  # noqa: F811
+    write_control(run.store, SystemClock(), steps=12)
     assert "no outer step could ever be taken" in complaint(capsys, "resume", run.url, "--replicas", "1")
 
 
@@ -270,8 +272,9 @@ def test_resume_with_fewer_replicas_than_a_step_needs(capsys, run):  # noqa: F81
 
 
 def test_scale_up_and_down(capsys, run):  # noqa: F811
+    write_control(run.store, SystemClock(), steps=12)
     code, out, _ = say(capsys, "scale", run.url, "4")
-    assert code == 0 and "2 -> 4 replicas" in out and "so nobody is started" in out
+    assert code == 0 and "2 -> 4 replicas" in out and "nobody supervises this run now" in out
     assert read_control(run.store).replicas == 4
     lease = Lease.take(run.store, SystemClock())
     code, out, _ = say(capsys, "scale", run.url, "2", "--json")
@@ -287,6 +290,7 @@ def test_scale_to_zero(capsys, run):  # noqa: F811
 
 
 def test_scale_below_what_a_step_needs(capsys, run):  # noqa: F811
+    write_control(run.store, SystemClock(), steps=12)
     err = complaint(capsys, "scale", run.url, "1")
     assert "fewer than the 2 that every outer step needs" in err and "--min-replicas 1" in err
     assert say(capsys, "scale", run.url, "1", "--min-replicas", "1")[0] == 0
@@ -294,6 +298,7 @@ def test_scale_below_what_a_step_needs(capsys, run):  # noqa: F811
 
 
 def test_scale_up_for_money_asks(run):  # noqa: F811
+    write_control(run.store, SystemClock(), steps=12)
     place = Place("slurm", options={"cluster": "local", "usd_per_hour": 4})
     write_control(run.store, SystemClock(), places=[place.to_dict()], max_usd=50.0)
     done = outcome(["scale", run.url, "3"])
@@ -304,6 +309,7 @@ def test_scale_up_for_money_asks(run):  # noqa: F811
 
 
 def test_drain(capsys, run):  # noqa: F811
+    write_control(run.store, SystemClock(), steps=12)
     code, out, _ = say(capsys, "drain", run.url, "r01")
     assert code == 0 and "r01 finishes its round and leaves" in out
     assert "warning: 1 replicas are left and min_replicas = 2" in out
