@@ -421,7 +421,7 @@ def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
     (pid,) = rival._fork([request])
     assert isinstance(pid, tuple) and rival._server is not None
     while pid[0] not in rival._server.exits:
-        rival.poll([])
+        rival._server.listen()
         time.sleep(0.01)
     assert rival._server.exits[pid[0]] == 3  # fenced
     fresh = LocalProcessExecutor([], method="spawn")

@@ -93,6 +93,9 @@ WITHOUT = {
     "copies the run, or you do": [f"{IDENTITY}::test_a_copy_of_a_live_run_is_a_run_of_its_own"],
     "has you look": [
         f"{HERE}::test_who_looks_runs_no_code_of_the_bucket", f"{SEALED}::test_what_a_log_says_cannot_steer_a_terminal",
+        "tests/test_executors_printable.py::test_no_command_prints_it",
+        "tests/test_executors_printable.py::test_a_log_is_plain_lines",
+        "tests/test_executors_printable.py::test_the_terminal_of_watch_draws_it_plain",
     ],
 }  # fmt: skip
 
