@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from executors.platforms.container import (
     CRASHED,
     ENDED,
     PIECE,
+    _time_left,
     end_lines,
     read_end,
     replica_lines,
     run_replica,
     why_unreachable,
 )
+from executors.platforms.entrypoint import staggered_s
+from rendezvous.layout import slot_name
 from tests.s3_server import S3Server
 
 HERE = __name__
@@ -372,3 +376,16 @@ def test_a_store_that_comes_back_is_good(keys, monkeypatch) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
         s3.fault("503", op="GetObject", key="run.json", times=12)
         assert why_unreachable("s3://bucket/run") is None and s3.count("GetObject", "run.json") > 12
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 32])
+def test_the_replicas_of_a_fleet_do_not_end_together_at_the_platforms_limit(n: int) -> None:
+    """Before: at 24 h all of them, in one outer step."""
+    day_s = 24 * 3600.0
+    ends = sorted(staggered_s(day_s, slot_name(i)) for i in range(n))
+    assert ends[-1] == day_s == staggered_s(day_s, "supervisor") and ends[0] > 0.9 * day_s
+    assert min(b - a for a, b in pairwise(ends)) > 0.1 * day_s / (3 * n)
+    left = [_time_left(ReplicaSpec("", slot_name(i), timeout_s=day_s), time.monotonic()) or 0.0 for i in range(n)]
+    assert len({round(s / 60) for s in left}) == n
+    own = ReplicaSpec("", "r01", entrypoint="a.function", timeout_s=day_s)
+    assert (_time_left(own, time.monotonic()) or 0.0) == pytest.approx(max(left), abs=1.0), "its time is its own"

@@ -86,6 +86,7 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
     executor.launch_replicas([spec(run, tmp_path, "returns")])
     commands = [c for image in platform.server.images.values() for c in image.dockerfile_commands]
     install = next(c for c in commands if "uv pip install" in c)
+    assert any("apt-get install" in c and "gcc" in c for c in commands), "else the codecs' kernels are not compiled"
     for name in ("torch", "trl", "torchft", "obstore", "transformers", "safetensors"):
         version = importlib.import_module("importlib.metadata").version(name).partition("+")[0]
         assert f"{name}=={version}" in install.replace("'", "").split()

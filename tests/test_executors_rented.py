@@ -612,10 +612,24 @@ def test_stop_ends_everything_on_the_platform_and_says_so(world):
     ends = stop_run(world.run.store, clock, 10.0, said.append, CloudExecutor(world.cloud))
     assert {e.name: e.live for e in ends} == {"r00-1": False, "r01-1": False}
     assert world.cloud.job("r00").code == exitcodes.LEFT and world.cloud.job("r01").state is State.CANCELLED
-    assert any("r01: job-r01.1 on cloud was still there after 10 s; cancelled" in text for text in said)
+    assert any("r01: job-r01.1 on cloud was still there after 10 s; it is cancelled now" in text for text in said)
     usd = world.usd()
     world.clock.sleep(3600)
     assert world.usd() == usd  # its bills are closed
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["cancels are not heard", "it does not answer"])
+def test_stop_does_not_say_that_nothing_lives_while_machines_of_it_do(world, silent):
+    """They have begun, and nobody has claimed a slot yet.  Before: "nothing of them lives" beside two live ones."""
+    world.pass_time(2)
+    world.cloud.deaf = True
+    world.cloud.down = "503" if silent else ""
+    world.supervisor.lease.beat("left")
+    said: list[str] = []
+    ends = stop_run(world.run.store, Beating(world), 1.0, said.append, CloudExecutor(world.cloud))
+    assert any(e.live for e in ends), ends
+    assert not [e.text for e in ends if "nothing of them lives" in e.text]
+    assert not [text for text in said if text.endswith("; cancelled")], "it was asked for, and not confirmed"
 
 
 def test_stop_does_not_say_that_all_is_over_when_it_is_not(world):

@@ -328,8 +328,9 @@ def _make_end(code: int, *, reason: str = "", value: Any = None, tail: tuple[str
 def _time_left(spec: ReplicaSpec, began: float) -> float | None:
     if not spec.timeout_s:
         return None
-    margin = min(MARGIN * spec.timeout_s, MARGIN_MOST_S)
-    return max(0.0, began + spec.timeout_s - margin - time.monotonic())
+    limit_s = entry.staggered_s(spec.timeout_s, spec.slot) if spec.entrypoint == REPLICA else spec.timeout_s
+    margin = min(MARGIN * limit_s, MARGIN_MOST_S)
+    return max(0.0, began + limit_s - margin - time.monotonic())
 
 
 def _raise_interrupt(*_: object) -> NoReturn:

@@ -31,10 +31,12 @@ from diloco.own_files import APPENDED, open_own, part_of, read_json, write_json
 from diloco.processes import is_named_alive, start_ticks
 from executors.platforms import gpu
 from executors.platforms.base import REPLICA, load_name
+from rendezvous.layout import is_slot, slot_index
 
 LAUNCHERS = ".launchers"
 LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from "leave" to a kill
 MARGIN = 0.9  # of its time: the rest is for a last offer
+STAGGER, GOLDEN = 0.1, 0.6180339887498949  # of its time: between the ends of a fleet's replicas; and how they lie there
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -47,7 +49,9 @@ def run_process(request: Mapping[str, Any]) -> int:
         threading.Thread(target=leave_with, args=(request["files"] + LAUNCHERS,), name="leash", daemon=True).start()
     if not request["timeout_s"]:
         return run(request)
-    return run_in_time(request, request["timeout_s"])
+    is_replica = request["entrypoint"] == REPLICA
+    limit_s = request["timeout_s"]
+    return run_in_time(request, staggered_s(limit_s, request["slot"]) if is_replica else limit_s)
 
 
 def settle(request: Mapping[str, Any]) -> bool:
@@ -89,6 +93,18 @@ def leave_with(launchers: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)
+
+
+def staggered_s(timeout_s: float, slot: str) -> float:
+    """The seconds of a limit that all replicas share, less a part of its own for each slot.
+
+        slot i ends at  timeout_s · (1 - STAGGER · frac(i · golden ratio))
+
+    Whatever the number of slots is, their ends lie evenly in that tenth; else a fleet that was started at once would
+    leave at once, in one outer step.
+    """
+    index = slot_index(slot) if is_slot(slot) else 0
+    return timeout_s * (1.0 - STAGGER * (index * GOLDEN % 1.0))
 
 
 def run_in_time(request: Mapping[str, Any], seconds: float) -> int:

@@ -141,7 +141,7 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
             say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
     rented = [h for h in there if h.native]
     for h in rented:
-        say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; cancelled")
+        say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; it is cancelled now")
     launches.cancel(rented, CANCEL_S)
     if rented:
         _wait_until_ended(store, clock, CANCELLED_S, launches)
@@ -159,7 +159,7 @@ def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launch
         there = launches.sweep()
         for text in [text for text in there if text not in shown]:
             shown.add(text)
-            say(f"{text}: nobody was looking after it; cancelled")
+            say(f"{text}: nobody was looking after it; it is cancelled now")
         waited = clock.now() - began
         if (not there and waited >= lag_s) or waited >= CANCELLED_S or launches.out_of_reach:
             return there
@@ -218,7 +218,8 @@ def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
         for s in over
         if s.handle.slot not in (*claimed, SUPERVISOR)
     ]
-    if not found and not claimed and launches.begun:
+    unseen = launches.there or launches.strangers or launches.out_of_reach
+    if not (found or claimed or unseen) and launches.begun:
         text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"
         found.append(End("launches", False, text))
     return found

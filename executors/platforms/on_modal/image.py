@@ -27,6 +27,7 @@ PROJECT = "serverless-diloco"
 EXTRAS = ("train", "diloco", "replay", "serverless")
 PACKAGES = ("diloco", "executors", "inner", "rendezvous")
 THERE_ALREADY = {"modal"}  # Modal brings its client along
+COMPILER = ("gcc", "libc6-dev")  # of the codecs' kernels: without them packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 
 
@@ -44,7 +45,7 @@ def _with_packages(base: Any, pip: Sequence[str], ours: Sequence[str]) -> Any:
     image = sdk().Image
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if base is None:
-        return image.debian_slim(python_version=version).uv_pip_install(*ours, *pip)
+        return image.debian_slim(python_version=version).apt_install(*COMPILER).uv_pip_install(*ours, *pip)
     if isinstance(base, str):
         return image.from_registry(base, add_python=version).uv_pip_install(*ours, *pip)
     return base.uv_pip_install(*pip) if pip else base

@@ -11,6 +11,7 @@ Not promised: kernels for top-k and the gate; torch does those.
 
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ def load_kernels(name: str, device_type: str) -> Kernels | None:
     except ImportError:  # no C compiler; no Triton, which comes with torch for CUDA on Linux
         pass
     return None
+
+
+def why_no_kernels() -> str:
+    """Why the CPU's kernels are not here, "" if they are."""
+    try:
+        import_module("rendezvous.codecs.kernels.cpu")
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def load_mean_kernel(name: str) -> Callable[..., bool] | None:
