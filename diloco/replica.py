@@ -45,7 +45,7 @@ from rendezvous import layout, snapshots
 from rendezvous.background import together_on
 from rendezvous.chain import first_open_step
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.codecs.kernels import why_no_kernels
+from rendezvous.codecs import why_no_kernels
 from rendezvous.errors import (
     BadDelta,
     Diverged,

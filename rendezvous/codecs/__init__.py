@@ -25,8 +25,9 @@ from functools import cache
 
 from rendezvous.codecs.choose import DENSE, NAMES, choose_codec, nominal_ratio
 from rendezvous.codecs.codec import Array, Body, Codec
+from rendezvous.codecs.kernels import why_no_kernels
 
-__all__ = ["DENSE", "NAMES", "Array", "Body", "Codec", "choose_codec", "get_codec", "nominal_ratio"]
+__all__ = ["DENSE", "NAMES", "Array", "Body", "Codec", "choose_codec", "get_codec", "nominal_ratio", "why_no_kernels"]
 
 
 @cache
