@@ -305,7 +305,9 @@ def test_long_and_strange_texts(servers: dict[str, str]) -> None:
         failure_in(environment.echo, text="\ud800")["error_kind"] == "exception"
     )  # no UTF-8 for it; the session lives
     assert environment.echo(text="on") == "on"
-    assert environment.big(size=10_000_000) == "x" * 10_000_000
+    assert environment.big(size=5_000_000) == "x" * 5_000_000
+    assert environment.big(size=20_000_000) == GONE  # above our own 16 MiB
+    environment.reset(mode="never")
     assert environment.echo(text="y" * 20_000_000) == GONE  # above uvicorn's 16 MiB the server hangs up
     environment.reset(mode="never")
     assert environment.echo(text="again") == "again"
