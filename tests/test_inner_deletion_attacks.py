@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -351,6 +352,7 @@ def test_a_bwrap_that_may_not_make_namespaces_is_refused(tmp_path: Path, monkeyp
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any], why: str) -> None:
+    monkeypatch.setattr(sandbox, "_outer_namespace", cache(sandbox._outer_namespace.__wrapped__))
     sandbox.require_sandbox.cache_clear()
     change()
     with pytest.raises(InnerError, match=why):

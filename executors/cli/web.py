@@ -32,7 +32,6 @@ from executors.preflight.run_url import UsageError
 PORT = 8642
 MOST = 64  # connections at a time; a browser opens six
 HEADERS_S = 10.0  # for a whole request to arrive
-MONTH_S = 30 * 24 * 3600  # a cookie's life
 HEADERS = {
     "Content-Security-Policy": f"{content_policy()}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -162,7 +161,7 @@ class PageApp:
         if refused:
             headers["Connection"] = "close"
         elif shown:
-            kept = f"{self.door.cookie}={shown}; HttpOnly; SameSite=Strict; Path=/; Max-Age={MONTH_S}"
+            kept = f"{self.door.cookie}={shown}; HttpOnly; SameSite=Strict; Path=/"
             headers["Set-Cookie"] = kept
         content = body.encode() if isinstance(body, str) else body
         if status == 200:

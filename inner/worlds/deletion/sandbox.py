@@ -141,11 +141,12 @@ def require_sandbox() -> None:
 
 @cache
 def _outer_namespace() -> tuple[str, ...]:
-    """The command that has a mount namespace of its own, in which it may mount; () where none can be made."""
+    """The command of a mount namespace in which a tmpfs can be mounted and bwrap works; () where there is none."""
     made = (shutil.which("unshare") or "unshare", "--user", "--map-root-user", "--mount", "--")
     with tempfile.TemporaryDirectory(prefix="deletion-") as folder:
         try:
-            tried = subprocess.run([*made, "sh", "-c", TMPFS, folder, "4096", "9", "true"], capture_output=True, env={})
+            inner = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+            tried = subprocess.run([*made, "sh", "-c", TMPFS, folder, "4096", "9", *inner], capture_output=True, env={})
         except OSError:
             return ()
     return made if tried.returncode == 0 else ()
