@@ -33,7 +33,7 @@ from executors.supervision.costs import costs
 from executors.supervision.remarks import key_values
 from rendezvous import layout
 from rendezvous.errors import StoreUnclear
-from rendezvous.membership import read_control
+from rendezvous.membership import read_control, write_control
 from rendezvous.stores.files import FileStore
 from tests.fakes import Fault, FaultyStore
 from tests.long_run import STEP_S, LongRun, copied, long_run
@@ -335,6 +335,7 @@ def test_o_shows_rollouts_with_their_rewards_the_newest_first_and_the_first_ones
 
 def test_drain_and_scale_ask_before_they_write(tmp_path) -> None:
     looks, store = founded(tmp_path)
+    write_control(store, FixedClock(T0), steps=12)  # a finished run would take no wish
 
     async def script(app, pilot) -> None:
         await pilot.press("end", "d")
@@ -345,7 +346,7 @@ def test_drain_and_scale_ask_before_they_write(tmp_path) -> None:
         await until(pilot, lambda: isinstance(app.screen, AskWindow))
         assert "From 2 to 4 replicas?" in app.screen.question
         await pilot.press("escape")
-        assert read_control(store).records == 1, "nothing was agreed to"
+        assert read_control(store).records == 2, "nothing was agreed to"
         await pilot.press("d")
         await until(pilot, lambda: isinstance(app.screen, AskWindow))
         await pilot.press("y")
