@@ -160,6 +160,7 @@ def test_the_plan_tells_prices_limits_and_names_of_secrets_and_starts_nothing(hu
     text = "\n".join(plan.lines)
     assert "r00: a job of tester on a10g-small, 1.00 USD per hour, at most 1:15:00 h" in text
     assert "r01: a job of tester on t4-small, 0.40 USD per hour" in text
+    assert "4 GB: minutes, say 3, about $0.05 on a10g-small)" in text and "about $0.02 on t4-small)" in text
     assert "secrets from this environment: HF_TOKEN" in text and hub.token not in text
     assert plan.usd_per_hour == pytest.approx(1.0002 + 0.4002) and hub.jobs == {} and hub.buckets == {}
 

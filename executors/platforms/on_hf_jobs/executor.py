@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco import processes
+from diloco.dollars import dollars
 from diloco.runlog.report import SUPERVISOR
 from executors.platforms import oom
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable
@@ -42,6 +43,7 @@ from rendezvous.clock import Clock
 HOSTED = "executors.supervision.hosted"  # what a supervisor's job runs
 WATCH_S = 12 * 3600.0
 WATCHES = 10  # times that the Hub may start one supervisor's job: it ends well, and not again, once it has said goodbye
+DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # of what a replica needs; nobody has measured it on the platform
 END_LINES = 64  # of a log: enough to see how it ended
 
 
@@ -98,6 +100,7 @@ class HFJobsExecutor(Executor):
         return [
             f"secrets from this environment: {', '.join(names) or 'none'}",
             f"code: {self._recipe.code_words()}",
+            *sorted({_download_words(self._recipe.flavor(s), self.price_of(s)) for s in specs}),
         ]
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
@@ -240,6 +243,15 @@ class HFJobsExecutor(Executor):
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
         """A job on the cheapest hardware."""
         return self.launch_specs([replace(spec, gpu=(CPU,), timeout_s=spec.timeout_s or WATCH_S)])[0]
+
+
+def _download_words(flavor: str, price: float | None) -> str:
+    """A job keeps nothing for the next one, and its minutes are billed from its start.   price: USD per hour."""
+    cost = "" if price is None else f", about {dollars(price * DOWNLOAD_S / 3600)} on {flavor}"
+    return (
+        f"each launch downloads its packages first (torch for CUDA and the rest, some {DOWNLOAD_GB:g} GB: minutes, "
+        f"say {DOWNLOAD_S / 60:.0f}{cost}) and then the start model; a replacement does so again"
+    )
 
 
 def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: ReplicaSpec) -> Callable[[], HubJob]:
