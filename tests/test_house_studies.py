@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "studies"))
 import effective_step
 import process
 import replicas
+import tuned
 from fleet import flat, outer_steps
 from trials import Trial, area, at_step, first_step, paired, read_rows, run_missing
 from worlds import WORLDS
@@ -122,6 +123,26 @@ def test_the_root_rule_goes_further_where_replicas_disagree(small: Path) -> None
     assert rates["root"] == pytest.approx(rates["matched"] * 2**0.5)
     ends = {rule: effective_step.run(small, Trial(f"{rule} μ=0.5 H=5", 7))[-1][1] for rule in RULES}
     assert len(set(ends.values())) == 3
+
+
+def test_each_arm_is_searched_over_ten_settings_and_the_best_mean_of_a_run_is_chosen() -> None:
+    arms = tuned.tunings()
+    assert {len(named) for named in arms.values()} == {10} and len(arms) == 13
+    assert len({name for named in arms.values() for name, _ in named} | set(tuned.rules())) == 130 + 54
+    rows = [{"arm": name, "seed": s, "curve": [(0, 0.0), (10, abs(i - 4) + s / 1000)]}
+            for i, (name, _) in enumerate(arms["fleet-4-5"]) for s in tuned.TUNED_ON]  # fmt: skip
+    assert tuned.choose(WORLDS["text"], rows) == {"fleet-4-5": "fleet-4-5 x16 0.7/0.5"}
+    assert tuned.choose(WORLDS["toolworld"], rows) == {"fleet-4-5": "fleet-4-5 x16 1/0"}
+    assert "at the grid's edge" in tuned.tuning_table(WORLDS["text"], rows)
+
+
+def test_the_rules_step_as_far_as_they_say() -> None:
+    a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 3.0])
+    mean = (a + b) / 2
+    assert [tuned.by_disagreement(p)(2)(mean, [a, b]) for p in (1.0, 2.0)] == pytest.approx([2**0.5, 2.0])
+    assert tuned.by_disagreement(2.0)(2)(a / 4, [a, a / 4]) == 2.0, "N at most"
+    scales = {name: setting.scale for name, setting in tuned.rules().items()}
+    assert scales["fleet-4-5 sqrt"] == 2.0 and scales["fleet-8-20 times-plain"] == 8.0
 
 
 ROWS = Path(__file__).parent.parent / "docs" / "studies" / "rows"
