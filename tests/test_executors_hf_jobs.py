@@ -154,6 +154,17 @@ def test_a_requirement_can_stand_for_the_code_and_an_image_that_lacks_it_tells_i
     assert "serverless-diloco==99 was not found in the package registry" in result.reason
 
 
+def test_an_image_that_has_it_all_downloads_no_package(hub) -> None:
+    """Before: each launch and each replacement got torch anew, at the GPU's price."""
+    hub.held = True
+    executor = made(code="image", image="ghcr.io/me/diloco:1", hardware="a10g-small")
+    asked = hub.jobs[only(executor.launch_replicas([spec()])).native].asked
+    assert asked["command"][:3] == ["python", "-m", "executors.platforms.container"] and hub.buckets == {}
+    assert asked["dockerImage"] == "ghcr.io/me/diloco:1" and not asked.get("volumes")
+    text = "\n".join(executor.plan([spec()]).lines)
+    assert "code: what ghcr.io/me/diloco:1 has installed" in text and "downloads" not in text
+
+
 def test_the_plan_tells_prices_limits_and_names_of_secrets_and_starts_nothing(hub) -> None:
     executor = made(hardware="a10g-small", timeout_s=3600)
     plan = executor.plan([spec(), spec(slot="r01", gpu=("t4-small",))])

@@ -54,7 +54,8 @@ class HFJobsExecutor(Executor):
     secrets: names of environment variables of this process; their values go into the jobs' secrets and nowhere else.
     env: plain variables of every job.   image: any with `uv`, and Python of the version that runs here.
     packages: top-level packages or modules of yours that the entry point needs.
-    code: a requirement to run instead of what is installed here, as "serverless-diloco[train,diloco]==0.1.0".
+    code: a requirement to run instead of what is installed here, as "serverless-diloco[train,diloco]==0.1.0"; or
+    "image": `image` has it installed, with all that it needs, and a job downloads no package.
     pip: packages that a reward of your own needs, beside those that the project needs.
     vllm: replicas generate with it: they get the versions of vllm_pins.py.
     """
@@ -100,7 +101,9 @@ class HFJobsExecutor(Executor):
         return [
             f"secrets from this environment: {', '.join(names) or 'none'}",
             f"code: {self._recipe.code_words()}",
-            *sorted({_download_words(self._recipe.flavor(s), self.price_of(s)) for s in specs}),
+            *sorted(
+                {_download_words(self._recipe.flavor(s), self.price_of(s)) for s in specs if self._recipe.downloads}
+            ),
         ]
 
     def price_of(self, spec: ReplicaSpec) -> float | None:

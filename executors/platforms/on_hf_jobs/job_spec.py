@@ -4,6 +4,7 @@
          ─▶ job      image    one with uv and the Python of this machine
                      command  uv run --with-requirements /code/{digest}/requirements.txt python -m …container …
                               vLLM: the same uv run, to import it, first
+                              code = "image": python -m … alone; all that is needed is installed in the image
                      volumes  the bucket NAMESPACE/diloco-code, read-only at /code; uploaded before the first job
                      secrets  values by name from this environment; they are nowhere else
 
@@ -31,6 +32,7 @@ CLIENT = "executors.platforms.on_hf_jobs.client"
 MOUNT = "/code"
 BUCKET = "diloco-code"
 IMAGE = f"ghcr.io/astral-sh/uv:python{sys.version_info.major}.{sys.version_info.minor}-bookworm"
+INSTALLED = "image"  # for `code`
 TIMEOUT_S = 6 * 3600.0
 START_S = 900  # of the platform's limit: for the download of what the replica needs, before its own clock runs
 CPU = "cpu-basic"
@@ -110,6 +112,8 @@ class Recipe:
         return list(dict.fromkeys([*self.secrets, *spec.secrets]))
 
     def code_words(self) -> str:
+        if not self.downloads:
+            return f"what {self.image} has installed"
         if self.code:
             return self.code
         shipment = self._pack_once(self.vllm)
@@ -130,8 +134,15 @@ class Recipe:
             )
         return values
 
+    @property
+    def downloads(self) -> bool:
+        """Whether a job has to get its packages; not where the image has them all."""
+        return self.code != INSTALLED
+
     def _uv_command(self, vllm: bool) -> tuple[list[str], list[Any]]:
         """How the job gets its packages, and what it mounts for that.   vllm: with it."""
+        if not self.downloads:
+            return [], []
         run = ["uv", "run", "--no-project", "--python", f"{sys.version_info.major}.{sys.version_info.minor}"]
         run += [word for package in self.pip for word in ("--with", package)]
         if self.code:
