@@ -23,7 +23,7 @@ from inner.lessons import Rollout
 from inner.process_settings import ProcessSettings, read_head_width
 from inner.prompts import load_prompts
 from inner.replay.pairs import training_pairs
-from inner.reward_form import call_fault, call_of, sameness
+from inner.reward_form import SILENT, call_fault, call_of, sameness
 from inner.spans import Turn
 from inner.userfiles import check_syntax, load_object, load_reward, local_file, user_lines
 
@@ -51,18 +51,27 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         _check_process(config.process, files, rows)
 
 
+MOST_ROWS = 64  # are tried before a reward is said to know nothing
+
+
+class SilentReward(InnerError):
+    """A reward that says of nothing what it is worth."""
+
+
 def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
     """Return a warning about a reward that gives the answers of the first rows and nothing at all the same; "" if it
-    does not, or if that cannot be known here."""
+    does not, or if that cannot be known here.   Raises SilentReward if all that it says is None."""
     named = config.rewards.named
     if config.loop == "supervised" or config.sampling.environment or config.rewards.models or not named:
         return ""
     weights = config.rewards.weights
     rewards = [(load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in named.items()]
-    first = load_prompts(config.data.source, files, config.data)[:rows] if config.data.source is not None else []
-    same = sameness(rewards, first)
+    prompts = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
+    same = sameness(rewards, prompts[:rows])
     tries = '`diloco check CONFIG --completion "…"` tries an answer that should be worth more'
     words = f"{', '.join(named.values())} {same}".rstrip(" .")
+    if same == SILENT and sameness(rewards, prompts[:MOST_ROWS]) == SILENT:
+        raise SilentReward(f"{words}: a session without rewards ends. Return 0.0 for a wrong answer; {tries}.")
     return f"warning: {words}; {tries}" if same else ""
 
 

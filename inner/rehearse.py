@@ -155,16 +155,19 @@ def main(asked: Mapping[str, Any]) -> None:
     found = run_checks(config, files)
     _write(Path(asked["answer"]), found)  # before what may be late
     if not found.refused:
-        _write(Path(asked["answer"]), replace(found, warning=_warning(config, files)))
+        _write(Path(asked["answer"]), try_answers(found, config, files))
 
 
-def _warning(config: InnerConfig, files: Files) -> str:
-    from inner.check import constant_reward
+def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
+    """What the rows' own answers add to a code that can be called."""
+    from inner.check import SilentReward, constant_reward
 
     try:
-        return constant_reward(config, files)
+        return replace(found, warning=constant_reward(config, files))
+    except SilentReward as error:
+        return replace(found, refused=str(error))
     except InnerError as error:  # it does what it must for empty answers, and not for those of the rows
-        return f"warning: {error}"
+        return replace(found, warning=f"warning: {error}")
 
 
 def _write(path: Path, found: Rehearsal) -> None:

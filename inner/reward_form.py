@@ -114,12 +114,15 @@ def _batch_words(call: Row) -> str:
 # -------------------------------------------------------------------- it says the same of everything
 
 
+SILENT = "says of no completion what it is worth (None), so a run with it learns nothing"
+
+
 def sameness(rewards: Rewards, rows: Sequence[Row]) -> str:
     """Return what is wrong with rewards that give all candidates of these rows the same; "" if they do not."""
     if len(values := set(_values(rewards, rows))) != 1:
         return ""
     if values == {None}:
-        return "says of no completion what it is worth; a run with it learns nothing"
+        return SILENT
     tried = ", ".join(dict.fromkeys(repr(text) for row in rows for _, text in candidates(row)))
     tried = tried if len(tried) <= 60 else f"{tried[:60]}…"
     words = f"gives each of {tried} the same, {next(iter(values)):g}, and a group of equal rewards teaches nothing"

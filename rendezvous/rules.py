@@ -5,7 +5,7 @@
     P     = max(2·poll, ½·median took)                     patience with one that stands still  (patience_s)
     pace  = a full round of the fastest quarter of the fresh offers, took·H/h                   (step_pace)
     look again in  max over the missing of min(arrival + upload, dead_after − silent)        (resolved_in)
-    h_cap = H, or ⌊H / slowness⌋ if a full round takes > 1¼ of the pace: all offer together     (next_cap)
+    h_cap = H, or ⌊H / slowness⌋ if full rounds take a third longer than the pace               (next_cap)
             in the first round: what the others have left to do of theirs                       (first_cap)
 
 Closing step t needs m fresh offers, and everybody who is expected has offered, is dead, is leaving, or is not
@@ -16,13 +16,14 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, median_low
+from statistics import median
 
 from rendezvous.codecs import DENSE
 from rendezvous.records import Beat, Commit, Listed, Offer
 
 LARGE_FLEET = 12  # slots; with more of them not everybody looks at everybody all the time
 LED = 3  # the rank of those who let others look first
+ROUNDS = 3  # of a replica, by whose middle one its speed is judged
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times what a quartz does
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
@@ -141,9 +142,9 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 def may_be_decided(open_s: float, pace: float) -> bool:
     """Can a step be decided that this replica began `open_s` ago?
 
-    pace: of the commit before: the others are not done before.
+    pace: of the commit before: the others are not done much before.
     """
-    return open_s >= pace
+    return open_s >= 0.8 * pace
 
 
 def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed, ...]:
@@ -232,19 +233,20 @@ def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) ->
 
 
 def slowness(offer: Offer, sync_every: int, *, pace_s: float, poll: float) -> float:
-    """How many times as long as the pace a full round takes; 1 where the difference is no more than two looks."""
+    """How many times as long as the pace a full round takes; 1 where the difference is no more than four looks."""
     own = full_round_s(offer, sync_every)
-    return own / pace_s if own - pace_s > 2 * poll and pace_s > 0 else 1.0
+    return own / pace_s if own - pace_s > 4 * poll and pace_s > 0 else 1.0
 
 
 def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
     """How many inner steps the next pseudogradient may have, such that it is offered with those of the fastest.
 
-    slow: `slowness` of this replica's newest offers.  A single slow round is a hiccup, unless it was left out.
-    Waiting for less than a quarter of a round is not worth an inner step.
+    slow: `slowness` of this replica's last three offers.  A slow round is a hiccup, unless it was left out for it or
+    two of three are; equal machines differ by less than a third, and keep H, so that their bits are those of any other
+    run.
     """
-    factor = slow[-1] if not fresh else median_low(slow) if len(slow) > 1 else 1.0
-    return sync_every if factor <= 1.25 else max(1, int(sync_every / factor))
+    factor = slow[-1] if not fresh else median(slow) if len(slow) == ROUNDS else 1.0
+    return sync_every if factor <= 4 / 3 else max(1, int(sync_every / factor))
 
 
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:

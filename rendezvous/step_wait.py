@@ -11,13 +11,13 @@ Not promised: wall-clock time.  A replica that slept has not waited, so that it 
 """
 
 from rendezvous.clock import Clock
-from rendezvous.rules import Timing
+from rendezvous.rules import ROUNDS, Timing
 
 
 class StepTimes:
     """How long this replica's last outer steps took, from the first inner step to the decision.
 
-    slow: `rules.slowness` of its last three offers.
+    slow: `rules.slowness` of its last offers.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -35,7 +35,7 @@ class StepTimes:
         self.began = self._clock.now()
 
     def note_slowness(self, factor: float) -> None:
-        self.slow = [*self.slow[-2:], factor]
+        self.slow = [*self.slow, factor][-ROUNDS:]
 
     def note_decision(self) -> None:
         self._lasted = [*self._lasted[-1:], self.took]

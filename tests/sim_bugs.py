@@ -566,7 +566,9 @@ BUGS: dict[str, Bug] = {
     "a closer trusts its store": Bug(
         attr(Committer, "refuse_lost_anchors", nothing), draw_lost, without=lambda s: replace(s, loss=None)
     ),
-    "one anchor": Bug(attr(chain, "ANCHORS", 1), draw_lost, without=lambda s: replace(s, loss=None), seeds=400),
+    "one anchor": Bug(
+        attr(chain, "ANCHORS", 1), draw_lost, without=lambda s: replace(s, loss=None, flip=0.0), seeds=1500
+    ),
     "a joiner trusts its store": Bug(
         lambda: [patch.object(m, "refuse_lost_claim", nothing) for m in (rendezvous, closing)],
         draw_lost,

@@ -100,7 +100,7 @@ def by_us(config: OuterConfig) -> list[list[float]]:
     store, making = MemoryStore(), threading.Lock()
 
     def replica(i: int) -> list[float]:
-        manager = StoreManager(store, f"r{i:02d}", replicas=2, min_replicas=2, timing=Timing(poll=0.001))
+        manager = StoreManager(store, f"r{i:02d}", replicas=2, min_replicas=2, timing=Timing(poll=0.01))
         with making:
             model = model_of()
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -29,7 +29,7 @@ from inner.build import build_inner, publish_model
 from inner.dry_run import DryRun, check_start
 from inner.errors import InnerError
 from inner.prompts import load_prompts
-from inner.rehearse import copy_files, run_checks
+from inner.rehearse import copy_files, run_checks, try_answers
 from tests.tables import merge_tables
 from tests.tiny_models import ARCHITECTURES, tiny_model_folder
 
@@ -228,7 +228,9 @@ def plan_says(config: RunConfig, scratch: Path) -> str:
     """ "" or the refusal."""
 
     def rehearse(inner: InnerConfig, files: Any) -> Any:
-        return run_checks(inner, {k: Path(v) for k, v in copy_files(files, scratch).items()})
+        copies = {k: Path(v) for k, v in copy_files(files, scratch).items()}
+        found = run_checks(inner, copies)
+        return found if found.refused else try_answers(found, inner, copies)
 
     def dry_run(inner: InnerConfig, files: Any, folder: Path, held_out: Any = None) -> DryRun:
         copies = {k: Path(v) for k, v in copy_files(files, scratch).items()}
@@ -303,6 +305,7 @@ NAMED: list[tuple[Cell, str]] = [
     (Cell("qwen3_moe", lora="experts"), "[inner.lora] does not fit this model"),
     (Cell("phi3", channel="rollout"), "cannot be spliced in"),
     (Cell("qwen3", channel="weights"), "has 2 weights, and the run has 1 reward function"),
+    (Cell("qwen3", reward="none"), "says of no completion what it is worth (None)"),
     (Cell("qwen3", reward="sibling"), ""),
     (Cell("qwen3", reward="a file"), "No such file or directory: 'helper.py'"),
     (Cell("qwen3", columns="types"), ""),

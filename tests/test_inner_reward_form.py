@@ -61,13 +61,22 @@ def test_a_reward_that_takes_less_by_default_is_called(tmp_path):
          [{**CHAT[0], "answer": 7}], "A column is a number in the file"),
         ("return [0.0] * len(completions)", CHAT, "each of '7', '' the same, 0, and a group of equal rewards teaches"),
         ("return [0.25] * len(completions)", TEXT, "the same, 0.25"),
-        ("return [None] * len(completions)", TEXT, "learns nothing"),
     ],
 )  # fmt: skip
 def test_a_reward_that_is_the_same_for_everything_is_said_with_its_likeliest_cause(tmp_path, code, rows, cause):
     config, files = config_of(tmp_path, ALL + code, rows)
     check_inner(config, files)
     assert cause in constant_reward(config, files) and "diloco check CONFIG" in constant_reward(config, files)
+
+
+def test_a_reward_that_knows_nothing_is_refused_unless_it_knows_a_later_row(tmp_path):
+    """Before: a warning, and a session that ended at its third batch."""
+    config, files = config_of(tmp_path, ALL + "return [None] * len(completions)", TEXT)
+    assert "says of no completion what it is worth (None)" in rehearse(config, files).refused
+    rows = [{**TEXT[0], "answer": str(i)} for i in range(9)]
+    later = ALL + "return [1.0 if a == '8' else None for a in columns['answer']]"
+    found = rehearse(*config_of(tmp_path, later, rows))
+    assert not found.refused and "learns nothing" in found.warning
 
 
 def test_a_reward_that_tells_answers_apart_gives_no_warning(tmp_path):

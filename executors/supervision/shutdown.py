@@ -108,7 +108,8 @@ def _end_everything(
         if launches.strangers and lease is None:
             lease = _seize_if_needed(store, clock, launches)
         _write_down(store, clock, lease, launches)
-        return [*prove_ends(store, clock, launches), *(End("platform", True, text) for text in left)]
+        found = [End("platform", True, text) for text in left] or _stranger_ends(launches)
+        return [*prove_ends(store, clock, launches), *found]
     finally:
         launches.close()
 
@@ -223,6 +224,14 @@ def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
         text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"
         found.append(End("launches", False, text))
     return found
+
+
+def _stranger_ends(launches: Launches) -> list[End]:
+    """Of those that nobody wrote down, once no list of a platform shows one any more."""
+    return [
+        End(launch_name(h), False, f"{h.executor} ({h.native or h.pid}): cancelled, nobody was looking after it")
+        for h in sorted(launches.strangers, key=lambda h: (h.slot, h.attempt, h.native))
+    ]
 
 
 def _launch_end(launches: Launches, handle: Handle) -> End:
