@@ -564,7 +564,7 @@ BUGS: dict[str, Bug] = {
         attr(background.Parts, "run", one_part_stops_all), buggy_client, without=lambda s: replace(s, foreign=0.0)
     ),
     "a closer trusts its store": Bug(
-        attr(Committer, "refuse_lost_anchors", nothing), draw_lost, without=lambda s: replace(s, loss=None)
+        attr(Committer, "refuse_lost_anchors", nothing), draw_lost, without=lambda s: replace(s, loss=None, flip=0.0)
     ),
     "one anchor": Bug(
         attr(chain, "ANCHORS", 1), draw_lost, without=lambda s: replace(s, loss=None, flip=0.0), seeds=1500
@@ -572,13 +572,13 @@ BUGS: dict[str, Bug] = {
     "a joiner trusts its store": Bug(
         lambda: [patch.object(m, "refuse_lost_claim", nothing) for m in (rendezvous, closing)],
         draw_lost,
-        without=lambda s: replace(s, loss=None),
+        without=lambda s: replace(s, loss=None, flip=0.0),
     ),
     "done is said without a look": Bug(
-        lambda: [done_without_a_look()], ending, without=lambda s: replace(s, loss=None), seeds=200
+        lambda: [done_without_a_look()], ending, without=lambda s: replace(s, loss=None, flip=0.0), seeds=200
     ),
     "a folder is whatever its path leads to": Bug(
-        attr(sim_places, "guard_folder", lambda: False), draw_lost, without=lambda s: replace(s, loss=None)
+        attr(sim_places, "guard_folder", lambda: False), draw_lost, without=lambda s: replace(s, loss=None, flip=0.0)
     ),
     "a tag is not verified": Bug(
         attr(seal, "verify_record", believed), signed, without=lambda s: replace(s, forge=0.0)
