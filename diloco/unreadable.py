@@ -19,7 +19,7 @@ SPELLING = re.compile(r"(.*?)(?:\.py)?(?:[.:/]+(\w+))?(?::.*)?")
 
 
 def toml_fault(path: Path, error: Exception) -> str:
-    """What is wrong with a config file that could not be parsed, in words."""
+    """Say what is wrong with a config file that could not be parsed."""
     if path.is_dir():
         there = path / "run.toml"
         hint = f"did you mean {there}?" if there.is_file() else "give a TOML file; `diloco init` writes one"

@@ -283,6 +283,7 @@ class Rendezvous:
                 codec=self.rules.codec,
                 stats={k: float(v) for k, v in (stats or {}).items() if isfinite(v)},
             )
+            self._times.note_round(self.members.status.inner, self.rules.sync_every // self.rules.fragments)
             stands = self.offers.announce(mine)
             if stands is mine:
                 self.last_offer = mine
@@ -336,9 +337,9 @@ class Rendezvous:
         if commit.t == self._joined_at:
             self.h_cap = self.rules.sync_every
         if offer is not None and offer.step == commit.t:
-            every, fresh = self.rules.sync_every, commit.lists_offer(commit.t, self.slot)
-            self._times.note_slowness(rules.slowness(offer, every, pace_s=commit.pace, poll=self.timing.poll))
-            self.h_cap = rules.next_cap(every, self._times.slow, fresh=fresh)
+            self._times.note_slowness(rules.slowness(self._times.round_s, pace_s=commit.pace, poll=self.timing.poll))
+            fresh = commit.lists_offer(commit.t, self.slot)
+            self.h_cap = rules.next_cap(self.rules.sync_every, self._times.slow, fresh=fresh)
         self._digests.renew_fragment(commit.t % self.rules.fragments)
         self._move_on(commit)
         if (announcement := self._averager.take_announcement()) is not None:

@@ -232,10 +232,9 @@ def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) ->
     return max(1, min(rules.sync_every, int(left * rules.fragments)))
 
 
-def slowness(offer: Offer, sync_every: int, *, pace_s: float, poll: float) -> float:
+def slowness(round_s: float, *, pace_s: float, poll: float) -> float:
     """How many times as long as the pace a full round takes; 1 where the difference is no more than four looks."""
-    own = full_round_s(offer, sync_every)
-    return own / pace_s if own - pace_s > 4 * poll and pace_s > 0 else 1.0
+    return round_s / pace_s if round_s - pace_s > 4 * poll and pace_s > 0 else 1.0
 
 
 def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:

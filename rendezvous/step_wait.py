@@ -17,13 +17,15 @@ from rendezvous.rules import ROUNDS, Timing
 class StepTimes:
     """How long this replica's last outer steps took, from the first inner step to the decision.
 
-    slow: `rules.slowness` of its last offers.
+    round_s: seconds that a full round takes, by the inner steps of the last one; a pseudogradient may have those of
+    earlier rounds inside, too.   slow: `rules.slowness` of the last ones.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.began = clock.now()  # seconds, of the work for the open step
         self._lasted: list[float] = []  # seconds, of the last two steps whose decision it waited for
+        self.round_s = 0.0
         self.slow: list[float] = []
 
     @property
@@ -33,6 +35,10 @@ class StepTimes:
 
     def begin(self) -> None:
         self.began = self._clock.now()
+
+    def note_round(self, inner: int, full: int) -> None:
+        """`inner` inner steps of `full` are done; 0 is not known."""
+        self.round_s = self.took * full / inner if inner else 0.0
 
     def note_slowness(self, factor: float) -> None:
         self.slow = [*self.slow, factor][-ROUNDS:]

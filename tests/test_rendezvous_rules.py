@@ -180,10 +180,11 @@ def test_next_cap(slow: list[float], fresh: bool, after: int) -> None:
     assert rules.next_cap(8, slow, fresh=fresh) == after
 
 
-def test_slowness_is_that_of_a_full_round_and_four_looks_do_not_count() -> None:
-    assert rules.slowness(offered(10.0, h=4), 8, pace_s=10.0, poll=0.5) == 2.0
-    assert rules.slowness(offered(0.1), 8, pace_s=0.02, poll=0.02) == 1.0
-    assert rules.slowness(offered(50.0), 8, pace_s=0.0, poll=0.02) == 1.0
+def test_four_looks_are_no_slowness() -> None:
+    assert rules.slowness(20.0, pace_s=10.0, poll=0.5) == 2.0
+    assert rules.slowness(0.1, pace_s=0.02, poll=0.02) == 1.0
+    assert rules.slowness(50.0, pace_s=0.0, poll=0.02) == 1.0
+    assert rules.slowness(0.0, pace_s=10.0, poll=0.5) == 1.0, "not known"
 
 
 def test_first_cap_is_what_the_others_have_left_to_do() -> None:

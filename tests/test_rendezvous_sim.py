@@ -235,11 +235,10 @@ def test_a_much_slower_replica_does_fewer_inner_steps_and_so_counts() -> None:
 
 
 def steps_per_second(schedule: Schedule) -> float:
-    """Inner steps that counted, of all replicas together."""
+    """Inner steps that counted, of all replicas together, by the world's clock: those of replicas are wrong."""
     world = World(schedule)
     world.run()
-    first, *commits = world.observer.commits[3:]
-    return sum(o.h for c in commits for o in c.offers) / (commits[-1].at - first.at)
+    return sum(o.h for c in world.observer.commits for o in c.offers) / world.now
 
 
 def test_in_an_unequal_fleet_all_offer_together_and_the_fast_ones_do_not_idle() -> None:
@@ -249,6 +248,15 @@ def test_in_an_unequal_fleet_all_offer_together_and_the_fast_ones_do_not_idle() 
     with patch.object(rules, "next_cap", lambda sync_every, *args, **kwargs: sync_every):
         unpaced = steps_per_second(plan)
     assert unpaced < 2.4 and paced > 3.0, "of 4.0 without any sync"
+
+
+def test_rounds_by_speed_settle_with_fragments_too() -> None:
+    """A pseudogradient has the inner steps of F rounds inside: by them lengths swung between 32 and 41 for ever."""
+    world = World(replace(LONG, speeds=(0.5, 0.75, 1.5), rules=Rules(fragments=3, sync_every=48), end=400.0))
+    world.run()
+    lengths = [{o.slot: o.h for o in c.fresh_offers} for c in world.observer.commits[12:]]
+    assert len(lengths) > 15 and max(h["r01"] for h in lengths) - min(h["r01"] for h in lengths) <= 3, lengths
+    assert all(h["r00"] == 48 and 12 <= h["r02"] <= 18 for h in lengths), lengths
 
 
 def test_a_slot_whose_beat_does_not_get_through_still_counts() -> None:

@@ -179,8 +179,9 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     if not idle or inner_s[slowest] < (1 + WAITS) * min(inner_s.values()):
         return []
     most = max(idle, key=lambda slot: idle[slot])
-    text = f"{', '.join(sorted(idle))} wait up to {idle[most]:.0%} of their time for {slowest}, whose inner step takes"
-    text += f" {inner_s[slowest]:.1f} s, where theirs takes {inner_s[most]:.1f} s"
+    who = f"{most} waits" if len(idle) == 1 else f"{', '.join(sorted(idle))} wait, {most} the most:"
+    text = f"{who} {idle[most]:.0%} of its time for {slowest}, whose inner step takes {inner_s[slowest]:.1f} s, where"
+    text += f" that of {most} takes {inner_s[most]:.1f} s"
     if spent is not None and spent.usd_per_hour > 0:
         text += f"; that is about {dollars(sum(idle.values()) / len(shares) * spent.usd_per_hour)} an hour"
     advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"

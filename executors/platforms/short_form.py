@@ -134,7 +134,7 @@ class ShortForm(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What it launched ends with the block."""
+        """End what the block launched."""
         try:
             self.end_launched()
         finally:

@@ -107,7 +107,7 @@ def stays_here(name: Path) -> Path | None:
 
 
 def left_out(packages: Sequence[str]) -> tuple[str, ...]:
-    """What stays here of packages of your own."""
+    """Name what stays here of packages of your own."""
     found = dict[str, None]()
     for spec in filter(None, map(util.find_spec, packages)):
         for folder in map(Path, spec.submodule_search_locations or ()):

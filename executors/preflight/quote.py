@@ -101,7 +101,7 @@ def _refined_place(place: Place, args: argparse.Namespace) -> Place:
 
 
 def _secrets_of(place: Place, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `--secret` that this place gets: "modal.aws" is for modal alone, "aws" for every place."""
+    """Pick those of `--secret` that this place gets: "modal.aws" is for modal alone, "aws" for every place."""
     pairs = [(name, *name.partition(".")) for name in names]
     return tuple(
         rest if dot and whose == place.executor else name

@@ -155,7 +155,7 @@ def costs(report: Report, now: float | None = None) -> Costs:
 
 
 def billed_events(report: Report) -> list[Mapping[str, Any]]:
-    """What supervisors wrote down that a bill is made of."""
+    """Pick the events of supervisors that a bill is made of."""
     kinds = (*BEGINS, *ENDS, *WAITS)
     return [e for e in report.events if e["who"].startswith(SUPERVISOR) and e["event"] in kinds]
 

@@ -79,7 +79,7 @@ def all_troubles(report: Report, now: float) -> list[Trouble]:
 
 
 def found_in_log(report: Report, now: float) -> list[Trouble]:
-    """Those of the log alone, and of what the run has cost."""
+    """Find the troubles that the log alone shows, and what the run has cost."""
     spent = costs(report, now)
     return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
 

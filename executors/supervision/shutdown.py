@@ -115,7 +115,7 @@ def _end_everything(
 
 
 def _grace_by_beats(store: Store, now: float) -> float:
-    """What the slowest replica that beats may take to leave.   now: Unix time."""
+    """Seconds that the slowest replica that beats may take to leave.   now: Unix time."""
     boundary = 1
     with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are ended all the same
         boundary = boundary_of(read_run(store.url))
@@ -227,7 +227,7 @@ def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
 
 
 def _stranger_ends(launches: Launches) -> list[End]:
-    """Of those that nobody wrote down, once no list of a platform shows one any more."""
+    """The ends of replicas that no log names, once no list of a platform shows one any more."""
     return [
         End(launch_name(h), False, f"{h.executor} ({h.native or h.pid}): cancelled, nobody was looking after it")
         for h in sorted(launches.strangers, key=lambda h: (h.slot, h.attempt, h.native))

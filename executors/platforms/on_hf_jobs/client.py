@@ -146,7 +146,7 @@ class Hub:
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def all_jobs(self) -> list[HubJob]:
-        """Those of all runs, whoever started them: a job with all of our labels is ours.  One try."""
+        """List the jobs of all runs, whoever started them: a job with all of our labels is ours.  One try."""
         found = [self._job_from_row(row) for row in self._list_rows({})]
         return [job for job in found if job.run and job.slot and job.attempt]
 
