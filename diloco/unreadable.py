@@ -29,7 +29,7 @@ def toml_fault(path: Path, error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
     text = path.read_text(encoding="utf-8-sig")
-    if path.suffix in (".py", ".ipynb") or SCRIPT.search(text):
+    if path.suffix in (".py", ".ipynb") or (path.suffix != ".toml" and SCRIPT.search(text)):  # a prompt may hold code
         return _script_words(path, text)
     lines = text.splitlines()
     found = WHERE.search(str(error))

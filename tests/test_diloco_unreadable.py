@@ -74,5 +74,10 @@ def test_what_is_no_config_at_all_is_told_what_it_is(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+def test_code_inside_a_prompt_makes_no_script_of_a_config(tmp_path: Path) -> None:
+    said = complaint(tmp_path, '[inner.data]\nsystem = """\nimport os\ndef f(x):\n"""\n[fleet]\nreplicas = 2 3\n')
+    assert "line 7: replicas = 2 3" in said and "script" not in said, said
+
+
 def test_the_mark_that_an_editor_puts_in_front_is_no_fault(tmp_path: Path) -> None:
     assert "name = 3 must be str" in complaint(tmp_path, b"\xef\xbb\xbfname = 3\n")
