@@ -1,6 +1,6 @@
 """Trials of a study: each is run once, in a process of its own core, and leaves one row in results.jsonl.
 
-    trials ─▶ those without a row ─▶ workers ─▶ run(trial) ─▶ {arm, seed, cpu_s, curve: [[inner steps, value] …]}
+    trials ─▶ those without a row ─▶ workers ─▶ run(trial) ─▶ {arm, seed, cpu_s, curve: [[inner steps, value] …], …}
 
 Rows are appended as trials end, so a study that is stopped goes on where it was.
 
@@ -30,7 +30,10 @@ class Trial:
     seed: int
 
 
-def run_missing(trials: Sequence[Trial], run: Callable[[Trial], Curve], path: Path, workers: int) -> list[Row]:
+Run = Callable[[Trial], Curve | tuple[Curve, Row]]  # the curve, and what else belongs into the row
+
+
+def run_missing(trials: Sequence[Trial], run: Run, path: Path, workers: int) -> list[Row]:
     """-> the rows of these trials.   run: of a module, so that another process can import it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     have = {(row["arm"], row["seed"]) for row in read_rows(path)}
@@ -52,11 +55,13 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _timed(run: Callable[[Trial], Curve], trial: Trial) -> Row:
+def _timed(run: Run, trial: Trial) -> Row:
     began = time.process_time()
-    curve = run(trial)
+    found = run(trial)
+    curve, others = found if isinstance(found, tuple) else (found, {})
     rounded = [[step, round(value, 5)] for step, value in curve]
-    return {"arm": trial.arm, "seed": trial.seed, "cpu_s": round(time.process_time() - began, 1), "curve": rounded}
+    cpu_s = round(time.process_time() - began, 1)
+    return {"arm": trial.arm, "seed": trial.seed, "cpu_s": cpu_s, "curve": rounded, **others}
 
 
 # -------------------------------------------------------------------- a curve as a number

@@ -26,8 +26,11 @@ import torch
 from effective_step import disagreement
 from fleet import OuterRate, outer_steps
 from replicas import MEASURES, SIZES, STEPS, Arm, auto_rate, by_seed, curve_of, linked
+from torch import Tensor
 from trials import Curve, Row, Trial, area, paired, read_rows, run_missing
 from worlds import WORLDS, World
+
+from diloco.safety import pairwise_cosine
 
 EVERY = (1, 5, 20)
 TUNED_ON, JUDGED_ON = (104, 105), range(8, 16)
@@ -95,8 +98,8 @@ def main() -> None:
     world.prepare(given.to)
     tuning, judging = (given.to / f"tuned-{world.name}-{part}.jsonl" for part in ("tuning", "judging"))
     settings = dict(named for arm in tunings().values() for named in arm)
-    if given.part == "judge":
-        chosen = choose(world, read_rows(tuning))
+    chosen = choose(world, read_rows(tuning)) if given.part == "judge" else {}
+    if chosen:
         settings = {name: settings[name] for name in chosen.values()} | rules()
     seeds = TUNED_ON if given.part == "tune" else JUDGED_ON
     trials = [Trial(name, seed) for seed in seeds for name in settings if given.arms in name]
@@ -105,7 +108,8 @@ def main() -> None:
     print(tuning_table(world, rows) if given.part == "tune" else judging_table(world, rows, chosen))
 
 
-def run(world: World, folder: Path, trial: Trial) -> Curve:
+def run(world: World, folder: Path, trial: Trial) -> Curve | tuple[Curve, Row]:
+    """The curve; of a fleet, how much its replicas agreed in each outer step, too (the `cos_pair` of a run's log)."""
     torch.set_num_threads(1)
     all_settings = dict(named for arm in tunings().values() for named in arm) | rules()
     one = all_settings[trial.arm]
@@ -114,8 +118,18 @@ def run(world: World, folder: Path, trial: Trial) -> Curve:
     build = partial(world.build, folder, trial.seed, batch=world.batch, lr=world.lr * one.scale)
     loops = [build(machine) for machine in range(one.machines)]
     rate = one.rate(one.machines) if one.rate is not None else auto_rate(loops[0], one.mu)
-    thetas = outer_steps(loops, every=one.every, rate=rate, mu=one.mu)
-    return curve_of(world, loops[0], thetas, STEPS // one.machines // one.every, one.every)
+    agreed: list[float | None] = []
+    thetas = outer_steps(loops, every=one.every, rate=partial(watched, rate, agreed), mu=one.mu)
+    curve = curve_of(world, loops[0], thetas, STEPS // one.machines // one.every, one.every)
+    return curve, {"cos_pair": agreed}
+
+
+def watched(rate: OuterRate, agreed: list[float | None], mean: Tensor, deltas: Sequence[Tensor]) -> float:
+    """`rate`, which notes the mean cosine between two replicas before it decides."""
+    weights = [1 / len(deltas)] * len(deltas)
+    found = pairwise_cosine(weights, [float(delta.norm()) for delta in deltas], float(mean.norm()))
+    agreed.append(None if found is None else round(found, 4))
+    return rate(mean, deltas)
 
 
 # -------------------------------------------------------------------- choosing, telling
