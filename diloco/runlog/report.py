@@ -28,6 +28,7 @@ from diloco.runlog.learning import Curve, headline_curve, learning_numbers, lear
 from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_look
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
 from diloco.runlog.sparkline import sparkline
+from diloco.runlog.worth import worth, worth_words
 from inner.printable import printable
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
@@ -652,7 +653,7 @@ def summary(report: Report) -> str:
     lines += _curve_lines(report)
     lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)
-    lines += [f"  {words}" for words in kept_words(report)]
+    lines += [f"  {words}" for words in (*worth_words(worth(report)), *kept_words(report))]
     lines += ["", *_session_lines(report, room=21 - len(lines) - 5), ""]
     lines += [f"  {'ok ' if c.ok else 'NO '} {c.text}" for c in checks(report)]
     return "\n".join(_shortened(line) for line in lines[:24])

@@ -38,6 +38,7 @@ from diloco.runlog.report import (
     solo_words,
 )
 from diloco.runlog.sparkline import sparkline
+from diloco.runlog.worth import worth, worth_dict, worth_words
 from executors.supervision.costs import Costs
 from executors.supervision.remarks import LOUD, all_troubles, event_fields, is_listening, key_values, remark_lines
 from inner.printable import printable
@@ -180,6 +181,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []
     outer = outer_words(report)
     numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
+    numbers += [f"  {words}" for words in worth_words(worth(report))]
     kept = [f"  {words}" for words in kept_words(report)]
     return [*lines, *numbers, *_device_lines(report), *kept, *remark_lines(report, now)]
 
@@ -280,6 +282,7 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "held_out": [evaluation_dict(evaluation) for evaluation in report.evaluations],
         "solo": bool(solo_words(report)),
         "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
+        "worth": worth_dict(worth(report)),
         "lives": [_session_status(x, report, now) for x in report.sessions],
         "kept": " · ".join(kept_words(report)),
         "remarks": remark_lines(report, now),

@@ -24,6 +24,7 @@ from diloco.runlog.overview import Overview, SessionRow, overview, place_of_host
 from diloco.runlog.page.contributions import contribution_rows, tally
 from diloco.runlog.page.explanations import EXPLANATIONS, LOUD, event_text
 from diloco.runlog.report import BAD_ENDS, NUMBERS, PARTS, Report, SessionSummary, Step, checks, headline, shown
+from diloco.runlog.worth import worth, worth_words
 
 FORMAT = 1  # of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps
@@ -68,6 +69,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
         "stale": beside.stale,
         **_numbers_of(seen, report, began),
         "headline": headline(report),
+        "worth": worth_words(worth(report)),
         "checks": [{"ok": check.ok, "text": check.text} for check in checks(report)],
         "troubles": list(beside.troubles),
         "remarks": _remarks(report),

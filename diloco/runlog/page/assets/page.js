@@ -112,6 +112,7 @@
     document.title = head.name + " · step " + head.step + (head.steps ? " of " + head.steps : "");
     Page.put("name", head.name);
     Page.put("headline", head.headline);
+    Page.put("worth", head.worth.join(" · "));
     Page.put("state", head.state);
     Page.byId("state").className = "badge " + head.state.replace(" ", "-");
     Page.tables.show(head);

@@ -1,0 +1,132 @@
+"""What a run has used, what it got for it, and what its replicas' agreement says about another number of them.  Pure.
+
+    used      samples that commits count · hours of all sessions, from claim to end
+    got       headline (reward, or loss), first outer step → newest; of a reward, its gain per hour
+
+    Δᵢ = s + nᵢ    a part s that all replicas share, and noise of each one's own; c = ‖s‖²/(‖s‖² + ‖n‖²) = cos_pair
+    B = (1 − c)/c  ‖n‖²/‖s‖²: the gradient noise scale (arXiv 1812.06162, eq. 2.8), in pseudogradients of one replica
+    outer steps to the same point ∝ 1 + B/N        time the same; replica-hours ∝ N·(1 + B/N) = N + B
+
+So where replicas have nothing in common, one more costs no hours and saves a share 1/(N + 1) of the time; where they
+agree, it saves nothing.  The law takes outer steps of the best length for each N: docs/studies/tuned.md has its error.
+
+Not promised: what a run of another size would do.  c changes as a run goes on, and with H and the learning rate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from diloco.runlog.learning import headline_curve
+
+if TYPE_CHECKING:
+    from diloco.runlog.report import Report, SessionSummary, Step
+
+RECENT = 10  # outer steps that agreement is averaged over
+LEAST_COSINE = 0.01  # below it replicas have nothing in common, as far as a few steps can tell
+
+
+@dataclass(frozen=True)
+class Worth:
+    """hours: of all sessions.   first, newest: of the headline `name`; None where no step has one.
+
+    unit: "GPU-hours", or "replica-hours" where a session trains on a CPU or does not say.
+    cosine: between two replicas, over the newest steps; None where fewer than two took part.   replicas: in those.
+    """
+
+    samples: float
+    hours: float
+    unit: str
+    name: str
+    first: float | None
+    newest: float | None
+    cosine: float | None
+    replicas: float
+
+    @property
+    def gain_per_hour(self) -> float | None:
+        """Of a reward; a loss has no zero that would make its gain a quantity."""
+        if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
+            return None
+        return (self.newest - self.first) / self.hours
+
+
+def worth(report: "Report") -> Worth:
+    headline = headline_curve(report.steps, report.slots)
+    first, newest = (headline.known[0], headline.known[-1]) if headline.known else (None, None)
+    on_gpus = all(session.device not in ("", "cpu") for session in report.sessions)
+    cosine, replicas = agreement(report.steps)
+    return Worth(
+        samples=sum(sum(step.samples.values()) for step in report.steps),
+        hours=sum(_seconds(session, report) for session in report.sessions) / 3600,
+        unit="GPU-hours" if on_gpus else "replica-hours",
+        name=headline.name,
+        first=first,
+        newest=newest,
+        cosine=cosine,
+        replicas=replicas,
+    )
+
+
+def agreement(steps: Sequence["Step"]) -> tuple[float | None, float]:
+    """The mean cosine between two replicas over the newest steps that have one, and the mean number of replicas."""
+    told = [step for step in steps if "cos_pair" in step.numbers and len(step.fresh) > 1][-RECENT:]
+    if not told:
+        return None, 0.0
+    return fmean(step.numbers["cos_pair"] for step in told), fmean(len(step.fresh) for step in told)
+
+
+def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
+    """Return what `to` replicas would take to get as far as `replicas` do: (time, replica-hours), as ratios."""
+    c = min(1.0, max(LEAST_COSINE, cosine))
+    noise = (1 - c) / c
+    hours = (to + noise) / (replicas + noise)
+    return hours * replicas / to, hours
+
+
+def _seconds(session: "SessionSummary", report: "Report") -> float:
+    """From its claim to its end; of one that runs, to its newest heartbeat."""
+    beat = report.beats.get(session.slot)
+    if session.ended is not None:
+        until = session.ended
+    elif beat is not None and beat.generation == session.generation:
+        until = beat.at
+    else:
+        until = report.ended
+    return max(0.0, until - session.claimed)
+
+
+# -------------------------------------------------------------------- words
+
+
+def worth_words(found: Worth) -> list[str]:
+    """At most two lines; [] before an outer step is committed."""
+    return [*_used_words(found), *_agreement_words(found)] if found.samples else []
+
+
+def _used_words(found: Worth) -> list[str]:
+    used = f"{found.samples:,.0f} samples in {found.hours:.3g} {found.unit}"
+    if found.first is None or found.newest is None:
+        return [used]
+    rate = "" if found.gain_per_hour is None else f", {found.gain_per_hour:+.3g} per {found.unit[:-1]}"
+    return [f"{used}: {found.name} {found.first:.3g} → {found.newest:.3g}{rate}"]
+
+
+def _agreement_words(found: Worth) -> list[str]:
+    sizes = [f"{n} replicas ×{time:.2f} time, ×{hours:.2f} hours" for n, time, hours in _other_sizes(found)]
+    return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)"] if sizes else []
+
+
+def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:
+    """One more and one fewer: (replicas, time, hours); [] where no two replicas have been compared."""
+    if found.cosine is None:
+        return []
+    now = round(found.replicas)
+    return [(to, *resized(now, to, found.cosine)) for to in (now + 1, now - 1)]
+
+
+def worth_dict(found: Worth) -> dict[str, Any]:
+    """For `--json`: the same, and the ratios for one more and one fewer by their number of replicas."""
+    sizes = {str(n): {"time": round(time, 4), "hours": round(hours, 4)} for n, time, hours in _other_sizes(found)}
+    return {**asdict(found), "gain_per_hour": found.gain_per_hour, "resized": sizes}
