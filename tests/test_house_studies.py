@@ -9,9 +9,9 @@ import torch
 
 from diloco.history import model_record, start_folder, state_at
 from diloco.launch import fetch_files, read_run
-from diloco.replica import share_of
+from diloco.replica import REJOIN_WARMUP, share_of
 from diloco.seeds import derive_seed
-from inner import Seeds, build_inner
+from inner import InnerLoop, Seeds, build_inner
 from tests.fleet import Fleet
 from tests.study_trials import count_to_seed
 
@@ -20,7 +20,7 @@ import effective_step
 import process
 import replicas
 import tuned
-from fleet import flat, outer_steps
+from fleet import Turn, flat, outer_steps, scripted_steps
 from trials import Trial, area, at_step, first_step, paired, read_rows, run_missing
 from worlds import WORLDS
 
@@ -49,6 +49,40 @@ def test_it_has_the_bits_of_a_real_fleet(fleet: Fleet, tmp_path: Path) -> None:
     for t, theta in enumerate(found, 1):
         assert torch.equal(theta, torch.cat(state_at(run, record, t)[1].thetas)), t
     assert not torch.equal(flat(loops[0]), flat(loops[1]))  # each ended where its own inner steps led
+
+
+def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Path) -> None:
+    """r01 dies with a durable pseudogradient; its replacement begins with an empty Adam and a shorter round."""
+    real = Fleet(tmp_path, fleet={"replicas": 2, "min_replicas": 2, "steps": 5})
+    real.start("r00")
+    real.start("r01", die="after:create:/offer/@2").join()
+    real.start("r01")
+    assert set(real.wait()["r01"]) == {-9, 0}, real.logs()
+    run, turns = read_run(real.url), turns_of(real)
+    assert {turn.session for found in turns.values() for turn in found} == {1, 2}
+    record, outer = model_record(run), run.config.outer
+    start, files = start_folder(run, record, tmp_path / "model"), fetch_files(run, tmp_path / "code")
+
+    def build(machine: int, session: int, at: int) -> InnerLoop:
+        slot = f"r{machine:02d}"
+        seeds = Seeds(derive_seed(0, slot), derive_seed(0, slot, session), at, share_of(run.config, slot))
+        return build_inner(run.config.inner, start, files, seeds, warmup_steps=REJOIN_WARMUP if session > 1 else 0)
+
+    script = lambda t: turns.get(t, [])  # noqa: E731
+    rate = lambda mean, deltas: float(outer.lr)  # noqa: E731
+    thetas = scripted_steps(flat(build(0, 1, 0)), build, script, rules=outer.rules, rate=rate, mu=outer.momentum)
+    for t, theta in enumerate(islice(thetas, 5), 1):
+        assert torch.equal(theta, torch.cat(state_at(run, record, t)[1].thetas)), t
+    thetas.close()
+
+
+def turns_of(real: Fleet) -> dict[int, list[Turn]]:
+    """What its commits list, by the step at which each turn began."""
+    found: dict[int, list[Turn]] = {}
+    for commit in real.commits():
+        for o in commit.offers:
+            found.setdefault(o.step, []).append(Turn(int(o.slot[1:]), o.h, commit.t, o.generation))
+    return {t: sorted(turns, key=lambda turn: turn.machine) for t, turns in found.items()}
 
 
 def test_an_error_in_a_replica_is_told(fleet: Fleet) -> None:

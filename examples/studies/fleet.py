@@ -1,42 +1,72 @@
 """A fleet in one process, for studies: real inner loops, the outer step's arithmetic, no bucket and no clock.
 
-    θ_t ─┬─▶ replica 0: H inner steps ─▶ Δ₀ ─┐
-         ├─▶ replica 1: H inner steps ─▶ Δ₁ ─┼─▶ ḡ = (Σ Δ) / N ─▶ m ← μ·m + ḡ,  θ ← θ − lr·(ḡ + μ·m) ─▶ θ_t+1
-         └─▶ …                                                                      (diloco/optimizer.py)
+    script(t) ─▶ turns at θ_t ─┬─▶ replica 0: h inner steps ─▶ Δ₀ ─┐
+                               ├─▶ replica 1: h inner steps ─▶ Δ₁ ─┼─▶ ḡ = (Σ wΔ)/(Σ w) ─▶ m ← μ·m + ḡ
+                               └─▶ …  lost, or counted later                              θ ← θ − lr·(ḡ + μ·m)
+
+    w by h and age: rendezvous/rules.py      the step: diloco/optimizer.py
 
 Replicas take turns, each in a thread of its own, because `InnerLoop.train` returns once; only one runs at a time.  With
-the seeds of a real fleet it takes that fleet's steps, bit for bit (tests/test_house_studies.py).
+the seeds of a real fleet it takes that fleet's steps, bit for bit, late work and replaced sessions included
+(tests/test_house_studies.py).
 
 Not promised: sampling noise of real fleets: replicas here draw from one generator, in turns.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diloco.flat import trainable_parameters
 from diloco.optimizer import nesterov
 from inner import InnerLoop
+from rendezvous.body_checks import divide_by_weight
+from rendezvous.layout import slot_name
+from rendezvous.records import Listed
+from rendezvous.reduce import accumulate, total_weight
+from rendezvous.rules import Rules, with_weights
 
 OuterRate = Callable[[Tensor, Sequence[Tensor]], float]  # (ḡ, [Δ₀ …]) -> this outer step's learning rate
 
 
-class Replica:
-    """loop: with a model of its own.   every: inner steps between two outer steps (H)."""
+@dataclass(frozen=True)
+class Turn:
+    """One machine makes h inner steps from θ_t.   counts: the outer step that lists them; None: they are lost.
 
-    def __init__(self, loop: InnerLoop, every: int) -> None:
-        self.loop, self._every = loop, every
-        self._steps, self._ended, self._over = 0, False, False
+    session: 1 for the machine's first; where it is another than before, a new loop with an empty Adam takes the turn.
+    """
+
+    machine: int
+    h: int
+    counts: int | None
+    session: int = 1
+
+
+Build = Callable[[int, int, int], InnerLoop]  # (machine, session, inner steps that are counted so far) -> its loop
+Script = Callable[[int], Sequence[Turn]]  # outer step -> the turns that begin at its θ
+
+
+class Replica:
+    """loop: with a model of its own."""
+
+    def __init__(self, loop: InnerLoop) -> None:
+        self.loop = loop
+        self._left, self._ended, self._over = 0, False, False
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
 
-    def inner_steps(self, theta: Tensor) -> Tensor:
-        """H inner steps from θ; -> Δ = θ − what they made of it."""
+    def inner_steps(self, theta: Tensor, h: int) -> Tensor:
+        """h inner steps from θ; -> Δ = θ − what they made of it."""
         put(self.loop, theta)
+        self._left = h
         self._hand_over()
         return theta - flat(self.loop)
 
@@ -63,27 +93,68 @@ class Replica:
         self._theirs.release()
 
     def _stop(self) -> bool:
-        self._steps += 1
-        if self._steps % self._every == 0:
+        self._left -= 1
+        if self._left == 0:
             self._theirs.release()
             self._mine.acquire()
         return self._ended
 
 
 def outer_steps(loops: Sequence[InnerLoop], *, every: int, rate: OuterRate, mu: float) -> Generator[Tensor]:
-    """θ after each outer step, without end.   The first loop's weights are θ₀."""
-    theta = flat(loops[0])
+    """θ after each outer step of equal machines that all take part, without end.   The first loop's weights are θ₀."""
+    script = lambda t: [Turn(machine, every, t) for machine in range(len(loops))]  # noqa: E731
+    build = lambda machine, session, start: loops[machine]  # noqa: E731
+    return scripted_steps(flat(loops[0]), build, script, rules=Rules(sync_every=every), rate=rate, mu=mu)
+
+
+def scripted_steps(
+    theta: Tensor, build: Build, script: Script, *, rules: Rules, rate: OuterRate, mu: float
+) -> Generator[Tensor]:
+    """θ after each outer step of a fleet whose turns are written down, without end.   theta: θ₀; it is stepped."""
     momentum = torch.zeros_like(theta)
-    replicas = [Replica(loop, every) for loop in loops]
+    replicas: dict[int, tuple[int, Replica]] = {}
+    counted: dict[int, int] = defaultdict(int)
+    offers: dict[int, list[tuple[Listed, Tensor]]] = defaultdict(list)
     try:
-        while True:
-            deltas = [replica.inner_steps(theta) for replica in replicas]
-            mean = sum(deltas[1:], deltas[0].clone()) / torch.tensor(float(len(deltas)))
-            nesterov(theta, momentum, mean, lr=rate(mean, deltas), mu=mu)
+        for t in count():
+            for turn in script(t):
+                if turn.counts is not None:
+                    replica = _session(replicas, turn, build, counted[turn.machine])
+                    delta = replica.inner_steps(theta, turn.h)
+                    offers[turn.counts].append((_listed(turn, t), delta))
+                    counted[turn.machine] += turn.h
+            if listed := sorted(offers.pop(t, []), key=lambda one: (t - one[0].step, one[0].slot)):
+                mean = weighted_mean(with_weights([o for o, _ in listed], t, rules), [d for _, d in listed])
+                nesterov(theta, momentum, mean, lr=rate(mean, [d for _, d in listed]), mu=mu)
             yield theta
     finally:
-        for replica in replicas:
+        for _, replica in replicas.values():
             replica.end()
+
+
+def _session(replicas: dict[int, tuple[int, Replica]], turn: Turn, build: Build, start: int) -> Replica:
+    """The machine's replica; a new one, where another session takes the turn."""
+    known = replicas.get(turn.machine)
+    if known is not None and known[0] == turn.session:
+        return known[1]
+    if known is not None:
+        known[1].end()
+    replicas[turn.machine] = turn.session, Replica(build(turn.machine, turn.session, start))
+    return replicas[turn.machine][1]
+
+
+def _listed(turn: Turn, t: int) -> Listed:
+    slot = slot_name(turn.machine)
+    return Listed(t, slot, turn.session, "n", f"{slot}.{t}", 0, "d", turn.h, 1.0)
+
+
+def weighted_mean(offers: Sequence[Listed], deltas: Sequence[Tensor]) -> Tensor:
+    """A commit's mean, by the arithmetic of its readers."""
+    total = np.empty(deltas[0].numel(), np.float32)
+    for offer, delta in zip(offers, deltas, strict=True):
+        accumulate(total, delta.numpy(), offer.weight, first=offer is offers[0])
+    divide_by_weight(total, total_weight(offers))
+    return torch.from_numpy(total)
 
 
 @torch.no_grad()
