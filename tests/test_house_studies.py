@@ -1,6 +1,8 @@
 """The fleet of the studies takes the steps of a real one; their curves, differences and rules are what they say."""
 
+import random
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.study_trials import count_to_seed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "studies"))
 import effective_step
+import elastic
 import process
 import replicas
 import tuned
@@ -127,12 +130,43 @@ def test_a_trial_runs_once_and_a_study_goes_on_where_it_was(tmp_path: Path) -> N
     assert [(row["arm"], row["seed"], row["curve"][-1]) for row in rows] == [("a", 3, [1, 3.0]), ("a", 4, [1, 4.0])]
 
 
+# -------------------------------------------------------------------- unequal machines
+
+
+def lives(arm: str, seed: int = 3) -> list[list[Turn | None]]:
+    of = range(elastic.MACHINES)
+    return [elastic.life(elastic.ARMS[arm], machine, random.Random(f"{seed} {machine}")) for machine in of]
+
+
+def test_a_slow_machine_is_late_makes_fewer_steps_or_is_not_heard() -> None:
+    assert all(life == [Turn(m, 5, t) for t in range(16)] for m, life in enumerate(lives("equal")))
+    slow = {arm: lives(f"slow-{arm}")[-1] for arm in ("by-speed", "late", "unheard")}
+    assert slow["by-speed"] == [Turn(3, 2, t) for t in range(16)]
+    assert slow["late"][:4] == [Turn(3, 5, 1), None, Turn(3, 5, 3), None]
+    assert {turn.counts for turn in slow["unheard"] if turn} == {None}
+    assert lives("slow-late")[:3] == lives("equal")[:3]
+
+
+def test_a_machine_that_dies_misses_the_next_round_and_comes_back_as_another_session() -> None:
+    for life, told in zip(lives("spot-5"), lives("notice-5"), strict=True):
+        lost = [t for t, turn in enumerate(life) if turn is not None and turn.counts is None]
+        assert lost == [t for t, turn in enumerate(told) if turn is not None and turn.h == elastic.SHORT]
+        assert [t for t, turn in enumerate(life) if turn is None] == [t + 1 for t in lost if t < 15]
+        sessions = [turn.session for turn in life if turn is not None]
+        assert sessions == sorted(sessions) and sessions[-1] in (len(lost), len(lost) + 1)
+    assert sum(turn is None for life in lives("spot-5") for turn in life) > 3
+
+
+def test_a_curve_at_half_its_pace() -> None:
+    assert elastic.slowed([(0, 0.0), (5, 1.0), (10, 3.0)]) == [(0, 0.0), (10, 1.0)]
+    assert elastic.slowed([(0, 0.0), (4, 1.0), (8, 3.0), (10, 5.0)]) == [(0, 0.0), (8, 1.0), (10, 1.5)]
+
+
 # -------------------------------------------------------------------- the studies themselves, in small
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(replicas, "STEPS", 32)
     monkeypatch.setattr(effective_step, "STEPS", 10)
     WORLDS["text"].prepare(tmp_path)
     return tmp_path
@@ -140,7 +174,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_all_arms_take_the_same_samples_and_begin_at_the_same_model(small: Path) -> None:
-    curves = {arm: replicas.run(WORLDS["text"], small, Trial(arm, 7)) for arm in ("alone", "linked-4", "fleet-2-5")}
+    curves = {
+        arm: replicas.run(replace(WORLDS["text"], steps=32), small, Trial(arm, 7))
+        for arm in ("alone", "linked-4", "fleet-2-5")
+    }
     assert {arm: curve[-1][0] for arm, curve in curves.items()} == {"alone": 32, "linked-4": 8, "fleet-2-5": 15}
     assert len({curve[0] for curve in curves.values()}) == 1
     assert all(curve[-1][1] < curve[0][1] for curve in curves.values())

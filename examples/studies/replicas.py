@@ -35,8 +35,7 @@ from diloco.config import OuterConfig
 from diloco.safety import AutoLR
 from inner import InnerLoop
 
-STEPS = 320  # inner steps of `alone`: 320 · B sequences in every arm
-POINTS = 16  # of a curve, at most
+STEPS = WORLDS["text"].steps  # inner steps of `alone`: 320 · B sequences in every arm
 SEEDS = range(8)
 SIZES, EVERY = (2, 4, 8), (5, 20)
 
@@ -89,14 +88,14 @@ def run(world: World, folder: Path, trial: Trial) -> Curve:
 
 def linked(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
     """One loop whose batch is that of all machines."""
-    steps, lr = STEPS // arm.machines, world.lr * arm.scale
+    steps, lr = world.steps // arm.machines, world.lr * arm.scale
     loop = world.build(folder, trial.seed, 0, batch=world.batch * arm.machines, lr=lr)
     curve, taken = [(0, world.value(loop))], 0
 
     def stop() -> bool:
         nonlocal taken
         taken += 1
-        if taken % max(1, steps // POINTS) == 0:
+        if taken % max(1, steps // world.points) == 0:
             curve.append((taken, world.value(loop)))
         return taken >= steps
 
@@ -108,7 +107,7 @@ def fleet(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
     """Replicas that meet every H inner steps."""
     build = partial(world.build, folder, trial.seed, batch=world.batch, lr=world.lr)
     loops = [build(machine) for machine in range(arm.machines)]
-    outer, count = OuterConfig(), STEPS // arm.machines // arm.every
+    outer, count = OuterConfig(), world.steps // arm.machines // arm.every
     mu = outer.momentum if arm.mu is None else arm.mu
     rate = auto_rate(loops[0], mu) if arm.auto else lambda mean, deltas: float(outer.lr)
     thetas = outer_steps(loops, every=arm.every, rate=rate, mu=mu)
@@ -116,10 +115,10 @@ def fleet(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
 
 
 def curve_of(world: World, loop: InnerLoop, thetas: Generator[Tensor], count: int, every: int) -> Curve:
-    """The value of θ at up to POINTS of its `count` outer steps.   loop: gets θ to be valued."""
+    """The value of θ at up to `points` of its `count` outer steps.   loop: gets θ to be valued."""
     curve = [(0, world.value(loop))]
     for t, theta in enumerate(islice(thetas, count), 1):
-        if t % max(1, count // POINTS) == 0:
+        if t % max(1, count // world.points) == 0:
             put(loop, theta)
             curve.append((t * every, world.value(loop)))
     thetas.close()

@@ -25,7 +25,7 @@ from statistics import fmean
 import torch
 from effective_step import disagreement
 from fleet import OuterRate, outer_steps
-from replicas import MEASURES, SIZES, STEPS, Arm, auto_rate, by_seed, curve_of, linked
+from replicas import MEASURES, SIZES, Arm, auto_rate, by_seed, curve_of, linked
 from torch import Tensor
 from trials import Curve, Row, Trial, area, paired, read_rows, run_missing
 from worlds import WORLDS, World
@@ -120,7 +120,7 @@ def run(world: World, folder: Path, trial: Trial) -> Curve | tuple[Curve, Row]:
     rate = one.rate(one.machines) if one.rate is not None else auto_rate(loops[0], one.mu)
     agreed: list[float | None] = []
     thetas = outer_steps(loops, every=one.every, rate=partial(watched, rate, agreed), mu=one.mu)
-    curve = curve_of(world, loops[0], thetas, STEPS // one.machines // one.every, one.every)
+    curve = curve_of(world, loops[0], thetas, world.steps // one.machines // one.every, one.every)
     return curve, {"cos_pair": agreed}
 
 

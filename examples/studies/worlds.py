@@ -1,32 +1,50 @@
-"""The two tasks of the studies: what a replica trains on, and what θ is worth there.
+"""The tasks of the studies: what a replica trains on, and what θ is worth there.
 
     toolworld    find 1 tool name in 16 per kind by reward; the value is the held-out reward, sampled, 256 prompts
     text         go on with sums ("12 plus 13 is 25."); the value is the held-out loss, nats per byte, 64 windows
+    sums         the task of `make real`: a pretrained model of 135 M parameters with LoRA; held-out reward, sampled
+    products     the same model on reasoning-gym's `products` of two digits (pip install reasoning-gym==0.1.25)
 
-Both models are built in code (0.1 M parameters) and have seen neither: a trial takes seconds of one core.
+The first two models are built in code (0.1 M parameters) and have seen neither task: a trial takes seconds of one core.
+With the pretrained one (`make smollm2`) it takes a quarter of an hour.
 
-Not promised: anything about language models; docs/studies/replicas.md says what these can show.
+Not promised: anything about other language models; docs/studies says what these can show.
 """
 
+import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import torch
 
 from inner import InnerConfig, InnerLoop, Seeds, ToolWorld, build_inner, publish_model
-from inner.task_settings import DataSettings, ToolworldSettings
+from inner.base import SamplingSettings
+from inner.lora_settings import LoraSettings
+from inner.task_settings import DataSettings, RewardSettings, ToolworldSettings
 from inner.text_loss import text_losses
 
 NAMES, PROMPTS = 16, 256
 WIDTH = 32  # bytes of context
+HELD_OUT = 96  # prompts of the pretrained model's tasks
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = ROOT / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+REAL = ROOT / "examples" / "real"
+GYM, GYM_OPTIONS = "reasoning-gym:products", {"max_digits": 1}
 
 
 @dataclass(frozen=True)
 class World:
-    """config: (sequences per inner step, learning rate) -> settings.   value: of θ, as the loop's model has it."""
+    """config: (sequences per inner step, learning rate) -> settings.   value: of θ, as the loop's model has it.
+
+    files: kind -> text, written into the study's folder.   start: whose start model it shares, "" for its own.
+    steps: inner steps of one machine alone; every arm sees as many samples.   points: of a curve, at most.
+    """
 
     name: str
     batch: int
@@ -34,19 +52,38 @@ class World:
     upwards: bool  # is a larger value better?
     config: Callable[[int, float], InnerConfig]
     value: Callable[[InnerLoop], float]
+    files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    steps: int = 320
+    points: int = 16
+    start: str = ""
 
-    def build(self, folder: Path, seed: int, machine: int, *, batch: int, lr: float) -> InnerLoop:
-        """The loop of one machine.   seed: of the trial; the same data order and sampling in every arm."""
-        number = 1000 * seed + machine
-        files = {"text": folder / "train.txt"} if self.name == "text" else {}
-        return build_inner(self.config(batch, lr), folder / self.name, files, Seeds(data=number, noise=number))
+    def build(
+        self, folder: Path, seed: int, machine: int, *, batch: int, lr: float,
+        session: int = 1, start: int = 0, warmup: int = 0,
+    ) -> InnerLoop:  # fmt: skip
+        """The loop of one session of a machine.   seed: of the trial; the same data order and sampling in every arm.
+
+        start: inner steps of its data that are done.   warmup: inner steps in which its learning rate rises.
+        """
+        data = 1000 * seed + machine
+        seeds = Seeds(data=data, noise=data + 500 * (session - 1), start=start)
+        files = {kind: self._file(folder, kind) for kind in self.files}
+        return build_inner(self.config(batch, lr), folder / (self.start or self.name), files, seeds, warmup)
 
     def prepare(self, folder: Path) -> None:
-        """Write the start model and the text, once."""
+        """Write the start model and the files, once."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.txt").write_text(sums(20_000, seed=0))
-        if not (folder / self.name).exists():
-            publish_model(self.config(self.batch, self.lr), folder / self.name)
+        for kind, text in self.files.items():
+            self._file(folder, kind).write_text(text())
+        model = folder / (self.start or self.name)
+        if not model.exists():
+            publish_model(self.config(self.batch, self.lr), model)
+
+    def _file(self, folder: Path, kind: str) -> Path:
+        return folder / f"{self.name}-{kind}{'.py' if kind == 'reward' else '.txt' if kind == 'text' else '.jsonl'}"
+
+
+# -------------------------------------------------------------------- built in code
 
 
 def sums(lines: int, seed: int) -> str:
@@ -56,7 +93,10 @@ def sums(lines: int, seed: int) -> str:
 
 
 def reward(loop: InnerLoop) -> float:
-    rows = ToolWorld(names=NAMES).rows(PROMPTS, seed=99)
+    return mean_reward(loop, ToolWorld(names=NAMES).rows(PROMPTS, seed=99))
+
+
+def mean_reward(loop: InnerLoop, rows: list[dict[str, Any]]) -> float:
     return fmean(loop.score(rows, greedy=False, seed=99)["reward"])  # type: ignore[attr-defined]
 
 
@@ -73,7 +113,55 @@ def text_config(batch: int, lr: float) -> InnerConfig:
     return InnerConfig(loop="supervised", model="tiny", batch_size=batch, lr=lr, data=data)
 
 
+# -------------------------------------------------------------------- pretrained
+
+
+def lora_config(batch: int, lr: float) -> InnerConfig:
+    """As examples/real/run.toml has it."""
+    has_amx = torch.cpu.get_capabilities().get("amx_bf16", False)
+    return InnerConfig(
+        model=str(SMOLLM2), batch_size=batch, lr=lr, autocast="bfloat16" if has_amx else "auto",
+        data=DataSettings(prompts="prompts.jsonl"), rewards=RewardSettings(function="rewards.py:answer"),
+        sampling=SamplingSettings(num_generations=8, max_completion_length=16), lora=LoraSettings(r=8, alpha=16.0),
+    )  # fmt: skip
+
+
+def gym_config(batch: int, lr: float) -> InnerConfig:
+    return replace(lora_config(batch, lr), data=DataSettings(task=GYM), rewards=RewardSettings())
+
+
+def sums_reward(loop: InnerLoop) -> float:
+    return mean_reward(loop, [json.loads(line) for line in (REAL / "held_out.jsonl").open()][:HELD_OUT])
+
+
+def gym_reward(loop: InnerLoop) -> float:
+    return mean_reward(loop, gym_rows()[-HELD_OUT:])
+
+
+@cache
+def gym_rows() -> list[dict[str, Any]]:
+    """Each of them once; the last HELD_OUT are not trained on."""
+    from inner.tasks.make import make_rows
+    from inner.tasks.spec import TaskSpec
+
+    found = make_rows("a study", TaskSpec(task=GYM, size=900, seed=1, options=GYM_OPTIONS), chat=True).rows
+    return list({row["prompt"][0]["content"]: row for row in found}.values())
+
+
 WORLDS = {
-    "toolworld": World("toolworld", 32, 1e-3, True, toolworld_config, reward),
-    "text": World("text", 16, 1e-3, False, text_config, loss),
-}
+    world.name: world
+    for world in (
+        World("toolworld", 32, 1e-3, True, toolworld_config, reward),
+        World("text", 16, 1e-3, False, text_config, loss, {"text": lambda: sums(20_000, seed=0)}),
+        World(
+            "sums", 16, 3e-4, True, lora_config, sums_reward,
+            {"prompts": (REAL / "prompts.jsonl").read_text, "reward": (REAL / "rewards.py").read_text},
+            steps=120, points=8,
+        ),
+        World(
+            "products", 16, 3e-4, True, gym_config, gym_reward,
+            {"prompts": lambda: "".join(json.dumps(row) + "\n" for row in gym_rows()[:-HELD_OUT])},
+            steps=120, points=8, start="sums",
+        ),
+    )
+}  # fmt: skip
