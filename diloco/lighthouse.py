@@ -91,6 +91,10 @@ class LighthouseManager:
     def current_step(self) -> int:
         return self._manager.current_step()
 
+    def num_participants(self) -> int:
+        """Replicas in torchft's newest quorum; 0 before the first."""
+        return self._manager.num_participants()
+
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         self._manager.register_state_dict_fn(key, load, save)
 

@@ -266,7 +266,8 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
         if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
             session.emit("warning", kind="bf16", text=text)
-        loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta)
+        averaged = lambda: manager.num_participants() or session.rv.wanted.replicas  # noqa: E731
+        loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
         _go_on_in_data(run, session, loop, replace(seeds, start=data_position(run, session, outer.committed())))
         _run_inner(loop, manager, _make_evaluator(run, session, loop, inputs, outer), outer)
     refuse_changed_base(record.base, loop.model)

@@ -448,10 +448,11 @@ class InnerLoop(Protocol):
     optimizer: Optimizer
     boundary: int
 
-    def follow(self, step: Callable[[], int], theta: Theta) -> None:
-        """Give the loop access to the run: its committed outer step, and θ of that step by parameter name.
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+        """Give the loop access to the run: its committed outer step, θ of that step by parameter name, and how many
+        replicas' pseudogradients that step averaged.
 
-        The loop calls both when it needs them."""
+        The loop calls them when it needs them."""
         ...
 
     def start_at(self, inner_step: int) -> None:

@@ -192,10 +192,10 @@ class GrpoLoop:
     def pop_metrics(self) -> dict[str, float]:
         return self._means.pop_metrics()
 
-    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
         self._theta = theta
         self.trainer.follow(step, theta)
-        self._schedule.follow(step)
+        self._schedule.follow(step, replicas)
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:
         """Rewards of one completion per row under θ as committed (inner/scoring.py)."""

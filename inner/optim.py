@@ -1,8 +1,9 @@
 """The inner optimizer, and its rate as a function of the committed outer step.
 
-    rate = lr · factor(t) · min(1, (s + 1) / warmup_steps)
+    rate = lr · factor(t, n) · min(1, (s + 1) / warmup_steps)
 
     t   the committed outer step: [inner.schedule] says what factor is; a replacement is where the others are
+    n   replicas whose pseudogradients the newest outer step averaged
     s   inner steps of this session, whose moments are fresh: `warmup_steps` belongs to it
 
     adamw       torch's, in the parameters' own dtype; fp32 parameters are their own masters
@@ -93,18 +94,19 @@ class RunSchedule(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> None:
         self._warmup = max(1, warmup_steps)
-        committed: list[Callable[[], int]] = []
-        self._committed = committed
+        run: list[tuple[Callable[[], int], Callable[[], int]]] = []
+        self._run = run
 
         def factor(s: int) -> float:
-            t = committed[0]() if committed else start + s
-            return config.schedule.lr_factor(t) * min(1.0, (s + 1) / self._warmup)
+            t, n = (run[0][0](), run[0][1]()) if run else (start + s, 1)
+            return config.schedule.lr_factor(t, n) * min(1.0, (s + 1) / self._warmup)
 
         super().__init__(optimizer, factor)
 
-    def follow(self, step: Callable[[], int]) -> None:
-        """From now on the committed outer step is `step()`: the rate of the next inner step is that of the run."""
-        self._committed[:] = [step]
+    def follow(self, step: Callable[[], int], replicas: Callable[[], int]) -> None:
+        """From now on the committed outer step is `step()`, and `replicas()` were averaged in it: the rate of the next
+        inner step is that of the run."""
+        self._run[:] = [(step, replicas)]
         if self.optimizer.state:  # left by the session before
             self._warmup = 1
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):

@@ -70,9 +70,9 @@ class SupervisedLoop:
     def pop_metrics(self) -> dict[str, float]:
         return self._means.pop_metrics()
 
-    def follow(self, step: Callable[[], int], theta: Theta) -> None:
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
         """The rate alone depends on where the run stands."""
-        self._schedule.follow(step)
+        self._schedule.follow(step, replicas)
 
     def report_to(self, host: Host) -> None:
         """No code of the user's runs here."""

@@ -9,8 +9,9 @@ No torch here.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import cos, isfinite, pi
+from math import cos, isfinite, pi, sqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from inner.tasks.spec import TaskSpec, check_spelling, is_task
 
 _REWARD_MODEL = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?", re.ASCII)
 LR_SHAPES = ("constant", "linear", "cosine")
+LR_REPLICAS: dict[str, Callable[[int], float]] = {"constant": lambda n: 1.0, "sqrt": sqrt, "linear": float}
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class ScheduleSettings(Table):
     lr_warmup: int = setting(0, "Outer steps over which inner.lr rises in equal parts.", least=0)
     lr_steps: int | None = setting(
         None, 'Outer steps until the end of "linear" and "cosine", warm-up included; then constant.', above=0
+    )
+    lr_replicas: str = setting(
+        "constant",
+        "inner.lr is one machine's; what it is multiplied by where n replicas' pseudogradients are averaged: 1, "
+        '√n ("sqrt") or n ("linear").',
+        one_of=tuple(LR_REPLICAS),
     )
     lr_end: float = setting(0.0, 'What is left of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
     weight_steps: int | None = setting(
@@ -52,8 +60,11 @@ class ScheduleSettings(Table):
                 'inner.schedule.lr_shape = "constant". Set that to "linear" or "cosine", or leave them out.'
             )
 
-    def lr_factor(self, step: int) -> float:
-        """The factor of inner.lr at committed outer step `step`."""
+    def lr_factor(self, step: int, replicas: int = 1) -> float:
+        """The factor of inner.lr at committed outer step `step`, where the newest one averaged `replicas`."""
+        return self._factor_at(step) * LR_REPLICAS[self.lr_replicas](max(1, replicas))
+
+    def _factor_at(self, step: int) -> float:
         rise = min(1.0, (step + 1) / (self.lr_warmup + 1))
         if self.lr_shape == "constant" or self.lr_steps is None:
             return rise

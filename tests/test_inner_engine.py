@@ -204,7 +204,7 @@ def test_held_out_prompts_are_scored_with_the_engine_and_training_goes_on_with_i
 ) -> None:
     loop = build(**LORA, sampling={"max_completion_length": 3, "max_tool_calling_iterations": 0})
     committed = {n: p.detach().clone() for n, p in loop.model.named_parameters() if p.requires_grad}
-    loop.follow(lambda: 0, lambda: committed.items())
+    loop.follow(lambda: 0, lambda: committed.items(), lambda: 1)
     loop.train(after(1))
     rows = [dict(loop.trainer.train_dataset[i]) for i in range(4)]
     live = merged_by_hand(loop.model)

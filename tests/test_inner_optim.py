@@ -53,6 +53,15 @@ def test_the_shapes() -> None:
     assert cosine == [round(0.1 + 0.9 * (1 + math.cos(math.pi * t / 10)) / 2, 4) for t in range(11)]
 
 
+def test_the_rate_grows_with_the_replicas_that_are_averaged() -> None:
+    """inner.lr is one machine's; 0 replicas, before the first outer step of a session alone, count as one."""
+    for way, expected in {"constant": [1, 1, 1, 1], "sqrt": [1, 1, 2, 3], "linear": [1, 1, 4, 9]}.items():
+        settings = config_with(schedule={"lr_replicas": way}).schedule
+        assert [settings.lr_factor(5, n) for n in (0, 1, 4, 9)] == expected
+    both = config_with(schedule={"lr_replicas": "sqrt", "lr_warmup": 3}).schedule
+    assert both.lr_factor(1, 4) == 2 * 0.5
+
+
 def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None:
     def rates_of(moments: bool) -> list[float]:
         model = small_model()
@@ -61,7 +70,7 @@ def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None
             give_gradients(model)
             optimizer.step()
         schedule = RunSchedule(optimizer, config_with(lr=1.0), start=6, warmup_steps=3)
-        schedule.follow(lambda: 2)
+        schedule.follow(lambda: 2, lambda: 1)
         seen = list[float]()
         for _ in range(4):
             seen.append(optimizer.param_groups[0]["lr"])
@@ -79,6 +88,7 @@ def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None
         ({"lr_shape": "step"}, "inner.schedule.lr_shape = 'step' is not known. Use one of: constant, linear, cosine"),
         ({"lr_shape": "cosine"}, "ends after inner.schedule.lr_steps = None outer steps"),
         ({"lr_shape": "linear", "lr_steps": 3, "lr_warmup": 3}, "must be more than inner.schedule.lr_warmup = 3"),
+        ({"lr_replicas": "cubic"}, "lr_replicas = 'cubic' is not known. Use one of: constant, sqrt, linear"),
         ({"lr_steps": 3}, 'do nothing with inner.schedule.lr_shape = "constant"'),
         (
             {"lr_shape": "linear", "lr_steps": 3, "lr_end": 1.5},
@@ -104,7 +114,7 @@ def test_a_replacement_is_where_the_others_are() -> None:
         schedule = RunSchedule(optimizer, config, start, 0)
         if start:
             committed[0] = 4
-        schedule.follow(lambda: committed[0])
+        schedule.follow(lambda: committed[0], lambda: 1)
         runs.append((optimizer, schedule))
     assert [o.param_groups[0]["lr"] for o, _ in runs] == [0.5, 0.3]
     for step in (4, 4, 5):
@@ -142,7 +152,7 @@ def test_muon_moves_matrices_and_adamw_the_rest() -> None:
 def test_a_schedule_reaches_both_halves() -> None:
     config = config_with(optimizer="muon", lr=1.0, schedule={"lr_warmup": 3})
     optimizer = make_optimizer(config, small_model())
-    RunSchedule(optimizer, config, 0, 0).follow(lambda: 1)
+    RunSchedule(optimizer, config, 0, 0).follow(lambda: 1, lambda: 1)
     assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [0.5, 0.5]  # type: ignore[attr-defined]
 
 

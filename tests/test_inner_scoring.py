@@ -60,7 +60,7 @@ def test_random_numbers_of_the_users_code_go_on_where_they_were() -> None:
 def test_the_weights_are_the_committed_ones_not_the_live_ones() -> None:
     loop = build()
     committed = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
-    loop.follow(lambda: 0, lambda: committed.items())
+    loop.follow(lambda: 0, lambda: committed.items(), lambda: 1)
     before = loop.score(ROWS, greedy=True, seed=0)
     with torch.no_grad():
         for p in loop.model.parameters():
@@ -68,7 +68,7 @@ def test_the_weights_are_the_committed_ones_not_the_live_ones() -> None:
     live = parameters_of(loop)
     assert loop.score(ROWS, greedy=True, seed=0) == before
     assert all(torch.equal(a, b) for a, b in zip(parameters_of(loop), live, strict=True))
-    loop.follow(lambda: 1, lambda: [(name, p.detach()) for name, p in loop.model.named_parameters()])
+    loop.follow(lambda: 1, lambda: [(name, p.detach()) for name, p in loop.model.named_parameters()], lambda: 1)
     assert loop.score(ROWS, greedy=True, seed=0) != before
 
 

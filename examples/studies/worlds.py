@@ -15,7 +15,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -138,6 +138,10 @@ def gym_reward(loop: InnerLoop) -> float:
     return mean_reward(loop, gym_rows()[-HELD_OUT:])
 
 
+def gym_prompts() -> str:
+    return "".join(json.dumps(row) + "\n" for row in gym_rows()[:-HELD_OUT])
+
+
 @cache
 def gym_rows() -> list[dict[str, Any]]:
     """Each of them once; the last HELD_OUT are not trained on."""
@@ -152,15 +156,15 @@ WORLDS = {
     world.name: world
     for world in (
         World("toolworld", 32, 1e-3, True, toolworld_config, reward),
-        World("text", 16, 1e-3, False, text_config, loss, {"text": lambda: sums(20_000, seed=0)}),
+        World("text", 16, 1e-3, False, text_config, loss, {"text": partial(sums, 20_000, seed=0)}),
         World(
             "sums", 16, 3e-4, True, lora_config, sums_reward,
-            {"prompts": (REAL / "prompts.jsonl").read_text, "reward": (REAL / "rewards.py").read_text},
+            {k: partial(Path.read_text, REAL / n) for k, n in (("prompts", "prompts.jsonl"), ("reward", "rewards.py"))},
             steps=120, points=8,
         ),
         World(
             "products", 16, 3e-4, True, gym_config, gym_reward,
-            {"prompts": lambda: "".join(json.dumps(row) + "\n" for row in gym_rows()[:-HELD_OUT])},
+            {"prompts": gym_prompts},
             steps=120, points=8, start="sums",
         ),
     )

@@ -172,7 +172,7 @@ class _Session:
         write_weights(self._loop.model, order.weights)
         if order.carried is not None:
             self._write_carried(order.carried)
-        self._loop.follow(lambda: order.t, order.weights.items)
+        self._loop.follow(lambda: order.t, order.weights.items, lambda: 1)
         self._seed_step()
         return True
 
