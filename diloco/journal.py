@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.events import KINDS, WARNINGS
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreError
@@ -28,15 +29,9 @@ from rendezvous.store import Readable, Store
 
 MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44; squares and sums of these are numbers
 
-LOUD = {
-    "nothing_learned", "store_trouble", "forged", "bad_offer", "poisoned", "bad_blob", "bad_snapshot", "base_differs",
-    "replay_differs", "warning", "reward_failed", "hint_failed", "process_failed",
-    "disk_full",
-}  # fmt: skip
-
 
 class Journal:
-    """Collects events; `flush` makes them an object.  Loud ones also go to stderr, at once."""
+    """Collect events; `flush` makes them an object.  Warnings also go to stderr, at once."""
 
     def __init__(self, store: Store, clock: Clock, slot: str, generation: int) -> None:
         self._store = store
@@ -50,8 +45,11 @@ class Journal:
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
+        """Raises ValueError for a kind that diloco/events.py does not have."""
+        if event not in KINDS:
+            raise ValueError(f"{event!r} is not a kind of event; add it to KINDS in diloco/events.py")
         line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_round_numbers(fields)}, default=str)
-        if event in LOUD:
+        if event in WARNINGS:
             print(f"{self._slot}-{self._generation} {line}", file=sys.stderr, flush=True)
         with self._lock:
             self._lines.append(line)

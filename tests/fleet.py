@@ -15,8 +15,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from diloco.config import RunConfig
 from diloco.launch import Run, open_run, publish_model
@@ -42,6 +44,10 @@ def context() -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(PRELOAD)
+    with patch.dict(os.environ):  # its children inherit what it starts with, whatever the first test has set
+        for name in [name for name in os.environ if name.startswith("DILOCO_")]:
+            del os.environ[name]
+        ensure_running()
     return forkserver
 
 

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from diloco.events import event_text
 from diloco.runlog.page.contributions import contribution_rows
 from diloco.runlog.page.data import CHUNK, Beside, brief, chunks_of, json_bytes, page_data
-from diloco.runlog.page.explanations import EXPLANATIONS, LOUD, event_text
 from diloco.runlog.page.freeze import SCRIPTS, STYLES, asset_text, content_policy, frozen_page, live_page, write_frozen
 from diloco.runlog.page.rollouts import RolloutEnds, read_rollouts
 from diloco.runlog.report import Report, read_report
@@ -113,14 +113,7 @@ def test_events_have_explanations_and_the_newest_comes_first(report: Report) -> 
     times = [event["at"] for event in head["events"]]
     assert times == sorted(times, reverse=True) and {e["kind"] for e in head["events"]} <= set(head["explanations"])
     assert any(event["loud"] and event["kind"] == "nothing_learned" for event in head["events"])
-    assert set(EXPLANATIONS) >= LOUD and all(text.endswith(".") for text in EXPLANATIONS.values())
     assert event_text({"at": 1, "event": "healed", "snapshot": 3, "replayed": 2}) == "snapshot 3, replayed 2"
-
-
-def test_an_event_that_a_status_shows_is_explained() -> None:
-    from executors.cli import status
-
-    assert set(EXPLANATIONS) >= (status.EVENTS | status.LOUD)
 
 
 # -------------------------------------------------------------------- rollouts

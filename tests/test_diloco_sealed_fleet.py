@@ -21,11 +21,14 @@ import pytest
 import xxhash
 
 from diloco import exitcodes
+from diloco.runlog.report import read_report
 from executors.cli import main as cli
+from executors.supervision.remarks import all_troubles
 from rendezvous import layout
 from rendezvous.errors import Forged
 from rendezvous.records import Claim, Control, Offer
 from rendezvous.stores.files import FileStore
+from rendezvous.stores.open import open_store
 from tests.audit import Audit, check_run
 from tests.fleet import Fleet, config
 from tests.test_executors_bad_input import events
@@ -112,6 +115,12 @@ def outsider(fleet: Fleet) -> Iterator[Outsider]:
         someone.join(10)
 
 
+def shown_troubles(url: str) -> set[str]:
+    """Their kinds, as status, watch and alerts have them, by a reader without the key."""
+    report = read_report(open_store(url))
+    return {found.kind for found in all_troubles(report, report.last_sign)}
+
+
 def test_an_outsider_writes_forged_records_and_none_counts(tmp_path: Path, key: dict[str, str]) -> None:
     fleet = Fleet(tmp_path, environ=key, **SLOW)
     with outsider(fleet) as someone:
@@ -123,6 +132,7 @@ def test_an_outsider_writes_forged_records_and_none_counts(tmp_path: Path, key: 
     assert len(offers) >= 5 and len(someone.wrote) >= len(offers) + 2, "it was in time"
     told = {str(e["key"]) for e in events(fleet, "forged")}
     assert told == set(someone.wrote)
+    assert shown_troubles(fleet.url) >= {"forged"}
     for who in ("r00", "r01", "r02"):
         log = fleet.log(who).read_text()
         assert '"forged"' in log and SECRET not in log

@@ -13,6 +13,8 @@ from diloco import exitcodes
 from diloco.config import RunConfig
 from diloco.history import export, state_at
 from diloco.launch import open_run, publish, refuse_layout
+from diloco.runlog.report import read_report
+from executors.supervision.remarks import all_troubles
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
@@ -176,6 +178,8 @@ def test_an_offer_of_another_release_is_passed_over(tmp_path: Path) -> None:
     fleet.start_all()
     assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
     assert {e["key"] for e in events(fleet, "bad_offer")} == {key}
+    report = read_report(fleet.store)
+    assert "bad_records" in {found.kind for found in all_troubles(report, report.last_sign)}
     assert fleet.store.get(layout.offer_key(0, "r02", 1)) is not None
     check_run(tmp_path / "run", 6)
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from diloco.config import ConfigError
 from diloco.contributions import read_contributions, read_mean
+from diloco.events import LAUNCH_ENDS, SESSION_ENDS, SESSION_FAULTS, WARNINGS
 from diloco.history import model_record, state_at
 from diloco.journal import read_log
 from diloco.launch import Run, timing_for
 from diloco.optimizer import OuterState
-from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS
 from diloco.safety import cosine, dot, norm
 from rendezvous import layout
 from rendezvous.background import no_emit, together_on
@@ -38,11 +38,8 @@ from rendezvous.store import VOID, PatientStore, Store
 COUNTED, LATE, OPEN, LOST, FENCED, FOREIGN, SPARE, NONE = (
     "counted", "counted late", "may still be counted", "lost", "fenced", "from another θ", "a spare", "no offer",
 )  # fmt: skip
-TROUBLE = {
-    "bad_blob", "bad_offer", "base_differs", "caught_up", "disk_full", "forged", "poisoned", "repaired",
-    "replay_differs", "store_trouble", "warning",
-}  # fmt: skip
-NOTED = TROUBLE | {*ENDS, *LAST_WORDS, *ALSO_LAST}
+ABOUT_A_STEP = WARNINGS | {"caught_up"}
+NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ def _events_of(
     for slot, generation in [*sessions, *sorted(supervisors)]:
         for event in _log_between(store, layout.logs_prefix(slot, generation), since, commit.at):
             about = event.get("step", commit.t)
-            within = about == commit.t if event["event"] in TROUBLE else since <= event["at"] <= commit.at
+            within = about == commit.t if event["event"] in ABOUT_A_STEP else since <= event["at"] <= commit.at
             if event["event"] in NOTED and within:
                 found.append({"slot": slot, **event, "by": f"{slot}-{generation}"})
     return tuple(sorted(found, key=lambda event: event["at"]))

@@ -13,9 +13,6 @@ from typing import Any
 
 from rendezvous.membership import launch_of
 
-ENDS = ("killed", "lost", "ended")  # of a launch, emitted by its supervisor
-LAST_WORDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")  # events after which a session is over
-ALSO_LAST = ("collected", "bad_delta", "refused")  # emitted before it says goodbye
 _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
 LONGEST = 300  # characters

@@ -14,6 +14,7 @@ Not promised: the cause.  A text names what was seen last; docs/troubles.md says
 from collections import Counter, defaultdict
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from diloco.dollars import dollars
 from diloco.runlog.overview import run_state, seconds_per_step, silent_s
@@ -149,7 +150,49 @@ def _diverged_words(report: Report, at: float, session: SessionSummary, times: i
     text = f"{session.name} met a loss, weights or a pseudogradient that are no number (NaN or infinity){often}"
     text += f": {session.why}" if session.why else ""
     advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
-    return trouble("diverged", text, advice, step=sum(s.at <= at for s in report.steps), slot=session.slot)
+    return trouble("diverged", text, advice, step=_step_of(report, at), slot=session.slot)
+
+
+def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Records that a program without the run's key wrote into the bucket, since RECENT_STEPS outer steps."""
+    found = _recent(report, "forged")
+    if not found:
+        return []
+    what = f"{_several(found, 'record')} without this run's seal and ignored by replicas"
+    advice = "another program can write into the bucket: change its credentials, then `diloco verify RUN`"
+    text = f"{what}; the newest: {found[-1].get('key')}"
+    return [trouble("forged", text, advice, step=_step_of(report, found[0]["at"]))]
+
+
+def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Offers and pseudogradients that are not valid and come from no session of this run, since RECENT_STEPS outer
+    steps.   Those of a session are found by `diverged`."""
+    names = [f"/delta/{session.name}-" for session in report.sessions]
+    found = [
+        e for e in _recent(report, "bad_offer", "poisoned") if not any(name in str(e.get("blob", "")) for name in names)
+    ]
+    if not found:
+        return []
+    newest = found[-1]
+    what = newest.get("key") or newest.get("blob")
+    text = f"{_several(found, 'offer')} not valid and ignored by replicas; the newest: {what}: {newest.get('text')}"
+    advice = "`diloco explain RUN --step T` has all offers of a step; another program may write into the bucket"
+    return [trouble("bad_records", text, advice, step=_step_of(report, found[0]["at"]))]
+
+
+def _recent(report: Report, *kinds: str) -> list[dict[str, Any]]:
+    since = report.steps[-RECENT_STEPS].at if len(report.steps) >= RECENT_STEPS else 0.0
+    return [e for e in report.of_kind(*kinds) if e["at"] >= since]
+
+
+def _several(found: list[dict[str, Any]], what: str) -> str:
+    """ "3 records are": one for each object, however many replicas met it."""
+    count = len({str(e.get("key") or e.get("blob")) for e in found})
+    return f"{count} {what}{' is' if count == 1 else 's are'}"
+
+
+def _step_of(report: Report, at: float) -> int:
+    return sum(step.at <= at for step in report.steps)
 
 
 def gated(report: Report, now: float, spent: Spending | None) -> list[Trouble]:

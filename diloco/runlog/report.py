@@ -16,12 +16,13 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
+from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
 from diloco.journal import Log, read_log
 from diloco.launch import RunRecord
 from diloco.runlog.ahead import Ahead, Answer
 from diloco.runlog.cache import Cache
 from diloco.runlog.commits import Counted, Decision, kept_commit, read_commit
-from diloco.runlog.ends import ALSO_LAST, ENDS, LAST_WORDS, joined_words, observed_words, own_words, restarted_by
+from diloco.runlog.ends import joined_words, observed_words, own_words, restarted_by
 from diloco.runlog.evaluation import Evaluation, evaluation_words, read_evaluations
 from diloco.runlog.kept import kept_words
 from diloco.runlog.learning import Curve, headline_curve, learning_numbers, learning_words, newest_numbers, reckonable
@@ -46,7 +47,7 @@ NUMBERS = {
     "rho": "ρ {:.2f}", "effective_step": "η_eff {:.2f}", "cos_pair": "cos of replicas {:.2f}",
     "cross_term": "LoRA cross term {:.2g}", "mean_norm": "‖ḡ‖ {:.2g}",
 }  # fmt: skip
-BAD_ENDS = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
+BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
 
 
 @dataclass
@@ -546,7 +547,7 @@ def _apply_step_events(steps: Sequence[Step], events: Iterable[dict[str, Any]]) 
 
 
 def _apply_event(sessions: Mapping[SessionName, SessionSummary], e: dict[str, Any]) -> None:
-    if e["event"] in ENDS:
+    if e["event"] in LAUNCH_ENDS:
         session = _find_ended(sessions, e)
         if session is not None and (e["event"] == "killed" or session.how == "running"):
             session.ended = e["at"]
@@ -558,13 +559,13 @@ def _apply_event(sessions: Mapping[SessionName, SessionSummary], e: dict[str, An
             session.seen = observed_words(e) or session.seen
         return
     session = sessions.get((e["slot"], e["generation"]))
-    if session is not None and e["event"] in (*LAST_WORDS, *ALSO_LAST):
+    if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):
         session.said = own_words(e)
     if session is not None and e.get("device"):
         session.device = str(e["device"])
     if session is not None and e["event"] == "joined":
         session.joined, session.joined_step = e["at"], e.get("step", 0)
-    if session is not None and e["event"] in LAST_WORDS and session.how in ("running", "replaced", "lost"):
+    if session is not None and e["event"] in SESSION_ENDS and session.how in ("running", "replaced", "lost"):
         session.ended, session.how = e["at"], e["event"].replace("_", " ")
 
 

@@ -23,6 +23,7 @@ from diloco.runlog.trouble import Trouble as Trouble
 Detector = Callable[[Report, float, Spending | None], list[Trouble]]
 DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "diverged": fleet.diverged,
+    "forged": fleet.forged,
     "stalled": fleet.stalled,
     "slot_lost": fleet.slot_lost,
     "budget": fleet.budget,
@@ -33,6 +34,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "held_out_differs": learning.held_out_differs,
     "tool_failures": learning.tool_failures,
     "masked": learning.masked,
+    "bad_records": fleet.bad_records,
     "gated": fleet.gated,
     "waits": fleet.waits,
     "snapshot_late": fleet.snapshot_late,

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
 from diloco.dollars import dollars
+from diloco.events import SHOWN
 from diloco.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
 from diloco.runlog.evaluation import evaluation_dict, evaluation_words
@@ -40,16 +41,10 @@ from diloco.runlog.report import (
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from executors.supervision.costs import Costs
-from executors.supervision.remarks import LOUD, all_troubles, event_fields, is_listening, key_values, remark_lines
+from executors.supervision.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
 from inner.printable import printable
 from rendezvous.membership import Wanted
 
-# Events that people want to hear of; everything else stays in the log.
-EVENTS = {
-    "started", "launched", "published", "joined", "adopted", "lost", "killed", "fenced", "left", "gave_up",
-    "gave_up_on", "diverged", "crashed", "hung", "stopped", "found", "draining", "replacing", "fenced_off", "refused",
-    "platform_silent", "platform_answers",
-}  # fmt: skip
 OLD_SESSIONS = 4
 INDENT = " " * 12
 
@@ -94,7 +89,7 @@ class Lines:
             self._write_past(report)
             self._pass_over_past = False
         news = [(s.at, step_fields(s, report)) for s in report.steps[self._steps :]]
-        news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*EVENTS, *LOUD) if self._is_new(e)]
+        news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*SHOWN) if self._is_new(e)]
         for _, fields in sorted(news, key=lambda one: (one[0], key_values(one[1]))):
             self._write(fields)
         self._steps = report.head
@@ -108,7 +103,7 @@ class Lines:
         self._steps = report.head
         begun = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)]
         since = max([*begun, *(s.at for s in report.steps[-1:])], default=0.0)
-        for event in report.of_kind(*EVENTS, *LOUD):
+        for event in report.of_kind(*SHOWN):
             if event["at"] < since:
                 self._is_new(event)
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.dollars import dollars
-from diloco.runlog.ends import ENDS, observed_words, own_words
+from diloco.events import LAUNCH_ENDS, SHOWN, advice_on
+from diloco.runlog.ends import observed_words, own_words
 from diloco.runlog.overview import MetricCurve, Overview, SessionRow
 from diloco.runlog.report import Report
 from diloco.runlog.sparkline import sparkline, squeezed
 from diloco.runlog.trouble import PAGE, Trouble
-from executors.cli.status import EVENTS, cost_limits
+from executors.cli.status import cost_limits
 from executors.platforms.full_disk import found_room
 from executors.supervision.costs import Costs
 from executors.supervision.health import format_duration
-from executors.supervision.remarks import LOUD
 from rendezvous.membership import Wanted
 
 OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
@@ -37,30 +37,6 @@ MOST_EVENTS = 400
 TOGETHER_S = 30.0  # the same event of several replicas is one line
 LABEL = 9  # columns of a metric's name
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ADVICE = {
-    "lost": "its supervisor starts it again; l shows its last lines",
-    "killed": "its supervisor starts it again",
-    "crashed": "l shows the traceback",
-    "hung": "its supervisor starts it again; l shows where it stood",
-    "diverged": "the next session heals from the bucket; if it comes again: diloco doctor",
-    "gave_up": "it waited in vain; diloco resume goes on",
-    "gave_up_on": "it failed too often: read its log (l), mend it, then diloco resume",
-    "left": "what it had done is offered",
-    "fenced": "a later session holds its slot; nothing to do",
-    "draining": "diloco scale or resume brings it back",
-    "refused": "look at the platform's credentials and quota",
-    "platform_silent": "replicas go on; nobody is replaced until it answers",
-    "nothing_learned": "is the task too hard or too easy? o shows rollouts with their rewards",
-    "reward_failed": "diloco check CONFIG tries the reward here",
-    "hint_failed": "o shows rollouts; the batch is learned from without the hint",
-    "process_failed": "the batch is learned from by its rewards alone; diloco check CONFIG tries the function",
-    "store_trouble": "replicas ask again; diloco doctor URL says what the store can do",
-    "disk_full": "free some space; all wait for it",
-    "bad_blob": "it is read again; diloco verify says whether it stays bad",
-    "bad_snapshot": "an older one is taken; diloco verify says more",
-    "base_differs": "that work does not count; diloco verify says more",
-    "replay_differs": "diloco verify says which step differs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -288,7 +264,7 @@ def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
 
 def event_lines(report: Report) -> list[str]:
     """The newest first."""
-    events = [e for e in report.of_kind(*EVENTS, *LOUD) if not found_room(e, report)]
+    events = [e for e in report.of_kind(*SHOWN) if not found_room(e, report)]
     groups = list[list[Mapping[str, Any]]]()
     for event in reversed(events[-MOST_EVENTS:]):
         if groups and _is_alike(groups[-1][-1], event):
@@ -308,7 +284,7 @@ def event_line(events: Sequence[Mapping[str, Any]]) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(events[0]["at"]))
     names = list(dict.fromkeys(_name_in(e) for e in reversed(events)))
     about = ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]} ({len(names)} of them)"
-    advice = ADVICE.get(events[0]["event"], "")
+    advice = advice_on(events[0])
     return f"{when} {about} {_event_words(events[0])}" + (f" · {advice}" if advice else "")
 
 
@@ -323,7 +299,7 @@ def _event_words(event: Mapping[str, Any]) -> str:
 
 
 def _said(event: Mapping[str, Any]) -> str:
-    if event["event"] in ENDS:
+    if event["event"] in LAUNCH_ENDS:
         return observed_words(event)
     if event["event"] == "joined":
         return f"at outer step {event.get('step', 0)}"

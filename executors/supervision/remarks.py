@@ -10,6 +10,7 @@ Not promised: that all fits; `remark_lines` shows the most urgent.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from diloco.events import WARNINGS, event_text
 from diloco.runlog.overview import silent_s
 from diloco.runlog.report import Report, solo_words
 from diloco.runlog.trouble import trouble
@@ -21,10 +22,6 @@ from executors.supervision.reward_waits import reward_waits
 from executors.supervision.unserved import unserved
 from rendezvous.records import Beat
 
-LOUD = {
-    "nothing_learned", "warning", "store_trouble", "bad_blob", "bad_snapshot", "repaired", "base_differs",
-    "replay_differs", "reward_failed", "hint_failed", "process_failed", "disk_full",
-}  # fmt: skip
 MOST_LINES = 8
 SAID = (
     "at", "event", "slot", "who", "generation", "tail", "handle", "launched_at", "useful", "own_fault", "by_reward",
@@ -89,8 +86,8 @@ def remark_lines(report: Report, now: float) -> list[str]:
     lines = [f"! {report.damage}"] if report.damage else []
     lines += [f"! {found.text}" for kind in DETECTORS for found in DETECTORS[kind](report, now)]
     lines += [f"! {found.line}" for found in found_in_log(report, now)]
-    loud = [e for e in report.of_kind(*LOUD) if not found_room(e, report)]
-    lines += [f"! {e['who']}: {_event_in_words(e)}" for e in loud[-2:]]
+    loud = [e for e in report.of_kind(*WARNINGS) if not found_room(e, report)]
+    lines += [f"! {e['who']}: {e['event'].replace('_', ' ')}: {event_text(e)}" for e in loud[-2:]]
     lines += [f"  {b.slot}: {b.note}" for b in report.beats.values() if b.note and is_listening(b, report, now)]
     if report.passed_over:
         lines.append(f"  {report.passed_over} lines or objects under log/ are no events; passed over")
@@ -103,11 +100,6 @@ def remark_lines(report: Report, now: float) -> list[str]:
 
 def is_listening(beat: Beat, report: Report, now: float) -> bool:
     return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
-
-
-def _event_in_words(event: dict[str, Any]) -> str:
-    said = event.get("text") or event.get("cause") or event.get("trouble")
-    return f"{event['event'].replace('_', ' ')}: {said}" if said else event_line(event, event["at"])
 
 
 # -------------------------------------------------------------------- an event in a line

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.events import KINDS, MARKED, ON_PAGE, event_text
 from diloco.runlog.evaluation import evaluation_dict
 from diloco.runlog.kept import kept_words
 from diloco.runlog.overview import Overview, SessionRow, overview, place_of_host, step_values
 from diloco.runlog.page.contributions import contribution_rows, tally
-from diloco.runlog.page.explanations import EXPLANATIONS, LOUD, event_text
 from diloco.runlog.report import BAD_ENDS, NUMBERS, PARTS, Report, SessionSummary, Step, checks, headline, shown
 from diloco.runlog.worth import worth, worth_words
 
@@ -79,7 +79,7 @@ def head_of(report: Report, now: float, beside: Beside, chunks: "EncodedChunks")
         "marks": _marks(report, began),
         "evaluations": [evaluation_dict(evaluation) for evaluation in report.evaluations],
         "events": _events(report, began),
-        "explanations": EXPLANATIONS,
+        "explanations": {kind: about.text for kind, about in KINDS.items() if kind in ON_PAGE},
         "costs": beside.costs,
         "parent": report.config.get("parent"),
         "config": _shortened({k: v for k, v in report.config.items() if k != "parent"}),
@@ -180,15 +180,15 @@ def _step_at(ends: Sequence[float], at: float) -> float:
 
 
 def _events(report: Report, began: float) -> list[dict[str, Any]]:
-    """The newest that have an explanation, the newest first."""
-    known = [e for e in report.events if e["event"] in EXPLANATIONS][-NEWEST_EVENTS:]
+    """The newest, the newest first."""
+    known = [e for e in report.events if e["event"] in ON_PAGE][-NEWEST_EVENTS:]
     return [
         {
             "at": brief(e["at"] - began),
             "kind": e["event"],
             "who": e["who"],
             "slot": e["slot"],
-            "loud": e["event"] in LOUD,
+            "loud": e["event"] in MARKED,
             "text": _shortened(event_text(e)),
         }
         for e in reversed(known)
