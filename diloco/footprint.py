@@ -23,6 +23,7 @@ from math import ceil
 
 from diloco.config import AUTO, RunConfig, keep_bytes
 from diloco.sizing import compute_seconds_of
+from diloco.units import byte_size, duration
 from inner.hub_model import is_on_hub
 from rendezvous import codecs
 from rendezvous.codecs.choose import sync_seconds
@@ -135,51 +136,40 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
     """The same for people.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
     f = found
     link = f"{LINK * 8 / 1e9:g} Gbit/s"
-    kept = f"{in_bytes(f.in_all)} after {steps} steps"
+    kept = f"{byte_size(f.in_all)} after {steps} steps"
     if keep is not None and keep < f.in_all:
         kept = kept_text(f, steps, keep)
     return [
-        f"memory per replica: {in_bytes(f.device)} on the device (weights, gradients, Adam; activations and generation "
-        f"come on top), {in_bytes(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
-        f"bucket: {in_bytes(f.each_step)} per outer step ({f.codec}), {in_bytes(f.each_snapshot)} per snapshot; {kept}",
-        f"a sync takes about {in_seconds(f.sync_s)} at an assumed {link} up and down, every {in_seconds(f.compute_s)} "
+        f"memory per replica: {byte_size(f.device)} on the device (weights, gradients, Adam; activations and "
+        f"generation come on top), {byte_size(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
+        f"bucket: {byte_size(f.each_step)} per outer step ({f.codec}), {byte_size(f.each_snapshot)} per snapshot; "
+        f"{kept}",
+        f"a sync takes about {duration(f.sync_s)} at an assumed {link} up and down, every {duration(f.compute_s)} "
         "(a guess, for a GPU); `diloco doctor URL` measures the link",
     ]
 
 
 def kept_text(found: Footprint, steps: int, keep: int) -> str:
     """How much stays under a budget that is smaller than the run, how often snapshots come, how far back it reaches."""
-    of_all = f"of {in_bytes(found.in_all)} in {steps} steps"
+    of_all = f"of {byte_size(found.in_all)} in {steps} steps"
     every = f"with a snapshot {f'every {found.period} steps' if found.period > 1 else 'at every step'}"
     if keep >= found.needed:
         reach = f"reach back {(keep - found.needed) // found.back:,} steps or more"
-        return f"at most {in_bytes(keep)} {of_all} stay (fleet.keep), {every}, and {reach}"
-    stays = f"what a replica may need, up to {in_bytes(found.needed)}, {of_all} stay (fleet.keep), {every}"
+        return f"at most {byte_size(keep)} {of_all} stay (fleet.keep), {every}, and {reach}"
+    stays = f"what a replica may need, up to {byte_size(found.needed)}, {of_all} stay (fleet.keep), {every}"
     return f"{stays}{_floor_advice(found, keep)}" if keep else stays
 
 
 def _floor_advice(found: Footprint, keep: int) -> str:
     """The next thing to do where the budget is below the floor."""
-    room = f'fleet.keep = "{in_bytes(_rounded_up(found.floor))}" is the least that has room for it'
+    room = f'fleet.keep = "{byte_size(_rounded_up(found.floor))}" is the least that has room for it'
     if found.int8_floor >= found.floor:
         return f"; {room}"
     enough = "which fits" if found.int8_floor <= keep else "which is still more"
-    return f'; {room}, and outer.codec = "int8" makes that {in_bytes(found.int8_floor)}, {enough}'
+    return f'; {room}, and outer.codec = "int8" makes that {byte_size(found.int8_floor)}, {enough}'
 
 
 def _rounded_up(size: int) -> int:
     """To the three digits that `in_bytes` writes, so that the size it writes is enough."""
     unit = 10 ** max(0, len(str(size)) - 3)
     return -(-size // unit) * unit
-
-
-def in_bytes(n: float) -> str:
-    """ "3.95 GB" """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n / 1e3:.3g} kB"
-
-
-def in_seconds(s: float) -> str:
-    return f"{s / 60:.0f} min" if s >= 600 else f"{s:.0f} s" if s >= 10 else f"{s:.2g} s"

@@ -14,8 +14,9 @@ from math import prod
 from typing import Any
 
 from diloco.config import OuterConfig, RunConfig, keep_bytes
-from diloco.footprint import LINK, Footprint, delta_bytes, footprint, in_bytes, in_seconds, lines
+from diloco.footprint import LINK, Footprint, delta_bytes, footprint, lines
 from diloco.sizing import adapter_parameters
+from diloco.units import byte_size, duration
 from executors.platforms.on_modal.kinds import AS_OF, DAY_S, USD_PER_HOUR, Kind, memory_limit_mib
 from inner.base import InnerConfig
 from inner.lora_settings import LoraSettings
@@ -138,7 +139,7 @@ def _memory_row(model: Model, what: str, **settings: Any) -> tuple[str, ...]:
     gpu = gpu_for(found.device)
     price = f"{usd_per_hour(gpu, model.parameters):.2f}" if gpu else ""
     sizes = (found.device, found.host, ON_THE_HUB * model.parameters, found.each_step, found.each_snapshot)
-    return (model.name, what, *(in_bytes(size) for size in sizes), gpu or "none of one device", price)
+    return (model.name, what, *(byte_size(size) for size in sizes), gpu or "none of one device", price)
 
 
 def sync_table() -> str:
@@ -148,8 +149,8 @@ def sync_table() -> str:
 
 
 def _sync_row(name: str, parameters: int) -> tuple[str, ...]:
-    took = [in_seconds(sync_seconds(codec, parameters, REPLICAS, LINK, LINK)) for codec in CODECS]
-    return (name, in_bytes(delta_bytes(parameters, "fp32")), *took)
+    took = [duration(sync_seconds(codec, parameters, REPLICAS, LINK, LINK)) for codec in CODECS]
+    return (name, byte_size(delta_bytes(parameters, "fp32")), *took)
 
 
 def example(name: str, replicas: int, steps: int, **settings: Any) -> str:

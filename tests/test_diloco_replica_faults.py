@@ -20,10 +20,11 @@ from safetensors.numpy import load_file
 
 from diloco import exitcodes
 from diloco.config import ConfigError
-from diloco.footprint import footprint, in_bytes, lines
+from diloco.footprint import footprint, lines
 from diloco.history import state_at
 from diloco.runlog.kept import kept_words
 from diloco.runlog.report import read_report, summary
+from diloco.units import byte_size
 from executors.cli.main import _best_step
 from executors.cli.status import status_dict, status_table
 from rendezvous import layout, snapshots
@@ -399,7 +400,7 @@ def test_a_small_budget_brings_snapshots_forward_and_holds_at_every_look(tmp_pat
         time.sleep(0.02)
     codes = fleet.wait()
     assert codes == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
-    assert f"at most {in_bytes(keep)} of" in lines(planned, steps, keep)[1]
+    assert f"at most {byte_size(keep)} of" in lines(planned, steps, keep)[1]
     assert planned.needed / 2 < most <= keep, f"{most} bytes"
     made = snapshots.steps_of(fleet.store.list(layout.SNAPSHOTS))
     assert steps / planned.period / 2 <= len(made) <= 2 * steps / planned.period

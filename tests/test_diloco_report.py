@@ -171,7 +171,7 @@ def test_checks_see_a_broken_chain():
 def test_summary_fits_one_screen():
     text = summary(read_report(killed_and_replaced().store))
     assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
-    assert "6 of 6 outer steps" in text and "killed at 9.1 s" in text and "400.0 kB up" in text
+    assert "6 of 6 outer steps" in text and "killed at 9.1 s" in text and "400 kB up" in text
 
 
 def test_summary_of_many_sessions_still_fits():

@@ -85,7 +85,7 @@ def test_no_commit_for_three_times_the_median_is_a_stall() -> None:
     run = Planted(6)
     assert kinds(run, 2.9 * GAP_S) == []
     seen = found_in(run.report(), 3.1 * GAP_S)["stalled"]
-    assert "no outer step for 310.0 s, where 100.0 s are usual; 0 of 2 replicas beat" in seen.text and seen.step == 6
+    assert "no outer step for 5 min 10 s, where 100 s are usual; 0 of 2 replicas beat" in seen.text and seen.step == 6
     assert "diloco resume" in seen.advice and seen.page == "stalled" and PAGE in seen.line
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.dollars import dollars
 from diloco.runlog.report import Report, SessionSummary
 from diloco.session import Session as ReplicaLife
+from diloco.units import dollars
 from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Budget, Costs, costs, launch_refusal, lease, over
 from rendezvous.clock import SystemClock
 from rendezvous.membership import Wanted, write_control

@@ -17,6 +17,7 @@ from typing import Any
 
 from diloco.audit.step_facts import COUNTED, FENCED, FOREIGN, LATE, LOST, NONE, OPEN, SPARE, OfferFacts, StepFacts
 from diloco.runlog.ends import observed_words, own_words
+from diloco.units import duration
 from rendezvous.records import Claim, Commit, Listed
 from rendezvous.rules import patience_s
 
@@ -95,7 +96,7 @@ def _decision(facts: StepFacts) -> Iterator[str]:
 def _why_then(facts: StepFacts, ats: list[float]) -> str:
     commit = facts.commit
     missing = missing_slots(facts)
-    since_last = f"{_seconds(commit.at - ats[-1])} after the last offer that counts"
+    since_last = f"{duration(commit.at - ats[-1])} after the last offer that counts"
     if not missing:
         expected = len(expected_slots(facts))
         everybody = f"all {expected} replicas that it was to wait for had offered" if expected else "nobody was awaited"
@@ -103,10 +104,10 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     quorum = ats[min(commit.m, len(ats)) - 1]
     tooks = [one.offer.took for one in facts.offers if one.fate == COUNTED]
     grace = patience_s(tooks, facts.timing.poll)
-    more = f"up to {_seconds(4.5 * median(tooks) + grace)} for one whose rate promises an offer"
+    more = f"up to {duration(4.5 * median(tooks) + grace)} for one whose rate promises an offer"
     return (
-        f"it had the {commit.m} offers that it needs since {_time(quorum)}, {_seconds(commit.at - quorum)} before "
-        f"({since_last}); who is dead is not waited for, who shows no progress for {_seconds(grace)}, {more}"
+        f"it had the {commit.m} offers that it needs since {_time(quorum)}, {duration(commit.at - quorum)} before "
+        f"({since_last}); who is dead is not waited for, who shows no progress for {duration(grace)}, {more}"
     )
 
 
@@ -118,7 +119,7 @@ def _offer_lines(facts: StepFacts) -> Iterator[str]:
         inside = f"{o.h} inner steps" + (f", {o.samples:g} samples" if o.samples else "")
         said = ", ".join(f"{name} {o.stats[name]:.4g}" for name in ("reward", "loss", "tokens") if name in o.stats)
         yield (
-            f"{o.slot}-{o.generation} at {_time(o.at)}: {inside}, {_seconds(o.took)} since its last outer step"
+            f"{o.slot}-{o.generation} at {_time(o.at)}: {inside}, {duration(o.took)} since its last outer step"
             f"{', ' + said if said else ''}{', and leaves' if o.leaving else ''}; {_fate(facts, one)}"
         )
 
@@ -163,7 +164,7 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
     own = [one for one in facts.offers if one.offer.slot == slot and one.fate in (LATE, LOST, OPEN)]
     if own:
         after = own[0].offer.at - commit.at
-        when = f"{_seconds(after)} after the close" if after >= 0 else f"{_seconds(-after)} before it, by its clock"
+        when = f"{duration(after)} after the close" if after >= 0 else f"{duration(-after)} before it, by its clock"
         return f"its offer came {when}, so its grace had run out, or it looked dead{ended}"
     begun = _generation_before(facts, slot)
     if claim is not None and claim.generation > begun > 0:
@@ -254,7 +255,3 @@ def _unknown(facts: StepFacts) -> list[str]:
 def _time(at: float, date: bool = False) -> str:
     when = datetime.fromtimestamp(at, UTC)
     return f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d}{' UTC' if date else ''}"[0 if date else 11 :]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if abs(seconds) < 1 else f"{seconds:.1f} s"

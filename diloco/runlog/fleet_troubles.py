@@ -16,10 +16,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diloco.dollars import dollars
 from diloco.runlog.overview import run_state, seconds_per_step, silent_s
-from diloco.runlog.report import PARTS, SUPERVISOR, Report, SessionSummary, Step, nice_time
+from diloco.runlog.report import PARTS, SUPERVISOR, Report, SessionSummary, Step
 from diloco.runlog.trouble import Spending, Trouble, trouble
+from diloco.units import dollars, duration
 
 STALL = 3.0  # × the median of the newest outer steps
 LEAST_GAPS = 3  # before that the run is warming up
@@ -41,7 +41,7 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
     open_s = now - _open_since(report) - _evaluated_s(report)
     if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report.url)):
         return []
-    text = f"no outer step for {nice_time(open_s)}, where {nice_time(usual_s)} are usual; {_who_is_there(report, now)}"
+    text = f"no outer step for {duration(open_s)}, where {duration(usual_s)} are usual; {_who_is_there(report, now)}"
     advice = "`diloco logs RUN SLOT` of who is silent; `diloco resume RUN` where no supervisor lives"
     return [trouble("stalled", text, advice, step=report.head)]
 
@@ -114,7 +114,7 @@ def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     left = []
     if wanted.max_usd and spent.usd >= BUDGET_SHARE * wanted.max_usd:
         lasts = (wanted.max_usd - spent.usd) / spent.usd_per_hour * 3600 if spent.usd_per_hour > 0 else None
-        lasting = "" if lasts is None else f", which last for {nice_time(max(0.0, lasts))}"
+        lasting = "" if lasts is None else f", which last for {duration(max(0.0, lasts))}"
         left.append(
             f"{dollars(spent.usd)} of {dollars(wanted.max_usd)} are spent ({spent.usd / wanted.max_usd:.0%}){lasting}"
         )

@@ -30,6 +30,7 @@ from diloco.runlog.look import SUPERVISOR, Found, ReadSoFar, first_look, take_lo
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_words
+from diloco.units import byte_size, duration
 from inner.printable import printable
 from rendezvous import layout
 from rendezvous.digests import SHA256, digest
@@ -671,7 +672,7 @@ def _shortened(line: str, most: int = 80) -> str:
 def headline(report: Report) -> str:
     h = report.setting("outer", "sync_every", 0) or "?"
     return (
-        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {nice_time(report.seconds)}, "
+        f"{brief_name(report)}: {report.head} of {report.wanted.steps} outer steps in {duration(report.seconds)}, "
         f"{_counted_replicas(report)}, H = {h}"
     )
 
@@ -685,15 +686,6 @@ def _counted_replicas(report: Report) -> str:
 def brief_name(report: Report) -> str:
     """At most NAME characters: the numbers behind it must stay on a line."""
     return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
-
-
-def nice_time(seconds: float) -> str:
-    """45.0 s, 12 min 30 s, 3 h 05 min."""
-    minutes = int(seconds) // 60
-    hours = int(seconds) // 3600
-    if minutes < 10:
-        return f"{seconds:.1f} s"
-    return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {int(seconds) % 60:02d} s"
 
 
 def _curve_lines(report: Report) -> list[str]:
@@ -735,7 +727,7 @@ def _cost_lines(report: Report) -> list[str]:
         return []
     parts = " · ".join(f"{n} {fmean(s.part(p) for s in timed):.2f}" for n, p in zip(PART_NAMES, PARTS, strict=True))
     up, down = (fmean(b for s in timed for b in getattr(s, way).values()) for way in ("up", "down"))
-    sizes = f"{nice_bytes(up)} up, {nice_bytes(down)} down"
+    sizes = f"{byte_size(up)} up, {byte_size(down)} down"
     return [f"  seconds per step: {parts}", f"  bytes per sync and replica: {sizes}", *_outer_lines(report)]
 
 
@@ -784,11 +776,3 @@ def _session_words(session: SessionSummary, began: float) -> str:
         joined = f"joined at {session.joined - began:.1f} s (step {session.joined_step})"
     end = "" if session.ended is None else f" at {session.ended - began:.1f} s"
     return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"
-
-
-def nice_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -16,8 +16,9 @@ from diloco import exitcodes, processes
 from diloco.launch import Run, refuse_lost_run
 from diloco.output import asking_signals
 from diloco.runlog.overview import end_words
-from diloco.runlog.report import Reader, Report, nice_time
+from diloco.runlog.report import Reader, Report
 from diloco.runlog.scope import STATUS
+from diloco.units import duration
 from executors.cli.status import StatusView, view_for
 from executors.platforms.multi import build_executor
 from executors.supervision.alerts import VARIABLE as ALERT
@@ -85,7 +86,7 @@ def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]
         if asked == 1:
             view.say(
                 "asking the replicas to leave; each ends its inner step and offers what it has first, within "
-                f"{nice_time(max(1.0, supervisor.grace_s))} (Ctrl-C again: kill, and lose that)"
+                f"{duration(max(1.0, supervisor.grace_s))} (Ctrl-C again: kill, and lose that)"
             )
             supervisor.leave()
         elif asked == 2:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.dollars import dollars
+from diloco.units import dollars
 from executors.platforms import EXECUTORS
 from executors.platforms.base import FleetExecutor, Status, wait_for_all
 from executors.platforms.multi import Place, make_executor

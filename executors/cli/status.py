@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
-from diloco.dollars import dollars
 from diloco.events import SHOWN
 from diloco.output import raw_output
 from diloco.runlog.ends import never_began, observed_words
@@ -34,12 +33,12 @@ from diloco.runlog.report import (
     brief_name,
     curve_of,
     first_and_last,
-    nice_time,
     outer_words,
     solo_words,
 )
 from diloco.runlog.sparkline import sparkline
 from diloco.runlog.worth import worth, worth_dict, worth_words
+from diloco.units import dollars, duration
 from executors.supervision.costs import Costs
 from executors.supervision.remarks import all_troubles, event_fields, is_listening, key_values, remark_lines
 from inner.printable import printable
@@ -226,17 +225,13 @@ def _title_line(report: Report, now: float, width: int) -> str:
     curve = ""
     known = line.known
     head = f"{brief_name(report)}  outer step {report.head} of {report.wanted.steps}"
-    time = f"  {_clock_in_words(_elapsed_seconds(report, now))}"
+    time = f"  {duration(_elapsed_seconds(report, now))}"
     if known:
         first = f"  {line.name} {known[0]:.2f} "
         last = f" {known[-1]:.2f}"
         room = min(24, width - 1 - len(head + first + last + time))
         curve = f"{first}{sparkline(line.mean, room)}{last}" if room > 0 else f"  {line.name}{last}"
     return f"{head}{curve}{time}"
-
-
-def _clock_in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 600 else nice_time(seconds)
 
 
 def _elapsed_seconds(report: Report, now: float) -> float:

@@ -18,17 +18,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.dollars import dollars
 from diloco.events import LAUNCH_ENDS, SHOWN, advice_on
 from diloco.runlog.ends import observed_words, own_words
 from diloco.runlog.overview import MetricCurve, Overview, SessionRow
 from diloco.runlog.report import Report
 from diloco.runlog.sparkline import sparkline, squeezed
 from diloco.runlog.trouble import PAGE, Trouble
+from diloco.units import dollars, duration
 from executors.cli.status import cost_limits
 from executors.platforms.full_disk import found_room
 from executors.supervision.costs import Costs
-from executors.supervision.health import format_duration
 from rendezvous.membership import Wanted
 
 OLD_SESSIONS = 4  # that ended and were replaced, shown beside the newest of each slot
@@ -73,7 +72,7 @@ def cut(text: str, width: int) -> str:
 def header_lines(seen: Overview, spent: Costs, wanted: Wanted, width: int) -> list[str]:
     """Two lines; parts that find no room go, the last ones first."""
     of = f" of {seen.steps}" if seen.steps else ""
-    pace = [] if seen.step_s is None else [f"{_seconds(seen.step_s)} per step"]
+    pace = [] if seen.step_s is None else [f"{duration(seen.step_s)} per step"]
     first = [f"outer step {seen.step}{of}", *_state_parts(seen), *pace]
     name = cut(seen.name, max(8, width - len(" · ".join(["", *first]))))
     second = [_clock_part(seen), *_money_parts(spent, wanted), *_snapshot_parts(seen)]
@@ -83,14 +82,14 @@ def header_lines(seen: Overview, spent: Costs, wanted: Wanted, width: int) -> li
 def _state_parts(seen: Overview) -> list[str]:
     if seen.state != "running":
         return [seen.state]
-    return [] if seen.eta_s is None else [f"ETA {format_duration(seen.eta_s)}"]
+    return [] if seen.eta_s is None else [f"ETA {duration(seen.eta_s)}"]
 
 
 def _clock_part(seen: Overview) -> str:
     if seen.state == "not begun":
         return "no replica has joined yet"
     verb = {"running": "running for", "done": "took", "stopped": "ran for"}[seen.state]
-    return f"{verb} {format_duration(seen.elapsed_s)}"
+    return f"{verb} {duration(seen.elapsed_s)}"
 
 
 def _money_parts(spent: Costs, wanted: Wanted) -> list[str]:
@@ -104,7 +103,7 @@ def _money_parts(spent: Costs, wanted: Wanted) -> list[str]:
 def _snapshot_parts(seen: Overview) -> list[str]:
     if seen.snapshot is None:
         return []
-    age = "" if seen.snapshot_age_s is None else f", {format_duration(seen.snapshot_age_s)} old"
+    age = "" if seen.snapshot_age_s is None else f", {duration(seen.snapshot_age_s)} old"
     return [f"snapshot {seen.snapshot}{age}"]
 
 
@@ -113,10 +112,6 @@ def _joined(parts: Sequence[str], width: int) -> str:
     while len(kept) > 1 and len(" · ".join(kept)) > width:
         kept.pop()
     return cut(" · ".join(kept), width)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else format_duration(seconds) if seconds >= 600 else f"{seconds:.0f} s"
 
 
 def phases_words(seen: Overview) -> str:
@@ -128,8 +123,8 @@ def phases_words(seen: Overview) -> str:
 def freshness_line(read_s: float, trouble: str, width: int) -> str:
     """read_s: since the newest look that ended well.   trouble: why the last one did not, "" if it did."""
     if trouble:
-        return cut(f"! stale: nothing new for {format_duration(read_s)}; {trouble}", width)
-    return f"read {format_duration(read_s)} ago"
+        return cut(f"! stale: nothing new for {duration(read_s)}; {trouble}", width)
+    return f"read {duration(read_s)} ago"
 
 
 # -------------------------------------------------------------------- rows

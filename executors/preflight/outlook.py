@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.config import ConfigError, RunConfig, keep_bytes
-from diloco.footprint import footprint, in_bytes, lines
+from diloco.footprint import footprint, lines
 from diloco.superseded import current_url
+from diloco.units import byte_size
 from executors.platforms.multi import Place
 from inner.known import ASK_S
 from inner.task_settings import reward_model_parts
@@ -82,7 +83,7 @@ def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
     for spelling in config.inner.rewards.models.values():
         name, revision = reward_model_parts(spelling)
         size = _within(seconds, lambda name=name, revision=revision: stored_bytes(name, revision or None))
-        said = "its size could not be read; it lies" if size is None else f"{in_bytes(size)} more"
+        said = "its size could not be read; it lies" if size is None else f"{byte_size(size)} more"
         found.append(f"reward model {name}: {said} on the device of every replica, beside what its passes need")
     return found
 

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
 from diloco.config import ConfigError, RunConfig, check_fleet
-from diloco.dollars import dollars
 from diloco.launch import Run, refuse_fewer_steps
 from diloco.sizing import parameters_of, trained_parameters_of
+from diloco.units import dollars
 from executors.platforms import EXECUTORS, FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.multi import Place, are_places, build_executor, place_of, places_of

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.dollars import dollars
 from diloco.runlog.report import SUPERVISOR, Report, SessionSummary
+from diloco.units import dollars
 from executors.platforms.base import Plain
 from executors.supervision.slot_state import native_of
 from rendezvous.membership import Wanted, launch_of

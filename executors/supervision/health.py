@@ -15,6 +15,7 @@ from diloco import exitcodes
 from diloco.host import host_words
 from diloco.runlog.overview import silent_s
 from diloco.runlog.report import SUPERVISOR, Report
+from diloco.units import duration
 from executors.supervision import lease
 from rendezvous.clock import Clock
 from rendezvous.membership import read_beat
@@ -45,7 +46,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     line = f"supervised by {who}"
     if unheard >= UNHEARD_S:
         line = (
-            f"! its supervisor ({who}) was last heard {format_duration(unheard)} ago, so nobody may be replacing "
+            f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so nobody may be replacing "
             f"replicas; "
             f"`diloco resume {shlex.quote(report.url)} --detach` starts another if it is dead"
         )
@@ -66,14 +67,6 @@ def last_end(report: Report) -> dict[str, Any] | None:
     if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
         return None
     return {"code": ends[-1]["code"], "text": str(ends[-1].get("text", "")), "at": ends[-1]["at"]}
-
-
-def format_duration(seconds: float) -> str:
-    """ "42 s", "3 min", "3 h 2 min" """
-    minutes = int(seconds // 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _first_line(text: str) -> str:

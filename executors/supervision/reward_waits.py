@@ -8,8 +8,8 @@ Not promised: the moment of the start; a supervisor that is away starts nobody.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.dollars import dollars
-from diloco.runlog.report import SUPERVISOR, Report, nice_time
+from diloco.runlog.report import SUPERVISOR, Report
+from diloco.units import dollars, duration
 from executors.supervision.costs import costs
 
 SETTLES = ("launched", "found", "lost", "ended")
@@ -35,7 +35,7 @@ def _newest_events(report: Report) -> dict[str, Mapping[str, Any]]:
 def _wait_in_words(slot: str, end: Mapping[str, Any], now: float) -> str:
     left = max(0.0, end["at"] + end["again_in_s"] - now)
     row = f"{end.get('reward_failures', 1)} of {end.get('reward_limit', 1)} times in a row"
-    return f"{slot} {row}, again in {nice_time(left)}"
+    return f"{slot} {row}, again in {duration(left)}"
 
 
 def _cost_in_words(waiting: Mapping[str, Mapping[str, Any]], report: Report, now: float) -> str:

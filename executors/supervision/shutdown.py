@@ -21,7 +21,8 @@ from diloco.config import ConfigError
 from diloco.host import host_name, host_words
 from diloco.journal import Journal
 from diloco.launch import is_finished, read_run
-from diloco.runlog.report import SUPERVISOR, nice_time
+from diloco.runlog.report import SUPERVISOR
+from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
@@ -91,7 +92,7 @@ def _is_over(store: Store, now: float) -> bool:
 def _ask_to_leave(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None]) -> None:
     if lost := write_stop(store, clock):
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
-    say(f"asked every replica to leave; they offer what they have first, within {nice_time(grace_s)}")
+    say(f"asked every replica to leave; they offer what they have first, within {duration(grace_s)}")
 
 
 def _end_everything(

@@ -8,7 +8,8 @@ Not promised: anything about a run that nobody supervises; `status` says that in
 """
 
 from diloco.runlog.overview import silent_s
-from diloco.runlog.report import SUPERVISOR, Report, nice_time
+from diloco.runlog.report import SUPERVISOR, Report
+from diloco.units import duration
 from executors.supervision.slot_state import History, past
 from rendezvous.records import Beat
 
@@ -31,7 +32,7 @@ def unserved(report: Report, now: float) -> list[str]:
     idle = {slot: seconds for slot, seconds in idle.items() if seconds >= AFTER_S and not _waits(report, slot, now)}
     if not idle:
         return []
-    words = ", ".join(f"{slot} for {nice_time(seconds)}" for slot, seconds in sorted(idle.items()))
+    words = ", ".join(f"{slot} for {duration(seconds)}" for slot, seconds in sorted(idle.items()))
     return [f"wanted, but neither running nor being started: {words}; {_reason(report)}"]
 
 

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from diloco import processes
-from diloco.dollars import dollars
 from diloco.runlog.report import SUPERVISOR
+from diloco.units import dollars
 from executors.platforms import oom
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, Result, State, Status, Unavailable
 from executors.platforms.container import ENDED, STARTED, TAIL, read_end, replica_lines

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from diloco.dollars import dollars
+from diloco.units import dollars
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_hf_jobs.client import NAMESPACE, Hub
 from executors.platforms.vllm_pins import check_command, pinned_version

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco.dollars import dollars
+from diloco.units import dollars
 from executors.platforms.base import Plain
 from executors.platforms.on_modal.client import sdk
 

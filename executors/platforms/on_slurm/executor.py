@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco import processes
-from diloco.dollars import dollars
 from diloco.own_files import make_private, write_json
+from diloco.units import dollars
 from executors.platforms.base import (
     ExecutorError,
     Handle,

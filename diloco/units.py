@@ -1,0 +1,45 @@
+"""Durations, sizes and money in words: one form each, for every view.
+
+    0.21 s · 9.5 s · 95 s · 5 min 30 s · 42 min · 3 h 05 min · 2 d 03 h      3 digits: 512 B · 9.83 MB · 2.2 TB
+    $12.30 · $0.0031                                                     below a cent: the first two digits that tell
+
+Not promised: a sum of rounded numbers that is the rounded sum.
+"""
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time in at most two units."""
+    if seconds < 0:
+        return f"−{duration(-seconds)}"
+    whole = round(seconds)
+    if whole < 10:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def byte_size(count: float) -> str:
+    """Return a number of bytes, in units of 1000."""
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 999.5 else f"{count:.3g} {unit}"
+
+
+def dollars(usd: float) -> str:
+    """Return a sum of money."""
+    digits = 2 if usd >= 0.01 or usd <= 0 else min(9, 1 - math.floor(math.log10(usd)))
+    return f"${usd:.{digits}f}"
