@@ -244,3 +244,15 @@ def test_the_process_rewards_page_has_the_tables_of_its_rows() -> None:
     rows, page = read_rows(ROWS / "process.jsonl"), (ROWS.parent / "process.md").read_text()
     assert {(row["arm"], row["seed"]) for row in rows} == {(arm, s) for arm in process.ARMS for s in process.SEEDS}
     assert process.table(rows) in page and process.comparisons(rows) in page
+
+
+@pytest.mark.parametrize("world", ["text"])
+def test_the_pages_of_tuned_rates_and_unequal_machines_have_the_tables_of_their_rows(world: str) -> None:
+    tuning, judging = (read_rows(ROWS / f"tuned-{world}-{part}.jsonl") for part in ("tuning", "judging"))
+    assert (len(tuning), len(judging)) == (260, 67 * 8)
+    page, here = (ROWS.parent / "tuned.md").read_text(), WORLDS[world]
+    assert tuned.tuning_table(here, tuning) in page
+    assert tuned.judging_table(here, judging, tuned.choose(here, tuning)) in page
+    elastic_rows = read_rows(ROWS / f"elastic-{world}.jsonl")
+    assert {(row["arm"], row["seed"]) for row in elastic_rows} == {(a, s) for a in elastic.ARMS for s in elastic.SEEDS}
+    assert elastic.table(here, elastic_rows) in (ROWS.parent / "elastic.md").read_text()
