@@ -20,10 +20,11 @@ from tests.study_trials import count_to_seed
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "studies"))
 import effective_step
 import elastic
+import outer_rules
 import process
 import replicas
 import tuned
-from fleet import Turn, flat, outer_steps, scripted_steps
+from fleet import Turn, flat, outer_steps, scripted_steps, with_nesterov
 from trials import Trial, area, at_step, first_step, paired, read_rows, run_missing
 from worlds import WORLDS
 
@@ -72,8 +73,8 @@ def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Pat
         return build_inner(run.config.inner, start, files, seeds, warmup_steps=REJOIN_WARMUP if session > 1 else 0)
 
     script = lambda t: turns.get(t, [])  # noqa: E731
-    rate = lambda mean, deltas: float(outer.lr)  # noqa: E731
-    thetas = scripted_steps(flat(build(0, 1, 0)), build, script, rules=outer.rules, rate=rate, mu=outer.momentum)
+    step = with_nesterov(lambda mean, deltas: float(outer.lr), outer.momentum)
+    thetas = scripted_steps(flat(build(0, 1, 0)), build, script, rules=outer.rules, outer=step)
     for t, theta in enumerate(islice(thetas, 5), 1):
         assert torch.equal(theta, torch.cat(state_at(run, record, t)[1].thetas)), t
     thetas.close()
@@ -256,3 +257,25 @@ def test_the_pages_of_tuned_rates_and_unequal_machines_have_the_tables_of_their_
     elastic_rows = read_rows(ROWS / f"elastic-{world}.jsonl")
     assert {(row["arm"], row["seed"]) for row in elastic_rows} == {(a, s) for a in elastic.ARMS for s in elastic.SEEDS}
     assert elastic.table(here, elastic_rows) in (ROWS.parent / "elastic.md").read_text()
+
+
+def test_all_ways_of_stepping_take_the_same_inner_steps_and_the_plain_one_is_a_mean() -> None:
+    assert {sum(arm.rounds) for arm in outer_rules.ARMS.values()} == {outer_rules.STEPS}
+    theta, mean = torch.ones(3), torch.tensor([0.5, 0.0, -1.0])
+    assert torch.equal(outer_rules.plain()(theta.clone(), mean, []), theta - mean)
+
+
+def test_momentum_is_dropped_where_it_points_against_the_mean() -> None:
+    step, theta, mean = outer_rules.restarting(lr=1.0, mu=0.5), torch.zeros(2), torch.tensor([1.0, 0.0])
+    step(theta, mean, [])  # m = 1, step 1.5
+    assert torch.equal(theta, torch.tensor([-1.5, 0.0]))
+    step(theta, -mean, [])  # dropped: m = −1, step −1.5
+    assert torch.equal(theta, torch.zeros(2))
+    step(theta, -mean, [])  # kept: m = −1.5, step −1.75
+    assert torch.equal(theta, torch.tensor([1.75, 0.0]))
+
+
+def test_an_averaged_path_is_valued_where_its_mean_is() -> None:
+    step, theta = outer_rules.averaging(), torch.zeros(1)
+    assert float(step(theta, torch.tensor([-4.0]), [])) == 2.0 and float(theta) == 3.0  # z = 4, x = 2, y = 3
+    assert float(step(theta, torch.tensor([-4.0]), [])) == 5.0 and float(theta) == 6.5  # z = 8, x = 5

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from fleet import Turn, flat, scripted_steps
+from fleet import Turn, flat, scripted_steps, with_nesterov
 from replicas import by_seed, curve_of
 from trials import Curve, Row, Trial, area, at_step, paired, read_rows, run_missing
 from tuned import Setting, choose, tunings
@@ -95,7 +95,7 @@ def run(world: World, folder: Path, tuning: Path, trial: Trial) -> Curve:
     judge = build(0, 1, 0)
     assert best.rate is not None, "of a fleet"
     rules = Rules(sync_every=EVERY, weighting=arm.weighting, age_discount=arm.discount)
-    thetas = scripted_steps(flat(judge), build, script, rules=rules, rate=best.rate(MACHINES), mu=best.mu)
+    thetas = scripted_steps(flat(judge), build, script, rules=rules, outer=with_nesterov(best.rate(MACHINES), best.mu))
     return curve_of(world, judge, thetas, ROUNDS, EVERY)
 
 

@@ -33,6 +33,7 @@ from rendezvous.reduce import accumulate, total_weight
 from rendezvous.rules import Rules, with_weights
 
 OuterRate = Callable[[Tensor, Sequence[Tensor]], float]  # (ḡ, [Δ₀ …]) -> this outer step's learning rate
+Outer = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]  # (θ, ḡ, [Δ₀ …]): step θ in place -> the θ to be valued
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,25 @@ def outer_steps(loops: Sequence[InnerLoop], *, every: int, rate: OuterRate, mu: 
     """θ after each outer step of equal machines that all take part, without end.   The first loop's weights are θ₀."""
     script = lambda t: [Turn(machine, every, t) for machine in range(len(loops))]  # noqa: E731
     build = lambda machine, session, start: loops[machine]  # noqa: E731
-    return scripted_steps(flat(loops[0]), build, script, rules=Rules(sync_every=every), rate=rate, mu=mu)
+    return scripted_steps(flat(loops[0]), build, script, rules=Rules(sync_every=every), outer=with_nesterov(rate, mu))
 
 
-def scripted_steps(
-    theta: Tensor, build: Build, script: Script, *, rules: Rules, rate: OuterRate, mu: float
-) -> Generator[Tensor]:
+def with_nesterov(rate: OuterRate, mu: float) -> Outer:
+    """The product's outer step, with the momentum that it keeps."""
+    kept: list[Tensor] = []
+
+    def step(theta: Tensor, mean: Tensor, deltas: Sequence[Tensor]) -> Tensor:
+        momentum = kept[0] if kept else torch.zeros_like(theta)
+        kept[:] = [momentum]
+        nesterov(theta, momentum, mean, lr=rate(mean, deltas), mu=mu)
+        return theta
+
+    return step
+
+
+def scripted_steps(theta: Tensor, build: Build, script: Script, *, rules: Rules, outer: Outer) -> Generator[Tensor]:
     """θ after each outer step of a fleet whose turns are written down, without end.   theta: θ₀; it is stepped."""
-    momentum = torch.zeros_like(theta)
+    valued = theta
     replicas: dict[int, tuple[int, Replica]] = {}
     counted: dict[int, int] = defaultdict(int)
     offers: dict[int, list[tuple[Listed, Tensor]]] = defaultdict(list)
@@ -125,8 +137,8 @@ def scripted_steps(
                     counted[turn.machine] += turn.h
             if listed := sorted(offers.pop(t, []), key=lambda one: (t - one[0].step, one[0].slot)):
                 mean = weighted_mean(with_weights([o for o, _ in listed], t, rules), [d for _, d in listed])
-                nesterov(theta, momentum, mean, lr=rate(mean, [d for _, d in listed]), mu=mu)
-            yield theta
+                valued = outer(theta, mean, [d for _, d in listed])
+            yield valued
     finally:
         for _, replica in replicas.values():
             replica.end()
