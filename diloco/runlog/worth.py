@@ -114,7 +114,9 @@ def _used_words(found: Worth) -> list[str]:
 
 
 def _agreement_words(found: Worth) -> list[str]:
-    sizes = [f"{n} replicas ×{time:.2f} time, ×{hours:.2f} hours" for n, time, hours in _other_sizes(found)]
+    sizes = [
+        f"{n} replica{'s' * (n > 1)} ×{time:.2f} time, ×{hours:.2f} hours" for n, time, hours in _other_sizes(found)
+    ]
     return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)"] if sizes else []
 
 
