@@ -10,7 +10,6 @@ Two commands with equal mathematics are the same run; `fleet` may differ from on
 Unknown or contradictory settings are errors that name the next thing to do.  No torch here.
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,32 +60,38 @@ class OuterConfig(Table):
     path: ClassVar[str] = "outer"
     error: ClassVar[type[Exception]] = OuterConfigError
 
-    sync_every: int = setting(10, "H: inner steps inside a full pseudogradient.")
-    fragments: int = setting(1, "F: the model travels in that many parts, one of them every H/F inner steps.")
-    fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.")
+    sync_every: int = setting(10, "H: inner steps inside a full pseudogradient.", least=1)
+    fragments: int = setting(1, "F: the model travels in that many parts, one of them every H/F inner steps.", least=1)
+    fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.", least=0)
     fragment_update_alpha: float = setting(
-        0.0, "α: how much of the local value a fragment keeps when it is applied (0: none)."
+        0.0, "α: how much of the local value a fragment keeps when it is applied (0: none).", least=0, most=1
     )
     lr: float | str = setting(
-        0.7, 'Of the Nesterov outer step; "auto": as large as the likeness of successive means allows.'
+        0.7,
+        'Learning rate η of the outer Nesterov step; "auto": as large as the likeness of successive means allows.',
+        above=0,
     )
-    momentum: float = setting(0.5, "Of the Nesterov outer step.")
-    max_carry: int = setting(2, "Syncs that a late pseudogradient may wait to be listed.")
-    age_discount: float = setting(0.5, "What a late pseudogradient is worth, per sync that it is late.")
-    snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.")
+    momentum: float = setting(0.5, "Momentum μ of the outer Nesterov step.", least=0, below=1)
+    max_carry: int = setting(2, "Syncs that a late pseudogradient may wait to be listed.", least=0)
+    age_discount: float = setting(
+        0.5, "What a late pseudogradient is worth, per sync that it is late.", least=0, most=1
+    )
+    snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
         "How pseudogradients travel: fp32, bf16, int8, int4, topk or bf16-gate, the lossy ones with error feedback; "
         "auto: the first of them whose sync takes a tenth of the time between syncs, chosen when the run is founded.",
+        one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(
-        "steps", 'What a pseudogradient counts by: its inner "steps", its "samples", or "uniform".'
+        "steps", 'What a pseudogradient counts by: its inner "steps", its "samples", or "uniform".', one_of=WEIGHTINGS
     )
     norm_gate: float = setting(
-        10.0, "A pseudogradient longer than norm_gate × the typical length is scaled to the typical length; 0: off."
-    )
+        10.0, "A pseudogradient longer than norm_gate × the typical length is scaled to the typical length; 0: off.",
+        least=0,
+    )  # fmt: skip
     sync_seconds: float | None = setting(
-        None, "A sync is due after that many seconds, if not sync_every inner steps come first."
+        None, "A sync is due after that many seconds, if not sync_every inner steps come first.", above=0
     )
 
     def check(self) -> None:
@@ -94,9 +99,14 @@ class OuterConfig(Table):
             value = getattr(self, f.name)
             if isinstance(value, int) and value.bit_length() > 53:
                 raise OuterConfigError(f"outer.{f.name} is an integer of {value.bit_length()} bits; use at most 53")
-        _check_schedule(self)
-        _check_step(self)
-        _check_weighing(self)
+        _check_turns(self)
+        if isinstance(self.lr, str) and self.lr != "auto":
+            raise OuterConfigError(f'outer.lr = {self.lr!r} is not a number. "auto" is the only word for it')
+        if 0 < self.norm_gate < 2:
+            raise OuterConfigError(
+                f"outer.norm_gate = {self.norm_gate} would damp honest replicas: it is a multiple of the typical "
+                "length. Use at least 2, or 0 for no gate"
+            )
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "OuterConfig":
@@ -120,10 +130,10 @@ class FleetConfig(Table):
     path: ClassVar[str] = "fleet"
     error: ClassVar[type[Exception]] = ConfigError
 
-    replicas: int = setting(3, "How many to keep running.")
-    steps: int = setting(10, "Outer steps in all.")
+    replicas: int = setting(3, "How many to keep running.", least=1)
+    steps: int = setting(10, "Outer steps in all.", least=1)
     min_replicas: int | None = setting(
-        None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas))."
+        None, "Fresh pseudogradients without which no outer step is taken (default: min(2, replicas)).", least=1
     )
     keep: int | str = setting(
         "20 GB",
@@ -135,18 +145,28 @@ class FleetConfig(Table):
         "Write each outer step's weights in bf16 for engines that generate rollouts (docs/weights.md): what changed, "
         "and all of it every 30 steps.",
     )
-    give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.")
+    give_up_s: float = setting(600.0, "Seconds without progress after which a replica exits, resumable.", above=0)
     start_patience_s: float = setting(
-        30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them."
-    )
+        30.0, "Seconds that the first replicas wait for others before the first outer step is taken without them.",
+        least=0,
+    )  # fmt: skip
     hung_after_s: float = setting(
         600.0,
         "Seconds without an inner step after which a replica may count as hung and is started again; ten times its "
         "median step and three times its longest, if that is more; 0 for never.",
+        least=0,
     )
     log_rollouts: int = setting(
-        4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none)."
+        4, "How many rollouts each replica writes down per outer step, for `diloco traces` (0: none).", least=0, most=64
     )
+
+    def check(self) -> None:
+        keep_bytes(self.keep)
+        if not 1 <= self.quorum <= self.replicas:
+            raise ConfigError(
+                f"fleet.min_replicas = {self.quorum} with fleet.replicas = {self.replicas}: no outer step could ever "
+                f"be taken. Use a number from 1 to {self.replicas}"
+            )
 
     @property
     def quorum(self) -> int:
@@ -264,7 +284,6 @@ class RunConfig:
         """Contradictions between settings; the single sections check themselves."""
         check_boundary(self.outer, self.inner.boundary)
         _check_rendezvous(self.rendezvous, self.outer, broadcasts=self.fleet.broadcast_weights)
-        check_fleet(self.fleet)
         if self.eval is not None and self.inner.loop == "supervised":
             raise ConfigError('[eval] asks for rewards, and loop = "supervised" has none. Leave [eval] out')
         self.check_files()
@@ -372,56 +391,16 @@ def _with_setting(raw: Mapping[str, Any], change: tuple[str, Any]) -> dict[str, 
     return {**raw, key: _with_setting(table, (rest, value)) if rest else value}
 
 
-def _check_schedule(outer: OuterConfig) -> None:
-    h = outer.sync_every
-    f = outer.fragments
-    delay = outer.fragment_sync_delay
-    if h < 1 or f < 1:
-        raise OuterConfigError(f"outer.sync_every = {h} and outer.fragments = {f} must be at least 1")
+def _check_turns(outer: OuterConfig) -> None:
+    """Each fragment has its turn after the same number of inner steps, and its delay ends before the next turn."""
+    h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
     if h % f:
         raise OuterConfigError(
             f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each needs its turn after the "
             f"same number of inner steps. Use sync_every = {f * max(1, (h + f // 2) // f)} or other fragments"
         )
-    if not 0 <= delay < h // f:
-        raise OuterConfigError(
-            f"outer.fragment_sync_delay = {delay} must be at least 0 and below sync_every/fragments = {h // f}"
-        )
-    if not 0 <= outer.fragment_update_alpha <= 1:
-        raise OuterConfigError(f"outer.fragment_update_alpha = {outer.fragment_update_alpha} must lie in [0, 1]")
-    if outer.sync_seconds is not None and not 0 < outer.sync_seconds < math.inf:
-        raise OuterConfigError(
-            f"outer.sync_seconds = {outer.sync_seconds} must be above 0 and finite; without it, there is no such limit"
-        )
-    if outer.snapshot_every < 1:
-        raise OuterConfigError(f"outer.snapshot_every = {outer.snapshot_every} must be at least 1")
-
-
-def _check_step(outer: OuterConfig) -> None:
-    if isinstance(outer.lr, str) and outer.lr != "auto":
-        raise OuterConfigError(f'outer.lr = {outer.lr!r} is no number. "auto" is the only word for it')
-    if not isinstance(outer.lr, str) and not 0 < outer.lr < math.inf:
-        raise OuterConfigError(f"outer.lr = {outer.lr} must be above 0 and finite")
-    if not 0 <= outer.momentum < 1:
-        raise OuterConfigError(f"outer.momentum = {outer.momentum} must be at least 0 and below 1")
-    if outer.codec not in (*CODECS, AUTO):
-        raise OuterConfigError(f"outer.codec = {outer.codec!r} is not known. Use one of: {', '.join(CODECS)}, {AUTO}")
-
-
-def _check_weighing(outer: OuterConfig) -> None:
-    if outer.weighting not in WEIGHTINGS:
-        raise OuterConfigError(
-            f"outer.weighting = {outer.weighting!r} is not known. Use one of: {', '.join(WEIGHTINGS)}"
-        )
-    if outer.norm_gate != 0 and not 2 <= outer.norm_gate < math.inf:
-        raise OuterConfigError(
-            f"outer.norm_gate = {outer.norm_gate} would damp honest replicas: it is a multiple of the typical length. "
-            "Use at least 2, or 0 for no gate"
-        )
-    if outer.max_carry < 0:
-        raise OuterConfigError(f"outer.max_carry = {outer.max_carry} must be at least 0")
-    if not 0 <= outer.age_discount <= 1:
-        raise OuterConfigError(f"outer.age_discount = {outer.age_discount} must lie in [0, 1]")
+    if delay >= h // f:
+        raise OuterConfigError(f"outer.fragment_sync_delay = {delay} must be below sync_every/fragments = {h // f}")
 
 
 def check_boundary(outer: OuterConfig, boundary: int) -> None:
@@ -507,21 +486,3 @@ def without_settings(inner: Mapping[str, Any], names: Iterable[str]) -> dict[str
         if left[table] is not None:
             left[table].pop(key, None)
     return left
-
-
-def check_fleet(fleet: FleetConfig) -> None:
-    """Raises ConfigError for a desired fleet that no run could have."""
-    if fleet.replicas < 1 or fleet.steps < 1:
-        raise ConfigError(f"fleet.replicas = {fleet.replicas} and fleet.steps = {fleet.steps} must be at least 1")
-    keep_bytes(fleet.keep)
-    if not 0 <= fleet.log_rollouts <= 64:
-        raise ConfigError(
-            f"fleet.log_rollouts = {fleet.log_rollouts} must be 0 to 64: it is a sample, per replica and outer step"
-        )
-    if not 0 <= fleet.hung_after_s < math.inf:
-        raise ConfigError(f"fleet.hung_after_s = {fleet.hung_after_s} must be a number of seconds, 0 for never")
-    if not 1 <= fleet.quorum <= fleet.replicas:
-        raise ConfigError(
-            f"fleet.min_replicas = {fleet.quorum} with fleet.replicas = {fleet.replicas}: no outer step could ever be "
-            f"taken. Use a number from 1 to {fleet.replicas}"
-        )

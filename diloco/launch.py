@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, check_fleet, without_settings
+from diloco.config import AUTO, ConfigError, FleetConfig, RunConfig, without_settings
 from diloco.disk_space import full_disk_words, is_full
 from diloco.runlog.ahead import Ahead
 from diloco.superseded import is_superseded
@@ -245,14 +245,13 @@ def open_run(
 
     parent: None for the one that it has, if it has one.
     """
-    fleet = replace(
+    fleet = replace(  # a quorum that the config names is never lowered by a smaller --replicas
         config.fleet,
         replicas=replicas or config.fleet.replicas,
         steps=steps or config.fleet.steps,
         min_replicas=min_replicas or config.fleet.min_replicas,
     )
     config = replace(config, fleet=fleet)  # prompts are dealt out to as many replicas as the run is founded with
-    check_fleet(fleet)  # a quorum that the config names is never lowered by a smaller --replicas
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     if not isinstance(raw, FileStore | MemoryStore) and store.get(layout.RUN) is None:

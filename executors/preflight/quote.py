@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO, TypeGuard
 
-from diloco.config import ConfigError, RunConfig, check_fleet
+from diloco.config import ConfigError, RunConfig
 from diloco.launch import Run, refuse_fewer_steps
 from diloco.sizing import parameters_of, trained_parameters_of
 from diloco.units import dollars
@@ -274,7 +274,7 @@ def write_desired(run: Run, clock: Clock, **changed: int) -> None:
     """The fleet goes on, with these wishes; what was stopped or drained comes back."""
     wanted = read_control(run.store)
     fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
-    check_fleet(replace(run.config.fleet, **fleet))
+    replace(run.config.fleet, **fleet)  # which checks them together
     news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
     if "steps" in news:
         refuse_fewer_steps(run.store, changed["steps"])
