@@ -2,11 +2,11 @@
 
     k-th call of rank i ──▶ offer for step k ──▶ all `world_size` offers there? ──▶ commit ──▶ (x₀ + x₁ + …) / n
 
-The agreement of a run's outer steps (rendezvous.py), made strict: every rank counts, all weigh the same, nobody is
-given up or carried.  A rank that dies can be started again: what it had written counts, and it goes on with the
-first step that it had not written (`step` says which).
+The agreement of a run's outer steps (rendezvous.py), made strict: every rank counts, all weigh the same, no rank is
+given up or carried.  A rank that dies can be started again: the values that it had written count, and it goes on with
+the first step that it had not written (`step` says which).
 
-Sums are fp32 whatever the tensor is, rounded in rank order, so that all ranks get the same bits.
+Sums are fp32 for every dtype of tensor, rounded in rank order, so that all ranks get the same bits.
 Not promised: speed (an object store answers in milliseconds), or a way to go on with fewer ranks.
 """
 
@@ -36,7 +36,7 @@ FAR_POLL_S = 0.02
 
 
 class NoState:
-    """There is no θ here: every step starts from the same nothing."""
+    """A state without θ: every step starts from the same empty state."""
 
     def size(self, fragment: int) -> int:
         return 0
@@ -75,7 +75,7 @@ class ObjectStoreAllReduce:
 
     @property
     def step(self) -> int:
-        """Which step the next call is.  TimeoutError if a predecessor's step waits for others in vain."""
+        """Number of the next call's step.  TimeoutError if a predecessor's step waits for others in vain."""
         if self.world_size == 1:
             return 0
         try:
@@ -156,14 +156,14 @@ def as_flat_fp32(tensor: Any) -> np.ndarray:
 
 
 def shares_memory(tensor: Any, flat: np.ndarray) -> bool:
-    """Is `flat` the tensor's own memory?"""
+    """Whether `flat` is the tensor's own memory."""
     if isinstance(tensor, np.ndarray):
         return np.may_share_memory(cast(Floats, tensor), flat)
     return tensor.device.type == "cpu" and tensor.data_ptr() == flat.ctypes.data
 
 
 def write_back(tensor: Any, mean: np.ndarray) -> None:
-    """Put the values where they came from, in its dtype, shape and device."""
+    """Write the mean into the tensor, in the tensor's dtype and shape, on its device."""
     if isinstance(tensor, np.ndarray):
         array = cast(Floats, tensor)
         array[...] = mean.reshape(array.shape)

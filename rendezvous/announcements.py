@@ -5,8 +5,8 @@
     steps/{t}/mean/{j}.json         the same for part j of a step in shards     by the part's owner, or who replaces it
 
 All who compute a mean get the same bytes, so it does not matter whose copy the register names; a copy that is lost or
-damaged is put back by any replica that can compute it.  A mean whose register somebody took with other bytes can never
-be announced: then every reader computes it.
+damaged is put back by any replica that can compute it.  A mean whose register holds other bytes can never be announced:
+then every reader computes it.
 
 Not promised: that a mean is announced.  It saves bytes; nothing that is agreed on depends on it.
 """
@@ -24,7 +24,7 @@ from rendezvous.wire import as_bytes, fetch_checked
 
 
 class Announcements:
-    """emit(event, **fields): called with what is damaged, and with what was put back."""
+    """The announced means of a run.   emit(event, **fields): hears of damaged copies and of copies put back."""
 
     def __init__(self, store: Store, clock: Clock, emit: Callable[..., None]) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class Announcements:
         self._emit = emit
 
     def announce(self, t: int, j: int, body: np.ndarray) -> None:
-        """Write part j of step t's mean down (j = 0: the whole of a direct one), unless somebody has."""
+        """Write part j of step t's mean down (j = 0: the whole of a direct one), unless its register is taken."""
         if self._store.get(layout.mean_key(t, j)) is not None:
             return
         n = new_nonce()
@@ -42,7 +42,7 @@ class Announcements:
         put_once(self._store, self._clock, layout.mean_key(t, j), record.encode())
 
     def find(self, t: int, j: int) -> tuple[bool, Mean | None]:
-        """-> (is the register taken?, the announcement in it).  Not an announcement: reported, and passed over."""
+        """Return whether the register is taken, and the announcement in it, or None.  Other contents are reported."""
         register = self._store.get(layout.mean_key(t, j))
         if register is None:
             return False, None
@@ -57,7 +57,7 @@ class Announcements:
         return True, None if why else record
 
     def fetch(self, record: Mean, out: np.ndarray) -> str | None:
-        """The announced bytes into `out`; -> None, or what is wrong with them, which is reported."""
+        """Read the announced bytes into `out`; -> None, or the flaw in them, which is reported."""
         trouble = fetch_checked(self._store, self._clock, record.blob, [(record.size, record.digest)], out)
         if trouble is not None:
             self._emit("bad_blob", step=record.t, trouble=trouble)
@@ -73,5 +73,5 @@ class Announcements:
 
 
 def is_worth_announcing(commit: Commit, mean: np.ndarray) -> bool:
-    """Would a later reader fetch half as much, or less?"""
+    """Whether a later reader would fetch half as many bytes, or fewer."""
     return 2 * mean.nbytes <= sum(o.size for o in commit.offers)

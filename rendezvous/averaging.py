@@ -34,7 +34,7 @@ from rendezvous.store import Store
 
 
 class Averager:
-    """One replica's means.   check_before_pause(): raises when the replica is to go instead of waiting.
+    """One replica's means.   check_before_pause(): raises where the replica must leave instead of waiting.
 
     refuse_lost(): raises RecordsLost if the store is not the run's any more, where a body would be waited for in vain.
     """
@@ -63,7 +63,7 @@ class Averager:
         self._announcement: Job | None = None
 
     def mean(self, commit: Commit, out: np.ndarray) -> None:
-        """The mean of a step in which this replica takes part, into `out`."""
+        """Write the mean of a step in which this replica takes part into `out`."""
         refuse_misweighed(commit, self._reducer.rules)
         mine = self._own_blobs.body_of(commit.t)
         with self._or_collected(commit):
@@ -76,13 +76,13 @@ class Averager:
             self._announcement = self._prepare_announcement(commit, out, mine)
 
     def mean_of_past(self, commit: Commit, out: np.ndarray) -> None:
-        """The mean of a step that was decided without this replica, into `out`."""
+        """Write the mean of a step that was decided without this replica into `out`."""
         refuse_misweighed(commit, self._reducer.rules)
         with self._or_collected(commit):
             self._mean_when_mended(commit, out, None)
 
     def take_announcement(self) -> Job | None:
-        """The job that writes the newest mean down, once; None if that is not on us."""
+        """Return the job that writes the newest mean down, once; None if this replica need not write it."""
         job = self._announcement
         self._announcement = None
         return job
@@ -99,7 +99,7 @@ class Averager:
     # ------------------------------------------------------------------ bad bodies
 
     def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
-        """The mean, once its blobs are what they should be.   Raises Corrupt when nobody could mend them any more."""
+        """Write the mean, once its blobs are sound.   Raises Corrupt where no writer can mend them any more."""
         began = self._clock.now()
         while True:
             try:
@@ -110,21 +110,24 @@ class Averager:
                 self._check_before_pause()
 
     def _on_bad_body(self, commit: Commit, error: Corrupt) -> bool:
-        """A listed body is bad.  See that ours are not: two would wait for each other.   -> May it yet be put back?"""
+        """A listed body is bad: mend our own, or two replicas would wait for each other.
+
+        -> whether the bad body may yet be put back.
+        """
         self._members.status.note = str(error)
         self._refuse_lost()
         self._own_blobs.mend_all()
         return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
-        """Have its writers their bodies in memory still?  Until the step after the next, if they live."""
+        """Whether a writer still has its body in memory: until the step after the next, if it lives."""
         self._members.read_beats(o.slot for o in commit.offers)
         peers = [self._members.peers.get(o.slot) for o in commit.offers]
         alive = any(p and p.is_beating(self._timing.dead_after) for p in peers)
         return alive and self._store.get(layout.commit_key(commit.t + 2)) is None
 
     def _pause(self, wait: StepWait, normal: float) -> None:
-        """Between two looks for what the others owe to a decided step; normal: seconds that are no reason to worry."""
+        """Pause between two looks for a decided step's missing parts.   normal: seconds that are no cause for worry."""
         self._check_before_pause()
         if wait.is_overdue(normal):
             self._refuse_lost()

@@ -1,4 +1,4 @@
-"""Work that nobody waits for, and work that goes together.
+"""Work in the background, and work that goes together.
 
     submit(job) ──▶ [ job job ] ──▶ one thread, in order          snapshots, announced means, garbage;
     drain()     ──▶ all that was submitted is done                a third job waits until there is room
@@ -6,13 +6,13 @@
     at_once(job, job, …) ──▶ a thread each, back when all are     requests that each take long
     in_turn(job, job, …) ──▶ one after the other                  requests that cost no more than a copy
 
-The engine takes a `Background` and a `Together` as arguments and starts no thread itself: whoever builds it decides
+The engine takes a `Background` and a `Together` as arguments and starts no thread itself: its caller decides
 (`together_on`), and the simulator gives it greenlets.
 
     Parts().run(part, part, …) ──▶ one after the other, by name   turns of a loop that must not end: the heartbeat
 
-A job that fails is reported and forgotten: everything here can be done again by somebody else.  So is a part of a
-turn; a part that fails again and again ends the loop with words, because its owner must not go on without it.
+A job that fails is reported and forgotten: another replica can do all of this work again.  So is a part of a turn; a
+part that fails again and again ends the loop with words, because its owner must not go on without it.
 
 Not promised: that a job is done when its process ends without `drain`; a killed one leaves nothing half-visible.
 """
@@ -36,7 +36,7 @@ AT_ONCE = 16  # small requests; a thread each
 
 
 def no_emit(event: str, **fields: object) -> None:
-    """Listens to nothing."""
+    """Ignore the event."""
 
 
 class Background(Protocol):
@@ -45,7 +45,7 @@ class Background(Protocol):
 
 
 class Inline:
-    """At once, in the caller's own time."""
+    """A background that runs each job at once, in the caller's thread."""
 
     def submit(self, job: Job) -> None:
         job()
@@ -54,7 +54,7 @@ class Inline:
 
 
 def submit_reported(background: Background, job: Job, emit: Emit) -> None:
-    """Run the job in the background; where the store refuses it, that is reported, and the job left to others."""
+    """Run the job in the background; a refusal by the store is reported, and the job is left to other replicas."""
 
     def run_and_report() -> None:
         try:
@@ -66,13 +66,13 @@ def submit_reported(background: Background, job: Job, emit: Emit) -> None:
 
 
 def in_turn(*jobs: Job) -> None:
-    """One after the other: where a request costs nothing but CPU time."""
+    """Run the jobs one after the other: for stores where a request costs only CPU time."""
     for job in jobs:
         job()
 
 
 def at_once(*jobs: Job) -> None:
-    """All at the same time.   Raises the first error when all have ended."""
+    """Run all jobs at the same time.   Raises the first error when all have ended."""
     errors: list[BaseException] = []
 
     def run(job: Job) -> None:
@@ -93,7 +93,7 @@ def at_once(*jobs: Job) -> None:
 
 
 def fetch_together(together: Together, ask: Callable[[str], T], keys: Iterable[str]) -> dict[str, T]:
-    """key -> answer, a few requests at the same time."""
+    """Return key -> answer, with `AT_ONCE` requests at the same time."""
     answers = dict[str, T]()
 
     def fetch_one(key: str) -> None:
@@ -106,12 +106,12 @@ def fetch_together(together: Together, ask: Callable[[str], T], keys: Iterable[s
 
 
 def together_on(store: object) -> Together:
-    """How a replica makes requests that go together on this store: at once, unless each costs no more than a copy."""
+    """The way to make requests together on this store: at once, unless each costs no more than a copy."""
     return in_turn if getattr(store, "cheap", False) else at_once
 
 
 class Worker:
-    """One thread, started with the first job.   emit: hears of a job that failed for a reason nobody foresaw."""
+    """One thread, started with the first job.   emit: hears of a job that failed."""
 
     def __init__(self, emit: Emit = no_emit) -> None:
         self._emit = emit
@@ -121,7 +121,7 @@ class Worker:
         self._ended: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        """Waits for room.   Raises RendezvousError once the thread has ended: it never waits for nobody."""
+        """Queue the job, after a wait for room.   Raises RendezvousError, without a wait, once the thread has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None or len(self._jobs) <= WAITING)
             self._refuse_if_ended()
@@ -132,7 +132,7 @@ class Worker:
                 self._thread.start()
 
     def drain(self) -> None:
-        """Waits until all jobs are done.   Raises as `submit` does."""
+        """Wait until all jobs are done.   Raises as `submit` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None or not self._jobs)
             self._refuse_if_ended()
@@ -170,9 +170,9 @@ class Worker:
 
 
 class Parts:
-    """Runs the parts of a turn so that no part hinders another one, now or in a later turn.
+    """Runner of the parts of a turn: no part hinders another one, now or in a later turn.
 
-    emit: hears of a failure that nobody foresaw, once for each part and kind of error.
+    emit: hears of a failure that is no RendezvousError, once for each part and kind of error.
     """
 
     def __init__(self, emit: Emit = no_emit) -> None:
@@ -181,7 +181,7 @@ class Parts:
         self._reported = set[tuple[str, str]]()
 
     def run(self, *parts: Job) -> None:
-        """Raises HeartbeatLost when one part has failed in `TRIES` turns in a row."""
+        """Run the parts.   Raises HeartbeatLost where one part has failed in `TRIES` turns in a row."""
         for part in parts:
             name = getattr(part, "__name__", repr(part)).strip("_").replace("_", " ")
             try:

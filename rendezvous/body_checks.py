@@ -1,4 +1,4 @@
-"""Which listed bodies count.  One that no encoder writes counts for nothing, with every reader.
+"""Checks of listed bodies.  A body that no encoder writes counts for nothing, with every reader.
 
     Σ of all listed ── finite ───────────────────────────────▶ ÷ Σ weights                   the rule of every day
          │ not finite, or bytes that cannot be decoded
@@ -9,7 +9,7 @@ A body is sound if its bytes decode and every value is finite.  One whose record
 fragment's bodies, or another number of shards, is left out before.
 
 It depends on the commit and on bytes with their announced digests, so all replicas leave out the same, however many
-shards they fetch at a time.  A sum is finite only if all its terms are: on a good day nobody looks at a body twice.
+shards they fetch at a time.  A sum is finite only if all its terms are: on a good day no body is looked at twice.
 
 Not promised: anything about values that are finite but wrong.
 """
@@ -23,7 +23,7 @@ _CHUNK = 1 << 16  # elements: a piece of it stays in the cache between its divis
 
 
 def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
-    """Could an encoder have written these bytes?"""
+    """Whether an encoder could have written these bytes."""
     if name == "fp32":
         return bool(np.isfinite(body.view(np.float32)).all())
     out = np.empty(elements, np.float32)
@@ -35,7 +35,7 @@ def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
 
 
 def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
-    """total ← total/weight; -> is every element finite, as far as sums of squares tell?  Never True by mistake."""
+    """Set total ← total/weight; -> whether the sums of its squares are finite, never True where an element is not."""
     whole = True
     with np.errstate(all="ignore"):
         for at in range(0, total.size, _CHUNK):

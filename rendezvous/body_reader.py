@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnBody:
-    """This replica's own body as it stands in memory: read from there, and put back where the store lost it."""
+    """This replica's own body in memory: read from there, and put back where the store lost it."""
 
     step: int
     key: str
@@ -58,7 +58,7 @@ class OwnBody:
 
 
 class BodyReader:
-    """together: runs the requests for several bodies; `in_turn` reads them one after the other."""
+    """Reader of listed bodies.   together: runs the requests for several; `in_turn` reads one after the other."""
 
     def __init__(self, store: Store, clock: Clock, rules: Rules, together: Together = in_turn) -> None:
         self._store = store
@@ -75,7 +75,7 @@ class BodyReader:
         return [Shard(number, start, stop) for number, (start, stop) in enumerate(ranges)]
 
     def groups(self, commit: Commit, shards: list[Shard]) -> Iterator[list[Shard]]:
-        """The shards that go together: a whole body where it has no digest per shard."""
+        """The shards that are read together: all of them where a body has no digest per shard."""
         if not has_shard_digests(commit):
             yield shards
             return
@@ -89,7 +89,7 @@ class BodyReader:
             yield group
 
     def record_flaw(self, listed: Listed, elements: int) -> str:
-        """Why a listed body cannot be one of this many elements, by its record; "" if it can."""
+        """The reason why a listed body cannot have this many elements, by its record; "" if it can."""
         size = body_size(self._codec, elements)
         shards = len(self.grid(elements))
         if listed.size != size if has_exact_size(self._codec) else listed.size > size:
@@ -141,7 +141,7 @@ class BodyReader:
         return stop - start
 
     def _bytes_range(self, group: list[Shard]) -> Range:
-        """Where these shards are in a body."""
+        """Byte range of these shards in a body."""
         return byte_range(self._codec, group[0].start, group[-1].stop)
 
     def _digested_pieces(self, listed: Listed, group: list[Shard]) -> list[Piece]:
@@ -150,7 +150,7 @@ class BodyReader:
         return [(body_size(self._codec, s.stop - s.start), listed.shards[s.number]) for s in group]
 
     def place_in_part(self, part: list[Shard], group: list[Shard]) -> slice:
-        """Where these shards are in the body of a part."""
+        """Byte range of these shards in the body of a part."""
         return slice(*(at - self._bytes_range(part)[0] for at in self._bytes_range(group)))
 
     # ------------------------------------------------------------------ memory
@@ -164,7 +164,7 @@ class BodyReader:
 
     @contextmanager
     def kept_buffer(self, size: int) -> Generator[np.ndarray]:
-        """The same, for bytes that must stay while others are read."""
+        """Lend the same memory, for bytes that must stay while others are read."""
         buffer = self.buffer(size)
         self._kept = size
         try:
@@ -174,10 +174,10 @@ class BodyReader:
 
 
 def has_shard_digests(commit: Commit) -> bool:
-    """Has every listed body a digest for each shard?"""
+    """Whether every listed body has a digest for each shard."""
     return all(o.shards for o in commit.offers)
 
 
 def elements_slice(shards: list[Shard]) -> slice:
-    """Where these shards' elements are."""
+    """Range of these shards' elements in the vector."""
     return slice(shards[0].start, shards[-1].stop)

@@ -4,10 +4,10 @@
     body of r01   │ …  a b c d  … │ ─┼──▶ take(commit) ─▶ weights (N),  values (N × elements), decoded
     body of r02   │ …  a b c d  … │ ─┘
 
-A replica that makes a mean has the bodies in its hands, so this costs no request: all replicas of a direct step have
-such a sample, and of a sharded step the owner of the part that these elements are in.
+A replica that computes a mean has the bodies in memory, so this costs no request.  In a direct step all replicas have
+such a sample.  In a sharded step the owner of the part with these elements has it.
 
-Not promised: a sample of a mean that was read and not made, of one with a body that is no body, or of a codec whose
+Not promised: a sample of a mean that was read and not computed, of a mean with an unsound body, or of a codec whose
 bodies cannot be cut; then there is None.
 """
 
@@ -32,13 +32,13 @@ class BodySample:
         self._values: dict[str, np.ndarray] = {}
 
     def begin(self, commit: Commit) -> None:
-        """Bodies of this commit follow: those of another one are forgotten."""
+        """Forget the bodies of another commit: those of this one follow."""
         if self._step != commit.t:
             self.clear()
             self._step = commit.t
 
     def note_body(self, listed: Listed, body: np.ndarray, start: int, stop: int) -> None:
-        """body: of the elements [start, stop).   Raises Corrupt for bytes that no encoder wrote."""
+        """Keep the sampled elements.   body: of [start, stop).   Raises Corrupt for bytes that no encoder wrote."""
         first = max(start, self._start)
         last = min(stop, self._stop)
         if first >= last or self._step % self._fragments != self._fragment:
@@ -57,7 +57,7 @@ class BodySample:
         self._values.clear()
 
     def take(self, commit: Commit) -> tuple[Sequence[float], np.ndarray] | None:
-        """Weights and values of all bodies that the commit lists, once; None where one of them is missing."""
+        """Return weights and values of all bodies that the commit lists, once; None where one of them is missing."""
         values = [self._values.get(o.blob) for o in commit.offers] if self._step == commit.t else []
         self.clear()
         found = [v for v in values if v is not None and not np.isnan(v).any()]

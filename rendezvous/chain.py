@@ -6,7 +6,7 @@ A reader only ever goes from t to t+1, so a gap cannot be skipped; LIST is never
 
 A closer remembers commits that its store may have lost: emptied, swapped for another, or a folder whose disk is gone.
 Before it writes commit t it reads its *anchors* t−1 and t−2 and compares their digests with those it remembers.  One
-would do but for a store that is swapped between that read and the write: the next closer finds t−1 without t−2.
+would do, unless the store is swapped between that read and the write: then the next closer finds t−1 without t−2.
 """
 
 from rendezvous import layout
@@ -32,7 +32,7 @@ class Chain:
         self._digests.clear()
 
     def read(self, t: int) -> Commit | None:
-        """Commit t, or None while the step is open."""
+        """Return commit t, or None while the step is open."""
         if t not in self._commits:
             body = self._store.get(layout.commit_key(t))
             if body is None:
@@ -50,7 +50,7 @@ class Chain:
                 )
 
     def refuse_gap(self, t: int) -> None:
-        """Step t looks open.  Raises ChainBroken if it is not: a commit that vanished must not be written anew."""
+        """Raise ChainBroken if step t only looks open: a commit that vanished must not be written anew."""
         refuse_gap(self._store, t)
 
     def anchors(self, t: int) -> dict[str, str]:
@@ -58,7 +58,7 @@ class Chain:
         return {layout.commit_key(u): self._digests[u] for u in range(t - ANCHORS, t) if u in self._digests}
 
     def accept_commit(self, t: int, body: bytes) -> Commit:
-        """Take `body` as commit t after checking that it follows what is known."""
+        """Take `body` as commit t after checking that it follows the known commit before it."""
         commit = self._decode_commit(t, body)
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
@@ -111,10 +111,10 @@ def lost_record(url: str, key: str, step: int, how: str = "is gone") -> RecordsL
 
 
 def refuse_gap(store: Readable, t: int) -> None:
-    """Commit t was not there; raises ChainBroken if the one after it is, and t still is not.
+    """Raise ChainBroken if commit t + 1 is there and commit t, which the caller did not find, still is not.
 
     Both may have been written since the caller looked: t is always there before t + 1, so it is read last.  An
-    object that is no commit shows nothing: anybody may have put it there, and step t + 1 will end at it.
+    object that is no commit shows nothing: any writer may have put it there, and step t + 1 will end at it.
     """
     if _is_commit(store.get(layout.commit_key(t + 1)), t + 1) and store.get(layout.commit_key(t)) is None:
         raise ChainBroken(

@@ -1,6 +1,6 @@
 """Time, as an argument.
 
-Safety never depends on a clock: clocks only decide when somebody *tries* something.  So durations come from
+Safety never depends on a clock: clocks only decide when a replica *tries* something.  So durations come from
 `now()`, which only has to run forward on this machine; `wall()` goes into records for people to read.
 """
 

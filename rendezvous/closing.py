@@ -1,4 +1,4 @@
-"""Closing the open step: which slots have offered, is it time, and what the commit says.
+"""Closing of the open step: the slots that have offered, the time to close, and the text of the commit.
 
     at every look   fresh offers ── fewer than m ──────────────────▶ wait
                          │ m or more
@@ -15,7 +15,7 @@ lead: they look again when it may be time (rules.resolved_in).  The others ask b
 and from then on only for commit.json.  LIST is a hint: before a commit every absent offer is asked for by GET.
 put_once picks one of several that close.
 
-Not promised: that the committer survives to read its own commit.  Nobody needs it for that.
+Not promised: that the committer survives to read its own commit.  No replica needs it for that.
 """
 
 from collections.abc import Iterable
@@ -33,14 +33,14 @@ from rendezvous.rules import Rules, Timing
 from rendezvous.step_wait import StepWait
 from rendezvous.store import Store, put_once
 
-FEW = 2  # missing offers that are worth a look of those who do not lead
-LED_BEATS = 4  # until they look all the same, about `dead_after`; in a crowd, where a look costs more, twice as many
+FEW = 2  # missing offers at which a replica that does not lead looks as well
+LED_BEATS = 4  # until it looks all the same, about `dead_after`; in a crowd, where a look costs more, twice as many
 
 
 class Committer:
     """One replica's looks at the open step, and its attempts to close it.
 
-    offers: what it knows of them; `offers.step` is the open step.   together: runs requests that go together.
+    offers: the offers that it knows; `offers.step` is the open step.   together: runs requests that go together.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Committer:
         if wait.idle < wait.next_attempt:
             return wait.why
         wishes = self._members.wanted
-        first = wait.next_attempt == 0.0  # the last to offer sees everybody at its first look
+        first = wait.next_attempt == 0.0  # the last to offer sees all others at its first look
         rank = rules.commit_rank(self._step, layout.slot_index(self._members.slot), wishes.replicas or wishes.universe)
         if rank == rules.LED and not self._looks_though_led(wait, wishes):
             wait.why = "lets others close first"
@@ -91,7 +91,7 @@ class Committer:
         return wait.why
 
     def _looks_though_led(self, wait: StepWait, wishes: Wanted) -> bool:
-        """When nearly everybody has offered; or when the leaders had time enough to find out that somebody is dead."""
+        """Whether nearly all slots have offered, or the leaders had time enough to find out that a replica is dead."""
         patience = LED_BEATS * self._timing.beat * (1 + self._is_large_fleet(wishes))
         if wait.idle >= patience or self._nearly_complete(wishes):
             return True
@@ -99,7 +99,7 @@ class Committer:
         return False
 
     def _nearly_complete(self, wishes: Wanted) -> bool:
-        """Are at most a few missing of those that are expected?  One request; nobody's beat is asked for."""
+        """Whether at most `FEW` of the expected slots are missing.  One request; no beat is read."""
         recent = self._chain.recent_commits(self._step, 2)
         dead_after = self._timing.dead_after
         wanted = wishes.slot_names[: wishes.replicas]
@@ -113,7 +113,7 @@ class Committer:
         }
 
     def _look_for_offers(self, wait: StepWait, wishes: Wanted) -> tuple[dict[str, Offer], str]:
-        """Fresh offers, and what speaks against closing; "" only if the absent were asked for by GET."""
+        """Return fresh offers, and the reason against closing; "" only if the absent were asked for by GET."""
         crowd = self._is_large_fleet(wishes)
         fresh, why_not, soon = self._assess_offers(
             self._listed_offers(wishes) if crowd else self._fresh_offers(wishes), wait, wishes
@@ -126,7 +126,7 @@ class Committer:
     def _assess_offers(
         self, fresh: dict[str, Offer], wait: StepWait, wishes: Wanted
     ) -> tuple[dict[str, Offer], str, float]:
-        """-> the offers, what speaks against closing with them, and for how long (0: nothing, or nobody knows)."""
+        """Return the offers, the reason against closing with them, and its seconds (0: no reason, or not known)."""
         wait.count_quorum(len(fresh) >= wishes.min_replicas)
         awaited = self._awaited_slots(fresh, wishes)
         why_not = self._why_not(fresh, awaited, wishes, wait.waited)
@@ -145,7 +145,7 @@ class Committer:
         return ""
 
     def refuse_lost_anchors(self) -> None:
-        """Raises RecordsLost unless the two commits before the open step stand as they were read.
+        """Raise RecordsLost unless the two commits before the open step stand as they were read.
 
         In the first two steps, where there are not two, this replica's own claim must stand as well.
         """
@@ -157,7 +157,7 @@ class Committer:
                 raise lost_record(self._store.url, key, self._step, "is gone" if body is None else "is another one")
 
     def refuse_lower_quorum(self) -> None:
-        """Raises RecordsLost if wishes that earlier closers went by are gone."""
+        """Raise RecordsLost if wishes that earlier closers went by are gone."""
         members = self._members
         commits = self._chain.recent_commits(self._step, self._rules.window)
         if any(commit.m > members.wanted.min_replicas for commit in commits):
@@ -176,7 +176,7 @@ class Committer:
         return found
 
     def _listed_offers(self, wishes: Wanted) -> dict[str, Offer]:
-        """The same as far as LIST knows, which may be late: one request says who has offered, new ones are read."""
+        """The same as far as LIST knows, which may be late: one request names the slots, new offers are read."""
         there = self._listed_slots()
         return self._offers_of(slot for slot in self._possible_slots(wishes) if slot in there)
 
@@ -195,7 +195,7 @@ class Committer:
     # ------------------------------------------------------------------ is it time?
 
     def _awaited_slots(self, fresh: dict[str, Offer], wishes: Wanted) -> set[str]:
-        """Slots that have not offered and are expected to; their beats are looked at."""
+        """Slots that are expected to offer and have not; their beats are read."""
         members = self._members
         wanted = wishes.slot_names[: wishes.replicas]
         recent = self._chain.recent_commits(self._step, 2)
@@ -211,7 +211,7 @@ class Committer:
         members = self._members
         m = wishes.min_replicas
         if members.slot not in fresh:
-            return "has no offer of its own that counts"  # only who has one knows the θ that the step is about
+            return "has no offer of its own that counts"  # only a replica with one knows the θ that the step is about
         if len(fresh) < m:
             missing = self._describe_missing(fresh, wishes)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
@@ -227,7 +227,7 @@ class Committer:
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
     def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wishes: Wanted, wait: StepWait) -> float:
-        """Seconds until looking again is of use, if all goes on as it does; 0 for at once, or not known."""
+        """Seconds until another look is of use, if all goes on as it does; 0 for at once, or not known."""
         mine = fresh.get(self._members.slot)
         status = self._members.status
         missing = wishes.min_replicas - len(fresh)
@@ -248,7 +248,10 @@ class Committer:
         return ", ".join(words) or "no other replica is wanted"
 
     def _check_wishes(self, wishes: Wanted) -> str:
-        """A commit goes by every wish that was durable before its closer looked: there may be a new slot, or m."""
+        """Return "" unless the operator has new wishes (a slot, or m).
+
+        A commit goes by every wish that was durable before its closer looked.
+        """
         heard = self._members.hear_wishes(self._store)
         return "" if heard.records == wishes.records else "the operator has new wishes"
 
@@ -281,7 +284,7 @@ class Committer:
         )
 
     def _raise_fence(self, listed: Iterable[Listed], wishes: Wanted) -> dict[str, int]:
-        """Nobody below the newest claim of its slot may offer after this step."""
+        """Return the fence: no generation below the newest claim of its slot may offer after this step."""
         fence = dict(self._chain.fence_before(self._step))
         for o in listed:
             fence[o.slot] = max(fence.get(o.slot, 0), o.generation)
@@ -301,7 +304,7 @@ class Committer:
 
 
 def _as_listed(o: Offer) -> Listed:
-    """Not weighed yet."""
+    """The offer as a commit lists it, without a weight yet."""
     return Listed(
         step=o.step,
         slot=o.slot,

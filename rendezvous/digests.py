@@ -1,4 +1,4 @@
-"""Digests by which a record names the bytes that it means.
+"""Digests: a record names bytes by them.
 
     "xxh3-128:99aa06d3…"     finds accidents; 26 GiB/s a core
     "sha256:e3b0c442…"       finds forgers too; 1.7 GiB/s a core that has SHA instructions
@@ -63,23 +63,23 @@ def digest_of(pieces: Iterable[Buffer], kind: str = XXH3) -> str:
 
 
 def required_digest_kind(store: Store) -> str:
-    """The kind that blobs in this store need: whoever may write there without the key must not be able to swap them."""
+    """The kind that blobs in this store need: a writer without the run's key must not be able to swap them."""
     return getattr(store, "digests", None) or XXH3
 
 
 def is_digest(text: str, kind: str) -> bool:
-    """Is this a digest of that kind, or a stronger one?"""
+    """Whether this is a digest of that kind, or of a stronger one."""
     found, _, digits = text.partition(":")
     return found in _AT_LEAST[kind] and len(digits) == _DIGITS[found] and not digits.strip("0123456789abcdef")
 
 
 def has_digest(body: Buffer, announced: str, kind: str) -> bool:
-    """Are these the bytes that were announced, by a digest of that kind or a stronger one?"""
+    """Whether these are the bytes that were announced, by a digest of that kind or a stronger one."""
     return is_digest(announced, kind) and digest(body, announced.partition(":")[0]) == announced
 
 
 def has_digest_of(pieces: Iterable[Buffer], announced: str, kind: str) -> bool:
-    """The same for bytes that come in pieces."""
+    """Whether pieces are the bytes that were announced, as `has_digest` tells it."""
     return is_digest(announced, kind) and digest_of(pieces, announced.partition(":")[0]) == announced
 
 

@@ -48,7 +48,7 @@ class BadKey(StoreError):
 
 
 class StoreRefused(StoreError):
-    """Definite: nothing was written, and asking again changes nothing until somebody acts."""
+    """Definite: nothing was written, and asking again changes nothing until a person acts."""
 
 
 class StoreReadOnly(StoreRefused):
@@ -76,7 +76,7 @@ class Fenced(Terminal):
 
 
 class Leaving(Terminal):
-    """Asked to go; what it had is durable."""
+    """This replica was asked to go; its work is durable."""
 
 
 class Diverged(Terminal):

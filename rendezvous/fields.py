@@ -8,9 +8,10 @@
     unknown  fields of a newer release pass, if they are such JSON
 
 The rules look at the value alone, so all readers take or refuse the same objects.  `parse_json` turns bytes into JSON
-by the same principle: one spelling (UTF-8), no key twice, no NaN, and nothing that hangs on how deep our own stack is.
+by the same principle: one spelling (UTF-8), no key twice, no NaN, and nothing that depends on the depth of our stack.
 
-Not promised: that a value makes sense beside the others; that is the record's own `check_consistency`, or its reader's.
+Not promised: that a value makes sense beside the others; the record's own `check_consistency`, or its reader, sees to
+that.
 """
 
 import json
@@ -25,7 +26,7 @@ T = TypeVar("T")
 Check = Callable[[Any], Any]  # -> the value as the field holds it; raises ValueError
 
 DEPTH = 16  # of free-form values; configs nest 4 deep.  json gives up at some hundreds, where our stack lets it
-WIDEST = 1 << 63  # of integers whose field names no range: what other languages can hold
+WIDEST = 1 << 63  # of integers whose field names no range: other languages can hold them
 LONGEST = 4096  # characters of a text whose field names no length
 
 
@@ -46,14 +47,14 @@ class Longest:
 
 @dataclass(frozen=True)
 class Where:
-    """Of the annotated type, and `holds(value)`; words: for a value that is refused, "is …, which is no {words}"."""
+    """A value of the annotated type for which `holds(value)`.   words: of the refusal, "is …, which is no {words}"."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
 def parse_json(body: bytes | bytearray | memoryview, most: int) -> Any:
-    """The JSON in `body`, of at most `most` bytes.   Raises ValueError."""
+    """Return the JSON in `body`, of at most `most` bytes.   Raises ValueError."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes, at most {most} make sense")
     try:
@@ -74,13 +75,13 @@ def _refuse_constant(name: str) -> None:
 
 
 def from_json(kind: type[T], raw: Any) -> T:
-    """The dataclass `kind` from a JSON object.   Raises ValueError with the field and what stands there."""
+    """Return the dataclass `kind` from a JSON object.   Raises ValueError with the field and its value."""
     return check_of(kind)(raw)
 
 
 @cache
 def check_of(hint: Any) -> Check:
-    """-> a function that turns a JSON value into one of this annotation."""
+    """Return a function that turns a JSON value into one of this annotation."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin is Annotated:
@@ -176,7 +177,7 @@ def _where_check(check: Check, mark: Where) -> Check:
 
 
 def _optional_check(args: tuple[Any, ...]) -> Check:
-    """X | None is the only union that a record has."""
+    """Return the check of X | None, the only union that a record has."""
     (hint,) = [a for a in args if a is not NoneType]
     check = check_of(hint)
     return lambda value: None if value is None else check(value)
@@ -201,7 +202,7 @@ def _mapping_check(key: Check, item: Check) -> Check:
 
 
 def check_json_value(value: Any, depth: int = DEPTH) -> Any:
-    """JSON of which nothing is known."""
+    """Check free-form JSON: the plain types, nested at most `depth` deep."""
     if isinstance(value, str):
         return _PLAIN[str](value)
     if isinstance(value, bool) or value is None:

@@ -1,4 +1,4 @@
-"""Blobs that are beyond what is kept, and that no reader needs; never anything else.
+"""Deletion of blobs that are not kept and that no reader needs; never of anything else.
 
     complete snapshots   …      ●          ●          ●              manifest and blob are there, digest confirmed
                                            f          s: the newest  if it is damaged, f still heals
@@ -7,16 +7,16 @@
       mean/*.bin           may go │  may go │   kept  │  kept        replaced: by its commit's announced mean
       *.safetensors        may go │  may go │   kept  │  kept        all manifests stay
 
-A delta that no commit has listed may yet be, for F·max_carry steps; it goes with its step, below d.  One that commit t
-lists is read by who has not taken step t: from its own memory and the others' bodies if it takes part, by the announced
-mean if not, or where a body is gone.  Before s nobody needs it, unless the mean and s are both damaged; from s on it
-mends a mean that is damaged.
+A delta that no commit has listed may yet be, for F·max_carry steps; it goes with its step, below d.  A delta that
+commit t lists has readers: the replicas that have not taken step t.  A replica that takes part reads its own body in
+memory and the others' bodies.  Any other replica reads the announced mean, as does one that finds a body gone.  Before
+s no replica needs the delta, unless the mean and s are both damaged; from s on it mends a mean that is damaged.
 
-How much of what may go does go, the budget says (rendezvous/keeping.py); a budget of 0 keeps nothing that may go.
+The budget decides which of the blobs that may go do go (rendezvous/keeping.py); a budget of 0 keeps none of them.
 
 Registers are never deleted: a deleted one could be won again by a replica that slept.  So only names that a
-register may point to are ever considered, and what nobody points to (the blob of a writer that was killed before
-its register) goes with the rest of its step.
+register may point to are ever considered.  A blob without a register (its writer was killed before that) goes with the
+rest of its step.
 
 A reader that was slower than two snapshots finds nothing where a register points.  `refuse_collected` turns that
 into `Collected`: a joiner looks again from the newer snapshot (`look_again`), a replica that stalled in the
@@ -63,7 +63,7 @@ def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
 
 
 def parse_blob_key(key: str) -> tuple[str, int] | None:
-    """("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and all that is not known here."""
+    """Return ("delta" | "mean" | "snapshot", step) of a blob's key; None for registers and for unknown keys."""
     parts = key.split("/")
     if len(parts) < 3 or not parts[1].isdecimal():
         return None
@@ -80,17 +80,17 @@ def parse_blob_key(key: str) -> tuple[str, int] | None:
 
 
 def can_heal_from(store: Store, snapshot: Snapshot) -> bool:
-    """Can a replica heal from it, as far as one byte tells?"""
+    """Whether a replica can heal from the snapshot, as far as one byte tells."""
     return snapshot.confirmed and (not snapshot.blob or blob_stands(store, snapshot.blob, snapshot.size))
 
 
 def blob_stands(store: Store, key: str, size: int) -> bool:
-    """Is the blob there, as far as its last byte tells?  (A shorter one is not.)"""
+    """Whether the blob is there, as far as its last byte tells.  (A shorter one is not.)"""
     return store.get_into(key, memoryview(bytearray(1)), max(0, size - 1))
 
 
 def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Snapshot | None]:
-    """-> step of the second-newest complete snapshot, and the newest, if it is after `at_least`, an earlier floor.
+    """Return the step of the second-newest complete snapshot, and the newest, if after `at_least`, an earlier floor.
 
     hint: a step that may have one.
     """
@@ -106,13 +106,13 @@ def two_newest(store: Store, hint: int = 0, at_least: int = 0) -> tuple[int, Sna
 
 
 def announced_stands(store: Store, commit: Commit) -> bool:
-    """Is the mean written down, in all its parts?"""
+    """Whether the mean is written down, in all its parts."""
     parts = parts_of(commit)
     return bool(parts) and all(_part_stands(store, commit.t, j) for j in parts)
 
 
 def may_be_collected(store: Store, commit: Commit, hint: int) -> bool:
-    """May a collector have taken the bodies that it lists?  Its mean stands, and so does a newer snapshot.
+    """Whether a collector may have taken the bodies that it lists: its mean stands, and so does a newer snapshot.
 
     hint: a step that may have one.
     """
@@ -137,10 +137,10 @@ def _part_stands(store: Store, t: int, j: int) -> bool:
 
 
 class Collector:
-    """One replica's broom.  Where it, or another one, stopped it finds by bisection.
+    """One replica's collector.  It finds by bisection where it, or another collector, stopped.
 
     budget: bytes of blobs that are kept.   elements(fragment): of a fragment's flat vector.
-    store: asked without patience, since nothing depends on an answer; what fails is tried again at the next call.
+    store: asked without patience, since nothing depends on an answer; a failure is tried again at the next call.
     emit(event, **fields): where remarks for people go.
     """
 
@@ -174,11 +174,11 @@ class Collector:
         self._warned = False
 
     def note_commit(self, commit: Commit) -> None:
-        """A commit was read.  Costs nothing, and may be called by any thread."""
+        """Note a commit that was read.  Costs nothing, and may be called by any thread."""
         self._news.append((commit.t, sizes_of(commit, self._elements(commit.t % self._rules.fragments), self._rules)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:
-        """Collect, `at_most` steps in this call; -> how many blobs went.
+        """Collect, `at_most` steps in this call; -> number of deleted blobs.
 
         snapshot: step of the newest known.  Nothing is asked of the store while nothing may go.
         """
@@ -230,7 +230,7 @@ class Collector:
         return answer
 
     def _warn_of_excess(self, over: int) -> None:
-        """Once, where the window does not fit, and is not about to: a snapshot that makes it fit may be on its way."""
+        """Warn once where the window does not fit and will not soon: a snapshot that makes it fit may be on its way."""
         newest = self._known.get(self._head - 1, Sizes(0, 0))
         floor = largest_window(1, self._window.snapshot, newest)
         on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
@@ -248,7 +248,7 @@ class Collector:
             self._head = max(self._head, t + 1)
 
     def _read_back(self, steps: range) -> None:
-        """Learn of earlier commits than those that this replica has read."""
+        """Note the sizes of earlier commits, which this replica has not read."""
         for t in reversed(steps):
             try:
                 body = self._store.get(layout.commit_key(t))
@@ -272,14 +272,14 @@ class Collector:
         return gone + self._delete_listed(answer.deltas_from, at_most)
 
     def _delete_listed(self, end: int, at_most: int) -> int:
-        """In the window, before `end`: the bodies that commits list, where nobody needs them.
+        """Delete the bodies that commits list, in the window before `end`, where no reader needs them.
 
         A step whose mean is not announced yet is looked at again when there is a newer snapshot."""
         due = [t for t in range(self._window.first_listable, end) if t not in self._replaced | self._unannounced]
         return sum(self._delete_bodies(t) for t in due[:at_most])
 
     def _delete_bodies(self, t: int) -> int:
-        """Without a LIST: the commit names them.  -> how many went, or had gone."""
+        """Delete step t's bodies without a LIST: the commit names them.  -> number of bodies that went, or had gone."""
         body = self._store.get(layout.commit_key(t))
         try:
             commit = None if body is None else Commit.decode(body)
@@ -292,7 +292,7 @@ class Collector:
         return 0 if commit is None else self._delete_keys([o.blob for o in commit.offers])
 
     def _thin_snapshots(self, answer: Kept) -> int:
-        """Older snapshots that have no room; and, beside those that have, what no manifest names."""
+        """Delete older snapshots that have no room, and blobs beside the others that no manifest names."""
         if (now := (self.floor, answer.snapshots)) == self._thinned:
             return 0
         stay = {self._blob_of(t) for t in answer.snapshots}
@@ -345,10 +345,10 @@ def sweep_ended_run(
     elements: Sequence[int],
     at_most: int = _LAST_SWEEP,
 ) -> int:
-    """Collect once more where all `steps` are committed; -> how many blobs went, or had gone.
+    """Collect once more where all `steps` are committed; -> number of blobs that went, or had gone.
 
-    For whoever outlives the replicas: if the writer of the last snapshot ended last, and was killed before it
-    collected, nobody else would.   elements: of each fragment.   at_most: steps that are looked at.
+    For a caller that outlives the replicas: if the writer of the last snapshot ended last, and was killed before it
+    collected, no replica is left to do it.   elements: of each fragment.   at_most: steps that are looked at.
     Nothing goes if the last commit cannot be read.
     """
     collector = Collector(store, rules, emit, budget, lambda fragment: elements[fragment])
@@ -365,7 +365,7 @@ def _blob_folder(t: int, kind: str) -> str:
 
 
 def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
-    """The fields of the event `collected` that say what stays; diloco/runlog/kept.py makes a sentence of them."""
+    """The fields of the event `collected` for the kept blobs; diloco/runlog/kept.py makes a sentence of them."""
     if answer is None:
         return {}
     stay = sorted({*answer.snapshots, floor})[-_TOLD:]
@@ -390,7 +390,7 @@ def _excess_text(over: int, budget: int, floor: int) -> str:
 
 
 def refuse_collected(store: Store, t: int) -> None:
-    """Something of step t is missing or damaged: raises Collected if there is a complete snapshot after it.
+    """Raise Collected if there is a complete snapshot after step t, of which a blob is missing or damaged.
 
     A snapshot that is collected meanwhile has a newer one in its place, so this looks until it finds none.
     """
@@ -400,7 +400,7 @@ def refuse_collected(store: Store, t: int) -> None:
 
 
 def _newest_unless_refused(store: Store, t: int) -> int:
-    """-> step of the newest snapshot, be it incomplete; t if none is newer."""
+    """Return the step of the newest snapshot, complete or not; t if none is newer.  Raises as `refuse_collected`."""
     newest = t
     for snapshot in snapshots.newest_first(store, _newest_that_commits_name(store, t)):
         if snapshot.t <= t:
@@ -425,7 +425,7 @@ def _newest_that_commits_name(store: Store, t: int) -> int:
 
 
 def look_again(heal: Callable[[], T], emit: Callable[..., None]) -> T:
-    """heal(), and again for as long as each Collected names a newer snapshot than the one before."""
+    """Call heal(), and again as long as each Collected names a newer snapshot than the one before; -> its result."""
     newest = -1
     while True:
         try:

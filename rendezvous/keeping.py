@@ -1,4 +1,4 @@
-"""How much of a run is kept: a budget of bytes, spent on what is needed first and on the past after that.
+"""The kept part of a run: a budget of bytes, spent on the needed blobs first and on the past after that.
 
     snapshots   ●               ●               ●       ●   ●   ●       ages of about powers of two
     means                                   ├───────────────────▶       as far back as fits: means_from
@@ -10,15 +10,16 @@
     spent in this order: window, older snapshots, means, deltas
     so the deltas go first (oldest first), then the means, then the snapshots thin out
 
-A pure function of records that are never deleted (commits, manifests), so all collectors come to the same answer, on
-any replica, at any moment.  A later answer never asks for what an earlier one gave up: ages only grow.
+The answer is a pure function of records that are never deleted (commits, manifests), so all collectors come to the same
+one, on any replica, at any moment.  A later answer never asks for blobs that an earlier one gave up: ages only grow.
 
-The window itself follows the budget: `snapshot_period` says after how many steps the next snapshot is due, so that the
-window, at its largest, fits.  `largest_window` with one step between snapshots is the floor below which no budget is
-kept to (decision 033).
+The window itself follows the budget: `snapshot_period` gives the number of steps to the next snapshot, so that the
+window, at its largest, fits.  `largest_window` with one step between snapshots is the floor: no smaller budget is kept
+to (decision 033).
 
-Not promised: the byte.  Counted are bodies that a commit lists; one of a replica that was killed before its offer, or
-whose offer expired, goes with its step.  Where steps are faster than the store deletes, deleting comes later.
+Not promised: the exact byte.  The budget counts bodies that a commit lists.  A body of a replica that was killed before
+its offer, or whose offer expired, goes with its step.  Where steps are faster than the store deletes, deleting comes
+later.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +33,7 @@ from rendezvous.rules import Rules
 _SHARE = 0.95  # 6 % of the deltas expired in the simulations of the protocol, and others die with their replica
 LATE = 3  # steps: the one that is decided just now, and two that may follow while blobs are deleted
 COMPLETE = 3  # snapshots: the two newest, and one that is on its way
-FULL_ENOUGH = 4  # a run that would fit so many times is not read back to see what it takes
+FULL_ENOUGH = 4  # a run that would fit so many times is not read back for its exact size
 ALWAYS = 64  # the level of the oldest snapshot: no run lasts for 2^64 periods
 _RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
 
@@ -55,7 +56,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 
 
 def parts_of(commit: Commit) -> list[int]:
-    """The parts in which its mean is written down, if it is; one with no shard in it is never (reduce.py: parts)."""
+    """The parts in which its mean is written down, if it is; a part without shards never is (reduce.py: parts)."""
     if commit.mode != "sharded":
         return [0]
     shards = max(len(o.shards) for o in commit.offers)
@@ -65,13 +66,13 @@ def parts_of(commit: Commit) -> list[int]:
 
 
 def is_mean_announced(bodies: int, mean: int, rules: Rules) -> bool:
-    """Does the closer of a step that is reduced directly write the mean down?   bodies, mean: bytes."""
+    """Whether the closer of a step that is reduced directly writes the mean down.   bodies, mean: bytes."""
     return rules.announce and 2 * mean <= bodies
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that a reader may need whatever the budget is: those of the two newest complete snapshots.
+    """The steps that a reader may need, at any budget: those of the two newest complete snapshots.
 
     floor, newest: their steps.   carry: steps for which a delta may still be listed.
     snapshot: bytes of one.   every: steps from one to the next.
@@ -89,7 +90,7 @@ class Window:
         return max(0, self.floor - self.carry)
 
     def bytes_needed(self, t: int, step: Sizes) -> int:
-        """Bytes of a committed step that stay whatever the budget is."""
+        """Bytes of a committed step that stay at any budget."""
         if t < self.floor:
             return 0
         return step.mean + (step.deltas if t >= self.newest or not step.mean else 0)
@@ -98,7 +99,7 @@ class Window:
 def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
     """Outer steps from one snapshot to the next, `every` at most, by which the window fits into the budget.
 
-    snapshot: bytes of one.   step: what each step leaves.   1 where nothing fits; `every` where there is no budget.
+    snapshot: bytes of one.   step: bytes that each step leaves.   1 where nothing fits; `every` without a budget.
     """
     each = _each_in_window(step)
     if not budget or not each:
@@ -123,7 +124,7 @@ def _each_in_window(step: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """The answer.   snapshots: those below the floor that stay.   means_from, deltas_from: first steps that keep any.
+    """The blobs to keep.   snapshots: those below the floor that stay.   means_from, deltas_from: first steps with any.
 
     A step in the window whose mean is not announced keeps its deltas.
     over: bytes by which the window alone exceeds the budget; 0 if it does not.
@@ -147,8 +148,8 @@ def choose_kept(
     """The part of the steps below `head` that stays; None if more commits must be read first.
 
     known: sizes of the newest steps, without a gap; maybe not of all, or of none.   older: snapshots below the floor.
-    most: bytes of the largest known step, from a caller that asks in every step; computed without one.
-    Left free are a snapshot that is on its way, the LATE steps, and a twentieth for bodies that no commit lists.
+    most: bytes of the largest known step, from a caller that asks in every step; None: computed here.
+    It leaves room for a snapshot that is on its way, for LATE steps, and a twentieth for bodies that no commit lists.
     """
     newest = known.get(head - 1, Sizes(0, 0))
     room = _SHARE * budget - _beside(window.snapshot, newest)
@@ -178,7 +179,7 @@ def choose_kept(
 
 
 def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, float]:
-    """-> the first step from which on all below `end` have room, and what is left of it."""
+    """Return the first step from which on all below `end` have room, and the room that is left."""
     while end and (size := sizes.get(end - 1, room + 1)) <= room:
         end = end - 1
         room = room - size
@@ -206,7 +207,7 @@ def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> s
 
 
 def _at_most(share: int, lowest: int, periods: int) -> int:
-    """How many stay, at most, of a run without gaps: one of level l is in 2^(l+1) periods; and the first one."""
+    """The largest number that stays of a run without gaps: one of level l in 2^(l+1) periods, and the first one."""
     levels = range(max(0, lowest), periods.bit_length())
     return 1 + sum(min(1 << (share - 1), (((periods - 1) >> level) + 1) >> 1) for level in levels)
 

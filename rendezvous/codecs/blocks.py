@@ -26,7 +26,7 @@ _TINY = torch.finfo(torch.float32).tiny  # 1/scale must not overflow
 
 
 class Blocks(RowFormat):
-    """levels: the largest code."""
+    """Rows of a scale and codes.   levels: the largest code."""
 
     levels: int
 
@@ -45,16 +45,16 @@ class Blocks(RowFormat):
         if not (least >= _TINY and most <= largest_scale(self.levels)):
             raise Corrupt(f"this {self.name} body has scales from {least} to {most}")
         out.mul_(scale)
-        if most * (self.levels + 1) > FLT_MAX and not all_finite(out):  # a code of −levels − 1, which nobody writes
+        if most * (self.levels + 1) > FLT_MAX and not all_finite(out):  # a code of −levels − 1, which no encoder writes
             raise Corrupt(f"this {self.name} body has values that are not finite")
 
     @abstractmethod
     def write_codes(self, codes: Tensor, rows: Tensor) -> None:
-        """Codes, whole numbers as fp32, into their places; they stay as they are."""
+        """Write the codes, whole numbers as fp32, into their places; `codes` stays as it is."""
 
     @abstractmethod
     def read_codes(self, rows: Tensor, out: Tensor) -> None:
-        """The inverse."""
+        """Read the codes: the inverse of `write_codes`."""
 
     def _quantise(self, v: Tensor, rows: Tensor, t: Tensor) -> Tensor:
         """Write the scales; -> whole numbers in [−levels, levels], in t."""

@@ -1,4 +1,4 @@
-"""Which codec a run should use, from its size and its links.
+"""Choice of a run's codec, from its size and its links.
 
     S = 4·P / ratio        direct    up S            down (N−1)·S           everyone reads everyone
                            sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sums of sparse are dense
@@ -18,8 +18,9 @@ _SHARE = 0.1  # of the time between syncs
 
 @dataclass(frozen=True)
 class Traits:
-    """ratio: fp32 bytes per byte sent, as papers count.   *_ns: per element, one CPU thread, with a residual.
+    """Costs of a codec.   ratio: fp32 bytes per byte sent, as papers count.
 
+    *_ns: per element, one CPU thread, with a residual.
     dense: a sum of bodies is as small as one of them, so the mean may be reduced in shards.
     """
 
@@ -68,7 +69,7 @@ def sync_seconds(name: str, parameters: int, replicas: int, up: float, down: flo
 def choose_codec(
     parameters: int, replicas: int, bandwidth_up: float, bandwidth_down: float, compute_s: float
 ) -> tuple[str, str]:
-    """-> (name, why).   bandwidth: bytes per second of one replica.   compute_s: seconds between two syncs."""
+    """Return (name, reason).   bandwidth: bytes per second of one replica.   compute_s: seconds between two syncs."""
     given = (parameters, replicas, bandwidth_up, bandwidth_down, compute_s)
     if not all(isfinite(v) and v > 0 for v in given):
         raise ValueError(

@@ -17,7 +17,7 @@ class Codec(Protocol):
 
     align: elements that are encoded together; shards are cut at multiples of it.
     exact: every body of n elements has max_body_size(n) bytes, and byte_range works.
-    ages: beside a residual it wants to know how long each element has waited.
+    ages: beside a residual it needs to know how long each element has waited.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Codec(Protocol):
         ...
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the elements [start, stop) are in the body; `stop` is aligned or the end of the vector."""
+        """Byte range of the elements [start, stop) in the body; `stop` is aligned or the end of the vector."""
         ...
 
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
         """Write x (fp32, any device) into `out` (uint8, CPU); -> bytes used.
 
-        residual: e, updated in place, on x's device.   theta: what x will be subtracted from, for bf16-gate.
-        Raises BadDelta for what is not finite.
+        residual: e, updated in place, on x's device.   theta: the vector that x will be subtracted from, for bf16-gate.
+        Raises BadDelta for values that are not finite.
         """
         ...
 
@@ -49,8 +49,9 @@ class Codec(Protocol):
         residual: Array | None = None,
         age: Array | None = None,
     ) -> Iterator[float]:
-        """The same, for exact codecs, these elements after those; each time their bytes are there, their ‖x‖² as fp32
-        tells it (to 1e-5; infinite where x is too long for that).
+        """Encode range after range, for exact codecs; -> ‖x‖² of each range as soon as its bytes are written.
+
+        ‖x‖² is summed in fp32 (to 1e-5; infinite where x is too long for that).
 
         age: uint8, rounds since each element was last sent, updated in place, for codecs with `ages`.
         """

@@ -1,4 +1,4 @@
-"""Every element on its own.
+"""Codecs that encode every element on its own.
 
     fp32   body = x                  the raw little-endian vector
     bf16   body = bf16(x)            rounded to nearest even; |x| above bf16's largest, 3.39e38, becomes that

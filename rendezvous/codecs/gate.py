@@ -1,4 +1,4 @@
-"""fp32 values, only where the bf16 model would change.                                      PULSE (arXiv 2602.03839)
+"""Codec of fp32 values, only where the bf16 model would change.                             PULSE (arXiv 2602.03839)
 
     s = x + e        gate = bf16(θ) ≠ bf16(θ − s)        body ∋ s where gate        e ← s where not gate
 
@@ -97,7 +97,7 @@ def _bf16_changes(theta: Tensor, s: Tensor) -> Tensor:
 
 
 def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int) -> int:
-    """One block of n elements; -> bytes used."""
+    """Write one block of n elements; -> bytes used."""
     where = _encode_gaps(index)
     if where.size >= _bitmap_bytes(n):
         where = _to_bitmap(index, n)
@@ -111,7 +111,7 @@ def _write_block(out: np.ndarray, index: np.ndarray, values: np.ndarray, n: int)
 
 
 def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """One block of n elements; -> indices, values, bytes used."""
+    """Read one block of n elements; -> indices, values, bytes used."""
     if body.size < 8:
         raise Corrupt("this bf16-gate body ends inside a header")
     count, where_bytes = (int(k) for k in body[:8].view("<u4"))
@@ -130,7 +130,7 @@ def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _encode_gaps(index: np.ndarray) -> np.ndarray:
-    """[3, 4, 700] -> 3 0 255 255 185"""
+    """Encode indices as gaps: [3, 4, 700] -> 3 0 255 255 185."""
     skipped = np.diff(index, prepend=-1) - 1
     ends = np.cumsum(skipped // _MORE + 1) - 1
     coded = np.full(ends[-1] + 1 if ends.size else 0, _MORE, np.uint8)

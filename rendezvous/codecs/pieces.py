@@ -1,4 +1,4 @@
-"""The codecs share this: vectors cut into pieces that stay in the cache, and the loops over them.
+"""Common parts of the codecs: vectors cut into pieces that stay in the cache, and the loops over them.
 
     encode       for each piece:   s = x + decay·e    rows = pack(s)     e ← s − unpack(rows)
     accumulate   for each piece:   t = unpack(rows)   t ← fl(w·t)        total ← fl(total + t)      (w = 1: nothing)
@@ -34,7 +34,7 @@ class Pieces(ABC):
 
     @abstractmethod
     def decoded_pieces(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-        """start, stop and elements of each piece; the tensor may be used up."""
+        """Start, stop and elements of each piece; the caller may overwrite the tensor."""
 
     def decode(self, body: Body, out: Array) -> None:
         target = flat_tensor(out, "the decoded vector")
@@ -44,7 +44,7 @@ class Pieces(ABC):
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
-        """The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
+        """Add fl(weight·decode(body)) to total; the first term is stored, not added to 0 (0 + −0 would lose a sign)."""
         target = flat_tensor(total, "the sum")[start:stop]
         w = float(np.float32(weight))
         for a, b, piece in self.decoded_pieces(body, target.numel(), target.device):
@@ -57,7 +57,7 @@ class Pieces(ABC):
 
 
 class RowCodec:
-    """A codec made of a format in rows.   ages: beside a residual it wants to know how long each element has waited."""
+    """A codec made of a format in rows.   ages: beside a residual it needs to know how long each element has waited."""
 
     exact = True
     ages = False
@@ -148,7 +148,7 @@ class RowCodec:
             self._add_piece(rows, w, target[a:b], first)
 
     def _piece_size(self, v: Tensor) -> int:
-        """A CPU's kernels go row by row by themselves, and each call of one costs as much as 20,000 elements."""
+        """Elements per call: the whole vector for a CPU's kernels, where each call costs as much as 20,000 elements."""
         return (
             v.numel()
             if v.device.type == "cpu" and load_kernels(self.name, "cpu")
@@ -156,7 +156,7 @@ class RowCodec:
         )
 
     def _encode_piece(self, x: Tensor, e: Tensor | None, age: Tensor | None, rows: Tensor) -> float:
-        """rows <- pack(x + decay·e);  e <- what they lack; -> ‖x‖².   age: for codecs with `ages`."""
+        """Set s = x + decay·e, rows ← pack(s), e ← s − unpack(rows); -> ‖x‖².   age: for codecs with `ages`."""
         kernels = load_kernels(self.name, x.device.type)
         if kernels is not None:
             square = kernels.encode(self.name, x, e, rows)
@@ -175,7 +175,7 @@ class RowCodec:
         return square
 
     def _add_piece(self, rows: Tensor, w: float, target: Tensor, first: bool) -> None:
-        """target += fl(w·unpack(rows)).   The first term is stored, not added to 0 (0 + −0 would lose a sign)."""
+        """Add fl(w·unpack(rows)) to target; the first term is stored, not added to 0 (0 + −0 would lose a sign)."""
         kernels = load_kernels(self.name, target.device.type)
         if kernels is not None and kernels.add(self.name, rows, w, target, first):
             return
@@ -213,12 +213,12 @@ class Outbox:
         self._on_way: deque[tuple[torch.Event | None, Tensor, Tensor]] = deque()
 
     def rows_to_write(self, a: int, b: int) -> Tensor:
-        """Where to write rows [a, b)."""
+        """Memory to write rows [a, b) into."""
         self._span = a, b
         return self._out[a:b] if self._near is None else self._near[: b - a]
 
     def send(self) -> None:
-        """They are written.  At most two pieces are on their way."""
+        """Send the rows, which are written now.  At most two pieces are on their way."""
         if self._near is None:
             return
         a, b = self._span
@@ -248,7 +248,7 @@ def piece_size(device: torch.device) -> int:
 
 
 def add_residual(x: Tensor, e: Tensor, decay: float) -> Tensor:
-    """e <- x + decay·e"""
+    """Set e ← x + decay·e; -> e."""
     return (e if decay == 1 else e.mul_(decay)).add_(x)
 
 
@@ -256,7 +256,7 @@ def tensor_of(array: np.ndarray) -> Tensor:
     """The same memory as a tensor."""
     if array.flags.writeable:
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
-    with warnings.catch_warnings():  # it warns of memory that must not be written to; we only read that
+    with warnings.catch_warnings():  # it warns of read-only memory; this room only reads it
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 

@@ -1,8 +1,8 @@
-"""A codec's format where it lies in rows: elements into bytes and back, by torch's operations alone.
+"""A codec's format in rows: elements into bytes and back, by torch's operations alone.
 
     align elements ──pack_rows──▶ one row of row_bytes ──unpack_rows──▶ align elements
 
-pieces.py drives a format over a long vector; kernels/ does the same arithmetic in one pass, and is tried against it.
+pieces.py drives a format over a long vector; kernels/ does the same arithmetic in one pass, and is checked against it.
 
 Not promised: anything about residuals beyond `pack_and_subtract`; speed.
 """
@@ -30,14 +30,14 @@ class RowFormat(ABC):
 
     @abstractmethod
     def pack_rows(self, v: Tensor, rows: Tensor) -> None:
-        """(r, align) fp32 -> (r, row_bytes) uint8.  Raises BadDelta for what is not finite."""
+        """Pack (r, align) fp32 -> (r, row_bytes) uint8.  Raises BadDelta for values that are not finite."""
 
     @abstractmethod
     def unpack_rows(self, rows: Tensor, out: Tensor) -> None:
-        """(r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for what `pack_rows` never writes."""
+        """Unpack (r, row_bytes) uint8 -> (r, align) fp32.  Raises Corrupt for rows that `pack_rows` never writes."""
 
     def pack_and_subtract(self, s: Tensor, rows: Tensor, t: Tensor) -> None:
-        """rows <- pack(s);  s <- s − unpack(rows).   t: scratch of s's shape."""
+        """Set rows ← pack(s), s ← s − unpack(rows).   t: scratch of s's shape."""
         self.pack_rows(s, rows)
         self.unpack_rows(rows, t)
         s.sub_(t)
@@ -50,8 +50,11 @@ _own = threading.local()
 
 
 def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
-    """n elements of rubbish, valid until this thread asks for that name again.  On the CPU the same memory every time,
-    because fresh pages cost more than the work; CUDA keeps memory by itself."""
+    """Memory for n elements, valid until this thread asks for that name again.
+
+    On the CPU it is the same memory every time, up to `SCRATCH` elements, because fresh pages cost more than the work;
+    CUDA keeps memory by itself.
+    """
     if device.type != "cpu" or n > SCRATCH:
         return torch.empty(n, device=device)
     kept: dict[str, Tensor] = _own.__dict__
@@ -68,7 +71,7 @@ def pad_to_rows(s: Tensor, align: int) -> Tensor:
 
 
 def all_finite(t: Tensor) -> bool:
-    """One cheap pass where there is nothing to find: a sum is finite only if all its terms are."""
+    """Whether all elements are finite; one cheap pass where they are, as a finite sum has finite terms only."""
     return isfinite(float(t.sum())) or bool(t.isfinite().all())
 
 

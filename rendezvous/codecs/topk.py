@@ -9,17 +9,18 @@
             └─────┴──────┴─────────┴─────────┴─────────┘
     entry = place in the column (6 bits) | negative (1) | high (1)
 
-`low` and `high` are the mean magnitudes of what is below and above the mean magnitude that is kept.  Where fewer than
-384 are not zero, `low` is 0 and all others share `high`.
+The mean magnitude of the kept elements divides them: `low` and `high` are the mean magnitudes below it and above it.
+Where fewer than 384 are not zero, `low` is 0 and all others share `high`.
 
 SparseLoCo keeps 64 of 4096 and forgets a residual by 0.95 a round.  In a chunk of 64 a place takes 6 bits instead of
-12, so the same bytes carry nearly twice the entries.  And what has waited was computed from an old θ: on the supervised
-loop that cost more than forgetting it.  So a residual with ages forgets half of itself a round, and what it forgot of a
-steady x is given back when it is sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) for an element that waited a rounds; 1 for what is
-sent every round, at most gain(8) = 4, because old news and noise grow with it.  Measured in docs/benchmarks.md.  A
-residual without ages forgets by 0.95.
+12, so the same bytes carry nearly twice the entries.  An element that has waited was computed from an old θ: on the
+supervised loop that cost more than forgetting it.  So a residual with ages forgets half of itself a round.  The
+forgotten part of a steady x is given back when it is sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) for an element that waited a
+rounds.  The gain is 1 for an element that is sent every round, and at most gain(8) = 4, because old news and noise grow
+with it.  Measured in docs/benchmarks.md.  A residual without ages forgets by 0.95.
 
-Equal magnitudes: which of them is kept is torch's choice, and may differ between machines; decoding does not.
+Among equal magnitudes torch chooses the one that is kept, and may choose otherwise on another machine; decoding does
+not differ.
 
 Not promised: anything without a residual, and ages; the published runs, and ours, get visibly worse.
 """
@@ -90,13 +91,13 @@ class TopK(RowCodec):
 
 
 def _gain_table(device: torch.device) -> Tensor:
-    """[a] -> what a steady x is worth over what is left of it after a rounds."""
+    """Return the gains: [a] -> sum of a steady x over a rounds / the part of it that a residual holds after them."""
     a = torch.arange(_LONGEST + 1, dtype=torch.float64).clamp_(min=1)
     return (a * (1 - _FORGETS) / (1 - _FORGETS**a)).float().to(device)
 
 
 def _largest_places(v: Tensor) -> Tensor:
-    """(r, 64, 128) -> (r, 3, 128): the places of each column's largest magnitudes, ascending.
+    """Return the places of each column's largest magnitudes, ascending: (r, 64, 128) -> (r, 3, 128).
 
     A magnitude's bits order like the number, NaN above infinity; the place takes its 6 lowest, so no two are equal.
     """
@@ -111,7 +112,10 @@ def _largest_places(v: Tensor) -> Tensor:
 
 
 def _two_levels(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """(r, 384) -> (r, 2), and which are high.  Means are taken of shares of the largest: sums cannot overflow."""
+    """Return `low` and `high`, (r, 384) -> (r, 2), and a mask of the high ones.
+
+    The means are taken of shares of the largest, so sums cannot overflow.
+    """
     most = magnitude.amax(1, keepdim=True)
     share = magnitude / (most + (most == 0))
     cut = share.mean(1, keepdim=True) * (share.amin(1, keepdim=True) > 0)

@@ -1,4 +1,4 @@
-"""A codec's whole piece in one pass over memory: C on the CPU, Triton on CUDA.  Nobody else knows of them.
+"""A codec's whole piece in one pass over memory: C on the CPU, Triton on CUDA.  Used by the codecs and by reduce.py.
 
     load_kernels("int8", "cpu") ──▶ cpu.py ── cc, once per user ──▶ cpu.c        None where there is no compiler
     load_kernels("int8", "cuda") ─▶ cuda.py ─ Triton                             None where there is no Triton
@@ -22,11 +22,14 @@ class Kernels(Protocol):
     """encode and add of the codecs that lie in rows of a fixed size."""
 
     def encode(self, name: str, x: "Tensor", e: "Tensor | None", rows: "Tensor") -> float | None:
-        """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
+        """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""
         ...
 
     def add(self, name: str, rows: "Tensor", w: float, target: "Tensor", first: bool) -> bool:
-        """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
+        """Add fl(w·unpack(rows)) to target; `first` stores instead.
+
+        -> False where no encoder wrote these rows; then `target` is waste.
+        """
         ...
 
 
@@ -48,7 +51,7 @@ def load_kernels(name: str, device_type: str) -> Kernels | None:
 
 
 def why_no_kernels() -> str:
-    """Why the CPU's kernels are not here, "" if they are."""
+    """The reason why the CPU's kernels are missing; "" if they are there."""
     try:
         import_module("rendezvous.codecs.kernels.cpu")
     except ImportError as error:

@@ -35,17 +35,17 @@ _ALIGN = {"int8": 1024, "int4": 512, "bf16": 1}
 
 
 def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
-    """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
+    """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""
     return next(encode_each(name, x, e, rows, [(0, x.numel())]))
 
 
 def encode_each(
     name: str, x: Tensor, e: Tensor | None, rows: Tensor, ranges: Sequence[tuple[int, int]]
 ) -> Iterator[float | None]:
-    """The same, these elements after those.
+    """Encode range after range as `encode` does.
 
-    It goes by addresses: between two shards nothing is left in the caches, and a slice of a tensor costs what 30,000
-    elements do.
+    It goes by addresses: between two shards nothing is left in the caches, and a slice of a tensor costs as much as
+    30,000 elements.
     """
     run = _ENCODE[name]
     most = _LARGEST_SCALE[name]
@@ -63,7 +63,7 @@ def encode_each(
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
-    """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
+    """Add fl(w·unpack(rows)) to target; -> False where no encoder wrote these rows; then `target` is waste."""
     return not _ADD[name](rows.data_ptr(), w, target.data_ptr(), first, target.numel(), _LARGEST_SCALE[name])
 
 
@@ -75,10 +75,10 @@ def weighted_mean(
     out: np.ndarray,
     rows: np.ndarray | None = None,
 ) -> bool:
-    """out <- (fl(w₀·x₀) + fl(w₁·x₁) + …) / weight, every operation rounded to fp32.
+    """Set out ← (fl(w₀·x₀) + fl(w₁·x₁) + …) / weight, every operation rounded to fp32.
 
-    bodies: of `out.size` elements each, as bytes.   rows: where the mean is packed too; `out` is what they say then.
-    False: not finite, or written by no encoder; `out` is waste.
+    bodies: of `out.size` elements each, as bytes.   rows: the mean is packed there too; then `out` is unpack(rows).
+    -> False where a value is not finite, or no encoder wrote a body; then `out` is waste.
     """
     addresses = (_POINTER * len(bodies))(*(body.ctypes.data for body in bodies))
     count = len(bodies)
@@ -132,7 +132,7 @@ _FORMATS: dict[str, RowFormat] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()
 
 
 def _rows_match_torch(name: str, size: float) -> bool:
-    """The same bits as torch's operations: rows, residual, sum."""
+    """Whether rows, residual and sum have the same bits as by torch's operations."""
     c = _FORMATS[name]
     x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
     rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes)
@@ -154,7 +154,7 @@ def _rows_match_torch(name: str, size: float) -> bool:
 
 
 def _mean_matches_torch(name: str, weight: float) -> bool:
-    """The same bits as adding one body after the other, and dividing."""
+    """Whether the mean has the same bits as a sum of one body after the other, divided."""
     x = np.linspace(-3, 5, 3000, dtype=np.float32)
     c = _FORMATS[name]
     bodies = [_pack_by_torch(c, v) for v in (x, x[::-1].copy(), x * x)]
@@ -174,14 +174,14 @@ def _mean_matches_torch(name: str, weight: float) -> bool:
 
 
 def _pack_by_torch(c: RowFormat, x: np.ndarray) -> np.ndarray:
-    """fp32 -> its body, as bytes."""
+    """Encode fp32 x; -> its body, as bytes."""
     body = torch.zeros(c.max_body_size(x.size), dtype=torch.uint8)
     c.pack_rows(pad_to_rows(torch.from_numpy(x), c.align), body.view(-1, c.row_bytes))  # pyright: ignore[reportUnknownMemberType]
     return body.numpy()
 
 
 def _unpack_by_torch(c: RowFormat, body: np.ndarray, n: int) -> np.ndarray:
-    """A body of n elements -> fp32."""
+    """Decode a body of n elements; -> fp32."""
     rows = torch.from_numpy(body).view(-1, c.row_bytes)  # pyright: ignore[reportUnknownMemberType]
     out = torch.empty(len(rows), c.align)
     c.unpack_rows(rows, out)

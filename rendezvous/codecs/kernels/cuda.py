@@ -24,7 +24,7 @@ _PER_ROW = {"int8": 1024, "int4": 512}
 
 
 def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
-    """rows <- pack(x + e), e <- what they lack; -> ‖x‖².   None: some of it is not finite."""
+    """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
     squares = torch.empty(len(rows), device=x.device)
     _encode[(len(rows),)](
@@ -36,7 +36,7 @@ def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None
 
 
 def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
-    """target += fl(w·unpack(rows)).   False: no encoder wrote these rows; `target` is waste."""
+    """Add fl(w·unpack(rows)) to target; -> False where no encoder wrote these rows; then `target` is waste."""
     bad = torch.zeros(1, dtype=torch.int32, device=target.device)
     _add[(len(rows),)](
         rows.view(torch.int8), rows.view(torch.float32), target, bad, w, target.numel(),
@@ -57,19 +57,19 @@ def _is_finite(v):
 
 @triton.jit
 def _peak_bits(v):
-    """max|v| as bits, in whose order NaN is above infinity"""
+    """Return max|v| as bits, whose order puts NaN above infinity."""
     return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
 
 
 @triton.jit
 def _round_to_even(v):
-    """To nearest even, for |v| < 2²²"""
+    """Round to nearest even, for |v| < 2²²."""
     return (v + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _load_sum(x, e, at, n, feedback: tl.constexpr):
-    """-> x + e, and the sum of x's squares"""
+    """Return x + e, and the sum of x's squares."""
     v = tl.load(x + at, mask=at < n, other=0.0)
     s = v
     if feedback:
@@ -112,7 +112,7 @@ def _encode(
 
 @triton.jit
 def _put(target, at, v, w, n, first: tl.constexpr):
-    """-> how many values are not finite, or not zero after the end"""
+    """Add w·v to target; -> number of values that are not finite, or not zero after the end."""
     wrong = tl.sum(tl.where((at < n) & _is_finite(v) | (v == 0), 0, 1), axis=0)
     v = v * w
     if not first:
