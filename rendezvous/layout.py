@@ -1,4 +1,4 @@
-"""Where everything lives in the bucket.  The only file that spells a key.
+"""Layout of the bucket.  The only file that spells a key.
 
     {run}/
     ├── seal.json                                  in a run under a key: its records are sealed    put_once
@@ -29,7 +29,7 @@ Zero-padded numbers sort as they count.  Registers (put_once) are never deleted 
 could be "won" again by a replica that slept.
 
 A key, and a file's name in the manifests, is *plain*: parts that print, with one "/" between two of them, and no part
-is "." or "..".  So it cannot leave its folder, whatever joins it to one.
+is "." or "..".  So a key stays below any folder that it is joined to.
 
 Not promised: that a key listed under `alive/` belongs to a living process.
 """
@@ -68,44 +68,44 @@ MOST_BYTES = {
     "log": 64 * _MIB,  # a few rounds of events, or of rollouts
 }
 MOST_OF_OTHERS = 16 * _KIB  # of records: a few numbers and names
-MOST_OF_FILES = 1 << 40  # of what a record names by its digest: the user's files, θ₀'s, residuals
+MOST_OF_FILES = 1 << 40  # of files that a record names by their digests: the user's, θ₀'s, residuals
 _SEALED = 256  # bytes that a tag adds
 _FOLDERS = {"replicas": "claim", "alive": "beat", "leave": "leave", "control": "control", "log": "log"}
 
 
 def is_plain(name: str) -> bool:
-    """Does this name stay below the folder that it is joined to?  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
+    """Whether this name stays below the folder that it is joined to.  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
     parts_are_real = all(part not in ("", ".", "..") for part in name.split("/"))
     return parts_are_real and name.isprintable() and "\\" not in name and not _DRIVE.match(name)
 
 
 def is_blob(key: str, pattern: str) -> bool:
-    """Is `key` what this file spells as `pattern`, but for the nonce, which is "" there?   For what records name."""
+    """Whether `key` is `pattern`, as this file spells it, with a nonce where `pattern` has "".  For keys in records."""
     stem, _, ending = pattern.rpartition(".")
     return is_plain(key) and key.startswith(stem) and key.endswith(f".{ending}") and "/" not in key[len(stem) :]
 
 
 def slot_name(index: int) -> str:
-    """0 -> "r00".  Slots are dense, so that all of them can be found by GETs."""
+    """Name a slot: 0 -> "r00".  Slots are dense, so that all of them can be found by GETs."""
     return f"r{index:02d}"
 
 
 def slot_index(slot: str) -> int:
-    """ "r07" -> 7; anything else is a ValueError."""
+    """Index of a slot: "r07" -> 7.  Raises ValueError for any other name."""
     if not is_slot(slot):
         raise ValueError(f"{slot!r} is not a slot name; slots are called r00, r01, ...")
     return int(slot[1:])
 
 
 def is_slot(name: str) -> bool:
-    """Is it the name of a slot, in its only spelling?  "r7" and "r007" are not: they would be r07 once more."""
+    """Whether it is the name of a slot, in its only spelling.  "r7" and "r007" are not: they would be r07 once more."""
     digits = name[1:]
     number = digits.isascii() and digits.isdigit() and len(digits) <= 5
     return name.startswith("r") and number and slot_name(int(digits)) == name
 
 
 def is_word(name: str) -> bool:
-    """May it stand where a slot stands in a key?"""
+    """Whether it may stand in the place of a slot in a key."""
     return _WORD.fullmatch(name) is not None
 
 
@@ -126,7 +126,7 @@ def claim_key(slot: str, generation: int) -> str:
 
 
 def claim_owner(key: str) -> tuple[str, int]:
-    """replicas/r01/000002.json -> ("r01", 2)."""
+    """Slot and generation of a claim's key: replicas/r01/000002.json -> ("r01", 2)."""
     _, slot, name = key.split("/")
     return slot, int(name.partition(".")[0])
 
@@ -149,7 +149,7 @@ def offers_prefix(t: int) -> str:
 
 
 def offer_slot(key: str) -> str:
-    """steps/0000000005/offer/r01.0.json -> "r01" """
+    """Slot of an offer's key: steps/0000000005/offer/r01.0.json -> "r01"."""
     return key.rpartition("/")[2].partition(".")[0]
 
 
@@ -158,7 +158,7 @@ def commit_key(t: int) -> str:
 
 
 def commit_step(key: str) -> int:
-    """steps/0000000007/commit.json -> 7."""
+    """Step of a commit's key: steps/0000000007/commit.json -> 7."""
     return int(key.split("/")[1])
 
 
@@ -203,13 +203,13 @@ def weights_step(key: str) -> int | None:
 
 
 def control_number(key: str) -> int | None:
-    """control/000003.json -> 3; None for any other key below `control/`."""
+    """Number of a control record: control/000003.json -> 3; None for any other key below `control/`."""
     number = key.removeprefix(CONTROLS).removesuffix(".json")
     return int(number) if _is_number(number) and key == control_key(int(number)) else None
 
 
 def claimed_slot(key: str) -> str | None:
-    """replicas/r01/000002.json -> "r01"; None for any other key below `replicas/`."""
+    """Slot of a claim's key: replicas/r01/000002.json -> "r01"; None for any other key below `replicas/`."""
     parts = key.split("/")
     return parts[1] if len(parts) == 3 and is_slot(parts[1]) else None
 
@@ -244,7 +244,7 @@ def is_rollouts(key: str) -> bool:
 
 
 def log_owner(key: str) -> tuple[str, int] | None:
-    """log/r01-2/000003.jsonl -> ("r01", 2); None for a key that nobody who writes a log has written."""
+    """Slot and generation of a log's key: log/r01-2/000003.jsonl -> ("r01", 2); None for a key that is no log's."""
     parts = key.split("/")
     slot, _, generation = parts[1].rpartition("-") if len(parts) == 3 else ("", "", "")
     named = _is_number(parts[-1].partition(".")[0]) and parts[-1].endswith(".jsonl")
@@ -252,7 +252,7 @@ def log_owner(key: str) -> tuple[str, int] | None:
 
 
 def log_number(key: str) -> int:
-    """log/r01-2/000003.jsonl -> 3, where `log_owner` is not None."""
+    """Number of a log's key, where `log_owner` is not None: log/r01-2/000003.jsonl -> 3."""
     return int(key.rpartition("/")[2].partition(".")[0])
 
 
@@ -261,12 +261,12 @@ def _is_number(text: str) -> bool:
 
 
 def page_data_key(name: str) -> str:
-    """ "head.json", "0.json" -> where a published page asks for it."""
+    """Key of a published page's data: "head.json" or "0.json" below `page/data/`."""
     return f"{PAGE}data/{name}"
 
 
 def content_type(key: str) -> str | None:
-    """The type that a browser must be told; None for what no browser reads."""
+    """The type that a browser must be told; None for keys that no browser reads."""
     ending = "." + key.rpartition(".")[2]
     return _CONTENT_TYPES.get(ending) if key.startswith(PAGE) else None
 
@@ -288,6 +288,6 @@ def record_kind(key: str) -> str | None:
 
 
 def most_bytes(key: str) -> int:
-    """Return how many bytes of an object `get` reads at most; one more shows that it is none of the run's."""
+    """The most bytes of an object that `get` reads; one more shows that the object is none of the run's."""
     kind = record_kind(key)
     return MOST_OF_FILES if kind is None else MOST_BYTES.get(kind, MOST_OF_OTHERS) + _SEALED

@@ -1,4 +1,4 @@
-"""How a replica goes: in time, with what it has, and with what others need from it.
+"""The end of a replica: in time, with its work offered, and with the blobs that others need from it.
 
     asked ─ inner step ends ─▶ offer what there is ─▶ own blobs ─▶ residual, baggage ─▶ leave/{slot}-{g}.json ─▶ θ_T
                             └────────────────────────── grace ────────────────────────┘
@@ -31,28 +31,31 @@ from rendezvous.store import Store, put_once
 
 
 class Departure:
-    """Is this replica to go, and how long may it take?   grace_s: from when it hears of it, between two inner steps."""
+    """Requests to this replica to leave.   grace_s: seconds that it may take, from when it hears of one.
+
+    It hears of a request between two inner steps.
+    """
 
     def __init__(self, clock: Clock, members: Membership, grace_s: float) -> None:
         self._clock = clock
         self._members = members
         self._grace_s = grace_s
-        self.asked_at: float | None = None  # when the platform or a person asked this process to go
-        self._heard_at: float | None = None  # when the inner step in which that was has ended
+        self.asked_at: float | None = None  # when the platform or a person asked this process to leave
+        self._heard_at: float | None = None  # when the inner step of that moment had ended
 
     def ask(self) -> None:
-        """Safe in a signal handler."""
+        """Ask this replica to leave.  Safe in a signal handler."""
         if self.asked_at is None:
             self.asked_at = self._clock.now()
 
     def hear(self) -> None:
-        """No inner step goes on: from now on the grace is for what was made."""
+        """Note that no inner step goes on: from now on the grace is for saving the work."""
         if self.asked_at is not None and self._heard_at is None:
             self._heard_at = self._clock.now()
 
     @property
     def is_asked(self) -> bool:
-        """By its process, or by a control record?"""
+        """Whether its process or a control record has asked it to leave."""
         return self.asked_at is not None or self._members.wanted.is_to_leave(self._members.slot)
 
     @property
@@ -62,12 +65,12 @@ class Departure:
         return self._began(now) + self._grace_s - now
 
     def _began(self, now: float) -> float:
-        """When the grace began, or `now` where nobody has asked."""
+        """Time at which the grace began, or `now` without a request to this process."""
         begins = (self._heard_at, self.asked_at, now)
         return next(at for at in begins if at is not None)
 
     def check_before_pause(self) -> None:
-        """Called before every pause.   Raises Fenced, HeartbeatLost or Leaving."""
+        """Raise Fenced, HeartbeatLost or Leaving where this replica must end.  Called before every pause."""
         self._members.refuse_if_fenced()
         if not self.is_asked:
             return
@@ -85,10 +88,11 @@ def hand_over(
     left_s: float,
     emit: Emit,
 ) -> tuple[str, str]:
-    """-> key and digest of what the next generation of this slot may take over; ("", "") for nothing.
+    """Write the file that the next generation of this slot may take over; -> key and digest, ("", "") for none.
 
     unsent: values that the codec has not sent.   baggage: the owner's own arrays, which go along if there is time.
-    All may take half of the time that is left, by the rate of the last upload; else it is lost, and reported.
+    The file may take half of the time that is left, by the rate of the last upload; arrays beyond it are lost, and
+    reported.
     """
     arrays = dict[str, np.ndarray]()
     named = {BAGGAGE + name: array for name, array in baggage.items()}
@@ -104,9 +108,9 @@ def hand_over(
 def take_over(
     store: Store, members: Membership, sizes: Sequence[int], emit: Emit
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Take what the generation directly before this one left: -> values that its codec had not sent, and its baggage.
+    """Take the file of the generation directly before: -> values that its codec had not sent, and its baggage.
 
-    Nobody else ever reads it: should this replica die without a goodbye, it is gone.   sizes: elements per fragment.
+    No other replica ever reads it: if this one dies without a goodbye, it is gone.   sizes: elements per fragment.
     """
     left = read_leave(store, members.slot, members.generation - 1)
     if left is None or not left.residual:
@@ -123,7 +127,7 @@ def take_over(
 def write_goodbye(
     store: Store, clock: Clock, members: Membership, *, step: int, base: str, reason: str, residual: tuple[str, str]
 ) -> None:
-    """The leave record.   residual: its key and digest."""
+    """Write the leave record.   residual: key and digest of the residual's file."""
     record = Leave(
         slot=members.slot,
         generation=members.generation,
@@ -139,7 +143,7 @@ def write_goodbye(
 
 
 def has_left_alike(store: Store, chain: Chain, members: Membership, *, step: int, base: str) -> bool:
-    """Has another slot's replica left at this step with the same state?"""
+    """Whether another slot's replica has left at this step with the same state."""
     others = [slot for slot in members.wanted.slot_names if slot != members.slot]
     fence = chain.fence_before(step)
     left = [record for slot in others for record in _leave_records(store, slot, fence.get(slot, 1))]

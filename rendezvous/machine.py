@@ -18,23 +18,23 @@ from pathlib import Path
 
 
 def machine_name() -> str:
-    """A name that no other machine has, nor another container of this one: with it a pid means one process."""
+    """Name that no other machine or container of this one has: with it a pid means one process."""
     return f"{socket.gethostname()}~{_boot_digest()}"
 
 
 def start_ticks(pid: int) -> int | None:
-    """When this process (or its zombie) started, in clock ticks since boot; None if there is none."""
+    """Start of this process (or its zombie), in clock ticks since boot; None if there is none."""
     found = _read_process(pid)
     return found[1] if found else None
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Is exactly that process still there, and not only its zombie?"""
+    """Whether exactly that process is still there, and not only its zombie."""
     return pid > 0 and _read_process(pid) == (True, started)
 
 
 def _read_process(pid: int) -> tuple[bool, int] | None:
-    """(it runs, its start)"""
+    """Return (whether it runs, its start); None if there is no such process."""
     if not sys.platform.startswith("linux"):
         return _look_by_ps(pid)
     try:
@@ -55,7 +55,7 @@ def _look_by_ps(pid: int) -> tuple[bool, int] | None:
 
 @cache
 def _boot_digest() -> str:
-    """Where nothing tells one boot from another, a name for this process alone: it recognizes nobody."""
+    """Digest of boot id and PID namespace; random, so that it matches no other process, where they cannot be read."""
     try:
         about = _boot_id()
     except (OSError, subprocess.SubprocessError):

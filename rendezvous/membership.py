@@ -35,7 +35,7 @@ from rendezvous.store import Readable, Store, put_once
 R = TypeVar("R", bound=Record)
 
 CONTROL_BEATS = 2  # a stop, a drain, a budget's new lease are heard within so many beats
-SUCCESSOR_BEATS = 4  # no supervisor launches one before this slot has been silent for that long
+SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for that long
 JITTER = 0.8  # of a period: a look is due although a sleep was a little short
 
 # The settings that a control record overrides by naming them.
@@ -96,7 +96,7 @@ class Wanted:
         return tuple(p for i, p in enumerate(gone) if p not in gone[:i])
 
     def is_to_leave(self, slot: str) -> bool:
-        """Is this slot to go?"""
+        """Whether this slot's replica must leave."""
         return self.stop or slot in self.drains or layout.slot_index(slot) >= self.replicas > 0
 
     @property
@@ -105,9 +105,9 @@ class Wanted:
 
 
 def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
-    """All control records from `wanted.records` on, folded.  Another object takes its number, and counts for nothing.
+    """Fold all control records from `wanted.records` on into the wishes.  Any other object counts for nothing.
 
-    The first one is not passed over: raises RecordsLost if something else stands there.
+    Such an object takes its number all the same.  Raises RecordsLost if the first one is no control record.
     """
     wanted = wanted or Wanted()
     while (body := store.get(layout.control_key(wanted.records))) is not None:
@@ -121,7 +121,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 
 
 def _refuse_first(store: Readable, n: int) -> None:
-    """Garbage stands under control/{n}: raises RecordsLost if that is the first."""
+    """Raise RecordsLost if control/{n}, which is no control record, is the first."""
     if n == 0:
         raise RecordsLost(
             f"{store.url}/{layout.control_key(0)} is no control record: it was overwritten, or somebody else wrote it "
@@ -130,7 +130,7 @@ def _refuse_first(store: Readable, n: int) -> None:
 
 
 def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """The record in a register that anybody may have taken; None if it is none: all readers pass over the same ones."""
+    """Decode a register that any writer may have taken; None if it is no record: all readers pass over the same ones."""
     try:
         return kind.decode(body)
     except WireError:
@@ -145,11 +145,11 @@ _RESTORE = (
 
 
 def refuse_lost(store: Readable, wanted: Wanted) -> None:
-    """Raises RecordsLost if control records have vanished: what is left would lower the quorum and drop the budget.
+    """Raise RecordsLost if control records have vanished: the others would lower the quorum and drop the budget.
 
-    A later record shows a gap; a committed step shows that there was a first one.  Anybody may have put something else
-    there, and that shows nothing.  LIST is a hint: it may lag.  All of them may have been written since the wishes were
-    read: the missing one is there before they are, so it is read last.
+    A later record shows a gap; a committed step shows that there was a first one.  Any other object there shows nothing:
+    any writer may have put it there.  LIST is a hint: it may lag.  All of them may have been written since the wishes
+    were read: the missing one is there before they are, so it is read last.
     """
     later = controls_above(store, wanted.records)
     stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
@@ -169,7 +169,7 @@ def controls_above(store: Readable, n: int) -> list[Control]:
 
 
 def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
-    """Raises RecordsLost if a commit has a higher quorum than any control record that stands ever asked for.
+    """Raise RecordsLost if a commit has a higher quorum than any control record that stands ever asked for.
 
     A commit goes by wishes that were durable before it, so such a wish was there, and is not any more.
     """
@@ -212,7 +212,7 @@ def _check_wishes(record: Control) -> None:
 
 
 def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
-    """Claims of those who took the slot after generation `above`, in order.
+    """Claims of the slot's generations after `above`, in order.
 
     An object that is no claim of this slot and generation takes its number, and counts for nothing.
     """
@@ -224,12 +224,12 @@ def claims_above(store: Readable, slot: str, above: int = 0) -> Iterator[Claim]:
 
 
 def newest_claim(store: Readable, slot: str) -> Claim | None:
-    """The claim that took the slot last; None if nobody has."""
+    """The claim that took the slot last; None if there is none."""
     return max(claims_above(store, slot), key=lambda c: c.generation, default=None)
 
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
-    """The claim of this generation of the slot; None if nobody did."""
+    """The claim of this generation of the slot; None if there is none."""
     body = store.get(layout.claim_key(slot, generation))
     return None if body is None else _claim_in(body, slot, generation)
 
@@ -247,10 +247,11 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
 
 
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0, started: int = 0) -> int:
-    """Take the next generation of a slot.  Two launches for one slot: the loser goes, for good.
+    """Take the next generation of a slot; -> the generation.   Raises Fenced where this process must end.
 
-    If it took the generation after, two launchers would fence each other for ever.  Nor is there a place for a launch
-    that its platform starts again after a later one has been here (or a claim in the name of one).
+    Of two launches that claim at the same moment the loser ends, for good.  If it took the generation after, two
+    launchers would fence each other for ever.  A launch that its platform starts again ends as well, if a later launch
+    has claimed the slot (or a claim names a later one).
     """
     generation = 1
     while True:
@@ -269,7 +270,7 @@ def claim(store: Store, clock: Clock, slot: str, *, host: str = "", pid: int = 0
 
 
 def launch_of(host: str, slot: str) -> int:
-    """Which launch of the slot a claim comes from: "modal/r01.3" -> 3; 0 where its host does not tell."""
+    """Number of the slot's launch that made a claim: "modal/r01.3" -> 3; 0 where its host does not tell."""
     place, _, number = host.rpartition(".")
     return int(number) if number.isascii() and number.isdigit() and place.endswith(f"/{slot}") else 0
 
@@ -282,7 +283,7 @@ def _refuse_outdated(slot: str, host: str, other: Claim | None) -> None:
 
 @dataclass
 class BeatStatus:
-    """This replica's words about itself in its next beat; its owner overwrites the fields."""
+    """Fields of this replica's next beat; its owner overwrites them."""
 
     phase: str = "boot"
     step: int = 0
@@ -299,7 +300,7 @@ class BeatStatus:
 
 
 class Membership:
-    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures that nobody foresaw."""
+    """One replica's view of the others, kept fresh by `tick`.   emit: hears of failures that are no RendezvousError."""
 
     def __init__(
         self,
@@ -333,21 +334,21 @@ class Membership:
         self._untrusted: dict[str, int] = {}
         self.fenced_by = 0  # the generation that took the slot, once seen
         self.decided = -1  # highest step whose commit a tick has seen
-        self.heartbeat_lost: BaseException | None = None  # why nobody calls `tick` any more; set by its caller
+        self.heartbeat_lost: BaseException | None = None  # why `tick` is not called any more; set by its caller
         self._parts = Parts(emit)
 
     @property
     def name(self) -> str:
-        """This replica: slot and generation."""
+        """Name of this replica: slot and generation."""
         return f"{self.slot}-{self.generation}"
 
     def check_alive(self) -> None:
-        """Raises HeartbeatLost once nobody ticks for this replica any more: it would hear of nothing."""
+        """Raise HeartbeatLost once `tick` is not called any more: this replica would hear of nothing."""
         if (why := self.heartbeat_lost) is not None:
             raise HeartbeatLost(f"the heartbeat of {self.name} has ended; this replica ends too: {why}") from why
 
     def refuse_if_fenced(self) -> None:
-        """Raises Fenced once a later generation holds the slot, HeartbeatLost as `check_alive` does."""
+        """Raise Fenced once a later generation holds the slot, HeartbeatLost as `check_alive` does."""
         self.check_alive()
         if self.fenced_by > self.generation:
             raise Fenced(
@@ -362,21 +363,21 @@ class Membership:
         return self.generation
 
     def hear_wishes(self, store: Store) -> Wanted:
-        """The operator's wishes, with those that came since."""
+        """Read the operator's wishes that are new; -> all of them."""
         heard = read_control(store, self.wanted)
         if heard.records > self.wanted.records:  # another thread may have heard more meanwhile
             self.wanted = heard
         return heard
 
     def note_offer(self, offer: Offer) -> None:
-        """An offer of a slot whose beat had stopped: the beat of that generation cannot be trusted any more."""
+        """Note an offer: if the beat of its slot had stopped, that generation's beat is not trusted any more."""
         peer = self.peers.get(offer.slot)
         if peer and peer.is_dead(self._timing.dead_after) and peer.beat.generation == offer.generation:
             self._untrusted[offer.slot] = offer.generation
             self.peers[offer.slot] = replace(peer, untrusted_generation=offer.generation)
 
     def begin_step(self, pace: float, owed: set[str]) -> None:
-        """This replica begins to train for the open step.
+        """Note that this replica begins to train for the open step.
 
         pace: seconds that an outer step should take, 0 if that is not known.
         owed: slots that may still miss this replica's body of the step before.
@@ -384,7 +385,7 @@ class Membership:
         self._opened = self.awake_s
         self._pace = pace
         self.owed = owed
-        self._done_at[self._read_commit.__name__] = self._clock.now()  # that there is none yet is how we got here
+        self._done_at[self._read_commit.__name__] = self._clock.now()  # it was read just now: there is none yet
 
     @property
     def awake_s(self) -> float:
@@ -393,14 +394,14 @@ class Membership:
         return awake + min(self._clock.now() - ticked, 4 * self._timing.beat)
 
     def tick(self) -> None:
-        """Beat; look for a successor, for commits that were made without us, for the others, for wishes."""
+        """Beat; look for a successor, for commits that other replicas made, for other beats, for wishes."""
         self._ticked = self.awake_s, self._clock.now()
         self._parts.run(
             self._beat, self._look_for_successor, self._look_for_commit, self._look_around, self._look_for_wishes
         )
 
     def _do_every(self, period: float, act: Callable[[], object]) -> None:
-        """Do this if it was last done a period ago.  A failure does not count; after a pause everything is due."""
+        """Call act() if it was last done a period ago.  A failure does not count; after a pause everything is due."""
         now = self._clock.now()
         name = act.__name__
         if now - self._done_at.get(name, -math.inf) >= JITTER * period:
@@ -432,7 +433,7 @@ class Membership:
         self._store.put(layout.beat_key(self.slot), beat.encode())
 
     def say_goodbye(self) -> None:
-        """A last beat that says so."""
+        """Write a last beat, of phase "left"; an error of the store is ignored."""
         self.status.phase = "left"
         try:
             self._beat()
@@ -467,7 +468,8 @@ class Membership:
     def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
         """Read these slots' beats, each at most once per beat (or `apart` seconds), and when it may have died by now.
 
-        In a crowd a dozen per beat: those that were not read for longest.  Advisory: what fails is read the next time.
+        In a crowd, `LARGE_FLEET` per beat: those that were not read for longest.  Advisory: a failed read is repeated
+        the next time.
         """
         a_beat = JITTER * self._timing.beat
         now = self.awake_s
@@ -475,7 +477,7 @@ class Membership:
         due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
         for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
-            when = self.awake_s, self._clock.wall()  # before the request: one that is slow makes nobody look dead
+            when = self.awake_s, self._clock.wall()  # before the request: a slow one makes no replica look dead
             with suppress(RendezvousError):
                 self._observe_beat(slot, read_beat(self._store, slot), when)
 
@@ -486,18 +488,18 @@ class Membership:
         return dies or ago >= apart
 
     def _observe_beat(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
-        """This is what stood there; it was asked for at `when`, seconds awake and the wall clock."""
+        """Note the beat that a look found.   when: seconds awake and wall clock before the request."""
         old = self.peers.get(slot)
         if old is not None and when[0] < old.read[0]:
             return  # another thread has asked since
         self._read_at[slot] = when[0]
         if beat is None and old is not None:
-            beat = old.beat  # gone, or overwritten with something that is no beat: nothing moves
+            beat = old.beat  # it is gone, or another object has overwritten it: nothing moves
         if beat is not None:
             self.peers[slot] = updated_peer(old, beat, when, self._timing.beat, self._untrusted.get(slot, 0))
 
     def by_now(self, slot: str) -> Peer | None:
-        """The last that was seen of a slot's beat, as it is if nothing has moved since."""
+        """The last observation of a slot's beat, aged as if nothing had moved since."""
         peer = self.peers.get(slot)
         return peer and peer.aged_by(self.awake_s - peer.read[0])
 
@@ -509,7 +511,7 @@ class Membership:
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
-    """Raises RecordsLost if the claim that this replica wrote is gone, or is another's: it is another run's store."""
+    """Raise RecordsLost if this replica's claim is gone, or is another's: then it is another run's store."""
     key = layout.claim_key(mine.slot, mine.generation)
     body = store.get(key)
     found = None if body is None else _claim_in(body, mine.slot, mine.generation)
@@ -524,10 +526,10 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
 def refuse_forgotten_steps(
     store: Readable, slots: Iterable[str], fence: Mapping[str, int], step: int, together: Together = in_turn
 ) -> None:
-    """Raises RecordsLost if a heartbeat or a goodbye has reached a step whose commit before it is not there.
+    """Raise RecordsLost if a heartbeat or a goodbye has reached a step and the commit before that step is not there.
 
     step: the first without a commit, as a joiner finds it.   fence: of the newest commit.   Only for runs under a key:
-    in others anybody may write a beat.
+    in others any writer of the bucket may write a beat.
     """
 
     def reached_by(slot: str) -> int:
@@ -544,7 +546,7 @@ def refuse_forgotten_steps(
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
-    """A slot's heartbeat as it stands; None if there is none.  Anybody may have written there."""
+    """A slot's heartbeat as it stands; None if there is none, or another object is there."""
     body = store.get(layout.beat_key(slot))
     beat = None if body is None else decode_or_none(Beat, body)
     return beat if beat is not None and beat.slot == slot else None
@@ -553,7 +555,7 @@ def read_beat(store: Readable, slot: str) -> Beat | None:
 def updated_peer(
     old: Peer | None, beat: Beat, read: tuple[float, float], period: float, untrusted_generation: int = 0
 ) -> Peer:
-    """The observation `old`, later, when `beat` is what stands there.
+    """Return the observation of a peer that follows `old`, by the `beat` that stands there.
 
     read: (seconds awake, wall clock) of the observer when it asked.   period: seconds between two beats.
     Older beats are ignored: a zombie shares the key with its successor, and an outsider may put an old beat back.

@@ -28,7 +28,7 @@ from rendezvous.store import VOID, Store, put_once
 class OfferBook:
     """Eligible offers of the open step and of those before it that a commit may still list.
 
-    on_foreign_base(offer): called when somebody's offer for the open step started from another θ than ours.
+    on_foreign_base(offer): called where an offer for the open step started from another θ than ours.
     on_rejected(key, why): called once for each record that lies where an offer belongs and is none.
     together: runs requests that go together.
     """
@@ -53,12 +53,12 @@ class OfferBook:
         self._together = together
         self._rejected_keys = set[str]()
         self._known_claims = set[tuple[str, int]]()
-        self._offers: dict[tuple[int, str], Offer] = {}  # (step, slot) -> what can never become anything else
+        self._offers: dict[tuple[int, str], Offer] = {}  # (step, slot) -> its eligible offer, which never changes
         self.step = 0
         self.base = ""
 
     def open_step(self, step: int, base: str) -> None:
-        """From now on `step` is the open one; it starts from the state with digest `base`."""
+        """Make `step` the open one; it starts from the state with digest `base`."""
         self.step = step
         self.base = base
         self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self._rules.window}
@@ -69,7 +69,7 @@ class OfferBook:
         return {slot for step, slot in self._offers if step == self.step}
 
     def has_offered(self, slot: str) -> bool:
-        """Has this slot an offer that counts for the open step, whichever of its generations made it?"""
+        """Whether this slot has an offer that counts for the open step, by any of its generations."""
         return self.standing_offer(self.step, slot) is not None
 
     # ------------------------------------------------------------------ our own
@@ -92,14 +92,14 @@ class OfferBook:
                 return other
             attempt += 1
 
-    # ------------------------------------------------------------------ anybody's
+    # ------------------------------------------------------------------ of any slot
 
     def standing_offer(self, s: int, slot: str) -> Offer | None:
-        """A slot's offer for step s: its first eligible record, whichever of its generations made it."""
+        """A slot's offer for step s: its first eligible record, by any of its generations."""
         return self.standing_offers(s, [slot]).get(slot)
 
     def standing_offers(self, s: int, slots: Iterable[str]) -> dict[str, Offer]:
-        """The same of several slots, of those who have one; their first records are asked for together."""
+        """The offers for step s of those of the slots that have one; their first records are asked for together."""
         slots = list(slots)
         first = [layout.offer_key(s, slot, 0) for slot in slots if (s, slot) not in self._offers]
         bodies = fetch_together(self._together, self._store.get, first)
@@ -134,7 +134,7 @@ class OfferBook:
     # ------------------------------------------------------------------ is it an offer at all?
 
     def read_offer(self, key: str, body: bytes, s: int, slot: str) -> Offer | None:
-        """The record under `key` as the slot's offer for step s; None, reported once, if it is none."""
+        """Decode the record under `key` as the slot's offer for step s; None, reported once, if it is none."""
         if body == VOID:
             return None
         try:
@@ -151,13 +151,13 @@ class OfferBook:
         return None
 
     def _digest_flaw(self, offer: Offer) -> str:
-        """A digest that is none, or one that does not find forgers where there may be some."""
+        """The flaw in its digests, "" for none: a text that is no digest, or one of a weaker kind than the run needs."""
         kind = required_digest_kind(self._store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
         return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""
 
     def _claim_flaw(self, offer: Offer) -> str:
-        """A made-up generation must not count: its number would fence those who hold the slot."""
+        """The flaw in its generation, "" if that was claimed: a made-up number would fence the slot's holder."""
         name = offer.slot, offer.generation
         if name not in self._known_claims:
             if read_claim(self._store, *name) is None:

@@ -50,7 +50,10 @@ class Upload:
 
 
 class OwnBlobs:
-    """collects: are blobs deleted in this run?   newest_snapshot(): a step that may have one."""
+    """The bodies that this replica uploads.   collects: whether blobs are deleted in this run.
+
+    newest_snapshot(): a step that may have one.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class OwnBlobs:
         self._collects = collects
         self._newest_snapshot = newest_snapshot
         self.encoder = Encoder(rules_.codec, digests=required_digest_kind(store))
-        self.bodies: list[OwnBody] = []  # the last one, and the one before if somebody may still miss it
+        self.bodies: list[OwnBody] = []  # the last one, and the one before if a replica may still miss it
         self.bytes_per_s = 0.0  # of the last upload
 
     def upload(self, step: int, fragment: int, delta: np.ndarray, theta: np.ndarray | None) -> Upload:
@@ -93,7 +96,7 @@ class OwnBlobs:
         return Upload(key, nonce, written)
 
     def take_back(self, fragment: int) -> None:
-        """The last body will never count: the codec sends what it carried with the next one."""
+        """Take back the last body, which will never count: the codec sends its values with the next one."""
         if self.bodies:
             self.encoder.take_back(fragment, self.bodies[-1].body)
 
@@ -101,7 +104,7 @@ class OwnBlobs:
         return next((mine for mine in self.bodies if mine.step == step), None)
 
     def lend_memory(self, mine: OwnBody | None, mean: np.ndarray) -> np.ndarray:
-        """A copy of the mean, in the memory of our own body where it fits: it replaces that.  See `return_memory`."""
+        """Copy the mean, over our own body where it fits; -> the copy.  See `return_memory`."""
         if mine is None or mine.body.size != mean.nbytes:
             return mean.copy()
         self.bodies.remove(mine)
@@ -114,10 +117,10 @@ class OwnBlobs:
         self.encoder.give_back(copy.view(np.uint8))
 
     def readers_of(self, commit: Commit) -> set[str]:
-        """Other slots that may still need a body from here; their beats tell when not any more.
+        """Other slots that may still need a body from here; their beats tell when they do not any more.
 
-        In a large fleet nobody looks at everybody's beat, and of a step in shards all parts are announced by now: then
-        the three that lead the next step look, who so know sooner that somebody has died.
+        None in a large fleet, where no replica reads all beats.  In a step in shards all parts are announced by now:
+        there only the three that lead the next step watch the others, to learn sooner of a dead one.
         """
         wanted = self._members.wanted
         if not self.bodies or wanted.universe > rules.LARGE_FLEET:
@@ -128,10 +131,10 @@ class OwnBlobs:
             return set()
         return {o.slot for o in commit.fresh_offers} - {self._members.slot}
 
-    # ------------------------------------------------------------------ are they still needed?
+    # ------------------------------------------------------------------ the bodies that are still needed
 
     def _keep_last(self) -> None:
-        """Before the next body is written: the last one stays in memory as long as somebody may miss it."""
+        """Keep the last body in memory as long as a replica may miss it.  Called before the next body is written."""
         kept = [mine for mine in self.bodies[-1:] if self.may_be_missed(mine)]
         for mine in self.bodies:
             if kept and mine is kept[0]:
@@ -141,11 +144,11 @@ class OwnBlobs:
         self.bodies = kept
 
     def may_be_missed(self, mine: OwnBody) -> bool:
-        """May another replica still need our blob of that step?
+        """Whether another replica may still need our blob of that step.
 
-        A replica that was listed and is not known to be dead or past the step; we may never have seen its beat.
-        Of a step in shards all means are announced when ours is made, so that they serve instead.  In a large fleet
-        nobody looks at everybody: direct bodies are small and are kept.
+        It may, if it was listed and is not known to be dead or past the step; we may never have seen its beat.  In a
+        step in shards all means are announced when ours is made, so they serve instead.  In a large fleet no replica
+        reads all beats: direct bodies are small and are kept.
         """
         commit = self._chain.known_commit(mine.step)
         if commit is None or not commit.lists_offer(mine.step, self._members.slot):
@@ -156,13 +159,13 @@ class OwnBlobs:
         return any(p is None or not (p.is_dead(self._timing.dead_after) or p.beat.step > mine.step) for p in peers)
 
     def _is_replayed(self, step: int) -> bool:
-        """Does a replica heal that has not made this step yet?  It reads every body that the step lists."""
+        """Whether a replica that heals has not made this step yet: it reads every body that the step lists."""
         peers = [*self._members.peers.values()]
         limit = self._timing.dead_after
         return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
 
     def _may_be_collected(self, mine: OwnBody) -> bool:
-        """May its blob be gone because nobody needs it?  Then nobody would delete it a second time."""
+        """Whether a collector may have deleted its blob: if it were put back, no collector would delete it again."""
         commit = self._chain.known_commit(mine.step)
         if not self._collects or commit is None:
             return False
@@ -171,7 +174,7 @@ class OwnBlobs:
     # ------------------------------------------------------------------ putting back
 
     def mend_missed(self) -> None:
-        """The others are long in coming: put back what they may miss, if the store has lost it."""
+        """Put back the bodies that other replicas may miss, if the store has lost them.  Called after a long wait."""
         for mine in self.bodies:
             if (self.may_be_missed(mine) or self._is_replayed(mine.step)) and not self._may_be_collected(mine):
                 self.mend(mine)

@@ -1,4 +1,4 @@
-"""Can this store carry a run?  Measured, not believed.
+"""Measurements of a store: whether it can carry a run.
 
     exclusive create    16 writers, one key, several rounds: at most one may hear "done", and its body stands
     create twice        the second is told no, and the first body stays
@@ -16,7 +16,7 @@ A measurement that the store answers with an error is a row of the table that sa
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
-The keys lie under probe/{nonce}/ and are removed, the only registers that ever are: nobody else knows them.
+The keys lie under probe/{nonce}/ and are removed, the only registers that ever are: no other process knows them.
 Not promised: that a store which passes keeps its word under every fault, nor today's prices.
 """
 
@@ -49,14 +49,14 @@ _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
 
 @dataclass(frozen=True)
 class Race:
-    """How often one key was created, round by round, and whether what stands is a winner's body."""
+    """Winners of one key, round by round, and whether the winner's body stands."""
 
     racers: int
     winners: tuple[int, ...]
     stands: bool
 
     def why_unfit(self) -> str | None:
-        """Why no register can be kept there; None if it can."""
+        """The reason why no register can be kept there; None if one can."""
         if max(self.winners) > 1:
             return f"silently overwrites: {max(self.winners)} of {self.racers} writers won the same key"
         if not self.stands:
@@ -89,7 +89,7 @@ class Probe:
     troubles: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def why_unfit(self) -> str | None:
-        """Why this store cannot carry a run, or None."""
+        """The reason why this store cannot carry a run; None if it can."""
         if reason := self.race.why_unfit():
             return reason
         if name := next((name for name in ESSENTIAL if name in self.troubles), None):
@@ -137,7 +137,7 @@ class Estimate:
 
 
 def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
-    """Measure.  Raises StoreRefused if the store lets us do nothing at all."""
+    """Measure the store.  Raises StoreRefused if it refuses every writer of the race."""
     at = f"probe/{os.urandom(6).hex()}/"
     try:
         return _measure_all(store, clock, at, size, rounds, racers)
@@ -146,7 +146,7 @@ def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = 
 
 
 def why_unfit(store: Store, clock: Clock) -> str | None:
-    """The short form, for who is about to found a run: why no register can be kept there, or None."""
+    """The reason why no register can be kept there, or None: a short form, for callers that found a run."""
     at = f"probe/{os.urandom(6).hex()}/"
     rounds = 3
     try:
@@ -205,7 +205,7 @@ def _measure_all(store: Store, clock: Clock, at: str, size: int, rounds: int, ra
 
 
 def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS, racers: int = RACERS) -> Race:
-    """Let many create the same key at once.  Cleans up if it was given no place."""
+    """Let many writers create the same key at once.  Deletes the keys if `at` is ""."""
     place = at or f"probe/{os.urandom(6).hex()}/race/"
     winners: list[int] = []
     stands = True
@@ -221,7 +221,7 @@ def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS,
 
 
 def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
-    """The bodies whose writers heard "done"."""
+    """Run one round; -> the bodies whose writers heard "done"."""
     gate = threading.Barrier(racers)
     won = list[bytes]()
     refused = list[StoreRefused]()
@@ -248,8 +248,11 @@ def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
 
 
 def _keeps_first(store: Store, key: str, clock: Clock) -> bool:
-    """Whether the first body stays.  A store may answer "exists" (409) with no object there: the first is made to
-    stand, and only then is there a second."""
+    """Whether the first body stays.
+
+    A store may answer "exists" (409) with no object there: the first create is repeated until its object stands, and
+    only then comes the second.
+    """
     for n in range(5):
         _ignore_conflict(lambda: store.create(key, b"first"))
         if _retry_unclear(clock, lambda: store.get(key)) is not None:
@@ -269,7 +272,7 @@ def _reads_its_writes(store: Store, key: str, clock: Clock) -> bool:
 
 
 def _check_ranges(store: Store, key: str, clock: Clock) -> tuple[bool, bool]:
-    """(the bytes are right, the end is noticed)"""
+    """Return (whether the bytes are right, whether the end is noticed)."""
     body = os.urandom(10_000)
     out = bytearray(1000)
     _retry_unclear(clock, lambda: store.put(key, body))
@@ -293,7 +296,7 @@ def _list_lag(store: Store, clock: Clock, at: str) -> float | None:
 
 
 def _check_deletes(store: Store, clock: Clock, at: str) -> bool:
-    """Two keys and one that never was, in one call, as garbage is collected.  -> Are they gone?"""
+    """Delete two keys and one that never was, in one call, as the collector does; -> whether they are gone."""
     for name in ("a", "b"):
         _retry_unclear(clock, lambda name=name: store.put(f"{at}{name}", b"x"))
     _retry_unclear(clock, lambda: store.delete([f"{at}{name}" for name in ("never", "a", "b")]))
@@ -354,7 +357,7 @@ def _delete_quietly(store: Store, keys: list[str]) -> None:
         return  # the probe's answer matters more than a few small objects
 
 
-# ---------------------------------------------------------------------- what a sync would take
+# ---------------------------------------------------------------------- the cost of a sync
 
 #        put or list, get: dollars per request     egress: dollars per GB that leaves the cloud
 _S3 = (5e-6, 4e-7, 0.09)
@@ -411,7 +414,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 def doctor_table(
     probe: Probe, parameters: int | None = None, replicas: int = 4, codec: str = "fp32", why: str = ""
 ) -> str:
-    """why: what a codec that is chosen for the reader would be, and for what reason."""
+    """Return the table of a probe, for people.   why: name of the codec that `auto` would choose, and the reason."""
     raced = probe.race
     lag = probe.list_lag_s
     rates = (

@@ -1,11 +1,11 @@
-"""Which steps can still be computed: what collectors (rendezvous/garbage.py) have left of a run.
+"""The steps that can still be computed, after collectors (rendezvous/garbage.py) have deleted others.
 
     snapshots   8      16              32       40  ●  50
     means and deltas                         ├──────────────▶ head
                                             from
     θ_t can be made again      if t is 8, 16, 32, or 40 and later: a snapshot, and every mean from there on
 
-Found by GETs, a LIST and a bisection: what goes goes in ascending order.
+Found by GETs, a LIST and a bisection: collectors delete in ascending order.
 
 Not promised: that a blob which is there is whole.  A reader compares its digest.
 """
@@ -20,7 +20,7 @@ from rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Reach:
-    """since: every step from this one on can be computed.   before: earlier ones that have a snapshot."""
+    """The computable steps.   since: all from this one on.   before: earlier ones that have a snapshot."""
 
     since: int
     before: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Reach:
         return step >= self.since or step in self.before
 
     def in_words(self) -> str:
-        """ "reaches back to step 40, and every step that has a snapshot: 8, 16, 32" """
+        """Return "reaches back to step 40, and every step that has a snapshot: 8, 16, 32"."""
         more = f", and every step that has a snapshot: {', '.join(map(str, self.before))}" if self.before else ""
         return f"reaches back to step {self.since}{more}"
 
@@ -45,7 +45,7 @@ def read_reach(store: Store) -> Reach:
 
 
 def _readable_snapshots(store: Store) -> list[int]:
-    """Steps of the snapshots that are there, in order.  LIST tells of few that are not, and of all that matter."""
+    """Steps of the snapshots that are there, in order.  LIST names few that are gone, and all that matter."""
     keys = store.list(layout.SNAPSHOTS)
     with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}
     steps = [t for t in snapshots.steps_of(keys) if t == 0 or layout.snapshot_key(t).rpartition("/")[0] in with_blob]
@@ -71,7 +71,7 @@ def _first_computable(store: Store, end: int) -> int:
 
 
 def mean_stands(store: Store, t: int) -> bool:
-    """Can the mean of a committed step be computed, from what was announced or from what was offered?"""
+    """Whether the mean of a committed step can be computed, from the announced mean or from the listed bodies."""
     body = store.get(layout.commit_key(t))
     if body is None:
         return False
