@@ -130,7 +130,7 @@ def _refuse_first(store: Readable, n: int) -> None:
 
 
 def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """Decode a register that any writer may have taken; None if it is no record: all readers pass over the same ones."""
+    """Decode a register that any writer may have taken; None if it is no record.  All readers pass over the same ones."""
     try:
         return kind.decode(body)
     except WireError:
@@ -147,9 +147,9 @@ _RESTORE = (
 def refuse_lost(store: Readable, wanted: Wanted) -> None:
     """Raise RecordsLost if control records have vanished: the others would lower the quorum and drop the budget.
 
-    A later record shows a gap; a committed step shows that there was a first one.  Any other object there shows nothing:
-    any writer may have put it there.  LIST is a hint: it may lag.  All of them may have been written since the wishes
-    were read: the missing one is there before they are, so it is read last.
+    A later record shows a gap; a committed step shows that there was a first one.  Any other object shows nothing: any
+    writer may have put it there.  LIST is a hint: it may lag.  All of them may have been written since the wishes were
+    read: the missing one is there before they are, so it is read last.
     """
     later = controls_above(store, wanted.records)
     stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None

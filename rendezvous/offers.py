@@ -151,7 +151,7 @@ class OfferBook:
         return None
 
     def _digest_flaw(self, offer: Offer) -> str:
-        """The flaw in its digests, "" for none: a text that is no digest, or one of a weaker kind than the run needs."""
+        """The flaw in its digests, "" for none: a text that is no digest, or a weaker kind than the run needs."""
         kind = required_digest_kind(self._store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
         return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""

@@ -7,10 +7,10 @@ writer, so that equal bytes mean "mine".  A record's digest is the SHA-256 of it
 
 Weights are fp32 numbers, written as the shortest decimal that gives the same fp64.  Byte by byte: docs/formats.md.
 
-Anybody may have written what a reader finds.  `decode` gives a record whose fields are of their annotated types and in
-their ranges (rendezvous/fields.py), or WireError, and nothing else; it looks at the bytes alone.
+Any writer may have put the object there that a reader finds.  `decode` gives a record whose fields are of their
+annotated types and in their ranges (rendezvous/fields.py), or WireError, and nothing else; it looks at the bytes alone.
 
-Not promised: that what a record says is true.  The engine compares it with the key, the chain and the digests.
+Not promised: that a record is true.  The engine compares it with the key, the chain and the digests.
 """
 
 import json
@@ -31,7 +31,7 @@ Generation = Annotated[int, Within(1, 10**9)]
 Count = Annotated[int, Within(0, 1 << 53)]  # inner steps, bytes, beats: exact in every language
 AtLeastOne = Annotated[int, Within(1, 1 << 53)]
 Slots = Annotated[int, Within(1, layout.MOST_SLOTS)]
-Pid = Annotated[int, Within(0, (1 << 31) - 1)]  # never -1: that is everybody
+Pid = Annotated[int, Within(0, (1 << 31) - 1)]  # never -1: a signal to -1 goes to every process
 Seconds = Annotated[float, Within(0, 1e9)]
 Hours = Annotated[float, Within(0, 1e9)]
 Usd = Annotated[float, Within(0, 1e12)]
@@ -55,7 +55,7 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """most: bytes of a body that could make sense, by layout.MOST_BYTES; a longer one is not parsed."""
+    """One record of a run.   most: bytes of a body, by layout.MOST_BYTES; a longer one is not parsed."""
 
     kind: ClassVar[str]
     most: ClassVar[int] = layout.MOST_OF_OTHERS
@@ -64,7 +64,7 @@ class Record:
         cls.most = layout.MOST_BYTES.get(cls.kind, layout.MOST_OF_OTHERS)
 
     def encode(self) -> bytes:
-        """Raises WireError for a record that no reader would parse."""
+        """Return the record's bytes.   Raises WireError for a record that no reader would parse."""
         fields = {"kind": self.kind, "wire": WIRE, **self.written_fields()}
         body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=vars).encode()
         if len(body) > self.most:
@@ -76,7 +76,7 @@ class Record:
 
     @classmethod
     def decode(cls, body: Buffer) -> Self:
-        """Raises WireError, whatever the bytes are."""
+        """Return the record in these bytes.   Raises WireError, and no other error, where there is none."""
         try:
             raw = parse_json(body, cls.most)
             kind = raw["kind"]
@@ -96,22 +96,22 @@ class Record:
         )
 
     def written_fields(self) -> dict[str, Any]:
-        """A field that came later is left out where it says nothing: bytes stay as they were."""
+        """The fields to write.  A field of a later release is left out where it says nothing: bytes stay as they were."""
         return vars(self)
 
     def check_consistency(self) -> None:
-        """Raises ValueError if fields that are right by themselves do not fit together."""
+        """Raise ValueError if fields that are right by themselves do not fit together."""
 
 
 def check_blob(key: str, pattern: str) -> None:
-    """A record names its own blob, and no other object: some blobs are put back or deleted by those who read it."""
+    """Raise ValueError unless a record names its own blob: some readers put the named blob back, or delete it."""
     if not layout.is_blob(key, pattern):
         raise ValueError(f"its blob is called {key!r}, which is not one of {pattern}")
 
 
 @dataclass(frozen=True)
 class Claim(Record):
-    """Generation `generation` of a slot belongs to this process.
+    """The claim of a process to generation `generation` of a slot.
 
     host, pid, started: its machine since that booted, and its start there (diloco/host.py); together they name it once.
     """
@@ -126,19 +126,19 @@ class Claim(Record):
     started: Count = 0
 
     def written_fields(self) -> dict[str, Any]:
-        """Without `started` where it is not known."""
+        """The fields to write, without `started` where it is not known."""
         return {name: value for name, value in vars(self).items() if name != "started" or value}
 
 
 @dataclass(frozen=True)
 class Offer(Record):
-    """ "My pseudogradient for outer step `step` is durable."
+    """The offer of a replica whose pseudogradient for outer step `step` is durable.
 
     base: digest of every fragment's θ and outer momentum that it started from.   h: inner steps inside.
     took: seconds from the last outer step to this offer.    size: bytes of the blob.
     shards: digests of the body's ranges on the fixed grid (wire.grid); empty for a small body.
     norm: ‖Δ‖₂.    scale: about ‖θ‖₂ of the fragment, 0 if not known.
-    zero: every element is 0.    leaving: the writer goes away after this.
+    zero: every element is 0.    leaving: the writer leaves after this.
     """
 
     kind = "offer"
@@ -170,7 +170,7 @@ class Offer(Record):
 class Listed:
     """One offer as a commit names it: all that a reader needs to fetch it, weigh it, and check the weight.
 
-    factor: what the norm gate left of the weight.
+    factor: the part of the weight that the norm gate left.
     """
 
     step: Step
@@ -244,7 +244,7 @@ class Commit(Record):
 
 @dataclass(frozen=True)
 class Mean(Record):
-    """The mean of step `t`, as bytes that everybody would compute."""
+    """The announced mean of step `t`, whose bytes every replica would compute."""
 
     kind = "mean"
     t: Step
@@ -292,10 +292,10 @@ class WeightsPart:
 
 @dataclass(frozen=True)
 class Weights(Record):
-    """θ_t in bf16, for engines that train nothing: all of it (an anchor), or what differs from θ_{t−1}.
+    """θ_t in bf16, for engines that train nothing: all of it (an anchor), or the values that differ from θ_{t−1}.
 
-    values: how many θ has.   changed: how many are in the parts.   digest: of all values as little-endian uint16, xxh3.
-    parent: the digest of θ_{t−1}'s, on which the parts go; "": on nothing, this is an anchor.
+    values: number of θ's.   changed: number in the parts.   digest: of all values as little-endian uint16, xxh3.
+    parent: the digest of θ_{t−1}'s, to which the parts are applied; "": this is an anchor.
     base: digest of the state as the writer has it, which is commit t's.
     layout: in an anchor, [name, shape, dtype] in flat order.
     """
@@ -338,7 +338,7 @@ def _check_layout(parameters: list[Any], values: int) -> None:
 class Leave(Record):
     """A graceful goodbye: the last write of a generation.
 
-    residual: key of what its codec had not sent yet, for the next generation alone ("": nothing, or no time).
+    residual: key of the values that its codec had not sent yet, for the next generation alone ("": none, or no time).
     """
 
     kind = "leave"
@@ -359,7 +359,7 @@ class Leave(Record):
 
 @dataclass(frozen=True)
 class Spent:
-    """A run's bill as its supervisor had it at `at`, for a reader who finds the log gone.
+    """A run's bill as its supervisor had it at `at`, for readers without the log.
 
     rate: US dollars per hour that go on, at most until `until`.   logged: events of logs that it is made of.
     """
@@ -376,7 +376,7 @@ class Spent:
 class Control(Record):
     """The operator's wishes; absent fields leave things as they are.
 
-    places: where replicas run, in the words of who launches them (executors/platforms/multi.py); opaque here.
+    places: where replicas run, in the launcher's words (executors/platforms/multi.py); opaque here.
     max_usd, max_hours: the budget, 0 for none.   until: Unix time at which every replica leaves unless a later record
     names a later one; 0 for none.   keep: to this `diloco gc` has collected.   spent: so far, beside a lease.
     """
@@ -400,13 +400,13 @@ class Control(Record):
     spent: Spent | None = None
 
     def written_fields(self) -> dict[str, Any]:
-        """Without `keep` where nobody collected, and without `spent` where nothing is rented."""
+        """The fields to write, without `keep` before the first collection, and without `spent` where nothing is rented."""
         return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
 
 
 @dataclass(frozen=True)
 class Beat(Record):
-    """ "I am here": overwritten, advisory, believed only while `n` changes.
+    """A heartbeat: overwritten, advisory, believed only while `n` changes.
 
     phase: boot, heal, train, wait, left.   rate: seconds per inner step, 0 if unknown.
     """

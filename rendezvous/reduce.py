@@ -12,7 +12,7 @@ announced  the committer wrote the mean and its digest, so that a later reader f
 numpy, a codec's accumulate and the C kernels multiply and add in two roundings on every CPU, so there is nothing here
 to make replicas differ.
 
-Not promised: patience.  A body that cannot be read is Corrupt after a few seconds; who waits longer is averaging.py.
+Not promised: patience.  A body that cannot be read is Corrupt after a few seconds; averaging.py waits longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ _CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache
 
 
 class Reducer:
-    """Means of commits, with what it takes to get round a bad blob.
+    """Means of commits, with ways round a bad blob.
 
     together: runs the requests for several bodies; `in_turn` reads them one after the other into the same memory.
     """
@@ -59,7 +59,7 @@ class Reducer:
         self._codec = self.rules.codec
         self.bodies = BodyReader(store, clock, self.rules, together)
         self.announcements = Announcements(store, clock, emit)
-        self.sample = BodySample(self._codec)  # of nothing; an owner who wants one puts another there
+        self.sample = BodySample(self._codec)  # of no elements; an owner that needs one replaces it
         self._one_pass = load_mean_kernel(self._codec)
         self._reported_blobs = set[str]()
 
@@ -84,7 +84,10 @@ class Reducer:
         )
 
     def _read_announced(self, commit: Commit, out: np.ndarray) -> bool:
-        """The mean as the committer wrote it down.  A copy that is damaged is computed again and put back."""
+        """Read the mean that the committer wrote down.  A damaged copy is computed again and put back.
+
+        -> False where `out` does not hold the mean then.
+        """
         _, record = self.announcements.find(commit.t, 0)
         if record is None:
             return False
@@ -103,9 +106,9 @@ class Reducer:
         mine: OwnBody | None,
         packed: np.ndarray | None = None,
     ) -> str | None:
-        """The listed bodies' mean in these shards, into the same place of `out`; -> None, or what was wrong.
+        """Write the listed bodies' mean in these shards into the same place of `out`; -> None, or the trouble.
 
-        packed: where the codec writes the mean once more; `out` holds what that decodes to, as for every reader.
+        packed: the codec encodes the mean into it; `out` then holds the mean as decoded from there, as for all readers.
         """
         offers = self._fitting_offers(commit, out.size)
         self.sample.begin(commit)
@@ -126,7 +129,7 @@ class Reducer:
     def _mean_of_all(
         self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None, rows: np.ndarray | None
     ) -> str | None:
-        """The rule of every day.   Raises Corrupt where the mean is not finite, or a body is none."""
+        """Write the mean by the rule of every day.   Raises Corrupt where it is not finite, or a body is unsound."""
         total = out[elements_slice(group)]
         bodies = list[np.ndarray]()
         read = self.bodies.read_bodies(offers, group, mine, one_by_one=self._one_pass is None)
@@ -145,7 +148,7 @@ class Reducer:
     def _divide_and_pack(
         self, offers: list[Listed], bodies: list[np.ndarray], total: np.ndarray, rows: np.ndarray | None
     ) -> bool:
-        """From all bodies, or the sum that `total` holds already, to the mean; -> is it finite?"""
+        """Turn all bodies, or the sum that `total` holds already, into the mean; -> whether it is finite."""
         if self._one_pass is not None:
             return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total, rows)
         finite = divide_by_weight(total, total_weight(offers))
@@ -154,7 +157,7 @@ class Reducer:
         return finite
 
     def _pack_mean(self, mean: np.ndarray, rows: np.ndarray | None) -> None:
-        """rows <- the mean's body;  mean <- what that decodes to."""
+        """Set rows ← encode(mean), mean ← decode(rows)."""
         if rows is not None:
             get_codec(self._codec).encode(mean, rows)
             get_codec(self._codec).decode(rows, mean)
@@ -163,7 +166,7 @@ class Reducer:
     def _mean_of_valid(
         self, commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None
     ) -> str | None:
-        """The same without invalid bodies; shard by shard, because readers may group shards differently."""
+        """Write the mean without unsound bodies; shard by shard, because readers may group shards differently."""
         for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
             total = out[elements_slice(unit)]
             good = list[Listed]()
@@ -183,7 +186,7 @@ class Reducer:
         return None
 
     def _fitting_offers(self, commit: Commit, elements: int) -> list[Listed]:
-        """The listed bodies but those that, by their records, are none of this fragment's."""
+        """The listed bodies that can be this fragment's, by their records; others are reported."""
         flaws = [(o, self.bodies.record_flaw(o, elements)) for o in commit.offers]
         for listed, why in flaws:
             if why:
@@ -204,14 +207,14 @@ class Reducer:
     # ---------------------------------------------------------------- parts of a sharded step
 
     def split_into_parts(self, commit: Commit, elements: int) -> list[list[Shard]]:
-        """part j -> its shards: as many runs of the grid as the commit names owners."""
+        """Return part j -> its shards: as many runs of the grid as the commit names owners."""
         shards = self.bodies.grid(elements)
         count = len(commit.owners)
         cuts = [round(j * len(shards) / count) for j in range(count + 1)]
         return [shards[a:b] for a, b in pairwise(cuts)]
 
     def _read_parts(self, commit: Commit, out: np.ndarray) -> None:
-        """All parts of a step that is long decided: as announced, or computed."""
+        """Write all parts of a step that was decided long ago: as announced, or computed."""
         for j, part in enumerate(self.split_into_parts(commit, out.size)):
             if not self.take_part(commit, j, part, out):
                 try:
@@ -221,7 +224,7 @@ class Reducer:
                         raise
 
     def parts_of_bodies(self, commit: Commit, out: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """The mean from the listed bodies alone, into `out`, whatever was announced; -> each part as it travels.
+        """Write the mean from the listed bodies alone into `out`, without any announced one; -> each part as encoded.
 
         Each is good until the next is asked for.   Raises Corrupt.
         """
@@ -236,7 +239,7 @@ class Reducer:
                 yield j, self.make_part(commit, part, out)
 
     def read_announced_parts(self, commit: Commit, out: np.ndarray) -> str | None:
-        """The mean as it was announced, into `out`; nothing is put back.   -> None, or what is wrong."""
+        """Read the announced mean into `out`; nothing is put back.   -> None, or the trouble."""
         sharded = commit.mode == "sharded"
         grid = self.bodies.grid(out.size)
         for j, part in enumerate(self.split_into_parts(commit, out.size) if sharded else [grid]):
@@ -256,7 +259,7 @@ class Reducer:
         return trouble
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: OwnBody | None = None) -> np.ndarray:
-        """The mean of these shards, into `out`; -> it as it travels, good until the next read.  Raises Corrupt."""
+        """Write the mean of these shards into `out`; -> its encoded bytes, good until the next read.  Raises Corrupt."""
         piece = out[elements_slice(part)]
         if self._codec == "fp32":
             trouble = self._mean_of_shards(commit, part, out, mine)
@@ -270,14 +273,14 @@ class Reducer:
         return body
 
     def take_part(self, commit: Commit, j: int, part: list[Shard], out: np.ndarray) -> bool:
-        """Fetch part j if somebody has announced it; a damaged one is computed again and put back."""
+        """Fetch part j; a damaged one is computed again and put back.   -> False where it is not announced yet."""
         if not part:
             return True
         taken, record = self.announcements.find(commit.t, j)
         if not taken:
             return False
         piece = out[elements_slice(part)]
-        if record is None:  # nobody can announce it any more, and everybody computes the same bits
+        if record is None:  # no replica can announce it any more, and all compute the same bits
             self.make_part(commit, part, out)
             return True
         body = piece.view(np.uint8) if self._codec == "fp32" else self.bodies.buffer(body_size(self._codec, piece.size))
@@ -293,8 +296,10 @@ class Reducer:
 
 
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
-    """total += fl(weight·x), in cache-sized pieces.  The first term is stored, not added to 0 (0 + −0 would lose a
-    sign); fl(1·x) is x."""
+    """Add fl(weight·x) to total, in cache-sized pieces.
+
+    The first term is stored, not added to 0 (0 + −0 would lose a sign); fl(1·x) is x.
+    """
     w = np.float32(weight)
     scratch = np.empty(min(total.size, _CHUNK), np.float32)
     for at in range(0, total.size, _CHUNK):
@@ -309,12 +314,12 @@ def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) 
 
 
 def total_weight(offers: Sequence[Listed]) -> np.float32:
-    """fl(Σ wᵢ): the sum of fp32 weights, rounded once."""
+    """Return fl(Σ wᵢ): the sum of fp32 weights, rounded once."""
     return np.float32(sum(o.weight for o in offers))
 
 
 def refuse_misweighed(commit: Commit, rules_: Rules) -> None:
-    """Every reader weighs a commit's offers again, before it averages anything.   Raises BadCommit."""
+    """Raise BadCommit unless the commit's weights are the rules': every reader weighs them again, before it averages."""
     for found, due in zip(commit.offers, rules.with_weights(commit.offers, commit.t, rules_), strict=True):
         if found != due:
             raise BadCommit(

@@ -16,7 +16,7 @@ has no timer: the store and the clock are its only ways to wait.  Work beside it
 same time (`together`) are arguments: threads in a replica, greenlets in the simulator, which therefore runs thousands
 of schedules of exactly this code.
 
-It knows flat fp32 vectors and a `ReplicatedState` that holds and steps them (state.py); it has never heard of models.
+It knows flat fp32 vectors and a `ReplicatedState` that holds and steps them (state.py); it knows nothing of models.
 Not promised: progress with fewer than `min_replicas` (by design: the step stays open, `GaveUp` after a while).
 """
 
@@ -52,10 +52,10 @@ from rendezvous.wire import check_shape
 class Rendezvous:
     """One generation of one slot.
 
-    store, clock: the world.   emit(event, **fields): where remarks for people go.
-    background: runs what nobody waits for.   uploads: the same for what may take longer than a round.
+    store, clock: its only ways to the outside.   emit(event, **fields): where remarks for people go.
+    background: runs jobs beside the training.   uploads: the same for jobs that may take longer than a round.
     together: runs requests that go together (`background.together_on`).
-    keep: bytes of blobs that stay in the bucket beside what a reader may need (rendezvous/keeping.py); None for all.
+    keep: bytes of blobs that stay in the bucket beside those that a reader may need (rendezvous/keeping.py); None: all.
     weights: writes bf16 weights of the steps that this replica closes, for engines that train nothing.
     """
 
@@ -100,24 +100,24 @@ class Rendezvous:
         self._weights = weights or NoWeights()
         self._times = StepTimes(clock)
         self._theta_0: Callable[[], snapshots.Arrays] | None = None
-        self._joined_at = -1  # the step in whose middle we joined
+        self._joined_at = -1  # the step in the middle of which we joined
         self._replayed_at = -1  # the step for which we last replayed our own θ
         self.generation = 0
         self.step = 0
         self.base = ""
         self.last_offer: Offer | None = None
-        self.baggage: Callable[[], snapshots.Arrays] = dict  # what the next generation of this slot is to be given
-        self.inherited: dict[str, np.ndarray] = {}  # what the one before has given us; there once we have joined
+        self.baggage: Callable[[], snapshots.Arrays] = dict  # arrays for the next generation of this slot
+        self.inherited: dict[str, np.ndarray] = {}  # arrays from the generation before; there once we have joined
         self.idle_steps = 0  # committed steps in a row in which every fresh offer was zero
         self.set_rules(rules_)
 
     @property
     def name(self) -> str:
-        """This replica: slot and generation."""
+        """Name of this replica: slot and generation."""
         return self.members.name
 
     def set_rules(self, rules_: Rules, timing: Timing | None = None) -> "Rendezvous":
-        """Go by the run's rules, for an owner who learns them after it had to claim, and before it joins."""
+        """Go by the run's rules, for an owner that learns them after it had to claim, and before it joins."""
         self.rules = rules_
         self.h_cap = rules_.sync_every
         self.timing = timing or self.timing
@@ -154,7 +154,7 @@ class Rendezvous:
     # ------------------------------------------------------------------ joining
 
     def claim(self) -> int:
-        """Take the slot; -> the generation.  Cheap: done, and beaten, before any heavy import."""
+        """Take the slot; -> the generation.  Cheap: called, with a first beat, before any heavy import."""
         self.generation = self.members.claim(self.store)
         return self.generation
 
@@ -226,7 +226,7 @@ class Rendezvous:
 
     @property
     def fragment(self) -> int:
-        """Which fragment the open step synchronises."""
+        """The fragment that the open step synchronises."""
         return self.step % self.rules.fragments
 
     @property
@@ -239,7 +239,7 @@ class Rendezvous:
 
     @property
     def is_behind(self) -> bool:
-        """Has the open step been decided without us?  A flag that the background tick sets; costs nothing."""
+        """Whether the open step was decided without us.  A flag that the background tick sets; costs nothing."""
         return self.members.decided >= self.step
 
     @property
@@ -258,7 +258,7 @@ class Rendezvous:
         """Make Δ for the open step durable: blob first, then the offer that names it.
 
         delta: flat fp32, the fragment's length; its memory is the caller's again afterwards.   h: inner steps inside.
-        theta: the fragment's θ, for a codec that compares with it, and to tell what is absurd.
+        theta: the fragment's θ, for a codec that compares with it, and to tell absurd lengths.
         """
         self.members.refuse_if_fenced()
         if h < 1:
@@ -293,7 +293,7 @@ class Rendezvous:
         self.members.status.enter_phase("wait", self.step)
 
     def settle(self) -> Commit:
-        """The decision for the open step; helps to make it.  Our offer must be durable before this is called."""
+        """Wait for the decision of the open step, and help to make it; -> the commit.  Our offer must be durable."""
         self.members.status.enter_phase("wait", self.step)
         self.offers.open_step(self.step, self.base)
         wait = StepWait(self.clock, self.timing, self._times.due_in())
@@ -303,7 +303,7 @@ class Rendezvous:
             why_open = self._committer.try_to_commit(wait, self._snapshots.newest)
             self.members.status.note = why_open
             if why_open:
-                if self.is_done:  # the run was shortened while we trained: all who heard of it have ended
+                if self.is_done:  # the run was shortened while we trained: all replicas that heard of it have ended
                     raise Leaving(
                         f"the run is to have {self.wanted.steps} outer steps now, and {self.name} has taken them all"
                     )
@@ -316,7 +316,7 @@ class Rendezvous:
         return self._check_commit(commit)
 
     def _check_commit(self, commit: Commit) -> Commit:
-        """The commit, once it is ours to apply: decided about the θ that we have."""
+        """Return the commit; where it names another base than ours, replay our own state first."""
         self._digests.check_unchanged(self.fragment)
         if commit.base != self.base:
             self._replay_own_state(f"commit {commit.t} by {commit.by}", commit.base)
@@ -332,7 +332,7 @@ class Rendezvous:
         self._weights.wait_until_read()
 
     def advance(self, commit: Commit) -> None:
-        """The caller has applied the mean: the next step is open."""
+        """Open the next step.  The caller has applied the mean."""
         offer = self.last_offer
         if commit.t == self._joined_at:
             self.h_cap = self.rules.sync_every
@@ -357,7 +357,7 @@ class Rendezvous:
         self.members.refuse_if_fenced()
 
     def take_step(self, commit: Commit) -> None:
-        """mean, apply, advance: a whole step for which this replica did not train."""
+        """Take a whole step for which this replica did not train: mean, apply, advance."""
         fragment = commit.t % self.rules.fragments
         mean = np.empty(self.state.size(fragment), np.float32)
         self._snapshots.confirm(commit, closed=commit.by == self.name)
@@ -368,9 +368,9 @@ class Rendezvous:
         self.advance(commit)
 
     def catch_up(self, late: Callable[[int], None] | None = None) -> int:
-        """Apply every step that was decided without us; -> how many.
+        """Apply every step that was decided without us; -> their number.
 
-        late(step): called before each, to offer what we have for that step's fragment.
+        late(step): called before each, to offer our work on that step's fragment.
         """
         start = self.step
         while not self.is_done and (commit := self.chain.read(self.step)) is not None:
@@ -381,7 +381,7 @@ class Rendezvous:
         return self.step - start
 
     def _move_on(self, commit: Commit) -> None:
-        """The state has taken this commit's step."""
+        """Open the step after this commit, which the state has taken."""
         self._open_step(commit.t + 1)
         self._snapshots.note_commit(commit, self.state)
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh_offers) else 0
@@ -393,7 +393,10 @@ class Rendezvous:
         self.offers.open_step(step, self.base)
 
     def _replay_own_state(self, whose: str, base: str) -> None:
-        """Somebody started this step from another θ: replay ours from the bucket, once per step, and see."""
+        """Replay our θ from the bucket, once per step: another replica started this step from another θ.
+
+        Raises Diverged where the replay is not our θ.
+        """
         if self._replayed_at == self.step:
             return
         self._replayed_at = step = self.step
@@ -412,12 +415,12 @@ class Rendezvous:
     # ------------------------------------------------------------------ leaving
 
     def ask_to_leave(self) -> None:
-        """The operator, the platform or the scheduler wants this replica gone (safe in a signal handler)."""
+        """Ask this replica to leave, for the operator, the platform or the scheduler.  Safe in a signal handler."""
         self._departure.ask()
 
     def finish(self, reason: str) -> None:
         """Say goodbye: the last writes of this generation, as far as the store takes them."""
-        if not self.generation:  # asked to go before it held the slot
+        if not self.generation:  # asked to leave before it held the slot
             return
         self.store.before_pause = lambda: None  # going already
         if not self.is_done:

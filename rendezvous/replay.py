@@ -1,4 +1,4 @@
-"""θ_t of any committed step, from the bucket alone: joining, healing, checking oneself, export, audit.
+"""θ_t of any committed step, from the bucket alone: for joining, healing, self-checks, export, audit.
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})            s ≤ t, the newest readable snapshot
 
@@ -27,9 +27,9 @@ Mean = Callable[[Commit, np.ndarray], None]  # writes a commit's mean into the v
 
 
 def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments: int, *, elsewhere: bool) -> None:
-    """Snapshot 0 is the state of the first replica of a run; without it nobody could ever replay.
+    """Write the first replica's state as snapshot 0, without which no replica could replay.
 
-    One that was lost when steps had been taken is not replaced: nobody knows any more that this state is the same.
+    One that was lost when steps had been taken is not replaced: no replica knows any more that its state is the same.
     elsewhere: every replica gets θ₀ from another place.
     """
     first = (layout.snapshot_key(0), layout.commit_key(0))
@@ -42,7 +42,7 @@ def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments:
 class StateReplay:
     """A state on its way from a snapshot to a later step.
 
-    mean(commit, out): of a decided step.   theta_0(): the arrays of step 0 where the bucket has none of them.
+    mean(commit, out): writes the mean of a decided step.   theta_0(): the arrays of step 0 where the bucket has none.
     name: of the replica, for errors.   mends: put damaged snapshots back.
     """
 
@@ -85,7 +85,7 @@ class StateReplay:
         return False
 
     def commits(self, upto: int | None = None) -> Iterator[Commit]:
-        """Apply one commit after the other, up to `upto` or the last; each is given out once it is applied."""
+        """Apply one commit after the other, up to `upto` or the last; -> each, once it is applied."""
         while (upto is None or self.step < upto) and (commit := self._chain.read(self.step)) is not None:
             base = self.digests.base
             if commit.base != base:
@@ -106,7 +106,7 @@ class StateReplay:
         self.digests.renew_fragment(fragment)
 
     def _load(self, snapshot: Snapshot) -> bool:
-        """Become this snapshot, if its bytes are what was announced and mean what the chain confirmed."""
+        """Become this snapshot; -> whether its bytes have the announced digest, and the state its announced base."""
         if snapshot.blob or base_of(self._state, self._fragments) != snapshot.base:
             arrays = self._arrays_of(snapshot)
             if arrays is None:

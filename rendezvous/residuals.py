@@ -3,9 +3,9 @@
     r01-1   blob ─▶ leave/r01-1.json names it ─▶ exit          its last writes
     r01-2   leave/r01-1.json ─▶ blob ─▶ its encoder ─▶ delete   in join, before its first offer
 
-Beside the residual the file may hold baggage of whoever runs the engine, `own.…` (an optimizer's moments).
+Beside the residual the file may hold baggage of the engine's owner, `own.…` (an optimizer's moments).
 
-Only generation g reads what g − 1 left.  So it is used once, whatever happens: if r01-2 is killed, r01-3 looks for
+Only generation g reads the file of g − 1.  So it is used at most once: if r01-2 is killed, r01-3 looks for
 leave/r01-2.json, finds nothing, and starts from zero.
 
 Not promised: that it arrives.  A residual makes a run a little better; nothing that is agreed on depends on it.
@@ -29,7 +29,7 @@ BAGGAGE = "own."  # begins the names of arrays that are the owner's
 
 
 def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Arrays) -> tuple[str, str]:
-    """-> key and digest."""
+    """Write the residual's file; -> key and digest."""
     key = layout.residual_blob(slot, generation, new_nonce())
     body = TensorFile(unsent)
     store.put(key, body)
@@ -37,14 +37,14 @@ def put_residuals(store: Store, slot: str, generation: int, unsent: snapshots.Ar
 
 
 def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str, np.ndarray] | None:
-    """Read the residual that `left` names, and remove it; None if it is missing, damaged, or no encoder holds such.
+    """Read the residual that `left` names, and remove it; None if it is missing, damaged, or no encoder's.
 
     sizes: elements of each fragment.
     """
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
         return None
-    with suppress(StoreError):  # a few bytes too many
+    with suppress(StoreError):  # it costs only a few bytes if it stays
         store.delete([left.residual])
     try:
         unsent = load_tensors(body)
@@ -54,7 +54,7 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int]) -> dict[str,
 
 
 def _is_encoder_state(unsent: snapshots.Arrays, sizes: Sequence[int]) -> bool:
-    """Could an encoder of these fragments hold it?"""
+    """Whether an encoder of these fragments could hold it."""
     kinds = {"residual": np.float32, "age": np.uint8}
     codecs = {n: a for n, a in unsent.items() if not n.startswith(BAGGAGE)}
     due = {f"{kind}.{f}": (dtype, (size,)) for kind, dtype in kinds.items() for f, size in enumerate(sizes)}

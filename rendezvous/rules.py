@@ -1,4 +1,4 @@
-"""The decisions of the protocol, as pure functions of what was read.
+"""The decisions of the protocol, as pure functions of the records that were read.
 
     w_i   = (h_i / H) · γ^age · factor_i                   weight of an offer, fp32            (with_weights)
     factor_i = typical_i / ‖Δ_i‖  where ‖Δ_i‖ > limit·max(typical_i, ‖θ‖/100), else 1           (norm_factors)
@@ -8,8 +8,8 @@
     h_cap = H, or ⌊H / slowness⌋ if full rounds take a third longer than the pace               (next_cap)
             in the first round: what the others have left to do of theirs                       (first_cap)
 
-Closing step t needs m fresh offers, and everybody who is expected has offered, is dead, is leaving, or is not
-worth waiting for.  Clocks only enter here, so they only decide when somebody *tries* to close.
+Step t can be closed when there are m fresh offers, and every expected slot has offered, is dead, is leaving, or is not
+worth waiting for.  Clocks only enter here, so they only decide when a replica *tries* to close.
 """
 
 import math
@@ -21,13 +21,13 @@ from statistics import median
 from rendezvous.codecs import DENSE
 from rendezvous.records import Beat, Commit, Listed, Offer
 
-LARGE_FLEET = 12  # slots; with more of them not everybody looks at everybody all the time
-LED = 3  # the rank of those who let others look first
-ROUNDS = 3  # of a replica, by whose middle one its speed is judged
-DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times what a quartz does
+LARGE_FLEET = 12  # slots; with more of them a replica does not look at all others all the time
+LED = 3  # the rank of replicas that let others look first
+ROUNDS = 3  # of a replica; their median tells its speed
+DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
-UNSUSPICIOUS = 0.01  # of ‖θ‖: what `norm_factors` takes for typical at least
+UNSUSPICIOUS = 0.01  # of ‖θ‖: the least length that `norm_factors` takes for typical
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Rules:
     fragments: F.   sync_every: H, inner steps inside a full pseudogradient.   max_carry: how many syncs of the
     same fragment a late offer may wait for a commit.   age_discount: γ, per such sync.
     snapshot_every: outer steps between snapshots.   codec: how pseudogradients are written (rendezvous/codecs).
-    weighting: what an offer counts by.   norm_gate: its limit, 0 for none.   sync_seconds: a sync is due
+    weighting: the measure by which an offer counts.   norm_gate: its limit, 0 for none.   sync_seconds: a sync is due
     after that long even if inner steps are missing, 0 for never.
     shard_from: bytes of a body from which three and more replicas reduce it in shards.   shard_elements: least
     elements of the shards on whose grid bodies are digested.   announce: the closer of a step that is reduced directly
-    writes the mean down for those who come later.
+    writes the mean down for later readers.
     """
 
     fragments: int = 1
@@ -59,13 +59,13 @@ class Rules:
 
     @property
     def window(self) -> int:
-        """How many commits before the current step a closer must know."""
+        """Number of commits before the current step that a closer must know."""
         return max(2, self.fragments * self.max_carry) + 1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds.  May differ between replicas: nothing that is agreed on depends on them."""
+    """Periods and limits in seconds.  They may differ between replicas: nothing that is agreed on depends on them."""
 
     poll: float = 0.02
     beat: float = 0.2
@@ -81,8 +81,8 @@ class Peer:
     """One observer's view of a slot's heartbeat.
 
     silent: seconds since the counter last changed, not counting the observer's own pauses.
-    still: the same for (step, inner).   liar: a generation that offered while its beat stood still; its beat is
-    never trusted again.   read: (seconds awake, wall clock) of the observer when it looked.
+    still: the same for (step, inner).   untrusted_generation: one that offered while its beat stood still; its beat
+    is never trusted again.   read: (seconds awake, wall clock) of the observer when it looked.
     """
 
     beat: Beat
@@ -101,7 +101,7 @@ class Peer:
         return self.changes > 0 and not self.is_dead(dead_after)
 
     def aged_by(self, seconds: float) -> "Peer":
-        """The same if nothing has moved since, so many seconds after it was read."""
+        """The view so many seconds later, if nothing has moved since."""
         return replace(self, silent=self.silent + seconds, still=self.still + seconds)
 
     def in_words(self, dead_after: float) -> str:
@@ -114,7 +114,7 @@ class Peer:
 
 
 def round_to_fp32(x: float) -> float:
-    """x, rounded to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
+    """Round x to the nearest fp32 number (ties to even; too large: infinity).  As np.float32, without numpy."""
     return array("f", [x])[0]
 
 
@@ -124,8 +124,8 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
     Between the two beats their writer lived for as long as its own clock says, and for as many beats as it counted; the
     rest of the observer's time it was silent, and `old` had been there for `old.silent` by then.  The least of these
     answers counts, so that one wrong clock never makes a living replica look dead.  From look to look this keeps the
-    least age that any look has found: it is short by that, and by what `DRIFT` takes off, so that clocks that do not go
-    alike do not add up either.  A beat that was not there yet at the look before is no older than that look.
+    least age that any look has found, so the age may be too short.  `DRIFT` shortens it further, so that the errors of
+    two clocks do not add up.  A beat that was not there yet at the look before is no older than that look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
 
     >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))
@@ -140,9 +140,9 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 
 
 def may_be_decided(open_s: float, pace: float) -> bool:
-    """Can a step be decided that this replica began `open_s` ago?
+    """Whether a step can be decided that this replica began `open_s` ago.
 
-    pace: of the commit before: the others are not done much before.
+    pace: of the commit before; the others need about that long.
     """
     return open_s >= 0.8 * pace
 
@@ -161,7 +161,7 @@ def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed
 
 
 def _age_factor(steps: int, rules: Rules) -> float:
-    """γ^age by multiplication, because `**` is not rounded alike everywhere."""
+    """Return γ^age by multiplication, because `**` is not rounded alike everywhere."""
     return math.prod([rules.age_discount] * (steps // rules.fragments))
 
 
@@ -175,17 +175,17 @@ def _offer_shares(offers: Sequence[Listed], rules: Rules) -> list[float]:
 
 
 def says_samples(offers: Iterable[Listed]) -> bool:
-    """Do all say how many samples are inside?"""
+    """Whether all offers give the number of samples inside."""
     return all(o.samples > 0 for o in offers)
 
 
 def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
-    """1 for who is as long as others; who is far longer counts as a typical one would, whatever its length.
+    """Factor per offer: 1, or typical/norm where the norm exceeds `limit` × the typical norm.
 
-    Typical is the median, or the median per inner step times its own h, if that is more: a short round is no outlier,
-    nor is a long one.  Zero pseudogradients are honest, but no measure; with fewer than three others nobody can tell
-    who is wrong.  Nor is anybody suspected for being long in a fleet that hardly moves: where rewards are rare, most
-    have next to nothing, and the one that is long is the one that learned.
+    Typical is the median, or the median per inner step times the offer's own h, if that is more: a short round is no
+    outlier, nor is a long one.  The median leaves zero pseudogradients out; with fewer than three others all factors
+    are 1, because an outlier cannot be told.  Nor is a norm below `limit` × 1 % of ‖θ‖ an outlier: where rewards are
+    rare, most pseudogradients are next to nothing, and the long one is of the replica that learned.
     """
     moving = [o for o in offers if o.norm > 0]
     if limit <= 0 or len(moving) < 3:
@@ -220,9 +220,9 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
 
 
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
-    """Inner steps for who joins in the middle of step t: what the others, at the median, have left to do.
+    """Inner steps of a replica that joins in the middle of step t: the median of those that the others have left.
 
-    With a full round they would all wait for it, for most of a step.  At t = 0 they do so anyway.
+    With a full round all others would wait for it, for most of a step.  At t = 0 they do so anyway.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
     there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
@@ -233,23 +233,23 @@ def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) ->
 
 
 def slowness(round_s: float, *, pace_s: float, poll: float) -> float:
-    """How many times as long as the pace a full round takes; 1 where the difference is no more than four looks."""
+    """Ratio of a full round to the pace; 1 where the difference is no more than four looks."""
     return round_s / pace_s if round_s - pace_s > 4 * poll and pace_s > 0 else 1.0
 
 
 def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
-    """How many inner steps the next pseudogradient may have, such that it is offered with those of the fastest.
+    """The most inner steps of the next pseudogradient, so that it is offered with those of the fastest.
 
-    slow: `slowness` of this replica's last three offers.  A slow round is a hiccup, unless it was left out for it or
-    two of three are; equal machines differ by less than a third, and keep H, so that their bits are those of any other
-    run.
+    slow: `slowness` of this replica's last three offers.   fresh: whether the last one counted in its own step.
+    One slow round in three is a hiccup, unless the commit left its offer out.  Equal machines differ by less than a
+    third, and keep H, so that their bits are those of any other run.
     """
     factor = slow[-1] if not fresh else median(slow) if len(slow) == ROUNDS else 1.0
     return sync_every if factor <= 4 / 3 else max(1, int(sync_every / factor))
 
 
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
-    """Why a record that lies where `slot`'s offers for step s belong is none; "" for an offer.  The same for all."""
+    """The reason why a record among `slot`'s offers for step s is no offer, "" if it is one; the same for all readers."""
     if (offer.step, offer.slot) != (s, slot):
         return f"it speaks of step {offer.step} and {offer.slot}"
     if offer.codec != rules.codec:
@@ -258,14 +258,15 @@ def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
 
 
 def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
-    """Started from the chain's state, by a generation that the commit before had not fenced."""
+    """Whether the offer started from the chain's state, by a generation that the commit before had not fenced."""
     return offer.base == base and fence.get(offer.slot, 0) <= offer.generation
 
 
 def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
-    """Is it fewer bytes to reduce in shards?  Per replica N·S down when direct; S/N up and 2(N−1)/N·S down in shards.
+    """Whether it is fewer bytes to reduce in shards.
 
-    At N = 2 that is the same, and two more round trips.  Top-k's sum is dense, so its shards would not be smaller.
+    Per replica N·S down when direct; S/N up and 2(N−1)/N·S down in shards.  At N = 2 that is the same, and two more
+    round trips.  Top-k's sum is dense, so its shards would not be smaller.
     """
     return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
 
@@ -273,10 +274,10 @@ def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
 def slots_to_expect(
     t: int, recent: list[Commit], peers: Mapping[str, Peer], dead_after: float, wanted: Sequence[str]
 ) -> set[str]:
-    """Slots that step t should wait for: listed in commits t−1 and t−2; before that, those that beat.
+    """Slots that step t should wait for: listed in commits t−1 and t−2; at t = 1 also those that beat.
 
     A slot that said that it leaves is not expected, nor one whose next generation is still starting.  (A beat of the
-    listed one that says "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen.
+    listed generation with phase "boot" is only old.)  At t = 0 every wanted slot is expected that is not silent.
     """
     seen = {slot: peers[slot] for slot in wanted if slot in peers}
     if t == 0:
@@ -290,14 +291,14 @@ def slots_to_expect(
 
 
 def is_restarting(peer: Peer | None, generation: int) -> bool:
-    """Does a later generation of this slot not train yet?"""
+    """Whether a later generation of this slot has begun and does not train yet."""
     return peer is not None and peer.beat.generation > generation and peer.beat.phase in STARTING
 
 
 def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | None:
-    """Seconds until this slot should offer step t, or None when it shows no progress.
+    """Seconds until this slot should offer step t, or None where it shows no progress.
 
-    limit: seconds without a finished inner step that mean nothing.
+    limit: seconds without a finished inner step that are no sign of trouble.
     """
     beat = peer.beat
     round_steps = max(1, rules.sync_every // rules.fragments)
@@ -318,7 +319,7 @@ def waiting_for(
     rules: Rules,
     timing: Timing,
 ) -> dict[str, str]:
-    """slot -> why step t should still wait for it.  Empty: close.   waited: seconds since there were m offers."""
+    """Return slot -> reason to wait for it in step t.  Empty: close.   waited: seconds since there were m offers."""
     took = median(o.took for o in fresh.values())
     limit = max(2 * timing.poll, 0.5 * took)
     reasons: dict[str, str] = {}
@@ -340,10 +341,10 @@ def waiting_for(
 
 @dataclass(frozen=True)
 class WaitState:
-    """How a replica waits for the others' offers, in seconds.
+    """A replica's wait for the others' offers, in seconds.
 
-    waited: since there were m.   took: the median of those that there are.   upload: from the last inner step to the
-    offer.   often: the least between two looks when one was in vain.
+    waited: since there were m.   took: the median of the offers that are there.   upload: from the last inner step to
+    the offer.   least_pause: between two looks where one was in vain.
     """
 
     waited: float
@@ -355,8 +356,8 @@ class WaitState:
 def resolved_in(t: int, peers: Iterable[Peer | None], wait: WaitState, rules: Rules, timing: Timing) -> list[float]:
     """Seconds until step t need not wait for each of these slots any more, soonest first, if all goes on as it does.
 
-    By then the slot has offered, is dead, or has had all the patience there is: nothing else changes the decision, so a
-    look before is in vain.  (The replica that offers last looks at once, and closes.)
+    By then the slot has offered, is dead, or has used up all patience: nothing else changes the decision, so a look
+    before is in vain.  (The replica that offers last looks at once, and closes.)
     """
     return sorted(_resolved_in(t, peer, wait, rules, timing) for peer in peers)
 
@@ -376,7 +377,7 @@ def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timin
 def commit_rank(t: int, slot: int, slots: int) -> int:
     """The rank in which this slot tries to close step t: first (0), second (1), third (2); spread by a hash.
 
-    These three lead, all others are 3: if everybody looked for everybody's offers, a step would ask N².
+    These three lead; the rank of all others is 3: if every replica looked for all offers, a step would ask N² times.
     """
     mixed = (t * 7919 + slot * 104729) & 0xFFFFFF
     return min(LED, mixed % max(1, slots))

@@ -1,4 +1,4 @@
-"""A run whose control records were lost can still be looked at, and ended.
+"""Reading and ending of a run whose control records were lost.
 
     control/000000 gone, or no record ─┬─▶ nobody joins, and no other wish is written   (membership.py: RecordsLost)
                                        ├─▶ `read_standing_wishes`  the wishes that stand, and every claimed slot
@@ -23,7 +23,7 @@ from rendezvous.store import Readable, Store, put_once
 
 
 def read_standing_wishes(store: Readable) -> tuple[Wanted, str]:
-    """-> the operator's wishes, and what was lost: "" if nothing, else the wishes are only those that still stand."""
+    """Return the operator's wishes, and the loss: "" for none, else the wishes are only those that still stand."""
     try:
         wanted = read_control(store)
         refuse_lost(store, wanted)
@@ -44,7 +44,7 @@ def _what_stands(store: Readable) -> Wanted:
 
 
 def write_stop(store: Store, clock: Clock) -> str:
-    """Ask every replica to leave, whatever was lost; -> what was lost, "" for nothing."""
+    """Ask every replica to leave, even where records were lost; -> the loss, "" for none."""
     try:
         write_control(store, clock, stop=True)
     except (RecordsLost, Forged) as lost:
@@ -54,7 +54,7 @@ def write_stop(store: Store, clock: Clock) -> str:
 
 
 def _append_stop(store: Store, clock: Clock, n: int) -> None:
-    """Under the first free number from n on.  Never under 0: it would be the run's first record."""
+    """Write a stop under the first free number from n on.  Never under 0: it would be the run's first record."""
     won = False
     while not won:
         record = Control(n, new_nonce(), clock.wall(), stop=True)
