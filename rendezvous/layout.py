@@ -74,7 +74,7 @@ _FOLDERS = {"replicas": "claim", "alive": "beat", "leave": "leave", "control": "
 
 
 def is_plain(name: str) -> bool:
-    """Whether this name stays below a folder that it is joined to.  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
+    """Whether a name stays below the folder that it is joined to.  Not: "/x", "../x", "a//b", "C:x", "a\\b", "a\\0"."""
     parts_are_real = all(part not in ("", ".", "..") for part in name.split("/"))
     return parts_are_real and name.isprintable() and "\\" not in name and not _DRIVE.match(name)
 

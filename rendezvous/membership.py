@@ -130,7 +130,7 @@ def _refuse_first(store: Readable, n: int) -> None:
 
 
 def decode_or_none(kind: type[R], body: bytes) -> R | None:
-    """Decode a register that any writer may have taken; None if it is no record.  All readers pass over the same ones."""
+    """Decode a register that any writer may have taken; None, for all readers alike, if it is no record."""
     try:
         return kind.decode(body)
     except WireError:

@@ -96,7 +96,7 @@ class Record:
         )
 
     def written_fields(self) -> dict[str, Any]:
-        """The fields to write.  A field of a later release is left out where it says nothing: bytes stay as they were."""
+        """The fields to write.  A field that came later is left out where it says nothing: bytes stay as they were."""
         return vars(self)
 
     def check_consistency(self) -> None:
@@ -400,7 +400,7 @@ class Control(Record):
     spent: Spent | None = None
 
     def written_fields(self) -> dict[str, Any]:
-        """The fields to write, without `keep` before the first collection, and without `spent` where nothing is rented."""
+        """The fields to write, without `keep` and `spent` where they are None."""
         return {name: value for name, value in vars(self).items() if name not in ("keep", "spent") or value is not None}
 
 

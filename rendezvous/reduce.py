@@ -259,7 +259,7 @@ class Reducer:
         return trouble
 
     def make_part(self, commit: Commit, part: list[Shard], out: np.ndarray, mine: OwnBody | None = None) -> np.ndarray:
-        """Write the mean of these shards into `out`; -> its encoded bytes, good until the next read.  Raises Corrupt."""
+        """Write the mean of these shards into `out`; -> it as encoded, good until the next read.  Raises Corrupt."""
         piece = out[elements_slice(part)]
         if self._codec == "fp32":
             trouble = self._mean_of_shards(commit, part, out, mine)
@@ -319,7 +319,7 @@ def total_weight(offers: Sequence[Listed]) -> np.float32:
 
 
 def refuse_misweighed(commit: Commit, rules_: Rules) -> None:
-    """Raise BadCommit unless the commit's weights are the rules': every reader weighs them again, before it averages."""
+    """Raise BadCommit unless the commit has the rules' weights: every reader weighs again, before it averages."""
     for found, due in zip(commit.offers, rules.with_weights(commit.offers, commit.t, rules_), strict=True):
         if found != due:
             raise BadCommit(

@@ -249,7 +249,7 @@ def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
 
 
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
-    """The reason why a record among `slot`'s offers for step s is no offer, "" if it is one; the same for all readers."""
+    """The flaw of a record among `slot`'s offers for step s, "" if it is an offer; the same for all readers."""
     if (offer.step, offer.slot) != (s, slot):
         return f"it speaks of step {offer.step} and {offer.slot}"
     if offer.codec != rules.codec:
@@ -277,7 +277,8 @@ def slots_to_expect(
     """Slots that step t should wait for: listed in commits t−1 and t−2; at t = 1 also those that beat.
 
     A slot that said that it leaves is not expected, nor one whose next generation is still starting.  (A beat of the
-    listed generation with phase "boot" is only old.)  At t = 0 every wanted slot is expected that is not silent.
+    listed generation with phase "boot" is only old.)  At t = 0 every wanted slot is expected, booting or not yet seen,
+    unless it is silent.
     """
     seen = {slot: peers[slot] for slot in wanted if slot in peers}
     if t == 0:

@@ -10,12 +10,12 @@
     {"base":"…", …}   ─▶  {"base":"…", … ,"seal":"<tag>"}       tag = HMAC-SHA256(run key, run ‖ 0 ‖ key ‖ 0 ‖ record)
     {…}\n{…}\n (log)  ─▶  {…}\n{…}\n{"seal":"<tag>"}\n
 
-`run` is the nonce in seal.json, the first thing a run under a key writes; `key` is where the record lies.  So a true
-record is worth nothing under another key, in another slot, step or run.  The others see the record without
-its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
+`run` is the nonce in seal.json, the first object that a run under a key writes; `key` is the record's own key.  So a
+true record is worth nothing under another key, in another slot, step or run.  The rest of the engine sees the record
+without its tag: digests of commits are of that.  All replicas see the same bytes, so all pass over the same records.
 
-Not promised: secrecy (records are plain text); a run that cannot be stopped: who may overwrite or delete objects can
-halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as a beat.
+Not promised: secrecy (records are plain text); a run that cannot be stopped: a writer that may overwrite or delete
+objects can halt it.  Beats are overwritten, so an old one can be put back; it counts as silence, not as a beat.
 """
 
 import hmac
@@ -34,7 +34,7 @@ from rendezvous.store import VOID, Body, Buffer, Readable, Store, put_once
 from rendezvous.stores.open import open_store
 
 KEY = "DILOCO_RUN_KEY"
-LEAST = 16  # characters; whoever can read the bucket may try guesses for as long as they like
+LEAST = 16  # characters; a reader of the bucket can try guesses without limit
 _FIELD = 64 + len(',"seal":""}')
 _LINE = 64 + len('{"seal":""}\n')
 _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights"}
@@ -42,7 +42,7 @@ _PASSED_OVER = {"claim", "offer", "leave", "control", "beat", "log", "weights"}
 
 @dataclass(frozen=True)
 class Seal(Record):
-    """seal.json: "the records of this run are sealed".   nonce: the run's identity."""
+    """The record in seal.json: the records of this run are sealed.   nonce: the run's identity."""
 
     kind = "seal"
     nonce: Word
@@ -50,7 +50,7 @@ class Seal(Record):
 
 
 def warn_on_stderr(event: str, **fields: Any) -> None:
-    """Tells the terminal; a replica has a journal instead."""
+    """Print the event on the terminal; a replica has a journal instead."""
     print(f"warning: {event}: {', '.join(f'{k} {v}' for k, v in fields.items())}", file=sys.stderr, flush=True)
 
 
@@ -61,7 +61,7 @@ def _say_nothing(event: str, **fields: Any) -> None:
 class VerifiedStore:
     """The records of a sealed run, each verified when it is read.   emit: hears of those that were passed over."""
 
-    digests = SHA256  # of blobs: who can overwrite them must not be able to make another one with the same digest
+    digests = SHA256  # of blobs: a writer that overwrites one must not be able to make another with the same digest
 
     def __init__(self, store: Readable, key: bytes, run: str, emit: Callable[..., None] = warn_on_stderr) -> None:
         self.url = store.url
@@ -72,14 +72,14 @@ class VerifiedStore:
         self._reported: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)  # what only some stores have: root, near
+        return getattr(self._store, name)  # attributes that only some stores have: root, near
 
     def reading_through(self, store: Readable) -> "VerifiedStore":
-        """The same run, read through `store`."""
+        """Return a store of the same run, read through `store`."""
         return VerifiedStore(store, self._key, self._run, self.emit)
 
     def without_warnings(self) -> "VerifiedStore":
-        """The same run, whose forged records are passed over without a word: for a look before there is a journal."""
+        """Return a store of the same run that passes over forged records without a word, before there is a journal."""
         return VerifiedStore(self._store, self._key, self._run, _say_nothing)
 
     def get(self, key: str) -> bytes | None:
@@ -135,14 +135,14 @@ class SignedStore(VerifiedStore):
 
 
 def sign_record(record: bytes, secret: bytes, run: str, key: str) -> bytes:
-    """A record's bytes with its tag as the last field; a log's with one more line."""
+    """Return a record's bytes with its tag as the last field; a log's with one more line."""
     if record.endswith(b"\n"):
         return record + b'{"seal":"' + _record_tag(record, secret, run, key) + b'"}\n'
     return record[:-1] + b',"seal":"' + _record_tag(record, secret, run, key) + b'"}'
 
 
 def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
-    """The record without its tag; None if the tag is missing or another one than this record has here."""
+    """Return the record without its tag; None if the tag is missing, or not this record's under this key."""
     record = body[:-_LINE] if body.endswith(b"\n") else body[:-_FIELD] + b"}"
     return record if hmac.compare_digest(body, sign_record(record, secret, run, key)) else None
 
@@ -151,7 +151,7 @@ def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
     return hmac.digest(secret, b"\0".join((run.encode(), key.encode(), record)), "sha256").hex().encode()
 
 
-# -------------------------------------------------------------------- which key
+# -------------------------------------------------------------------- the run key
 
 
 def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
@@ -173,9 +173,10 @@ def open_signed(url: str) -> Store:
 
 
 def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
-    """`store`, sealed if a run under this key stands there, or if nothing does: then one is founded.  Raises WrongRun.
+    """Return `store`, sealed if a run under this key stands there.  Where no run does, a key founds one.
 
-    ask: the same store for the requests made here, one that is patient perhaps.
+    Raises WrongRun where the run there has another key, or the key is missing.
+    ask: the same store for the requests made here, a patient one perhaps.
     """
     if isinstance(store, SignedStore):
         return store
@@ -188,7 +189,7 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
 
 
 def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
-    """The store of a run whose seal.json is `stands`, None where it has none, under this key.   Raises WrongRun."""
+    """Return the store of a run under this key.   stands: its seal.json, None where it has none.   Raises WrongRun."""
     if stands is None and secret is None:
         return store
     if secret is None:

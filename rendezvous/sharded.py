@@ -32,8 +32,8 @@ _LEAST = 0.3  # seconds; a part that is made twice costs a third of a sync's dow
 class ShardedMean:
     """One replica's share of a sharded reduction.
 
-    pause(wait, normal): between two looks, where `normal` seconds of waiting are no reason to worry; may raise.
-    on_bad_body(commit, error): called when a listed body is bad; -> may it yet be put back?
+    pause(wait, normal): pauses between two looks, where `normal` seconds of waiting are no cause for worry; may raise.
+    on_bad_body(commit, error): called where a listed body is bad; -> whether it may yet be put back.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class ShardedMean:
         self._needed = 0.0  # … or for the one before, if that was less: a slow request or a sleep is no measure
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
-        """The commit's mean into `out`; on the way, what this replica owes to the others.
+        """Write the commit's mean into `out`, and on the way the parts that this replica owes to the others.
 
         A replica that meets a bad blob leaves the part to others: its writer has the bytes in memory, and puts them
-        back or takes over.  When nobody has them any more, and no part was announced, this
-        replica ends after `dead_after`.
+        back or takes over.  Where no writer has them any more, and no part was announced, this replica ends after
+        `dead_after`.
         """
         parts = self._reducer.split_into_parts(commit, out.size)
         missing = set(range(len(parts)))
@@ -100,16 +100,16 @@ class ShardedMean:
         return True
 
     def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats of owners that are later than we were with ours, every two beats, and when one may have died
-        by now."""
+        """Read the beats of owners that need longer than we did for ours: every two beats, or when one may have died."""
         owners = {commit.owners[j] for j in missing} - {self._members.slot}
         if waited > min(self._needed + 4 * self._timing.poll, self._owner_patience(commit) / 2):
             self._members.read_beats(owners, apart=2 * self._timing.beat)
 
     def _is_overdue(self, commit: Commit, j: int, waited: float) -> bool:
-        """Is a part that somebody else owns to be computed here?
+        """Whether a part of another owner is to be computed here.
 
-        By every replica that waits for it: taking turns saved a fiftieth of the bytes, and made all wait for the first.
+        Every replica that waits for it computes it: turns saved a fiftieth of the bytes, and made all wait for the
+        first.
         """
         return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 
@@ -118,7 +118,7 @@ class ShardedMean:
         return max(_LEAST, 4 * self._timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _will_not_announce(self, slot: str, t: int) -> bool:
-        """Will that slot announce no part of step t any more?
+        """Whether that slot will announce no part of step t any more.
 
         A dead one will not; nor one at a later step: it announced its parts before, or replayed t from its bodies.
         """

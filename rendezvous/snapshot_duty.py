@@ -1,4 +1,4 @@
-"""One replica's duties around snapshots: when to write one, when it may be seen, and what goes because of it.
+"""One replica's duties around snapshots: writing them, making them visible, deleting the blobs that they replace.
 
     commit t−1 applied ──▶ due? (snapshot_pace.py) ──▶ write θ_t beside round t (snapshot_writer.py)
     commit t read      ──▶ its base is ours: the manifest follows     else: abandoned
@@ -25,10 +25,11 @@ from rendezvous.tensors import TensorFile
 
 
 class SnapshotDuty:
-    """keep: bytes of blobs that stay in the bucket (keeping.py), None for all.   elements(fragment): of its vector.
+    """The duties of one replica.   keep: bytes of blobs that stay in the bucket (keeping.py), None for all.
 
     bucket: the store without patience, for deletions: nothing depends on an answer.
-    background: runs what nobody waits for.   uploads: the same for what may take longer than a round.
+    background: runs jobs beside the training.   uploads: the same for jobs that may take longer than a round.
+    elements(fragment): of its vector.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class SnapshotDuty:
         self.newest = 0  # the newest snapshot known
 
     def note_commit(self, commit: Commit, state: ReplicatedState) -> None:
-        """Commit t was applied: reckon when the next snapshot is due, and what may go.
+        """Note that a commit was applied: plan the next snapshot, and tell the collector.
 
-        Without the budget for a state that cannot be seen into.
+        A state without arrays is planned without the budget.
         """
         if self._keep is not None:
             self._collector.note_commit(commit)
@@ -72,9 +73,9 @@ class SnapshotDuty:
         self._pace.take_step(commit.t, left, snapshot=size, newest=self.newest)
 
     def confirm(self, commit: Commit, *, closed: bool) -> None:
-        """Commit t says from which state it started: what is written of θ_t may become visible, or not.
+        """Compare the written θ_t with the state that commit t started from: it becomes visible, or is abandoned.
 
-        closed: this replica wrote the commit.
+        closed: this replica wrote the commit; then it sweeps, too.
         """
         self.writer.confirm_base(commit.t, commit.base)
         if closed and self._keep is not None:
@@ -94,9 +95,10 @@ class SnapshotDuty:
     def write_last(
         self, state: ReplicatedState, step: int, *, base: str, prev: str | None, m: int, agree: Callable[[], bool]
     ) -> None:
-        """Write θ_T: two leave records with one digest confirm it, or m = 1 without (marked so).
+        """Write θ_T if two leave records with one digest confirm it, or m = 1 (then marked as not confirmed).
 
-        Nobody closes a step after it, so all who end collect once more: its writer may have been killed before it did.
+        No replica closes a step after it, so every replica that ends collects once more: its writer may have been
+        killed before it did.
         """
         if self._store.get(layout.snapshot_key(step)) is None:
             confirmed = agree()
@@ -109,7 +111,7 @@ class SnapshotDuty:
             self._background.drain()
 
     def sweep(self) -> None:
-        """Delete what nobody needs that starts from the newest snapshots, as far as the budget asks for it."""
+        """Delete blobs that no reader of the newest snapshots needs, as far as the budget asks for it."""
         if self._pace.planned > self.newest:
             self._hear_of_snapshot(self._pace.planned)
         self._collector.sweep(self.newest)
@@ -118,12 +120,12 @@ class SnapshotDuty:
         submit_reported(self._background, job, self._emit)
 
     def _hear_of_snapshot(self, step: int) -> bool:
-        """Is this snapshot there?  Its writer alone knows until it closes a step."""
+        """Whether this snapshot is there.  Its writer alone knows until it closes a step."""
         found = snapshots.read(self._store, step) is not None
         if found:
             self.note_snapshot(step)
         return found
 
     def note_snapshot(self, step: int) -> None:
-        """The snapshot of this step stands."""
+        """Note that the snapshot of this step stands."""
         self.newest = max(self.newest, step)

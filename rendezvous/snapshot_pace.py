@@ -1,4 +1,4 @@
-"""When the next snapshot is due: every snapshot_every steps, or sooner where the run's budget of bytes asks for it.
+"""Plan of the next snapshot: every snapshot_every steps, or sooner where the run's budget of bytes asks for it.
 
     budget has room for snapshot_every steps       ●─────────────●─────────────●     every snapshot_every steps
     it has room for p < snapshot_every of them     ●──p──●──p──●──p──●──p──●         p: keeping.snapshot_period
@@ -7,12 +7,12 @@
     planned ●  the closer begins ─▶ the next commit confirms it ─▶ visible     planned + RETRY: a closer looks for it,
                                                                                and begins one itself if it is missing
 
-Every replica reckons p from the commits that it applies, so all of them plan the same steps without a word, and the
+Every replica computes p from the commits that it applies, so all of them plan the same steps without a word, and the
 closer of the step before writes the snapshot.  Only its writer knows that one is on its way; the others take a planned
 snapshot for begun until RETRY steps have passed.  Where two plan different steps (one has just joined), both are
-written: manifests are write-once, each under its own step, so that costs bytes and nothing else.
+written: manifests are write-once, each under its own step, so that costs only bytes.
 
-Not promised: the budget, where the store takes longer to take a snapshot than the fleet to train a round.
+Not promised: the budget, where an upload of a snapshot takes longer than a round of training.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ RETRY = 2  # steps: one in which it is written, one for its manifest
 
 
 class SnapshotPace:
-    """One replica's view.   every: as the rules say.   budget: bytes; 0: `every` alone decides.
+    """One replica's plan.   every: the rules' snapshot_every.   budget: bytes; 0: `every` alone decides.
 
     planned: the newest step that was due.   period: steps from one to the next.
     """
@@ -36,7 +36,10 @@ class SnapshotPace:
         self._largest = Sizes(0, 0)  # of a step since the planned one
 
     def take_step(self, t: int, step: Sizes, *, snapshot: int, newest: int) -> None:
-        """Commit t was applied.   step: what it left.   snapshot: bytes of one.   newest: step of the newest known."""
+        """Note that commit t was applied.   step: bytes that it left.   snapshot: bytes of one.
+
+        newest: step of the newest known.
+        """
         if newest > self.planned:
             self._plan(newest)
         self._largest = Sizes(max(self._largest.deltas, step.deltas), max(self._largest.mean, step.mean))
@@ -45,7 +48,10 @@ class SnapshotPace:
             self._plan(t + 1)
 
     def _is_period_over(self, t: int) -> bool:
-        """A period of the rules begins at a multiple, so that one late snapshot does not move all that follow."""
+        """Whether a snapshot is due at step t.
+
+        A period of the rules begins at a multiple, so that one late snapshot does not move all that follow.
+        """
         if self.period < self._every:
             return t - self.planned >= self.period
         return t // self._every > self.planned // self._every
@@ -55,12 +61,12 @@ class SnapshotPace:
         self._largest = Sizes(0, 0)
 
     def is_due(self, t: int, newest: int, *, closed: bool, owes: bool, stands: Callable[[int], bool]) -> bool:
-        """Is this replica to write θ_t?
+        """Whether this replica must write θ_t.
 
         newest: step of the newest snapshot known.   closed: it wrote commit t − 1.   owes: it gave up the last one that
-        it began.   stands(step): is that snapshot there? (a request)
+        it began.   stands(step): whether that snapshot is there (a request).
 
-        After two periods of the rules without one, anybody writes one.
+        After two periods of the rules without one, every replica writes one.
         """
         if t - newest >= 2 * self._every:
             return True

@@ -1,4 +1,4 @@
-"""A snapshot is written while the next round trains: from the memory of θ and momentum, piece by piece.
+"""Writer of a snapshot while the next round trains: from the memory of θ and momentum, piece by piece.
 
     commit t−1 ─▶ advance ───── inner steps of round t ─────▶ offer ─▶ commit t ─▶ mean ─▶ step t
                     │ start                                              │          │
@@ -6,10 +6,10 @@
     (background)   blob ◀── pieces of 1 MiB ◀── θ_t, momentum         confirm    release(t mod F): what was not read
                     └────── and its digests ─────────────▶ manifest ◀────┘       yet of that fragment is copied
 
-θ_t does not change between two outer steps, so nothing has to be copied first and nobody waits.  Only where the store
-is slower than a round, what is left of the one fragment that is about to be stepped is copied.  Each piece is a copy
-of its own, digested and written as that copy; the arrays' digests of these very bytes must give the `base` that commit
-t confirmed, else nothing becomes visible.
+θ_t does not change between two outer steps, so nothing has to be copied first and training does not wait.  Only where
+the store is slower than a round, the unread rest of the fragment that is about to be stepped is copied.  Each piece is
+a copy of its own, digested and written as that copy; the arrays' digests of these very bytes must give the `base` that
+commit t confirmed, else nothing becomes visible.
 
 A request that fails begins again from the front, as long as no byte that was read has been stepped since; then the
 snapshot is given up, and its writer begins another one at the next step.
@@ -40,7 +40,7 @@ class Abandoned(RendezvousError):
 
 
 class LiveFile(TensorFile):
-    """Arrays that will be stepped, as the file of what they are now.   digest, base: of the bytes that were read.
+    """File of the present values of arrays that will be stepped.   digest, base: of the bytes that were read.
 
     fragments: (number, arrays) in the order of their turns.
     """
@@ -59,7 +59,7 @@ class LiveFile(TensorFile):
         self.base = ""
 
     def __iter__(self) -> Iterator[Buffer]:
-        """Raises Abandoned if it was stopped, or if the beginning cannot be read again."""
+        """Read the file piece by piece.   Raises Abandoned if it was stopped, or its beginning cannot be read again."""
         self._start_again()
         whole = Hasher(self._kind)
         each = dict[str, str]()
@@ -75,7 +75,7 @@ class LiveFile(TensorFile):
         self.digest, self.base = whole.digest(), self._base_of(each)
 
     def release_fragment(self, fragment: int) -> int:
-        """The fragment is about to be stepped: keep what has not been read yet; -> bytes that were copied."""
+        """Copy the unread rest of a fragment that is about to be stepped; -> bytes that were copied."""
         with self._lock:
             names = [name for name in self._fragments.get(fragment, {}) if name not in self._copied]
             for name in names:
@@ -86,7 +86,7 @@ class LiveFile(TensorFile):
             return sum(len(self._rest[name]) for name in names)
 
     def stop(self) -> None:
-        """Whoever reads it reads no further."""
+        """Stop the reader of this file: its next piece raises Abandoned."""
         with self._lock:
             self._stopped = True
             self._rest.clear()
@@ -109,7 +109,7 @@ class LiveFile(TensorFile):
             return piece
 
     def _base_of(self, each: dict[str, str]) -> str:
-        """State.base of the bytes that were read."""
+        """The state's `base` by the bytes that were read."""
         fragments = [digest_of_digests(each[name] for name in arrays) for _, arrays in sorted(self._fragments.items())]
         return digest_of_digests(fragments) if self.arrays else UNVERIFIED
 
@@ -131,8 +131,8 @@ class _Writing:
 class SnapshotWriter:
     """One replica's snapshots, one at a time.
 
-    uploads: where a blob is written.   run_in_background(job): where a manifest is.
-    on_written(step): called with each that stands.
+    uploads: writes the blobs.   run_in_background(job): writes the manifests.
+    on_written(step): called with each snapshot that stands.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class SnapshotWriter:
         return self._now is not None
 
     def start(self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None) -> None:
-        """Write θ_t in the background.  Visible it becomes when commit t confirms it."""
+        """Write θ_t in the background.  It becomes visible when commit t confirms it."""
         self._now = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=True)
         self.owes = False
         writing = self._now
@@ -168,13 +168,13 @@ class SnapshotWriter:
     def write(
         self, state: ReplicatedState, fragments: int, t: int, *, base: str, prev: str | None, confirmed: bool
     ) -> None:
-        """Write θ_t at once, and make it visible.   Raises Diverged if its bytes are not what they should be."""
+        """Write θ_t at once, and make it visible.   Raises Diverged if its bytes do not give `base`."""
         writing = self._begin_writing(state, fragments, t, base=base, prev=prev, confirmed=confirmed)
         self._put_blob(writing)
         self._publish_manifest(writing)
 
     def confirm_base(self, t: int, base: str) -> None:
-        """Commit t has started from the state with this digest."""
+        """Confirm the snapshot of step t if commit t started from its state; abandon it if not."""
         writing = self._now
         if writing is None or writing.mine.t != t:
             return
@@ -188,13 +188,13 @@ class SnapshotWriter:
             self._run_in_background(lambda: self._publish_manifest(writing))
 
     def release_fragment(self, fragment: int) -> None:
-        """The fragment is about to be stepped."""
+        """Copy the unread rest of a fragment that is about to be stepped."""
         writing = self._now
         if writing is not None and not writing.written and (size := writing.file.release_fragment(fragment)):
             self._emit("snapshot_copied", step=writing.mine.t, bytes=size)
 
     def abandon(self) -> None:
-        """Whatever is on its way is not wanted any more."""
+        """Abandon the snapshot that is on its way, if there is one."""
         writing = self._now
         self._now = None
         if writing is not None:
@@ -231,7 +231,7 @@ class SnapshotWriter:
             self._give_up(writing, error)
             return
         except BaseException:
-            self._now = None  # whoever runs this tells of it; the next snapshot is not held up
+            self._now = None  # the background reports the error; the next snapshot is not held up
             raise
         with self._lock:
             writing.written = True
@@ -259,7 +259,7 @@ class SnapshotWriter:
         self._emit("snapshot", step=writing.mine.t)
 
     def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
-        if self._now is writing:  # else somebody has abandoned it
+        if self._now is writing:  # else it was abandoned
             self._now = None
             self.owes = True
         self._emit("not_written", trouble=str(error))

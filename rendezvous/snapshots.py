@@ -1,12 +1,12 @@
-"""θ_t and the outer momentum, written down so that nobody has to replay a run from its beginning.
+"""Snapshots: θ_t and the outer momentum, written down so that no replica has to replay a run from its beginning.
 
     snapshots/{t}/{nonce}.safetensors   first
     snapshots/{t}/manifest.json         last, by put_once: a writer that is killed between leaves nothing visible
 
-A manifest of step t is written only after commit t confirmed its digest, so that a corrupt writer cannot become
-the truth.  Snapshot 0 is θ₀, from whoever came first.  It does not have what is zero then, as all momentum is; and of a
-start model that the replicas take from elsewhere it has a manifest alone, with its digest.  In the file the fragments
-stand in the order of their turns from step t on, so that what is stepped first is read first
+A manifest of step t is written only after commit t confirmed its digest, so that no corrupt writer decides the state.
+Snapshot 0 is θ₀, from the replica that came first.  It leaves out arrays of zeros, as all momentum is then.  Where the
+replicas take the start model from elsewhere, it is a manifest alone, with the digest.  In the file the fragments stand
+in the order of their turns from step t on, so that the fragment that is stepped first is read first
 (rendezvous/snapshot_writer.py).
 
 Not promised: that the newest one is good.  `load` checks the digest; callers fall back to an older one.
@@ -30,7 +30,7 @@ Arrays = Mapping[str, np.ndarray]
 def write(
     store: Store, clock: Clock, t: int, arrays: Arrays, *, base: str, prev: str | None, confirmed: bool = True
 ) -> Snapshot:
-    """Publish these arrays, from their own memory; -> the snapshot that stands for step t (or somebody faster's)."""
+    """Publish these arrays, from their own memory; -> the snapshot that stands for step t (ours, or a faster one)."""
     n = new_nonce()
     body = TensorFile(arrays)
     digest = digest_of(body, required_digest_kind(store))
@@ -52,7 +52,7 @@ def write(
 
 
 def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewhere: bool) -> Snapshot:
-    """Snapshot 0, without what is zero.   elsewhere: replicas have θ₀ from another place; then without a blob."""
+    """Write snapshot 0, without arrays of zeros.   elsewhere: replicas have θ₀ from another place; then no blob."""
     if elsewhere:
         return publish_manifest(
             store, clock, Snapshot(t=0, base=base, prev=None, blob="", size=0, digest="", nonce=new_nonce())
@@ -61,17 +61,17 @@ def write_first(store: Store, clock: Clock, arrays: Arrays, *, base: str, elsewh
 
 
 def _is_zero(array: np.ndarray) -> bool:
-    """Are all its bits 0?  (−0.0 is not.)"""
+    """Whether all its bits are 0.  (Those of −0.0 are not.)"""
     return not array.view(np.dtype(f"i{array.itemsize}")).any()
 
 
 def with_zeros(arrays: Arrays, like: Arrays) -> dict[str, np.ndarray]:
-    """Snapshot 0's arrays, and zeros for those that it does not have."""
+    """Return snapshot 0's arrays, and zeros for those that it does not have."""
     return {name: arrays[name] if name in arrays else np.zeros_like(array) for name, array in like.items()}
 
 
 def publish_manifest(store: Store, clock: Clock, mine: Snapshot) -> Snapshot:
-    """Its blob is there: make it visible; -> the one that stands for its step (ours, or that of somebody faster)."""
+    """Make a snapshot visible whose blob is there; -> the one that stands for its step (ours, or a faster one)."""
     _, value = put_once(store, clock, layout.snapshot_key(mine.t), mine.encode())
     return _decode_manifest(value, mine.t) or mine
 
@@ -109,7 +109,7 @@ def _decode_manifest(body: bytes, t: int) -> Snapshot | None:
 def load(
     store: Store, snapshot: Snapshot, emit: Callable[..., None], like: Arrays, *, in_place: bool = False
 ) -> dict[str, np.ndarray] | None:
-    """The arrays of a snapshot, or None (and a word about it) when its bytes are not what was announced.
+    """Return the arrays of a snapshot; None, and a report, where they do not have the announced digest or do not fit.
 
     like: arrays of a state; those of the snapshot must have the same names, types and shapes (none: any will do).
     Arrays that snapshot 0 does not have are zeros.
@@ -135,7 +135,7 @@ def load(
 
 
 def why_misfit(arrays: Arrays, like: Arrays) -> str:
-    """Why a state with the arrays `like` cannot become these; "" if it can."""
+    """The reason why a state with the arrays `like` cannot become these; "" if it can."""
     for name, array in like.items():
         found = arrays.get(name)
         if found is None:
@@ -146,7 +146,7 @@ def why_misfit(arrays: Arrays, like: Arrays) -> str:
 
 
 def mend_blob(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
-    """Put a damaged snapshot's bytes back, if these arrays really are that snapshot."""
+    """Put a damaged snapshot's bytes back, if these arrays have its digest; -> whether they do."""
     if not snapshot.blob:
         return False
     body = TensorFile(arrays)

@@ -5,9 +5,9 @@
     base      xxh3-128 of the fragments' digests, one after another           in every offer, commit and snapshot
 
 An outer step moves one fragment.  So one sync digests that fragment alone, three times: before its pseudogradient is
-offered, before it is stepped (both compare with what it should be), and after.  The digests of the others are
-remembered; their bytes are compared when their turn comes, and all are before anything that is about all of them: a
-snapshot, a replica's first inner step, the end of a run.  In H inner steps that is 3 times the state, whatever F is.
+offered, before it is stepped (both compare with the digest that it should have), and after.  The digests of the others
+are remembered; their bytes are compared when their turn comes.  All are compared before a use of the whole state: a
+snapshot, a replica's first inner step, the end of a run.  In H inner steps that is 3 times the state, for every F.
 
 Digests are hexadecimal text, in ASCII where they are digested again.  Not promised: that they find a forger.
 """
@@ -32,16 +32,18 @@ class ReplicatedState(Protocol):
         ...
 
     def apply(self, fragment: int, mean: np.ndarray) -> None:
-        """One outer step on one fragment."""
+        """Take one outer step on one fragment."""
         ...
 
     def arrays(self, fragment: int) -> Arrays:
-        """The fragment's θ and all that its next step depends on, by names that no other fragment uses: live,
-        contiguous, always in the same order.  Nothing: a state that cannot be seen into."""
+        """The fragment's θ and all that its next step depends on, by names that no other fragment uses.
+
+        The arrays are live, contiguous, always in the same order.  {}: for a state that does not show them.
+        """
         ...
 
     def load(self, arrays: Arrays) -> None:
-        """Become what `arrays` of every fragment gave."""
+        """Become the state with these arrays of all fragments."""
         ...
 
 
@@ -60,7 +62,7 @@ def digest_of_digests(digests: Iterable[str]) -> str:
 
 
 def base_of(state: ReplicatedState, fragments: int) -> str:
-    """The digest of everything, from the bytes as they are now."""
+    """The digest of the whole state, from the bytes as they are now."""
     return Digests(state, fragments).base
 
 
@@ -80,11 +82,11 @@ class Digests:
         return digest_of_digests(self._right) if any(self._right) else UNVERIFIED
 
     def renew_fragment(self, fragment: int) -> None:
-        """The fragment was stepped: its bytes are right as they are now."""
+        """Take the digest of a fragment that was stepped: its bytes are right as they are now."""
         self._right[fragment] = self._digest_now(fragment)
 
     def check_unchanged(self, *fragments: int) -> None:
-        """Raises Diverged if the bytes of one of these fragments (default: of any) are not what they should be."""
+        """Raise Diverged if the bytes of one of these fragments (default: of any) do not have the digest they should."""
         for fragment in fragments or range(len(self._right)):
             now = self._digest_now(fragment)
             right = self._right[fragment]

@@ -1,13 +1,13 @@
-"""How long a step lasts, and how long a replica has waited for it.
+"""Durations of a replica's outer steps, and of its waits for them.
 
     began ──── inner steps, upload ────▶ offered ──── StepWait ────▶ decided          StepTimes: the whole of it
                                             idle ────────────────▶
                                                  m offers ─ waited ─▶
 
-A replica polls ever more seldom, but often around the moment at which the step should be decided: if it lasts as long
-as the shorter of the last two.
+A replica polls ever more seldom, but often around the moment at which the step is due: as if it lasted as long as the
+shorter of the last two.
 
-Not promised: wall-clock time.  A replica that slept has not waited, so that it does not believe the others late.
+Not promised: wall-clock time.  Sleep does not count as waiting, so a replica that slept does not think the others late.
 """
 
 from rendezvous.clock import Clock
@@ -15,7 +15,7 @@ from rendezvous.rules import ROUNDS, Timing
 
 
 class StepTimes:
-    """How long this replica's last outer steps took, from the first inner step to the decision.
+    """Durations of this replica's last outer steps, from the first inner step to the decision.
 
     round_s: seconds that a full round takes, by the inner steps of the last one; a pseudogradient may have those of
     earlier rounds inside, too.   slow: `rules.slowness` of the last ones.
@@ -37,7 +37,7 @@ class StepTimes:
         self.began = self._clock.now()
 
     def note_round(self, inner: int, full: int) -> None:
-        """`inner` inner steps of `full` are done; 0 is not known."""
+        """Note that `inner` inner steps of `full` are done; 0: not known."""
         self.round_s = self.took * full / inner if inner else 0.0
 
     def note_slowness(self, factor: float) -> None:
@@ -52,11 +52,11 @@ class StepTimes:
 
 
 class StepWait:
-    """How long a replica has watched one step.  Its own pauses do not count: a sleeper has not waited.
+    """A replica's wait for one step.  Time in which its process slept does not count.
 
-    due: seconds until the decision, if this step lasts as long as the one before; 0 if that is not known.
+    due: seconds until the decision, as `StepTimes.due_in` expects it; 0 if that is not known.
     idle: seconds since it began to look.   waited: since it saw m fresh offers.
-    next_attempt: `idle` before which it does not try to close.   why: what spoke against closing at the last attempt.
+    next_attempt: `idle` before which it does not try to close.   why: reason against closing at the last attempt.
     """
 
     def __init__(self, clock: Clock, timing: Timing, due: float = 0.0) -> None:
@@ -75,9 +75,9 @@ class StepWait:
 
     @property
     def pause_s(self) -> float:
-        """An eighth of what was waited so far: polling adds little to any wait, and little is asked of the store.
+        """Seconds to the next poll: an eighth of the wait so far, so it adds little to any wait, with few requests.
 
-        Where it is known when the decision is due: half of what is left until then, and then twice as often.
+        Where the time of the decision is known: half of the time left until then, and then twice as often.
         """
         poll = self._timing.poll
         often = self.idle / 16 if self._due > 0 else self.idle / 8
@@ -86,15 +86,15 @@ class StepWait:
 
     @property
     def least_pause_s(self) -> float:
-        """The least seconds between two looks for offers, when one was in vain: an eighth of the wait so far."""
+        """The least seconds between two looks for offers, where one was in vain: an eighth of the wait so far."""
         return max(self._timing.poll, self.idle / 8)
 
     def attempt_in(self, seconds: float, at_most: float) -> None:
-        """Set `next_attempt`; 0 seconds: it is not known when something changes."""
+        """Set `next_attempt`; 0 seconds: the time of the next change is not known."""
         self.next_attempt = self.idle + min(max(seconds or self.least_pause_s, self._timing.poll / 8), at_most)
 
     def ripe_for(self, seconds: float) -> bool:
-        """Does nothing speak against closing since so many seconds?  If not yet, then comes the next attempt."""
+        """Whether there was no reason against closing for so many seconds; if not, set `next_attempt` to that time."""
         if self._ripe_since is None:
             self._ripe_since = self.idle
         if self.idle < self._ripe_since + seconds:
@@ -116,7 +116,7 @@ class StepWait:
         self._since = self.idle if reached else None
 
     def is_overdue(self, normal: float = 0.0) -> bool:
-        """Are the others long in coming?  True once in every `dead_after`, or `normal` if that is more."""
+        """Whether the wait is long: True once in every `dead_after`, or `normal` if that is more."""
         if self.idle - self._overdue_at <= max(self._timing.dead_after, normal):
             return False
         self._overdue_at = self.idle

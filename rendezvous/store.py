@@ -28,7 +28,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Stream(Protocol):
-    """A body that is read while it is written, in pieces; whoever begins again gets the same bytes, or an error.
+    """A body that is read while it is written, in pieces; a reader that begins again gets the same bytes, or an error.
 
     size: bytes in all.   A piece stays as it is until the whole request is over: clients send it without copying.
     """
@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 Body = Buffer | Stream
 SAY_AGAIN_S = 10.0
-VOID = b""  # reads for a register that somebody else than the run has written: taken, and worth nothing
+VOID = b""  # read from a register that a writer without the run's key has taken: it counts for nothing
 T = TypeVar("T")
 
 
@@ -51,8 +51,11 @@ class Readable(Protocol):
     url: str
 
     def get(self, key: str) -> bytes | None:
-        """The whole object, or None; of one that is longer than its key allows (layout.most_bytes), the beginning and
-        at least one byte too many, so that no reader takes it for a record.  (GET)"""
+        """The whole object, or None.  (GET)
+
+        Of an object that is longer than its key allows (layout.most_bytes), the beginning and at least one byte too
+        many, so that no reader takes it for a record.
+        """
         ...
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
@@ -68,8 +71,10 @@ class Store(Readable, Protocol):
     """An object store: whole objects under keys, read-after-write consistent, thread-safe."""
 
     def put(self, key: str, body: Body) -> None:
-        """Write a whole object; readers see the old one or the new one.  An error of a Stream is passed on, and nothing
-        is seen.  (PUT)"""
+        """Write a whole object; readers see the old one or the new one.  (PUT)
+
+        An error of a Stream is passed on; then readers see nothing of the new one.
+        """
         ...
 
     def create(self, key: str, body: Buffer) -> None:
@@ -77,12 +82,12 @@ class Store(Readable, Protocol):
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Forget these objects; never called on a register.  (DELETE)"""
+        """Delete these objects; never called on a register.  (DELETE)"""
         ...
 
 
 def plain_key(key: str) -> str:
-    """The key itself.   Raises BadKey if it would lead out of the run's folder or prefix."""
+    """Return the key itself.   Raises BadKey if it would lead out of the run's folder or prefix."""
     if not layout.is_plain(key):
         raise BadKey(
             f"{key!r} is no key of a run: it would lead out of the run's folder. Nothing was read or written there. "
@@ -92,15 +97,15 @@ def plain_key(key: str) -> str:
 
 
 def plain_prefix(prefix: str) -> str:
-    """The same for what `list` takes: "" for everything, or the beginning of keys."""
+    """Return the prefix itself, "" or the beginning of keys.   Raises BadKey as `plain_key` does."""
     plain_key(f"{prefix}x")
     return prefix
 
 
 def plain_url(url: str) -> str:
-    """The URL of a bucket itself.   Raises ValueError for what URL parsers drop in silence: two runs would be one.
+    """Return the URL of a bucket itself.   Raises ValueError for characters that URL parsers drop in silence.
 
-    They end a URL at "#", and take tabs and line ends out of it.
+    They end a URL at "#", and take tabs and line ends out of it: two runs would be one.
     """
     if bad := next((c for c in url if c == "#" or not c.isprintable()), ""):
         raise ValueError(
@@ -113,7 +118,7 @@ def plain_url(url: str) -> str:
 
 
 def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, bytes]:
-    """Write `body` under `key` if nothing stands there.  -> (mine stands, what stands).
+    """Write `body` under `key` if nothing stands there; -> (whether mine stands, the body that stands).
 
     `body` must contain a nonce of this writer and this proposal.
     """
@@ -125,7 +130,7 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
             store.create(key, body)
             return True, body
         except (KeyExists, StoreUnclear):
-            clock.sleep(pause)  # ours, somebody's, or nobody's: the next read tells
+            clock.sleep(pause)  # ours, another's, or none stands: the next read tells
     raise AssertionError("the back-off never ends")
 
 
@@ -135,12 +140,12 @@ def in_pieces(body: Body) -> Iterable[memoryview]:
 
 
 def body_bytes(body: Body) -> int:
-    """How many they are."""
+    """Number of a body's bytes."""
     return memoryview(body).nbytes if isinstance(body, Buffer) else body.size
 
 
 class PatientStore:
-    """A store that retries what may be retried, so that its caller sees only answers.
+    """A store that retries requests that may be retried, so that its caller sees only answers.
 
     StoreUnclear is retried with back-off, StoreRefused every few seconds and with a loud word, since a person
     can mend it (free some space, renew a token) and the run goes on; `on_recovered` is called when it does.  After
@@ -172,7 +177,7 @@ class PatientStore:
         self._patience_s = patience_s
         self.before_pause = before_pause
         self._on_trouble = on_trouble
-        self._unclear = "", 0.0  # the last key that was created without a clear answer, and since when
+        self._unclear = "", 0.0  # the last key that was created without a clear answer, and the time of the first try
 
     def put(self, key: str, body: Body) -> None:
         self._ask_patiently(lambda: self._store.put(key, body))
@@ -229,7 +234,7 @@ class PatientStore:
         self._clock.sleep(pause)
 
     def _patience_for(self, error: Exception) -> float:
-        """Somebody has to come and make room, which takes longer than a server's bad moment."""
+        """Seconds to retry: more for a full store, where a person must make room, than for a server's bad moment."""
         return self._full_s if isinstance(error, StoreFull) else self._patience_s
 
     def _give_up_if_late(self, error: Exception, began: float) -> None:
@@ -242,7 +247,7 @@ class PatientStore:
 
 
 def _backoff_pauses() -> Iterator[float]:
-    """0.05, 0.1, … 2, 2, … seconds."""
+    """Pauses of 0.05, 0.1, … 2, 2, … seconds."""
     pause = 0.05
     while True:
         yield pause

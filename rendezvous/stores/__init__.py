@@ -1,1 +1,1 @@
-"""Where the bytes lie.  One file per kind of store; `rendezvous.stores.open.open_store` chooses by URL."""
+"""Stores of the bytes.  One file per kind of store; `rendezvous.stores.open.open_store` chooses by URL."""

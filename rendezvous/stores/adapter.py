@@ -123,7 +123,7 @@ class AdapterStore:
         self._ask_files("create", key, lambda: self._fs.pipe_file(path, bytes(body), mode="create"))
 
     def _check_creates(self) -> None:
-        """Raises StoreRefused unless this file system is known, and seen, to create only what is absent."""
+        """Raise StoreRefused unless this file system is known, and seen, to create only absent objects."""
         from rendezvous.probe import race_writers  # the probe knows stores; a store needs one of its checks
 
         name = type(self._fs).__name__
@@ -138,7 +138,7 @@ class AdapterStore:
             self._creates = True
 
     def _ask_files(self, verb: str, key: str, request: Callable[[], T]) -> T | None:
-        """The answer, None for what is not there, or one of our errors."""
+        """Return the answer, None for a missing object.   Raises a StoreError in place of the file system's."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self.url} was opened in process {self._pid}; after a fork, open it again or use spawn"
@@ -202,7 +202,7 @@ def _safe_words(error: Exception) -> str:
 
 
 def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """Without caches: another replica's file must be seen.  Raises ImportError, ValueError."""
+    """Open the file system, without caches: another replica's file must be seen.  Raises ImportError, ValueError."""
     try:
         from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
     except ImportError as error:
