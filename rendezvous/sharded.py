@@ -100,7 +100,7 @@ class ShardedMean:
         return True
 
     def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats of owners that need longer than we did for ours: every two beats, or when one may have died."""
+        """Read the beats of owners that need longer than we did: every two beats, or when one may have died."""
         owners = {commit.owners[j] for j in missing} - {self._members.slot}
         if waited > min(self._needed + 4 * self._timing.poll, self._owner_patience(commit) / 2):
             self._members.read_beats(owners, apart=2 * self._timing.beat)

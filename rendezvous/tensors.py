@@ -3,7 +3,7 @@
     u64: length of the header │ header: JSON, spaces up to a multiple of 8 │ array │ array │ …     little-endian
 
 The wider types come first, so that every array is aligned; else the order is the caller's.  A `TensorFile` is a body
-for `Store.put`: it is read piece by piece while it is written, and nothing of its size is ever made.
+for `Store.put`: it is read piece by piece while it is written, and no copy of its size is ever made.
 
 Not promised: types beyond those of a run (`_NAMES`).
 """
@@ -27,7 +27,7 @@ _HEADER_LIMIT = 4 << 20  # bytes: 30,000 arrays; it is parsed before the digest 
 
 
 class TensorFile:
-    """These arrays as a file.   size: bytes.   header: all that is before the first array."""
+    """Arrays as a file.   size: bytes.   header: the bytes before the first array."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.arrays = dict(sorted(arrays.items(), key=lambda named: -named[1].itemsize))
@@ -58,10 +58,10 @@ def _header_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_tensors(store: Store, key: str, size: int, into: Mapping[str, np.ndarray] | None = None) -> TensorFile | None:
-    """The file of `size` bytes under `key`, in memory of its arrays' own; None if it is missing or shorter.
+    """Read the file of `size` bytes under `key`, into its arrays' own memory; None if it is missing or shorter.
 
     into: arrays that are overwritten instead, where name, type and shape are the same.
-    Raises Corrupt if its header is none.  Whether the bytes are right only a digest can say.
+    Raises Corrupt if its header is none.  Only a digest tells whether the bytes are right.
     """
     head = _read_header(store, key, size)
     if head is None:
@@ -98,7 +98,7 @@ def _read_header(store: Store, key: str, size: int) -> bytes | None:
 
 
 def _allocate_arrays(key: str, head: bytes, size: int) -> dict[str, np.ndarray]:
-    """Memory for what the header names, in its order; raises Corrupt unless the arrays are all of the file."""
+    """Allocate the arrays that the header names, in its order; raises Corrupt unless they make up the whole file."""
     try:
         entries = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
         ordered = sorted(entries.items(), key=lambda named: named[1]["data_offsets"])

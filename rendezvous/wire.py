@@ -4,7 +4,7 @@
                                           [ what a codec wrote ]   others: rendezvous/codecs, with error feedback
                                             └ shard ┘└ shard ┘     each with a digest of its own
 
-The record is the header: who has the blob has read the record first, and a blob alone means nothing.
+The record is the header: a reader of the blob has read the record first, and a blob alone means nothing.
 """
 
 import mmap
@@ -27,7 +27,7 @@ Piece = tuple[int, str]  # bytes, and the digest that they should have
 
 
 def as_bytes(vector: np.ndarray) -> memoryview:
-    """The bytes of a contiguous vector, without a copy."""
+    """Return the bytes of a contiguous vector, without a copy."""
     if vector.size == 0:
         return memoryview(bytearray())  # memoryview cannot cast an empty array
     return np.ascontiguousarray(vector).data.cast("B")
@@ -37,18 +37,18 @@ ABSURD = 1e6  # a pseudogradient so many times as long as θ is no step that a m
 
 
 def evenly_sampled(x: np.ndarray) -> np.ndarray:
-    """At most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so that every column has its turn."""
+    """Return at most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so that all columns take part."""
     return x[:: (x.size >> 16) | 1]
 
 
 def approximate_norm(x: np.ndarray) -> float:
-    """About ‖x‖₂, from a sample."""
+    """Estimate ‖x‖₂ from a sample."""
     some = evenly_sampled(x).astype(np.float64)
     return float(np.sqrt(np.dot(some, some) * (x.size / max(1, some.size))))
 
 
 def check_shape(delta: np.ndarray, size: int) -> None:
-    """size: elements that it should have, 0 if that is not known.   Raises BadDelta."""
+    """Raise BadDelta unless `delta` is flat fp32 of `size` elements.   size: 0 if it is not known."""
     if delta.dtype != np.float32 or delta.shape != (size or delta.size,):
         raise BadDelta(
             f"the pseudogradient of this fragment is a flat fp32 vector of {size or 'any'} elements, got {delta.dtype} "
@@ -58,12 +58,12 @@ def check_shape(delta: np.ndarray, size: int) -> None:
 
 @np.errstate(over="ignore", invalid="ignore")
 def squared_norm(x: np.ndarray) -> float:
-    """‖x‖²; may be infinite for what is finite but very long."""
+    """Return ‖x‖²; may be infinite for a vector that is finite but very long."""
     return float(np.dot(x, x))
 
 
 def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = None) -> float:
-    """‖Δ‖₂; refuses what must never reach the others.   scale: ‖θ‖₂.   square: ‖Δ‖², if known."""
+    """Return ‖Δ‖₂.   Raises BadDelta where it is not finite, or absurdly long.   scale: ‖θ‖₂.   square: ‖Δ‖², if known."""
     square = squared_norm(delta) if square is None else square
     if not np.isfinite(square):
         square = float(np.sum(np.square(delta, dtype=np.float64)))
@@ -84,7 +84,7 @@ def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = N
 
 @dataclass(frozen=True)
 class Written:
-    """A body, its digest, those of its shards (see `body_digests`), the norm of what is in it, and that of θ."""
+    """A body, its digest, those of its shards (see `body_digests`), the norm of its vector, and that of θ."""
 
     body: np.ndarray
     digest: str
@@ -109,14 +109,14 @@ class Encoder:
         self._ages: dict[int, np.ndarray] = {}  # of fragments whose codec asks how long elements have waited
 
     def encode(self, fragment: int, delta: np.ndarray, theta: np.ndarray | None = None) -> np.ndarray:
-        """-> the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
+        """Return the body (uint8), in this encoder's own memory: good until the next call.   theta: for bf16-gate."""
         room = self._next_buffer(body_size(self.name, delta.size))
         return room[: self._encode_into(fragment, delta, room, theta)]
 
     def encode_in_shards(
         self, fragment: int, delta: np.ndarray, ranges: list[Range], theta: np.ndarray | None = None
     ) -> Written:
-        """-> the body in this encoder's memory, and what is to be said of it.
+        """Return the body in this encoder's memory, with its digests and norms.
 
         Raises BadDelta; then the fragment's residual begins anew.
         """
@@ -133,7 +133,7 @@ class Encoder:
             raise
 
     def _encode_shards(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
-        """Shard by shard: each is still in the cache when it is digested."""
+        """Encode shard by shard: each is still in the cache when it is digested."""
         body = self._next_buffer(body_size(self.name, delta.size))
         shards = list[str]()
         square = 0.0
@@ -146,20 +146,20 @@ class Encoder:
         )
 
     def _encode_into(self, fragment: int, delta: np.ndarray, room: np.ndarray, theta: np.ndarray | None) -> int:
-        """All elements' bytes; -> how many."""
+        """Write all elements' bytes into `room`; -> their number."""
         if has_exact_size(self.name):
             sum(self._encode_each(fragment, delta, [(0, delta.size)], room))
             return room.size
         return get_codec(self.name).encode(delta, room, theta=theta, **self._feedback_arrays(fragment, delta))
 
     def _encode_each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
-        """These elements after those: their bytes are in `room`, where a codec's bodies can be cut; their ‖Δ‖²."""
+        """Encode range after range into `room`, for codecs whose bodies can be cut; -> ‖Δ‖² of each."""
         if self.name != "fp32":
             return get_codec(self.name).encode_each(delta, room, ranges, **self._feedback_arrays(fragment, delta))
         return (_copy_and_square(delta[a:b], room[4 * a : 4 * b]) for a, b in ranges)
 
     def _feedback_arrays(self, fragment: int, delta: np.ndarray) -> dict[str, np.ndarray]:
-        """The values that were not sent, and for how long."""
+        """The values that were not sent, and the rounds that each has waited."""
         if not self._feedback:
             return {}
         if fragment not in self._residuals:
@@ -182,22 +182,22 @@ class Encoder:
             held |= {int(name[len(kind) :]): np.array(a) for name, a in sorted(unsent.items()) if name.startswith(kind)}
 
     def give_away(self, body: np.ndarray) -> None:
-        """This body stays as it is until it is given back: the next one is written elsewhere."""
+        """Leave this body as it is until it is given back: the next one is written elsewhere."""
         if np.may_share_memory(body, self._body):
             self._body = page_aligned(0)
 
     def give_back(self, body: np.ndarray) -> None:
-        """Memory that was given away is free again."""
+        """Take back memory that was given away."""
         if not np.may_share_memory(body, self._body):
             self._free = body
 
     def _next_buffer(self, size: int) -> np.ndarray:
-        if self._body.size < size:  # what waits and is too small is of no use either
+        if self._body.size < size:  # free memory that is too small is of no use either
             self._body, self._free = self._free if self._free.size >= size else page_aligned(size), page_aligned(0)
         return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
-        """That body will never count: what it carried goes into the next one, as news of one round."""
+        """Put the values of a body that will never count into the next one, as news of one round."""
         if self.name != "fp32":
             lost = np.empty_like(self._residuals[fragment])
             get_codec(self.name).decode(body, lost)
@@ -212,7 +212,7 @@ def _copy_and_square(x: np.ndarray, room: np.ndarray) -> float:
 def shard_grid(elements: int, align: int, least: int) -> list[Range]:
     """The fixed cut of a vector: at most 64 shards of at least `least` elements, at multiples of `align`.
 
-    It depends on the vector alone, never on how many replicas there are.
+    It depends on the vector alone, never on the number of replicas.
     """
     size = max(least, -(-elements // 64))
     size = -(-size // align) * align
@@ -220,9 +220,9 @@ def shard_grid(elements: int, align: int, least: int) -> list[Range]:
 
 
 def body_digests(body: np.ndarray, name: str, ranges: list[Range], kind: str = XXH3) -> tuple[str, tuple[str, ...]]:
-    """-> the body's digest, and those of its shards; () when there is only one, or the body cannot be cut.
+    """Return the body's digest, and those of its shards; () where there is only one, or the body cannot be cut.
 
-    A body in shards has the digest of theirs: nobody reads the bytes twice.
+    A body in shards has the digest of theirs: its bytes are not read twice.
     """
     if len(ranges) < 2 or not has_exact_size(name):
         return digest(as_bytes(body), kind), ()
@@ -235,14 +235,14 @@ def _digest_of_shards(shards: Sequence[str], kind: str) -> str:
 
 
 def digested_pieces(written: Written, name: str, ranges: list[Range]) -> list[Piece]:
-    """A body's bytes as they are digested."""
+    """Return the sizes and digests of a body's pieces."""
     if not written.shards:
         return [(written.body.size, written.digest)]
     return [(body_size(name, b - a), shard) for (a, b), shard in zip(ranges, written.shards, strict=True)]
 
 
 def byte_range(name: str, start: int, stop: int) -> Range:
-    """Where these elements are in a body."""
+    """Byte range of these elements in a body."""
     return (4 * start, 4 * stop) if name == "fp32" else get_codec(name).byte_range(start, stop)
 
 
@@ -252,7 +252,7 @@ def codec_alignment(name: str) -> int:
 
 
 def has_exact_size(name: str) -> bool:
-    """Have all bodies of so many elements the same size?"""
+    """Whether all bodies of so many elements have the same size."""
     return name == "fp32" or get_codec(name).exact
 
 
@@ -271,7 +271,7 @@ def fetch_checked(
 ) -> str | None:
     """Fill `out` (any dtype) from byte `start` of `key`, and check the digest of each piece; re-reading a few times.
 
-    -> None when the bytes are right, else what was wrong with them.
+    -> None where the bytes are right, else their flaw.
     """
     size = sum(n for n, _ in pieces)
     if out.nbytes != size:
@@ -289,7 +289,7 @@ def fetch_checked(
 
 
 def why_differs(key: str, view: memoryview, pieces: Sequence[Piece], kind: str) -> str | None:
-    """The fault of these bytes, or None.   kind: of digest that is needed at least."""
+    """The flaw of these bytes, or None.   kind: of digest that is needed at least."""
     at = 0
     for size, want in pieces:
         if not has_digest(view[at : at + size], want, kind):

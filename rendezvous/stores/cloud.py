@@ -14,7 +14,7 @@
 
 Bytes move in obstore's own threads and hardly need the GIL.  After a refusal the environment and
 ~/.aws/credentials are read again, so a token renewed beside a running job is taken up.  An error is made of its
-status, its code and our own words: what a server quotes back (keys, signed requests) does not travel along.
+status, its code and our own words: text that a server quotes back (keys, signed requests) is left out.
 
 Not promised: use in a forked child of a process that has used a store (it would hang, so it raises); profiles
 that need a command or a browser (export their keys); that a whole `get` was not cut short by a server that also
@@ -61,10 +61,10 @@ PARTS_AT_ONCE = 8
 STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream; so many bytes are in memory at a time
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
-BULK = 256  # keys in one delete request: Azure takes no more, and one that is missing ends the request it is in
+BULK = 256  # keys in one delete request: Azure takes no more, and a missing key ends the request that names it
 SCHEMES = ("s3", "gs", "az", "hf")
 HF_GATEWAY = "https://s3.hf.co"
-OPTIONS = ("endpoint", "region")  # what a URL's query may say; nothing secret
+OPTIONS = ("endpoint", "region")  # options that a URL's query may have; nothing secret
 
 Bucket = S3Store | GCSStore | AzureStore
 T = TypeVar("T")
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a bucket is.  `url` can be printed."""
+    """Address of a bucket.   url: can be printed."""
 
     scheme: str
     bucket: str
@@ -83,7 +83,7 @@ class Address:
 
 
 class Clients:
-    """The same bucket with three tempers: ask once; wait for every next byte; wait for a long upload.
+    """Clients of one bucket: to ask once; to wait for every next byte; to wait for a long upload; to delete key by key.
 
     Each is made when it is first used: that takes 6 ms, and a view of a run only reads.
     """
@@ -107,7 +107,7 @@ class Clients:
 
     @cached_property
     def for_deleting(self) -> Bucket:
-        """As `for_reading`, with one request for each key."""
+        """Client with the patience of `for_reading`, and one request for each key."""
         return self._make_client({"read_timeout": self._silence, "timeout": "600s"}, bulk=False)
 
     def _make_client(self, patience: "ClientConfig", retries: int = 3, bulk: bool = True) -> Bucket:
@@ -125,7 +125,7 @@ class CloudStore:
 
     @property
     def near(self) -> bool:
-        """Does this very machine serve it?"""
+        """Whether this very machine serves the bucket."""
         return _is_loopback(urlsplit(_endpoint_of(self.address)).hostname or "")
 
     def put(self, key: str, body: Body) -> None:
@@ -179,7 +179,7 @@ class CloudStore:
         ]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
-        finally:  # nobody writes into the caller's memory after we return
+        finally:  # no thread writes into the caller's memory after we return
             for job in jobs:
                 job.cancel()
             wait(jobs)
@@ -209,7 +209,7 @@ class CloudStore:
             self._delete_bulk(keys[i : i + BULK])
 
     def _delete_bulk(self, keys: Sequence[str]) -> None:
-        """One request for all of them; S3's look-alikes may lack it, then one request each, from now on."""
+        """Delete all keys by one request.  S3's look-alikes may lack it: then one request each, from now on."""
         try:
             self._ask_bucket("delete", keys[0], lambda at: at.for_reading.delete(keys), missing=True)
         except StoreError:
@@ -236,7 +236,7 @@ class CloudStore:
         raise StoreRefused(f"cannot open {self.url}: {why}. {_keys_of(self.address.scheme)}")
 
     def _ask_bucket(self, verb: str, key: str, request: Callable[[Clients], T], missing: bool = False) -> T | None:
-        """The answer; None for an object that is not there, if that is one; else one of our errors."""
+        """Return the answer; None for a missing object, if `missing` allows it.   Raises a StoreError."""
         at = self._current_clients()
         try:
             return request(at)
@@ -250,7 +250,7 @@ class CloudStore:
 
 
 def _read_object(bucket: Bucket, key: str) -> bytes:
-    """The object; of one that is too long only the first pieces that came, and the connection is dropped."""
+    """Return the object; of one that is too long only the first bytes, and the connection is dropped."""
     most = layout.most_bytes(key)
     found = bucket.get(key)
     if found.meta["size"] <= most:
@@ -272,7 +272,7 @@ def _list_keys(bucket: Bucket, folder: str | None) -> list[str]:
 
 
 def parse_address(url: str) -> Address:
-    """Raises ValueError, without repeating what might be a secret."""
+    """Parse the URL of a bucket.   Raises ValueError, without repeating possible secrets."""
     plain_url(url)
     try:
         parts = urlsplit(url)
@@ -348,7 +348,7 @@ _began = time.time()
 
 
 def stay_home() -> None:
-    """Raises RuntimeError in a forked child, where the client's threads do not exist and a request would hang."""
+    """Raise RuntimeError in a forked child, where the client's threads do not exist and a request would hang."""
     _home[:] = _home or [os.getpid()]
     if _home[0] != os.getpid():
         raise RuntimeError(
@@ -359,7 +359,7 @@ def stay_home() -> None:
 
 
 def _environment_digest() -> str:
-    """A digest of everything but the address that a client depends on: secrets are kept nowhere."""
+    """Digest of the environment variables that a client depends on: secrets are kept nowhere."""
     names = sorted(n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3")))
     text = "\0".join(f"{n}={os.environ[n]}" for n in names)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -378,7 +378,7 @@ def _clients_for(address: Address, silence_s: float, request_s: float) -> Client
 
 
 def _forget_clients() -> None:
-    """After a refusal: the next request looks for credentials again."""
+    """Forget all clients, after a refusal: the next request looks for credentials again."""
     global _refusals
     with _connecting:
         _refusals += 1
@@ -417,7 +417,10 @@ def _credentials_file() -> Path:
 
 
 def _file_counts() -> bool:
-    """Keys in the environment come first, unless somebody has written the file since this process began."""
+    """Whether to use the credentials file.
+
+    Keys in the environment come first, unless a request was refused and the file is newer than this process.
+    """
     try:
         written = _credentials_file().stat().st_mtime
     except OSError:
@@ -436,7 +439,7 @@ def _read_profile() -> dict[str, str]:
 
 
 def credentials_from_file() -> "S3Credential":
-    """For obstore, which asks again when they expire: five minutes, so that a renewed file is noticed."""
+    """Return the file's keys, for obstore, which asks again after five minutes, so that a renewed file is noticed."""
     profile = _read_profile()
     return {
         "access_key_id": profile.get("aws_access_key_id", ""),
@@ -446,7 +449,7 @@ def credentials_from_file() -> "S3Credential":
     }
 
 
-# ---------------------------------------------------------------------- what an error means
+# ---------------------------------------------------------------------- errors
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
@@ -457,7 +460,7 @@ _METADATA = ("169.254.169.254", "metadata.google.internal")  # asked last, when 
 
 
 def explain_error(address: Address, verb: str, key: str, error: Exception, missing: bool = False) -> StoreError | None:
-    """Our error for one of obstore's; None if it says that an object is not there, and that is an answer."""
+    """Return our error for one of obstore's; None for a missing object, if `missing` allows it."""
     text = str(error)
     status = _first_match(r"status code: (\d{3})", text)
     code = _first_match(r"<Code>(\w+)</Code>", text)

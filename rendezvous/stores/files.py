@@ -12,7 +12,7 @@ itself may be one.)  Only regular files are read, and opening one never waits: a
 is refused.
 
 A store stays with the folder that it opened first, by device and inode, and holds it open so that the inode is not
-given away:
+used again:
 
     the path leads nowhere      StoreGone: unmounted, renamed, deleted; only make=True, before the first look, makes it
     the path leads elsewhere    StoreGone: another disk, another folder
@@ -20,7 +20,7 @@ given away:
 
 Not promised: survival of a power cut (nothing is fsynced), nor a folder that several machines share through a
 file system without atomic `link` (the read-back of `put_once` covers NFS's lost answers); that a process which starts
-later recognizes the folder (rendezvous/closing.py compares what stands in it with the chain).
+later recognizes the folder (rendezvous/closing.py compares the records in it with the chain).
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class FileStore:
     cheap = True  # a request costs no more than a copy
 
     def __init__(self, root: str | os.PathLike[str], *, make: bool = True) -> None:
-        """make: create the folder with the first write, unless this store has seen it before."""
+        """Open a store in the folder `root`.   make: create it with the first write, unless this store has seen it."""
         if not str(root):
             raise ValueError("an empty path is no folder for a run; give one, e.g. runs/demo")
         self.root = Path(root).absolute()
@@ -121,12 +121,12 @@ class FileStore:
                 os.unlink(name, dir_fd=folder)
 
     def close(self) -> None:
-        """Give back the space of what was deleted; the store may be used on."""
+        """Give back the space of deleted objects; the store may be used on."""
         self._spares.drop_all()
 
     @contextmanager
     def _open_folder(self, key: str, *, make: bool = False) -> Generator[tuple[int, str]]:
-        """The open folder that a key lies in, and its name there.   make: with the folders on the way."""
+        """Open the folder of a key; -> its descriptor, and the key's name in it.   make: create folders on the way."""
         *folders, name = plain_key(key).split("/")
         at = self._open_root()
         try:
@@ -139,7 +139,7 @@ class FileStore:
             os.close(at)
 
     def _open_root(self) -> int:
-        """A descriptor of the folder itself.   Raises StoreGone unless it is the one that was opened first."""
+        """Open the folder itself; -> its descriptor.   Raises StoreGone unless it is the one that was opened first."""
         try:
             at = os.open(self._folder, _FOLDER)
         except FileNotFoundError:
@@ -156,7 +156,7 @@ class FileStore:
         return at
 
     def _replace_and_keep(self, tmp: str, folder: int, name: str) -> None:
-        """The same, and the file keeps a second name: when the key is deleted, its pages serve again."""
+        """Rename over the key, and keep a second name of the file: when the key is deleted, its pages serve again."""
         link = f"{tmp}.link"
         try:
             os.link(tmp, link)
@@ -173,7 +173,7 @@ class FileStore:
 
     @contextmanager
     def _temporary_file(self, key: str, body: Body) -> Generator[str]:
-        """The path of a finished temporary file with `body`; removed afterwards whatever happens."""
+        """Path of a finished temporary file with `body`; always removed afterwards."""
         size = body_bytes(body)
         with self._as_store_errors("write", key):
             self._make_tmp()
@@ -231,7 +231,7 @@ def _open_subfolder(folder: int, part: str, make: bool) -> int:
 
 
 def _open_regular(name: str, folder: int) -> int:
-    """Open a file to read.   Raises StoreRefused for a FIFO, a socket or a folder, which might be waited for."""
+    """Open a file to read.   Raises StoreRefused for a FIFO, a socket or a folder, which could block the reader."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -247,7 +247,7 @@ def _gone(root: Path, how: str) -> str:
 
 
 def _link_new(tmp: str, name: str, folder: int, root: Path) -> None:
-    """Give a finished file its key.   Raises FileExistsError; StoreRefused where the file system can do neither way."""
+    """Give a finished file its key.   Raises FileExistsError; StoreRefused where the file system knows neither way."""
     try:
         return os.link(tmp, name, dst_dir_fd=folder)
     except OSError as error:
@@ -266,7 +266,7 @@ def _link_new(tmp: str, name: str, folder: int, root: Path) -> None:
 
 
 def _rename_new(tmp: str, name: str, folder: int) -> int:
-    """renameat2 with RENAME_NOREPLACE, which Python does not have; -> 0 or an errno."""
+    """Call renameat2 with RENAME_NOREPLACE, which Python does not have; -> 0 or an errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return errno.ENOSYS
@@ -298,6 +298,9 @@ def _read_exactly(fd: int, out: memoryview, start: int) -> bool:
 
 
 def _overlaps_page(out: memoryview, start: int) -> bool:
-    """Does `out` begin a few bytes after `start`, as places on a page?  Then CPUs take every load for a reload of the
-    store before it, and reading straight is four times as slow as by a detour."""
+    """Whether `out` begins a few bytes after `start`, as places on a page.
+
+    Then CPUs take every load for a reload of the store before it, and reading straight is four times as slow as by a
+    detour.
+    """
     return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(out)) - start) % _PAGE < 32

@@ -24,7 +24,7 @@ class MemoryStore:
 
     @classmethod
     def named(cls, name: str) -> "MemoryStore":
-        """The same store for the same name, anywhere in this process."""
+        """Return the same store for the same name, anywhere in this process."""
         return _named.setdefault(name, cls(f"memory://{name}"))
 
     def put(self, key: str, body: Body) -> None:

@@ -1,4 +1,4 @@
-"""Files of a Modal volume are blocks of 8 MiB, named by their SHA-256, that travel over HTTP.
+"""Files of a Modal volume as blocks of 8 MiB, named by their SHA-256, sent over HTTP.
 
     bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
     PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
@@ -29,7 +29,7 @@ class Block:
 
 
 def cut_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in blocks of 8 MiB; from the caller's own memory wherever a piece holds a whole block."""
+    """Cut the bytes into blocks of 8 MiB; from the caller's own memory wherever a piece holds a whole block."""
     rest = bytearray()
     for piece in pieces:
         while piece:
@@ -53,20 +53,20 @@ def blocks_of(pieces: Iterable[memoryview]) -> list[Block]:
 
 
 def _without_zeros(data: memoryview) -> memoryview:
-    """Without the zeros at its end."""
+    """Return the data without the zeros at its end."""
     if not data or data[-1]:
         return data
     return data[: len(bytes(data).rstrip(b"\0"))]
 
 
 def block_slices(out: memoryview, start: int) -> list[memoryview]:
-    """`out`, which begins at byte `start` of a file, cut where the file's blocks end."""
+    """Cut `out`, which begins at byte `start` of a file, where the file's blocks end."""
     cuts = [0, *range(BLOCK - start % BLOCK, len(out), BLOCK), len(out)]
     return [out[a:b] for a, b in pairwise(cuts)]
 
 
 def put_block(url: str, data: memoryview) -> bytes:
-    """-> what the volume wants to hear back."""
+    """Send one block; -> the token that the volume asks for afterwards."""
     body = bytes(_without_zeros(data))
     request = urllib.request.Request(url, data=body, method="PUT", headers={"Content-Type": "application/octet-stream"})
     return _send_request(request, "write a block to", _read_all)

@@ -1,4 +1,4 @@
-"""Why no register of a modal:// run can be won twice, and no blob is lost, though a Dict forgets what nobody touches.
+"""Mirror of a modal:// run: no register is won twice, and no blob is lost, though a Dict forgets untouched entries.
 
 An entry that was neither read nor written for seven days is gone.  The volume, where nothing expires, has
 all that a run needs as well: a large body as its file, and every other entry as a copy.
@@ -10,12 +10,12 @@ all that a run needs as well: a large body as its file, and every other entry as
               which keeps it alive; and then the mark is set to when this began
     once a day, beside the run: the same
 
-A register that is lost for good was therefore not mirrored, so that nobody who knew it wrote anything afterwards:
-deciding it anew contradicts nothing that is left.  A process that slept for a week asks for the mark before its next
-request, and meets what was decided.  Of what is written over, like beats, the first version of each process is
-mirrored: an old beat is silence.
+A register that is lost for good was therefore not mirrored, so no process that knew it wrote anything afterwards:
+deciding it anew contradicts no object that is left.  A process that slept for a week asks for the mark before its next
+request, and meets the decided registers.  Of entries that are written over, like beats, the first version of each
+process is mirrored: an old beat is silence.
 
-Not promised: that nobody changes a volume or a dict by hand; clocks that are wrong by more than a day.
+Not promised: anything where a person changes a volume or a dict by hand; clocks that are wrong by more than a day.
 """
 
 import json
@@ -38,7 +38,7 @@ BATCH = 256
 
 
 def pointer_to(path: str, size: int) -> bytes:
-    """The entry of a body that is a file of the volume."""
+    """Return the entry of a body that is a file of the volume."""
     return b"@" + json.dumps({"path": path, "size": size}, sort_keys=True).encode()
 
 
@@ -55,7 +55,7 @@ class Entries(Protocol):
 
 
 class Mirror:
-    """One process's part in it.   wall: seconds since 1970; a suspended machine must see it jump.   Thread-safe."""
+    """One process's part in the mirror.   wall: seconds since 1970; must jump over a machine's sleep.   Thread-safe."""
 
     def __init__(self, wire: Entries, prefix: str, wall: Callable[[], float] = time.time) -> None:
         self._wire = wire
@@ -65,16 +65,16 @@ class Mirror:
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self._looked = float("-inf")  # when this process last saw a young mark
 
-    # ------------------------------------------------------------------ what this process knows
+    # ------------------------------------------------------------------ noted entries
 
     def note_entry(self, key: str, value: bytes) -> None:
-        """This entry stands."""
+        """Note that this entry stands."""
         with self._lock:
             if key not in self._safe:
                 self._noted[key] = value
 
     def flush(self) -> None:
-        """Mirror what was noted.   Raises StoreUnclear: then nothing may be written that rests on it."""
+        """Mirror the noted entries.   Raises StoreUnclear: then nothing may be written that rests on them."""
         with self._lock:
             while self._noted:
                 some = dict(list(self._noted.items())[:BATCH])
@@ -84,16 +84,16 @@ class Mirror:
                     del self._noted[key]
 
     def forget_entry(self, key: str) -> None:
-        """It is to be deleted."""
+        """Remove the copy of an entry that is to be deleted."""
         with self._lock:
             self._noted.pop(key, None)
             self._safe.discard(key)
             self._wire.remove_file(self._mirror_path(key))
 
-    # ------------------------------------------------------------------ what time does
+    # ------------------------------------------------------------------ expired entries
 
     def restore_expired(self) -> None:
-        """Before every request: bring back what has expired, if anything can have."""
+        """Bring expired entries back, if any can have expired.  Called before every request."""
         if self._seconds_since_look() < LOOK_S:
             return
         with self._looking:
@@ -121,7 +121,7 @@ class Mirror:
         self._wire.put_entry(self._prefix + KEPT, b"=" + str(began).encode())
 
     def _lost_entries(self, there: set[str]) -> list[tuple[str, bytes]]:
-        """The entries that the volume has and the dict has not: (key, entry); registers, which point to blobs, last."""
+        """List (key, entry) that the volume has and the dict has not; registers, which point to blobs, last."""
         blobs = {
             path[len(OBJ) :].rpartition("~")[0]: pointer_to(path, size)
             for path, size in self._wire.list_files(OBJ + self._prefix).items()
@@ -146,7 +146,7 @@ class Mirror:
             self.sweep()
 
     def _mark_age(self) -> float:
-        """Seconds since the last sweep began; infinite if there was none, or the mark is of tomorrow."""
+        """Seconds since the last sweep began; infinite if there was none, or the mark is a day or more in the future."""
         mark = self._wire.get_entry(self._prefix + KEPT)
         with suppress(ValueError):
             age = self._wall() - float((mark or b"")[1:])

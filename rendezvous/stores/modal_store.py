@@ -10,7 +10,7 @@
     put           the file first if there is one, then the entry: readers see the old body or the new one
 
 Everything goes through the control plane, so a file that was written is seen without a mount or a reload.  A Dict's
-entries expire seven days after anybody last touched them: the mirror's page says why no register can be won twice.
+entries expire seven days after they were last touched: modal_mirror.py says why no register can be won twice.
 
 Not promised: the service itself.  All of this was run against a server of this repository's tests, never on Modal;
 volumes of version 2 are beta there ("cannot yet guarantee that no data will be lost": digests tell, and two
@@ -42,7 +42,7 @@ FILE = b"@"
 
 @dataclass(frozen=True)
 class Pointer:
-    """Where a body is that no entry holds."""
+    """Place of a body that is a file: its path in the volume, and its size."""
 
     path: str
     size: int
@@ -57,7 +57,7 @@ class Pointer:
 
 
 class ModalStore:
-    """Opened at its first request.   clock: for the age of what is known, and of the copy of the list."""
+    """A store that opens at its first request.   clock: for the age of the mirror's mark, and of the list's copy."""
 
     def __init__(self, url: str, clock: Clock | None = None, wire: Callable[[str, str], Wire] = Wire) -> None:
         self._name, self._prefix, self._environment = parse_url(url)
@@ -86,7 +86,7 @@ class ModalStore:
         out = bytearray(min(entry.size, most))
         if not out or self._wire.read_into(entry.path, memoryview(out)):
             return bytes(out)
-        return None  # its file is gone: what cannot be read is not there
+        return None  # its file is gone: an object that cannot be read counts as missing
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         out = out.cast("B")
@@ -130,7 +130,7 @@ class ModalStore:
         return stands
 
     def _upload_file(self, key: str, body: Body) -> bytes:
-        """-> the entry that points to the file."""
+        """Write the body as a file; -> the entry that points to it."""
         blocks = blocks_of(in_pieces(body))
         digest = hashlib.sha256(b"".join(block.sha256 for block in blocks)).hexdigest()
         path = f"{OBJ}{self._prefix}{key}~{digest[:32]}"
@@ -138,7 +138,7 @@ class ModalStore:
         return pointer_to(path, sum(block.size for block in blocks))
 
     def _read_entry(self, key: str) -> bytes | Pointer | None:
-        """The body, or where it is."""
+        """Return the body, or the pointer to its file; None without an entry."""
         wire, mirror = self._wire_and_mirror()
         value = wire.get_entry(self._prefix + plain_key(key))
         if value is None:
@@ -177,7 +177,7 @@ class ModalStore:
         return self._wire_and_mirror()[0]
 
     def _wire_and_mirror(self) -> tuple[Wire, Mirror]:
-        """Nothing is asked before what had expired is back."""
+        """Return both, opened.  Expired entries are brought back before any other request."""
         with self._opening:
             if self._opened is None:
                 wire = self._make(self._name, self._environment)
@@ -187,7 +187,7 @@ class ModalStore:
 
 
 def parse_url(url: str) -> tuple[str, str, str]:
-    """ "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raises ValueError."""
+    """Parse "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raises ValueError."""
     rest, _, query = plain_url(url).removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))

@@ -4,7 +4,7 @@
          ──gRPC──▶ VolumePutFiles2, VolumeGetFile2, …Remove…, …List…    files
          ──HTTP──▶ the blocks                                           rendezvous/stores/modal_blocks.py
 
-Modal's public `Dict.get` unpickles what it reads, so whoever may write an entry would run code in every reader;
+Modal's public `Dict.get` unpickles the value that it reads, so the writer of an entry could run code in every reader;
 its `Volume` reads whole files only, and retries creations whose answer was lost.  So these are the client's inner
 requests, on the client's own connection and credentials.  Entries are written as the public client writes them
 (a pickled text and pickled bytes: `modal dict items` shows them) and read by a parser that knows nothing else.
@@ -31,7 +31,7 @@ CREATE, V2 = 1, 2  # OBJECT_CREATION_TYPE_CREATE_IF_MISSING, VOLUME_FS_VERSION_V
 
 
 def _usual_environment() -> str:
-    """As the client itself would take it: MODAL_ENVIRONMENT, or the profile's; "" for the workspace's own."""
+    """The environment that the client itself takes: MODAL_ENVIRONMENT, or the profile's; "" for the workspace's own."""
     from modal.config import config
 
     return config["environment"] or ""
@@ -60,7 +60,7 @@ class Wire:
     # ------------------------------------------------------------------ entries
 
     def get_entry(self, key: str) -> bytes | None:
-        """The bytes that stand under a key, or None."""
+        """Return the bytes that stand under a key, or None."""
         answer = self._ask_once("DictGet", "DictGetRequest", dict_id=self._dict, key=_pickle_plain(key))
         return (
             _unpickle_plain(answer.value, bytes, f"the entry {key!r} of Modal's dict {self.name}")
@@ -69,7 +69,7 @@ class Wire:
         )
 
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
-        """-> whether it stands there now because of this request."""
+        """Write an entry; -> whether it stands there now because of this request."""
         update = self._pb.DictEntry(key=_pickle_plain(key), value=_pickle_plain(value))
         answer = self._ask_once(
             "DictUpdate", "DictUpdateRequest", dict_id=self._dict, updates=[update], if_not_exists=if_absent
@@ -77,7 +77,7 @@ class Wire:
         return answer.created or not if_absent
 
     def pop_entry(self, key: str) -> None:
-        """Forget an entry, if there is one."""
+        """Delete an entry, if there is one."""
         self._ask_once("DictPop", "DictPopRequest", dict_id=self._dict, key=_pickle_plain(key))
 
     def all_keys(self) -> list[str]:
@@ -96,7 +96,7 @@ class Wire:
                 raise StoreUnclear(f"Modal's volume {self.name} misses blocks of {path} that were just sent")
 
     def write_files(self, bodies: Mapping[str, bytes]) -> None:
-        """Small files, all in one request, or in two where their blocks are new."""
+        """Write small files, all in one request, or in two where their blocks are new."""
         paths = list(bodies)
         files: dict[str, list[Block]] = {path: blocks_of([memoryview(bodies[path])]) for path in paths}
         missing: Any = self._put_files(files, {})
@@ -121,7 +121,7 @@ class Wire:
         return True
 
     def read_file(self, path: str) -> bytes | None:
-        """A whole file, or None."""
+        """Return a whole file, or None."""
         found = self._locate_blocks(path, 0, 0)
         if found is None:
             return None
@@ -129,11 +129,11 @@ class Wire:
         return bytes(out) if not out or self.read_into(path, memoryview(out)) else None
 
     def remove_file(self, path: str) -> None:
-        """Forget a file, if there is one."""
+        """Delete a file, if there is one."""
         self._ask_once("VolumeRemoveFile2", "VolumeRemoveFile2Request", volume_id=self._volume, path=path, absent=True)
 
     def list_files(self, folder: str) -> dict[str, int]:
-        """Path ─▶ bytes, of all files below a folder; of those of one stem the newest last."""
+        """Return path ─▶ bytes of all files below a folder, the newest last."""
         asked: dict[str, Any] = {"volume_id": self._volume, "path": folder, "recursive": True}
         parts = self._ask_stream("VolumeListFiles2", "VolumeListFiles2Request", **asked)
         entries = [entry for part in parts for entry in part.entries if entry.type in (0, self._pb.FileEntry.FILE)]
@@ -175,7 +175,7 @@ class Wire:
     # ------------------------------------------------------------------ requests
 
     def _ask_once(self, method: str, message: str, *, absent: bool = False, **fields: Any) -> Any:
-        """The answer; with `absent`, None for what is not there.   Raises StoreRefused, StoreUnclear."""
+        """Return the answer; with `absent`, None for a missing object.   Raises StoreRefused, StoreUnclear."""
         self._check_process()
         try:
             return self._ask(method, getattr(self._pb, message)(**fields))
@@ -205,7 +205,7 @@ class Wire:
 
 @cache
 def _connect_client() -> tuple[Any, Any, Any]:
-    """-> the messages, and two functions that ask: for one answer, for a stream of them."""
+    """Return the messages, and two functions that ask: for one answer, for a stream of them."""
     try:
         from modal import client
         from modal._utils import async_utils
@@ -234,7 +234,7 @@ def _connect_client() -> tuple[Any, Any, Any]:
 
 
 def explain_error(what: str, error: Exception) -> StoreError:
-    """The client's error as one of ours."""
+    """Return the client's error as one of ours."""
     if isinstance(error, StoreError):
         return error
     name = type(error).__name__
@@ -264,7 +264,7 @@ def _pickle_plain(value: str | bytes) -> bytes:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Texts and bytes.  A pickle that names a class or a function is refused before anything of it is called."""
+    """Unpickler of texts and bytes.  A pickle that names a class or a function is refused before any of it is called."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")

@@ -1,4 +1,4 @@
-"""From a URL to the store behind it: the only file that knows every store, and imports the one that is asked for.
+"""The store behind a URL: the only file that knows every store, and imports the one that is asked for.
 
     runs/demo, file:///abs   folders            s3:// gs:// az:// hf://   buckets, through obstore and the Hub's client
     memory://name            this process       modal://name              Modal's dict and volume
@@ -13,7 +13,7 @@ from rendezvous.store import Store
 
 
 def open_store(url: str, *, make: bool = True) -> Store:
-    """A store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or what fsspec reads.
+    """Return a store for `url`: a bare path, file://…, memory://name, a bucket in the cloud, or a URL of fsspec's.
 
     make: create a folder that does not exist, with the first write; False where a run must stand there already.
     `fsspec+s3://…` is s3fs instead of our own client; memory:// is ours, fsspec's is `fsspec+memory://`.

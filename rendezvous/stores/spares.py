@@ -4,13 +4,13 @@
                                  ✗ collected    now that is the only one: nobody else can open it
     put ─▶ the same file, overwritten ──link──▶ steps/8/delta/…
 
-Fresh pages are two thirds of what a large write to a folder in memory costs, and a run writes blobs of one size for
-ever.  So a process keeps a second name for what it wrote, and writes over what was deleted meanwhile.  A reader that
-still has such a file open sees bytes with another digest, as of any blob that is gone.
+Fresh pages are two thirds of the cost of a large write to a folder in memory, and a run writes blobs of one size for
+ever.  So a process keeps a second name for each file that it wrote, and writes over those that were deleted meanwhile.
+A reader that still has such a file open sees bytes with another digest, as of any blob that is gone.
 
 Not promised: space at once.  Up to `FREE` deleted blobs per process stay allocated, until it ends, the disk is full,
-or (after a kill) the next process of this machine looks.  What a machine had there before it booted stays; no file
-under `.tmp/` is needed by anybody then, and you may delete them.
+or (after a kill) the next process of this machine looks.  Files from before the machine's last boot stay; no process
+needs a file under `.tmp/` then, and you may delete them.
 """
 
 import glob
@@ -39,7 +39,7 @@ class Spares:
         weakref.finalize(self, _drop_mine, self._names, os.getpid())
 
     def reuse_file(self, size: int, name: str) -> bool:
-        """Put a file of exactly `size` bytes, of which nobody else has a name, in the place of `name`."""
+        """Put a spare file of exactly `size` bytes that has no other name in the place of `name`; -> whether one fits."""
         with self._lock:
             self._begin_in_process()
             for spare in self._names:
@@ -72,7 +72,7 @@ class Spares:
             self._names.clear()
 
     def _begin_in_process(self) -> None:
-        """At first, and after a fork: the names so far are the parent's."""
+        """Start with no names, at first and after a fork, and delete the files of ended processes of this machine."""
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()
@@ -86,7 +86,7 @@ class Spares:
 
 @cache
 def _process_name(pid: int) -> str:
-    """The name of this process, which no other container or later process has.   pid: os.getpid()"""
+    """Name of this process, which no other container or later process has.   pid: os.getpid()"""
     return f"{machine_name()}-{pid}.{start_ticks(pid) or 0}"
 
 
@@ -94,12 +94,12 @@ os.register_at_fork(after_in_child=_process_name.cache_clear)
 
 
 def unfinished_prefix() -> str:
-    """How the name of a file begins that this process is writing: a kill leaves it behind."""
+    """Beginning of the names of files that this process is writing: a kill leaves them behind."""
     return f"put-{_process_name(os.getpid())}-"
 
 
 def _free_size(name: str) -> int | None:
-    """Its size if this is its only name."""
+    """Size of the file if this is its only name, else None."""
     try:
         found = os.stat(name)
     except OSError:

@@ -1,4 +1,4 @@
-"""An engine that generates rollouts gets the weights of each outer step, from the bucket alone.
+"""Reader of the weights of each outer step, from the bucket alone, for an engine that generates rollouts.
 
     weights/{t} ──▶ is its parent what I have?   yes ─▶ write the changed values over mine ─▶ the digest is right ─▶ t
                               │ no: never applied                                                    │ no
@@ -9,7 +9,7 @@
         engine.load_weights(weights.named_tensors(changed_only=True))         # vLLM's model (docs/weights.md)
 
 It only reads.  Weights whose writer turns out to have had another θ than the commit after them are thrown away, and
-what was built on them.
+those that were built on them.
 
 Not promised: every step; the newest that can be had comes first, and those before it do not come.
 """
@@ -44,8 +44,8 @@ class FollowedWeights:
     """θ of one outer step in bf16.   Its tensors are the follower's memory: use them before the next ones are asked.
 
     step: outer steps inside θ.   parameters: name -> its first value and shape.   bits: uint16 (P,).
-    changed: names of parameters that are not what they were in the ones before; of the first: all.
-    bytes: that were read for it.
+    changed: names of parameters that differ from the weights before; of the first: all.
+    bytes: number that was read for it.
     """
 
     step: int
@@ -55,7 +55,7 @@ class FollowedWeights:
     bytes: int
 
     def named_tensors(self, *, changed_only: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(name, bf16 tensor of its shape), in the model's order."""
+        """Yield (name, bf16 tensor of its shape), in the model's order."""
         import torch
 
         flat = torch.as_tensor(self.bits.view(np.int16)).view(torch.bfloat16)
@@ -64,9 +64,9 @@ class FollowedWeights:
                 yield name, flat[at : at + prod(shape)].view(shape)
 
     def load_into(self, model: "torch.nn.Module") -> None:
-        """Write them over the model's parameters of these names, in their dtype and on their device.
+        """Write the weights over the model's parameters of these names, in their dtype and on their device.
 
-        Raises WrongRun, before anything is written, where it has no such parameter, or another shape.
+        Raises WrongRun, before anything is written, where the model has no such parameter, or another shape.
         """
         import torch
 
@@ -84,21 +84,21 @@ class FollowedWeights:
 
 
 class WeightsFollower:
-    """The weights that one reader holds.   emit("weights_refused", step=…, text=…): why something was not taken."""
+    """The weights that one reader holds.   emit("weights_refused", step=…, text=…): weights not taken, and why."""
 
     def __init__(self, store: Store, emit: Callable[..., None] = no_emit) -> None:
         self._store = store
         self._emit = emit
         self._bits = np.empty(0, np.uint16)
         self._has: Weights | None = None  # the bits are of these
-        self._confirmed = False  # has the commit after them said so?
+        self._confirmed = False  # whether the commit after them names the same θ
         self._given = -1  # the last step that `poll` gave
         self._head = -1  # the newest step that is known to have been reached
         self._refused: set[str] = set()  # nonces of manifests that are not tried again
         self._parameters: dict[str, tuple[int, tuple[int, ...]]] = {}
 
     def poll(self) -> FollowedWeights | None:
-        """The newest weights that can be had, if they are newer than the last ones; else None."""
+        """Return the newest weights that can be had, if they are newer than the last ones; else None."""
         self._look_for_head()
         self._confirm()
         for t in range(self._head, max(self._given, self._head - ANCHOR_EVERY), -1):
@@ -110,10 +110,10 @@ class WeightsFollower:
                 return found
         return None
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ weights in the bucket
 
     def _look_for_head(self) -> None:
-        """By GETs of commits; the first time from where a LIST, which may lag, has seen weights."""
+        """Find the newest step by GETs of commits; the first time from the newest weights of a LIST, which may lag."""
         if self._head < 0:
             listed = (layout.weights_step(key) for key in self._store.list(layout.WEIGHTS))
             self._head = max((t for t in listed if t is not None), default=0)
@@ -125,14 +125,14 @@ class WeightsFollower:
         return None if weights is None or weights.nonce in self._refused else weights
 
     def _confirm(self) -> None:
-        """Was θ what the others had?  The commit after it says."""
+        """Compare the weights that it has with the commit after them, once that is there; forget them if it differs."""
         if self._has is not None and not self._confirmed and self._head > self._has.t:
             self._confirmed = self._is_right(self._has)
             if not self._confirmed:
                 self._has = None
 
     def _is_right(self, weights: Weights) -> bool:
-        """Yes, too, while there is no commit after them."""
+        """Whether the commit after the weights names the same θ; True while there is none."""
         body = self._store.get(layout.commit_key(weights.t))
         try:
             right = body is None or Commit.decode(body).base == weights.base
@@ -142,10 +142,10 @@ class WeightsFollower:
             self._refuse(weights, "their writer had another θ than the commit after them says")
         return right
 
-    # ------------------------------------------------------------------ from here to there
+    # ------------------------------------------------------------------ the way to newer weights
 
     def _reach(self, weights: Weights) -> FollowedWeights | None:
-        """Become these, by changes to what is there, or from an anchor; None where neither leads there."""
+        """Become these weights, by changes to the present ones, or from an anchor; None where neither leads there."""
         for start in dict.fromkeys((self._has.digest if self._has else "", "")):
             way = self._way_from(start, weights)
             if way is not None and (touched := self._walk(way)) is not None:
@@ -156,7 +156,7 @@ class WeightsFollower:
         return None
 
     def _way_from(self, start: str, weights: Weights) -> list[Weights] | None:
-        """The manifests from the one after `start` (a digest; "": from an anchor on) to these, or None."""
+        """Return the manifests from the one after `start` (a digest; "": from an anchor on) to these, or None."""
         way = [weights]
         while (parent := way[-1].parent) and parent != start:
             before = self._read(way[-1].t - 1)
@@ -169,7 +169,7 @@ class WeightsFollower:
         return way[::-1]
 
     def _walk(self, way: list[Weights]) -> set[str] | None:
-        """Apply them, oldest first; -> names of parameters that were written to, or None: nothing is known any more."""
+        """Apply the weights, oldest first; -> names of parameters that were written to, None where one is damaged."""
         touched = set[str]()
         for weights in way:
             self._has = None
@@ -233,7 +233,7 @@ def follow_weights(
     clock: Clock | None = None,
     emit: Callable[..., None] = no_emit,
 ) -> Iterator[FollowedWeights]:
-    """Each newest weights of a run, as they come; waits in between.   Raises RendezvousError where the store gives up.
+    """Yield the newest weights of a run, as they come; waits in between.   Raises RendezvousError without an answer.
 
     run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: for ever.
     A run writes them with fleet.broadcast_weights = true.

@@ -1,4 +1,4 @@
-"""The bf16 values of a flat vector that are not what they were, as bytes.
+"""The bf16 values of a flat vector that have changed, as bytes.
 
     θ (fp32) ── nearest, ties to even ──▶ 16 bits each ── ≠ before ──▶ positions, new values
     chunk of 2²² values  =  head ‖ gaps ‖ high bytes ‖ low bytes
@@ -34,7 +34,7 @@ Bits = np.ndarray  # uint16: a bf16 value each
 
 
 def bf16_bits(values: np.ndarray) -> Bits:
-    """fp32 (n,) -> uint16 (n,), rounded to the nearest bf16, ties to even, as torch and every GPU do; no NaN in it.
+    """Round fp32 (n,) -> uint16 (n,), to the nearest bf16, ties to even, as torch and every GPU do; no NaN in it.
 
     A GPU's NaN, 0x7FFFFFFF, would become −0: ask `fits_bf16` first.
     """
@@ -43,12 +43,12 @@ def bf16_bits(values: np.ndarray) -> Bits:
 
 
 def digest_of_bits(bits: Bits) -> str:
-    """xxh3-128 of the values, little-endian."""
+    """Return the xxh3-128 of the values, little-endian."""
     return digest(bits.astype("<u2", copy=False).data)
 
 
 def fits_bf16(values: np.ndarray) -> bool:
-    """fp32 (n,): is every one finite in bf16?"""
+    """Whether every value, fp32 (n,), is finite in bf16."""
     return not np.any((values.view(np.uint32) & np.uint32(0x7FFFFFFF)) >= _OVER)
 
 
@@ -62,19 +62,19 @@ class Changes:
     values: Bits
 
     def apply(self, bits: Bits) -> None:
-        """Write them into the whole vector."""
+        """Write the values into the whole vector."""
         part = bits[self.start : self.start + self.count]
         part[slice(None) if self.positions is None else self.positions] = self.values
 
     def touch(self, bounds: np.ndarray) -> np.ndarray:
-        """Which ranges of the whole vector, from one bound to the next, have a value of these?   -> bool"""
+        """Return, for each range of the whole vector from one bound to the next, whether it has a changed value."""
         inside = np.clip(bounds - self.start, 0, self.count)
         before = inside if self.positions is None else np.searchsorted(self.positions, inside)
         return before[1:] > before[:-1]
 
 
 def changes_between(old: Bits, new: Bits, start: int) -> Changes:
-    """of one chunk: (n,) and (n,)."""
+    """Compare one chunk: (n,) and (n,).   start: of the chunk."""
     positions = np.flatnonzero(old != new)
     return Changes(start, len(new), positions, new[positions])
 
@@ -95,7 +95,7 @@ def encode(changes: Changes) -> bytes:
 
 
 def decode(body: Buffer) -> Iterator[Changes]:
-    """The chunks of a body, in order.   Raises Corrupt, whatever the bytes are."""
+    """Yield the chunks of a body, in order.   Raises Corrupt, and no other error, for any other bytes."""
     view = memoryview(body).cast("B")
     while view:
         if len(view) < _HEAD.size:
@@ -143,7 +143,7 @@ def _deflate(data: bytes) -> bytes:
 
 
 def _inflate(data: memoryview, most: int, *, exactly: bool = False) -> bytes:
-    """At most `most` bytes, so that a small body cannot fill the memory."""
+    """Unpack at most `most` bytes, so that a small body cannot fill the memory."""
     unpacker = zlib.decompressobj(-15)
     try:
         found = unpacker.decompress(data, max(1, most))

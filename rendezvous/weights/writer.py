@@ -1,11 +1,11 @@
-"""θ_t in bf16, written by the replica that closed the step before, while the next round trains.
+"""Writer of θ_t in bf16: by the replica that closed the step before, while the next round trains.
 
     advance to t ──▶ (reading) bits ← bf16(θ_t); what differs from bf16(θ_{t−1}) ──▶ (uploads) blobs ─▶ manifest
                           │                                                             put_once
     mean of t ─── waits ──┘ θ is about to be stepped
 
 Every replica that may close a step keeps bf16(θ): 2 bytes for each value.  It writes an anchor, all of it, at each step
-that ANCHOR_EVERY divides, and wherever a reader could not go on otherwise: its own copy is not of t−1, θ_{t−1} was not
+that ANCHOR_EVERY divides, and where a reader could not go on otherwise: its own copy is not of t−1, θ_{t−1} was not
 written (its writer was killed, or slow), or has another digest.  So the chain mends itself at the next step.
 
 An anchor lets the blobs of the chain before the previous one go.
@@ -50,7 +50,7 @@ class NotFinite(RendezvousError):
 
 @dataclass
 class _Found:
-    """The write of θ_t that is due.   parent: digest of what the bodies go on; "": nothing."""
+    """The write of θ_t that is due.   parent: digest of the values that the bodies change; "": none, an anchor."""
 
     t: int
     base: str
@@ -71,7 +71,7 @@ class _Found:
 
 
 class NoWeights:
-    """Of a run that does not broadcast them."""
+    """The writer of a run that does not broadcast weights: it does nothing."""
 
     def note_step(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> None: ...
     def wait_until_read(self) -> None: ...
@@ -79,7 +79,7 @@ class NoWeights:
 
 
 class WeightsWriter:
-    """One replica's part in it.   layout: [name, shape, dtype] of θ in flat order; told before the first step.
+    """One replica's writer.   layout: [name, shape, dtype] of θ in flat order; set before the first step.
 
     reading: reads θ.   uploads: writes blobs.   Two, so that a slow store holds no outer step up.
     """
@@ -99,7 +99,7 @@ class WeightsWriter:
         self.layout: list[Any] = []
 
     def note_step(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> None:
-        """θ_t stands.   closed: this replica wrote commit t−1, and so writes this."""
+        """Read θ_t, and write it where it is due.   closed: this replica wrote commit t−1, and so writes this."""
         self.wait_until_read()
         self._read.clear()
 
@@ -114,11 +114,11 @@ class WeightsWriter:
         submit_reported(self._reading, read, self._emit)
 
     def wait_until_read(self) -> None:
-        """θ is about to be stepped."""
+        """Wait until θ is read.  Called before θ is stepped."""
         self._read.wait()
 
     def drain(self) -> None:
-        """Wait until all that was closed is written: the replica goes."""
+        """Wait until the weights of all steps that this replica closed are written, before it leaves."""
         self._reading.drain()
         self._uploads.drain()
 
@@ -140,12 +140,12 @@ class WeightsWriter:
         return None if found is None else self._finish(found)
 
     def _has_parent(self, t: int) -> bool:
-        """Do the weights of t−1 stand, as this replica has them?  Else a reader needs an anchor."""
+        """Whether the weights of t−1 stand, as this replica has them.  Else a reader needs an anchor."""
         there = read_weights(self._store, t - 1) if t % ANCHOR_EVERY else None
         return there is not None and (there.digest, there.base) == (self._digest, self._base)
 
     def _take_fragment(self, theta: np.ndarray, offset: int, found: _Found | None) -> None:
-        """bits ← bf16(θ) of one fragment; its changes go to `found`."""
+        """Set bits ← bf16(θ) of one fragment; its changes go to `found`."""
         flat = theta.reshape(-1)
         for at in range(0, len(flat), CHUNK):
             chunk = flat[at : at + CHUNK]
@@ -219,13 +219,13 @@ def read_weights(store: Any, t: int) -> Weights | None:
 
 
 def _blobs_before_last_anchor(store: Store, t: int) -> list[str]:
-    """An anchor of step t stands: the blobs of the chain before the anchor before it."""
+    """Return the blobs of the chain before the previous anchor, once an anchor of step t stands."""
     found = _chain_ends(lambda u: read_weights(store, u), t)
     return [part.blob for weights in found for part in weights.parts]
 
 
 def _chain_ends(read: Callable[[int], Weights | None], t: int) -> list[Weights]:
-    """From the step before the last anchor before t, back to the anchor before that one."""
+    """Return the weights from the step before the last anchor before t, back to the anchor before that one."""
     found: list[Weights] = []
     anchors = 0
     for u in range(t - 1, max(-1, t - 1 - 3 * ANCHOR_EVERY), -1):
