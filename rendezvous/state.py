@@ -86,7 +86,7 @@ class Digests:
         self._right[fragment] = self._digest_now(fragment)
 
     def check_unchanged(self, *fragments: int) -> None:
-        """Raise Diverged if the bytes of one of these fragments (default: of any) have another digest than they should."""
+        """Raise Diverged if the bytes of one of these fragments (default: of any) do not have their right digest."""
         for fragment in fragments or range(len(self._right)):
             now = self._digest_now(fragment)
             right = self._right[fragment]

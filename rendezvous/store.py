@@ -10,7 +10,7 @@
            │
         any other outcome: back to GET, proposing the same bytes
 
-A status code says nothing about who won (a retried request can lose to itself; a store may answer "exists"
+A status code does not tell the winner (a retried request can lose to itself; a store may answer "exists"
 with no object there), so the register's content decides.  Hence every body carries a nonce of its writer.
 
 Not promised: that a key seen by `list` can be read, or that one which can be read is listed.

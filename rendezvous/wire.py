@@ -37,7 +37,7 @@ ABSURD = 1e6  # a pseudogradient so many times as long as θ is no step that a m
 
 
 def evenly_sampled(x: np.ndarray) -> np.ndarray:
-    """Return at most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so that all columns take part."""
+    """Return at most 2^17 elements of a flat vector, evenly spread; the spacing is odd, so all columns take part."""
     return x[:: (x.size >> 16) | 1]
 
 
@@ -63,7 +63,7 @@ def squared_norm(x: np.ndarray) -> float:
 
 
 def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = None) -> float:
-    """Return ‖Δ‖₂.   Raises BadDelta where it is not finite, or absurdly long.   scale: ‖θ‖₂.   square: ‖Δ‖², if known."""
+    """Return ‖Δ‖₂.   scale: ‖θ‖₂.   square: ‖Δ‖², if known.   Raises BadDelta where Δ is not finite, or ABSURD."""
     square = squared_norm(delta) if square is None else square
     if not np.isfinite(square):
         square = float(np.sum(np.square(delta, dtype=np.float64)))

@@ -146,7 +146,7 @@ class Mirror:
             self.sweep()
 
     def _mark_age(self) -> float:
-        """Seconds since the last sweep began; infinite if there was none, or the mark is a day or more in the future."""
+        """Seconds since the last sweep began; infinite if there was none, or the mark is a day ahead of the clock."""
         mark = self._wire.get_entry(self._prefix + KEPT)
         with suppress(ValueError):
             age = self._wall() - float((mark or b"")[1:])

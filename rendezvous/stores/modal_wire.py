@@ -264,7 +264,7 @@ def _pickle_plain(value: str | bytes) -> bytes:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of texts and bytes.  A pickle that names a class or a function is refused before any of it is called."""
+    """Unpickler of texts and bytes.  A pickle that names a class or a function is refused before a call of it."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")

@@ -39,7 +39,7 @@ class Spares:
         weakref.finalize(self, _drop_mine, self._names, os.getpid())
 
     def reuse_file(self, size: int, name: str) -> bool:
-        """Put a spare file of exactly `size` bytes that has no other name in the place of `name`; -> whether one fits."""
+        """Put a spare of exactly `size` bytes that has no other name in the place of `name`; -> whether it did."""
         with self._lock:
             self._begin_in_process()
             for spare in self._names:
