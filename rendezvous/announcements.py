@@ -4,9 +4,9 @@
     steps/{t}/mean/0000.json        last, by put_once: its digest               direct: the whole mean, by the committer
     steps/{t}/mean/{j}.json         the same for part j of a step in shards     by the part's owner, or who replaces it
 
-All who compute a mean get the same bytes, so it does not matter whose copy the register names; a copy that is lost or
-damaged is put back by any replica that can compute it.  A mean whose register holds other bytes can never be announced:
-then every reader computes it.
+All replicas that compute a mean get the same bytes, so the register may name any copy; a copy that is lost or damaged
+is put back by any replica that can compute it.  A mean whose register holds other bytes can never be announced: then
+every reader computes it.
 
 Not promised: that a mean is announced.  It saves bytes; nothing that is agreed on depends on it.
 """

@@ -60,7 +60,7 @@ class StoreFull(StoreRefused):
 
 
 class StoreGone(StoreRefused):
-    """The folder that was opened is not at its path any more; what stands there now is not the run's."""
+    """The folder that was opened is not at its path any more; another folder there is not the run's."""
 
 
 class StoreUnclear(StoreError):

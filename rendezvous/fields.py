@@ -10,8 +10,7 @@
 The rules look at the value alone, so all readers take or refuse the same objects.  `parse_json` turns bytes into JSON
 by the same principle: one spelling (UTF-8), no key twice, no NaN, and nothing that depends on the depth of our stack.
 
-Not promised: that a value makes sense beside the others; the record's own `check_consistency`, or its reader, sees to
-that.
+Not promised: that a value makes sense beside the others; the record's `check_consistency`, or its reader, checks that.
 """
 
 import json

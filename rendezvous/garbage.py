@@ -54,7 +54,7 @@ class Collected(Terminal):
         self.newer = newer
 
 
-# ---------------------------------------------------------------------- what goes
+# ---------------------------------------------------------------------- blobs that may go
 
 
 def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:

@@ -192,7 +192,7 @@ def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> s
     every: steps from one to the next.   A snapshot that is the first in its cell of 2^l periods, and in none that is
     larger, has level l, for ever.  It stays until it is 2^(l + share) periods old, if l is not below a lowest level.
     The share is the largest, and then the lowest level the smallest, by which all have room in a run without gaps.
-    Both only change for the worse as the run grows, so what has gone is not asked for again.
+    Both only change for the worse as the run grows, so a snapshot that has gone is not asked for again.
     """
     ordered = sorted(set(steps))
     levels = {t: _snapshot_level(before, t, every) for before, t in pairwise(ordered)}

@@ -91,8 +91,8 @@ def hand_over(
     """Write the file that the next generation of this slot may take over; -> key and digest, ("", "") for none.
 
     unsent: values that the codec has not sent.   baggage: the owner's own arrays, which go along if there is time.
-    The file may take half of the time that is left, by the rate of the last upload; arrays beyond it are lost, and
-    reported.
+    The file may take half of the time that is left, by the rate of the last upload; `unsent` or `baggage` that would
+    exceed it is lost, and reported.
     """
     arrays = dict[str, np.ndarray]()
     named = {BAGGAGE + name: array for name, array in baggage.items()}

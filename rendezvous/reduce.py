@@ -86,7 +86,7 @@ class Reducer:
     def _read_announced(self, commit: Commit, out: np.ndarray) -> bool:
         """Read the mean that the committer wrote down.  A damaged copy is computed again and put back.
 
-        -> False where `out` does not hold the mean then.
+        -> whether `out` holds the announced mean.
         """
         _, record = self.announcements.find(commit.t, 0)
         if record is None:

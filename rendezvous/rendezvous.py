@@ -215,7 +215,7 @@ class Rendezvous:
         start = replay.step
         self._digests = replay.digests
         self._snapshots.note_snapshot(start)
-        self.chain.read_before(start)  # a committer must know what these listed
+        self.chain.read_before(start)  # a committer must know the offers that these listed
         self._open_step(start)
         for commit in replay.commits(upto):
             self._move_on(commit)

@@ -183,9 +183,9 @@ def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
     """Factor per offer: 1, or typical/norm where the norm exceeds `limit` × the typical norm.
 
     Typical is the median, or the median per inner step times the offer's own h, if that is more: a short round is no
-    outlier, nor is a long one.  The median leaves zero pseudogradients out; with fewer than three others all factors
-    are 1, because an outlier cannot be told.  Nor is a norm below `limit` × 1 % of ‖θ‖ an outlier: where rewards are
-    rare, most pseudogradients are next to nothing, and the long one is of the replica that learned.
+    outlier, nor is a long one.  The median leaves zero pseudogradients out; with fewer than three of the others all
+    factors are 1, because an outlier cannot be told.  Nor is a norm below `limit` × 1 % of ‖θ‖ an outlier: where
+    rewards are rare, most pseudogradients are next to nothing, and the long one is of the replica that learned.
     """
     moving = [o for o in offers if o.norm > 0]
     if limit <= 0 or len(moving) < 3:

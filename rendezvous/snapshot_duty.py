@@ -75,7 +75,7 @@ class SnapshotDuty:
     def confirm(self, commit: Commit, *, closed: bool) -> None:
         """Compare the written θ_t with the state that commit t started from: it becomes visible, or is abandoned.
 
-        closed: this replica wrote the commit; then it sweeps, too.
+        closed: this replica wrote the commit; then it sweeps, in a run whose blobs are collected.
         """
         self.writer.confirm_base(commit.t, commit.base)
         if closed and self._keep is not None:

@@ -52,7 +52,7 @@ class StepTimes:
 
 
 class StepWait:
-    """A replica's wait for one step.  Time in which its process slept does not count.
+    """A replica's wait for one step.  A standstill of its process counts for four polls at most.
 
     due: seconds until the decision, as `StepTimes.due_in` expects it; 0 if that is not known.
     idle: seconds since it began to look.   waited: since it saw m fresh offers.

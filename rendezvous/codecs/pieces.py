@@ -205,7 +205,7 @@ class Outbox:
     """Encoded rows on their way into `out`.   Where `out` is on x's device they are written in place."""
 
     def __init__(self, out: Tensor, most: int, device: torch.device) -> None:
-        """most: rows of the largest piece."""
+        """Begin with no rows on their way.   most: rows of the largest piece."""
         self._out = out
         self._span = (0, 0)
         self._near = torch.empty(most, out.shape[1], dtype=torch.uint8, device=device) if out.device != device else None

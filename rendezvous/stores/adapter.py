@@ -49,7 +49,7 @@ class AdapterStore:
         path = self._path_of(key)
         with suppress(FileExistsError):  # where folders are real
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        file = self._fs.open(path, "wb", autocommit=False)  # what stands there stays until `commit`
+        file = self._fs.open(path, "wb", autocommit=False)  # the old object stays until `commit`
         try:
             for piece in body:
                 file.write(piece)

@@ -122,7 +122,7 @@ class ModalStore:
 
     def _write_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
         wire, mirror = self._wire_and_mirror()
-        mirror.flush()  # what this process has read is mirrored before it writes anything that may rest on it
+        mirror.flush()  # entries that this process has read are mirrored before any write that may rest on them
         stands = wire.put_entry(self._prefix + plain_key(key), value, if_absent)
         self._listed[1].add(key)
         if stands and value[:1] != FILE:

@@ -2,5 +2,5 @@
 
     committer ── patch.py, writer.py ──▶ weights/{t} ──▶ follower.py ── tensors ──▶ an engine
 
-No replica reads what is here, and a run without it is the same run.
+No replica reads these weights, and a run without them is the same run.
 """

@@ -233,7 +233,7 @@ def follow_weights(
     clock: Clock | None = None,
     emit: Callable[..., None] = no_emit,
 ) -> Iterator[FollowedWeights]:
-    """Yield the newest weights of a run, as they come; waits in between.   Raises RendezvousError without an answer.
+    """Yield the newest weights of a run, as they come; wait in between.   Raises RendezvousError where the store fails.
 
     run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: for ever.
     A run writes them with fleet.broadcast_weights = true.
