@@ -103,7 +103,7 @@ class BodyReader:
     def read_bodies(
         self, offers: list[Listed], group: list[Shard], mine: OwnBody | None, *, one_by_one: bool
     ) -> Iterable[np.ndarray | str]:
-        """These shards of each body; words about a body that cannot be read.
+        """Read these shards of each body; -> them, or words about a body that cannot be read.
 
         one_by_one: each in the same memory, so that it must be used before the next is asked for.
         """
@@ -120,7 +120,7 @@ class BodyReader:
         return bodies
 
     def read_body(self, listed: Listed, group: list[Shard], mine: OwnBody | None) -> np.ndarray | str:
-        """These shards of one body."""
+        """Read these shards of one body; -> them, or words about it if it cannot be read."""
         return self._read_into(listed, group, mine, self.buffer(self._bytes_of(listed, group)))
 
     def _read_into(

@@ -187,7 +187,7 @@ def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, f
 
 
 def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
-    """At most `room` of the snapshots below `floor`, at ages of about powers of two, the first one among them.
+    """Choose at most `room` of the snapshots below `floor`, at ages of about powers of two, the first one among them.
 
     every: steps from one to the next.   A snapshot that is the first in its cell of 2^l periods, and in none that is
     larger, has level l, for ever.  It stays until it is 2^(l + share) periods old, if l is not below a lowest level.

@@ -71,7 +71,7 @@ class Wanted:
     highest_quorum: int = 1
 
     def with_control(self, control: Control) -> "Wanted":
-        """These wishes changed by one more control record."""
+        """Return these wishes, changed by one more control record."""
         said = {name: value for name in FOLDED if (value := getattr(control, name)) is not None}
         return replace(
             self,

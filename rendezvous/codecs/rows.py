@@ -65,7 +65,7 @@ def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
 
 
 def pad_to_rows(s: Tensor, align: int) -> Tensor:
-    """s as (r, align), with zeros after its end."""
+    """Return s as (r, align), with zeros after its end."""
     missing = -s.numel() % align
     return (torch.nn.functional.pad(s, (0, missing)) if missing else s).view(-1, align)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(Protocol):
-    """encode and add of the codecs that lie in rows of a fixed size."""
+    """The functions encode and add, for the codecs with rows of a fixed size."""
 
     def encode(self, name: str, x: "Tensor", e: "Tensor | None", rows: "Tensor") -> float | None:
         """Set rows ← pack(x + e), e ← (x + e) − unpack(rows); -> ‖x‖², None where a value is not finite."""

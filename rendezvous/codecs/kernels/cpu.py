@@ -4,8 +4,8 @@
                                                                                     not the same bits: not used
 
 A torch call is a pass over memory; encoding with a residual is ten of them.  Here every element is read once and
-written once.  Importing this raises ImportError where there is no compiler, or its work is wrong; then torch's
-operations do the same arithmetic.
+written once.  Importing this raises ImportError where there is no compiler, or the compiled kernels compute
+other bits; then torch's operations do the same arithmetic.
 
 Not promised: more than one thread.
 """
