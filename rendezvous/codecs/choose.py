@@ -51,7 +51,7 @@ _FORESEEABLE = tuple(name for name in NAMES if name != "bf16-gate")
 
 
 def nominal_ratio(name: str) -> float:
-    """Ratio of fp32 bytes to bytes sent.  For bf16-gate as published for PULSELoCo at lr 3e-6; it depends on the run."""
+    """fp32 bytes for each byte sent.  For bf16-gate as published for PULSELoCo at lr 3e-6; it depends on the run."""
     return _TRAITS[name].ratio
 
 
