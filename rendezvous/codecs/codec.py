@@ -64,5 +64,5 @@ class Codec(Protocol):
     def accumulate(
         self, body: Body, weight: float, total: Array, first: bool, start: int = 0, stop: int | None = None
     ) -> None:
-        """Add fl(weight·decode(body)) to total[start:stop]; `first` stores instead.  Corrupt leaves waste in `total`."""
+        """Add fl(weight·decode(body)) to total[start:stop]; `first` stores instead.  After Corrupt `total` is waste."""
         ...
