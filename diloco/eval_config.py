@@ -59,17 +59,18 @@ class EvalConfig(Table):
 
     @property
     def source(self) -> str | list[str]:
-        """Where the prompts come from, as the config names it: files, datasets, or a task."""
+        """Source of the prompts, as the config names it: files, datasets, or a task."""
         return self.task or self.prompts
 
     def task_spec(self, inner: InnerConfig) -> TaskSpec:
-        """Of the rows that the task makes, where there is one.   inner: of the same run, for the options."""
+        """Return the spec of the task's rows; call it only where there is a task.   inner: of the same run, for the
+        options."""
         same = inner.data.task_options if inner.data.task == self.task else {}
         options = same if self.task_options is None else self.task_options
         return TaskSpec(str(self.task), self.task_size, self.task_seed, options)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Is θ_step to be evaluated?   last: the run's outer steps, 0 if nobody knows."""
+        """Whether θ_step is to be evaluated.   last: number of the run's outer steps, 0 if unknown."""
         return step % self.every == 0 or step == last
 
 

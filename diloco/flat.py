@@ -46,7 +46,7 @@ class FlatFragment(nn.Module):
         return out
 
     def _local_slices(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Where each parameter is in the vector, and its local values."""
+        """Yield each parameter's slice of the vector, and its local values."""
         base = theta if self.merged is None else self.merged
         at = 0
         for p in self.live:

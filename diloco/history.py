@@ -2,8 +2,8 @@
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
 
-The replay is the one by which a replica joins (rendezvous/replay.py); here nobody joins, and nothing is written: a
-damaged object is got round where that is possible, and stays as it is (decision 046).
+The replay is the one by which a replica joins (rendezvous/replay.py).  Here no replica joins, and nothing is written: a
+damaged object is avoided where that is possible, and stays as it is (decision 046).
 Not promised: speed for a step far from a snapshot.
 """
 
@@ -117,7 +117,7 @@ def state_at(
 
 
 def keep_of(run: Run) -> int | str:
-    """How many of the run's blobs are kept: fleet.keep, or what `diloco gc` has left since."""
+    """Return the budget of the run's blobs: fleet.keep, or the one that `diloco gc` has set since."""
     return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
 
 

@@ -5,10 +5,10 @@
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
 
-Logs are read as they come: anybody may have put an object there, and half a line is no line.  Readers count and pass
-over a line that is no event, by the types of the fields that they go by.
+Logs are untrusted: any process with write access may have put an object there, and half a line is no line.  Readers
+count and pass over a line that is no event, by the types of the fields that they use.
 
-Not promised: that an event is true.  Nobody vouches for logs, also under a run key.
+Not promised: that an event is true.  Logs are not signed, also under a run key.
 """
 
 import json
@@ -61,7 +61,7 @@ class Journal:
                 self._pending_samples.append({"step": step, **sample})
 
     def flush(self) -> None:
-        with self._writing:  # one at a time, and nobody who emits an event waits for it
+        with self._writing:  # one at a time, and `emit` does not wait for it
             self._flush_samples()
             with self._lock:
                 lines = self._lines
@@ -144,7 +144,7 @@ class Event:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event in a line of a log; None if it is none.  Numbers that nobody can reckon with are left out."""
+    """Return the event in a line of a log; None if it is none.  Numbers without finite squares are left out."""
     try:
         raw = json.loads(line, parse_constant=lambda name: math.nan)
         if not isinstance(raw, dict):
@@ -159,7 +159,7 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def is_reckonable(value: Any) -> bool:
-    """Can sums and squares of it be taken?  Only a float may be such that they cannot: NaN, infinity, 1e308."""
+    """Whether sums and squares of it can be taken.  They cannot for some floats alone: NaN, infinity, 1e308."""
     return not isinstance(value, float) or abs(value) <= MOST
 
 

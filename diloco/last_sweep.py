@@ -3,7 +3,7 @@
     replicas sweep when they close a step and when they end ──▶ the one that writes θ_T sweeps last
                                                                 └ killed before it did: nobody sweeps after it
 
-No torch here.   Not promised: a sweep where nobody supervises the run (a library run, or a supervisor that was killed).
+No torch here.   Not promised: a sweep where no supervisor runs (a library run, or a supervisor that was killed).
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from diloco.outer import OuterLoop
 
-TIMEOUT_S = 30.0  # how long a collective may stand still before the round is tried again with whoever is left
+TIMEOUT_S = 30.0  # a collective may stand still for so long; then the round is tried again with the remaining replicas
 CONNECT_S = 15.0
 TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's clients raise
 
@@ -61,7 +61,7 @@ class LighthouseManager:
         return self._manager._use_async_quorum
 
     def start_quorum(self) -> None:
-        """Meet whoever else is at this step, for as long as torchft's quorum time-out; heal if we are behind."""
+        """Meet the other replicas at this step, for at most torchft's quorum time-out; heal if we are behind."""
         self.rounds.begin_wait()
         self._ask_torchft(self._manager.start_quorum)
         self.rounds.end_wait()
@@ -195,7 +195,7 @@ class LighthouseRounds:
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
 
     def note_vote(self, committed: bool) -> None:
-        """Is the outer step taken?  If not, the sync is tried again after the next inner step."""
+        """Note whether the outer step is taken.  If not, the sync is tried again after the next inner step."""
         self._committed = committed
         self.behind = not committed
         if self.behind:
@@ -225,7 +225,9 @@ class LighthouseRounds:
         """No step is ever taken without us and then replayed; the quorum heals."""
 
     def progress(self, inner: int, rate: float) -> None:
-        """Goes into the next beat.  Here a replica leaves: there is nobody to hand unfinished work to."""
+        """Put the progress into the next beat; raise Fenced or Leaving where this replica has to go.
+
+        It leaves in the middle of a round: unfinished work cannot be handed on."""
         if self.session is None:
             return
         status = self.session.rv.members.status
@@ -252,7 +254,7 @@ class LighthouseRounds:
 
     @property
     def done(self) -> bool:
-        """Has the run all the outer steps that are desired?  Without a bucket nobody has asked for any."""
+        """Whether all wanted outer steps are taken.  Without a session no number of steps is wanted."""
         return self.session is not None and self._manager.current_step() >= self.session.rv.wanted.steps > 0
 
     @property
@@ -316,7 +318,7 @@ def as_outer_manager(manager: Any) -> Any:
 
 
 def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
-    """This session's torchft.Manager at lighthouse://host:port.   Raises GaveUp when nobody answers there."""
+    """Make this session's torchft.Manager at lighthouse://host:port.   Raises GaveUp if no lighthouse answers there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torchft import Manager, ProcessGroupGloo
     from torchft.checkpointing.http_transport import HTTPTransport
@@ -347,7 +349,7 @@ def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`.  Nothing is sent."""
+    """Return this machine's address on the way to `host`.  Nothing is sent.   Raises GaveUp if there is no way."""
     try:
         with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))

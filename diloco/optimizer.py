@@ -78,7 +78,7 @@ class OuterState:
         self.thetas, self.optimizers = list(thetas), list(optimizers)
 
     def digest(self) -> str:
-        """Of everything, as a commit's `base` would be."""
+        """Digest of all fragments, as a commit's `base` would be."""
         return base_of(self, len(self.thetas))
 
     def size(self, fragment: int) -> int:

@@ -140,7 +140,7 @@ class OuterLoop:
 
     @property
     def overlaps(self) -> bool:
-        """Do inner steps go on while a fragment travels?"""
+        """Whether inner steps go on while a fragment travels."""
         return self.prepare_at < self.interval
 
     def mathematics(self) -> dict[str, Any]:
@@ -244,14 +244,14 @@ class OuterLoop:
         return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local))
 
     def _time_is_up(self, local: int) -> bool:
-        """Is this the boundary that is nearest to `sync_seconds`?"""
+        """Whether this boundary is the nearest one to `sync_seconds`."""
         if self.rules.sync_seconds <= 0:
             return False
         spent = time.monotonic() - self._mark
         return spent + self.boundary * spent / local / 2 >= self.rules.sync_seconds
 
     def _after_torchft(self, *_: object) -> None:
-        """When torchft has taken an outer step: model ← θ, then whatever was decided without us."""
+        """Go on after torchft's outer step: model ← θ, then the steps that were decided without this replica."""
         fragment = self.rounds.finish_round()
         if fragment is not None:
             self.scatter(fragment)

@@ -23,7 +23,7 @@ from typing import Any, TextIO, cast
 from inner.printable import printable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-GONE = (errno.EPIPE, errno.EIO)  # whoever read a pipe has ended; the terminal was closed
+GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
 
 
 class _LossyFile(io.FileIO):
@@ -52,7 +52,7 @@ class PlainOutput:
 
 
 def print_plainly() -> None:
-    """From now on this process prints plain text, in its last traceback as well."""
+    """Make this process print plain text from now on, in its last traceback as well."""
     for name in ("stdout", "stderr"):
         here = getattr(sys, name)
         if here is not None and not isinstance(here, PlainOutput):
@@ -65,7 +65,7 @@ def raw_output(out: TextIO) -> TextIO:
 
 
 def survive_lost_output() -> None:
-    """From now on what this process prints never fails for want of space or of a reader."""
+    """Make this process's printing succeed from now on, also without space on the disk or a reader of the pipe."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         here = getattr(sys, name)
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):

@@ -138,15 +138,16 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 
 
 def _is_preflight(session: Session) -> bool:
-    """May the user's files be wrong for everybody?  Not once a step was taken with them, nor where training began:
-    what fails then is a moment's trouble, or one of this place, and costs this session alone (decision 025)."""
+    """Whether the user's files may be wrong for all replicas: no outer step is committed, and no training has begun.
+
+    A later failure is a moment's trouble, or one of this machine, and costs this session alone (decision 025)."""
     return session.rv.members.status.phase == "boot" and first_open_step(session.rv.store) == 0
 
 
 def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
-    """(exit code, why) if there is nothing left to do for who starts now: asked before its slot is claimed.
+    """Return (exit code, why) if a replica that starts now has nothing left to do; asked before its slot is claimed.
 
-    A machine that was waited for comes when it comes; nothing heavy has been imported or downloaded by then.
+    A machine from a queue may come late; nothing heavy has been imported or downloaded by then.
     """
     store = (
         run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store
@@ -205,7 +206,7 @@ def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path
 
 @dataclass(frozen=True)
 class Inputs:
-    """On this machine's disk.   model_dir: θ₀'s folder.   files: the user's own.   scratch: for the loop's files."""
+    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's.   scratch: for the loop's files."""
 
     model_dir: Path
     files: dict[str, Path]
@@ -213,10 +214,10 @@ class Inputs:
 
 
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
-    """Is θ₀ of no use to a replica that starts now?  Then the newest snapshot is all that it loads.
+    """Whether a replica that starts now needs no θ₀: it loads the newest snapshot alone.
 
-    It falls back on snapshot 0, which is in the bucket too; of a model on the Hub, on its weights, which are asked for
-    then.   An adapter stands on weights of its own.
+    It falls back on snapshot 0, which is in the bucket too; for a model on the Hub, on its weights, which are fetched
+    then.   An adapter always needs θ₀'s files.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
         return False

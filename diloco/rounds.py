@@ -74,7 +74,7 @@ class InFlightRound:
         return self._error is not None
 
     def land(self, timeout_s: float | None = None) -> Commit | None:
-        """Its commit, or None if it is not there in time.   Raises what ended the round."""
+        """Return the round's commit, or None if it is not there in time.   Raises the error that ended the round."""
         self._thread.join(timeout_s)
         if self._error is not None:
             raise self._error
@@ -98,7 +98,7 @@ class StoreRounds:
         self.watchdog = session.watchdog
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round, asked at each offer
         self.left = False  # did the `with` end because this replica was asked to go?
-        self.loop: OuterLoop | None = None  # None: nobody has joined
+        self.loop: OuterLoop | None = None  # None: no loop has joined
         self.in_flight: InFlightRound | None = None
         self._founds = founds
         self._theta_0 = theta_0
@@ -181,7 +181,7 @@ class StoreRounds:
         def run_round() -> Commit:
             offer()
             commit = self._settle_mean(delta)
-            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # here it holds nobody up
+            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # delays no inner step
             return commit
 
         self.in_flight = flight = InFlightRound(run_round)
@@ -285,7 +285,7 @@ class StoreRounds:
 
     @property
     def why(self) -> str:
-        """Why this replica leaves, if it does."""
+        """Reason for which this replica leaves, if it does."""
         return self.session.why
 
     @property

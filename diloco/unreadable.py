@@ -52,7 +52,7 @@ def _script_words(path: Path, text: str) -> str:
 
 
 def file_hint(path: Path) -> str:
-    """ " Did you mean X?", of the files beside it; "" if none is near."""
+    """Return " Did you mean X?" with a file beside it; "" if none has a similar name."""
     beside = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, beside, n=1)
     return f" Did you mean {near[0]}?" if near else ""

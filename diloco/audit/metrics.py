@@ -39,9 +39,9 @@ LOWER, HIGHER, UNKNOWN = -1, +1, 0  # which way is better
 
 @dataclass(frozen=True)
 class Measurement:
-    """error: its standard error, nan where nobody knows one.   parts: what the value is the mean of, if that is known.
+    """One value of a metric.   error: its standard error, nan if unknown.   parts: the value is their mean, if known.
 
-    Two that have parts have the same ones in the same order, so that they can be compared in pairs."""
+    Two measurements with parts have the same parts in the same order, so that they can be compared in pairs."""
 
     value: float
     error: float = math.nan
@@ -67,7 +67,7 @@ class Metric(Protocol):
     @property
     def better(self) -> int: ...
     def measure(self, step: int, state: OuterState) -> Measurement:
-        """Of θ.   step: the outer step that it is of, or stands for."""
+        """Measure θ.   step: the outer step of this θ, or the step that it stands for."""
         ...
 
 

@@ -1,12 +1,12 @@
-"""Everything that the bucket says about one outer step, read by who may only read.
+"""All facts in the bucket about one outer step, for readers without write access.
 
     commits t−2 … t, and those after t that may list its late work ─┐
     offers for step t, claims, goodbyes, the operator's wishes      ├─▶ StepFacts ──▶ diloco/audit/explain.py ──▶ words
     what sessions and supervisor logged meanwhile                   │
     deltas, mean, θ_t and its momentum, as far as they are kept    ─┘
 
-Not promised: beats; each overwrites the one before, so nobody knows afterwards who looked alive.  Nor one clock: `at`
-is what the machine of its writer believed.
+Not promised: beats; each overwrites the one before, so they do not show afterwards which replicas looked alive.  Nor
+one clock: `at` is the time by the clock of its writer's machine.
 """
 
 from bisect import bisect_right
@@ -77,9 +77,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """head: the first open step.   before: commits t−1 and t−2.   wanted: the wishes when it was decided.
+    """Facts of one outer step t.   head: the first open step.   before: commits t−1 and t−2.   wanted: the wishes when
+    it was decided.
 
-    claims: of every slot, by generation.   events: of this time, with "slot" and "generation" of who logged them.
+    claims: of every slot, by generation.   events: of this time, with "slot" and "generation" of their sessions.
     """
 
     head: int

@@ -47,7 +47,7 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
 
 
 def _median_s(report: Report) -> float:
-    """Of the whole run: a few quick steps (of a fleet that lost its slow replica) are no new pace."""
+    """Median seconds of the whole run's outer steps; a few quick ones (without a lost slow replica) are no new pace."""
     return median([max(0.0, later.at - sooner.at) for sooner, later in pairwise(report.steps)])
 
 
@@ -59,7 +59,7 @@ def _open_since(report: Report) -> float:
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Does a living replica score held-out prompts?  Its note says so, and its watchdog ends it if it hangs."""
+    """Whether a living replica scores held-out prompts.  Its note says so, and its watchdog ends it if it hangs."""
     return any(b.note.startswith("evaluates ") and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 
@@ -139,7 +139,7 @@ def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble
 
 
 def _no_number_at(report: Report, session: SessionSummary) -> float | None:
-    """When itself, or whoever averaged, last saw a NaN or an infinity of this session; None if nobody did."""
+    """Return when this session, or a replica that averaged, last saw a NaN or an infinity of its; None if never."""
     own = [e["at"] for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
     sent = [e["at"] for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
     return max([*own, *sent], default=None)

@@ -97,5 +97,5 @@ def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str,
 
 
 def _is_settled(beat: Beat, session: SessionSummary) -> bool:
-    """Is the beat of the session that is known to live there?"""
+    """Whether the beat is of the session that is known to live there."""
     return beat.generation == session.generation and session.how == "running" and beat.phase != "left"

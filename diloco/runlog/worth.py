@@ -1,4 +1,4 @@
-"""What a run has used, what it got for it, and what its replicas' agreement says about another number of them.  Pure.
+"""A run's use, its gain, and the effect of another number of replicas, by their agreement.  Pure.
 
     used      samples that commits count · hours of all sessions, from claim to end
     got       headline (reward, or loss), first outer step → newest; of a reward, its gain per hour
@@ -46,7 +46,7 @@ class Worth:
 
     @property
     def gain_per_hour(self) -> float | None:
-        """Of a reward; a loss has no zero that would make its gain a quantity."""
+        """Gain of a reward per hour; None for a loss, which has no zero that would make its gain a quantity."""
         if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
             return None
         return (self.newest - self.first) / self.hours
@@ -86,7 +86,7 @@ def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
 
 
 def _seconds(session: "SessionSummary", report: "Report") -> float:
-    """From its claim to its end; of one that runs, to its newest heartbeat."""
+    """Return the seconds from a session's claim to its end, or to its newest heartbeat while it runs."""
     beat = report.beats.get(session.slot)
     if session.ended is not None:
         until = session.ended
@@ -101,7 +101,7 @@ def _seconds(session: "SessionSummary", report: "Report") -> float:
 
 
 def worth_words(found: Worth) -> list[str]:
-    """At most two lines; [] before an outer step is committed."""
+    """Describe it in two lines or fewer; [] before an outer step is committed."""
     return [*_used_words(found), *_agreement_words(found)] if found.samples else []
 
 
@@ -129,6 +129,6 @@ def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:
 
 
 def worth_dict(found: Worth) -> dict[str, Any]:
-    """For `--json`: the same, and the ratios for one more and one fewer by their number of replicas."""
+    """Return it for `--json`, with the ratios for one more and one fewer replica, by number of replicas."""
     sizes = {str(n): {"time": round(time, 4), "hours": round(hours, 4)} for n, time, hours in _other_sizes(found)}
     return {**asdict(found), "gain_per_hour": found.gain_per_hour, "resized": sizes}
