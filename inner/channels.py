@@ -89,7 +89,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def tap_gradient_norm(states: Tensor, note: Callable[[float], None]) -> Tensor:
-    """The same states on an edge of their own: when the gradient comes back over it, its norm is noted."""
+    """Return the same states on an edge of their own: when the gradient comes back over it, its norm is noted."""
     edge = states.view_as(states)
     if edge.requires_grad:
 

@@ -255,7 +255,7 @@ class _Watch(TrainerCallback):
             for share in metrics.get(MASKED, ()):
                 self.masked.note(share, self.generation_size, self.reward_calls.host)
         self._note_rewards(metrics)
-        metrics.clear()  # nobody else reads them: TRL's own log is off
+        metrics.clear()  # they have no other reader: TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
 

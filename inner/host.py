@@ -4,7 +4,7 @@
                ── emit("reward_failed", …) ──▶ log                └ and the watchdog hears that nothing hangs
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
-Not promised: that anybody listens. Without a run around it a loop warns, and sleeps.
+Not promised: that a driver listens. Without a run around it a loop warns, and sleeps.
 """
 
 import time

@@ -10,8 +10,8 @@
 worth more for coming early or late, and a rollout gains nothing by having more of them. It is divided by the standard
 deviation where TRL divides its advantages by one (scale_rewards).
 
-A turn may be scored by tokens, too: a list with a number for each; then `k(t)` is the token. None: nobody can say, and
-the turn keeps the rollout's A. So does a turn that only one rollout of its group has, and a rollout without a reward.
+A turn may be scored by tokens, too: a list with a number for each; then `k(t)` is the token. None: unknown, and the
+turn keeps the rollout's A. So does a turn that only one rollout of its group has, and a rollout without a reward.
 
 Not promised: losses with one ratio for a whole sequence and one advantage for it (GMPO): they refuse (B, T).
 """

@@ -1,4 +1,4 @@
-"""A process reward model: a small head on the start model's states, trained on what teachers did in recorded traces.
+"""A process reward model: a small head on the start model's states, trained on teachers' actions in recorded traces.
 
     … <assistant> <call> t3_9 a 4 b 5 </call> <end>
                 │ └──────────── the turn ──────────┘
@@ -74,7 +74,7 @@ class ProcessHead(nn.Module):
 
 
 def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> ProcessReward:
-    """The same, ready to score: a head gets the start model's states.
+    """Return the same process reward, ready to score: a head gets the start model's states.
 
     loss_type: TRL's.   student: the model as it came in.   Raises InnerError for a loss that cannot use it."""
     if loss_type in WHOLE_SEQUENCE_LOSSES:

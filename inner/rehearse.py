@@ -106,7 +106,7 @@ def copy_files(files: Files, scratch: Path) -> dict[str, str]:
 
 
 def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
-    """It ended the whole process: sys.exit, os._exit, a crash in C."""
+    """Explain an end of the whole process by the user's code: sys.exit, os._exit, a crash in C."""
     first = config.own_code.partition(", ")[0]
     last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
     return (
@@ -142,7 +142,7 @@ def missing_package(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, and whatever led to it."""
+    """Yield the error, and the errors that led to it."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -153,13 +153,13 @@ def main(asked: Mapping[str, Any]) -> None:
     files = {k: Path(v) for k, v in asked["files"].items()}
     config = InnerConfig.from_dict(asked["inner"])
     found = run_checks(config, files)
-    _write(Path(asked["answer"]), found)  # before what may be late
+    _write(Path(asked["answer"]), found)  # before the answers of the rows, which may be late
     if not found.refused:
         _write(Path(asked["answer"]), try_answers(found, config, files))
 
 
 def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
-    """What the rows' own answers add to a code that can be called."""
+    """Add the findings from the rows' own answers, for code that can be called."""
     from inner.check import SilentReward, constant_reward
 
     try:

@@ -1,4 +1,4 @@
-"""What a reward is called with; why one cannot be called so; why one says the same of everything.
+"""The arguments of a reward's call; reasons why a call fails, and why a reward says the same of everything.
 
     row ─▶ candidates: each other column's value (the answer is often one) · an empty one
         ─▶ reward(prompts, completions, completion_ids, …, columns)        completions: texts, or lists of messages
@@ -45,7 +45,7 @@ def call_of(
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Of the rewards that say something, as TRL adds them; None where none does."""
+    """Return the weighted sum of the rewards that are not None, as TRL adds them; None where all are None."""
     known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
     return sum(known) if known else None
 

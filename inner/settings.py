@@ -173,7 +173,7 @@ class ChannelSettings:
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """By the names that they have as keywords of a trainer (inner/flat_names.py), which errors use, too."""
+        """Make the settings from a trainer's keywords (inner/flat_names.py), whose names errors use, too."""
         tables: dict[str, dict[str, Any]] = {"sdpo": {}, "replay": {}, "grpo": {}, "schedule": {}}
         for name, value in keywords.items():
             table, key = CHANNEL_KEYWORDS[name]

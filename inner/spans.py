@@ -192,7 +192,7 @@ class HintSplicer:
         for role in ("system", "user"):
             try:
                 hinted = self._render([*_ASK, {"role": role, "content": "a"}], False)
-            except Exception:  # a template refuses a role by raising whatever jinja raises
+            except Exception:  # a template refuses a role by raising any of jinja's errors
                 continue
             if hinted[: len(bare)] == bare and len(hinted) > len(bare):
                 return opened[len(bare) :], role

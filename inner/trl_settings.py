@@ -143,7 +143,7 @@ def check_trl(values: Mapping[str, Any]) -> None:
 
 
 def instead_in_words(instead: str) -> str:
-    """How an error goes on that names a key of another trainer."""
+    """Return the rest of an error that names a key of another trainer."""
     nothing, _, why = instead.partition("nothing: ")
     return f". Use {instead}" if nothing else f". Leave it out: {why}"
 

@@ -57,7 +57,7 @@ class Ahead:
         self._answers |= zip(news, self._threads.map(lambda key: ask_store(self._store, key), news), strict=True)
 
     def is_there(self, key: str) -> bool:
-        """Whether there is an object.  True if it cannot be read: `get` raises the error.  `get` still has its answer."""
+        """Whether there is an object.  True if it cannot be read: `get` raises the error.  Its answer is kept."""
         self.ask([key])
         return self.is_cached(key) or self._answers[key] is not None
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 
 class LossInputs(Protocol):
-    """As PRIME-RL gives them: (T,) each.   ref_logprobs: None where the algorithm has no reference.
+    """PRIME-RL's inputs of a loss: (T,) each.   ref_logprobs: None where the algorithm has no reference.
 
     loss_weights and ref_logprobs may be absent: PRIME-RL called the reference teacher_logprobs until 2026-06, and had
     no weights.

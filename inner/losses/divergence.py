@@ -67,7 +67,7 @@ def generalized_jsd_loss(
 
 
 def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Where there is something to learn -> (...), bool."""
+    """Return the mask of the positions to learn, (...), bool: all without labels, else those without IGNORE."""
     return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if labels is None else labels != IGNORE
 
 

@@ -89,7 +89,7 @@ class TAIDScheduler:
         return self.t
 
     def _adaptive_t(self, loss: float) -> float:
-        """Where this loss would take t without the line."""
+        """Return the t to which this loss would move t without the line."""
         previous = self.previous
         self.previous = loss
         if previous is None or self.disable_adaptive:

@@ -118,13 +118,13 @@ async def replay_trace(
 
     min_student_entropy  ask only where the student was unsure (nats per token); the others cost nothing
     agreement_threshold  with tiers: this many teachers in agreement need no further tier
-    key                  by what turns are compared (commands.py); None: as each state's `action_form` says
+    key                  the part of a turn that is compared (commands.py); None: as each state's `action_form` says
     timeout_s            for one whole exchange, from the connection to the last byte
     progress             None: a bar if stderr is a terminal
     ledger               an open Ledger is left open
     transport, clock     of httpx, of the waits between tries: for tests
 
-    InnerError: something is wrong with what was given, and nothing was sent. ReplayStopped: see above.
+    InnerError: an argument is wrong, and nothing was sent. ReplayStopped: see above.
     """
     _check_settings(max_total_usd=max_total_usd, concurrency=concurrency, tries=tries, timeout_s=timeout_s)
     _check_asked(states, teachers, min_student_entropy)
@@ -398,7 +398,7 @@ NOT_SENT = Reading("stop", "the replay has stopped", 0)
 
 
 def _retry_delay_s(reading: Reading, attempt: int) -> float:
-    """As Retry-After asks; else 0.25, 0.5, 1, … 16 s."""
+    """Return the seconds before the next try: as Retry-After asks; else 0.25, 0.5, 1, … 16 s."""
     return reading.after_s if reading.after_s is not None else min(16.0, 0.25 * 2 ** (attempt - 1))
 
 

@@ -28,7 +28,7 @@ MOST_HOLDERS = 1000  # processes on one machine that look for a ledger of their 
 
 
 class CeilingReached(Exception):
-    """This request does not fit under the ceiling any more."""
+    """The request does not fit under the ceiling any more."""
 
 
 class CostCeiling:
@@ -73,7 +73,7 @@ class Ledger:
         self.path = Path(path) if path is not None else None
         self.answers: dict[str, dict[str, Any]] = {}
         self._booked = 0
-        self._open_reserves: dict[int, int] = {}  # reserves of what was sent and has not come back
+        self._open_reserves: dict[int, int] = {}  # reserves of the requests that were sent and have not come back
         self._sent = 0
         self._whole = 0  # bytes of the file that are whole lines
         self._file = _open_alone(self.path) if self.path is not None else None
@@ -86,7 +86,7 @@ class Ledger:
 
     @property
     def spent_nano(self) -> int:
-        """By all processes with this ledger so far; a request in flight counts as its reserve."""
+        """Nano-dollars spent by all processes with this ledger so far; a request in flight counts as its reserve."""
         return self._booked + sum(self._open_reserves.values())
 
     def record_sent(self, call: str, state_id: str, teacher: str, reserve: int) -> int:
@@ -126,7 +126,7 @@ class Ledger:
             os.ftruncate(cast(Any, self._file).fileno(), self._whole)
 
     def _read_lines(self, file: IO[bytes]) -> None:
-        """Take in what is there. A torn last line (killed while writing) is cut off."""
+        """Apply the lines of the file. A torn last line (killed while writing) is cut off."""
         whole, _, torn = file.read().rpartition(b"\n")
         self._whole = len(whole) + 1 if whole else 0
         if torn:

@@ -167,7 +167,7 @@ async def replay_and_normalize_trace(
 
 
 def replay_and_normalize_trace_sync(*args: Any, **kwargs: Any) -> "tuple[Replay, list[NormalizedDPOPair]]":
-    """The same for callers without an event loop."""
+    """Run `replay_and_normalize_trace` for callers without an event loop."""
     return asyncio.run(replay_and_normalize_trace(*args, **kwargs))
 
 

@@ -80,7 +80,7 @@ class TensorBoardTracker:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the newest step of the rows in a folder's event files; −1 if there is none.  A torn record ends its file."""
+    """Return the newest step of a folder's event files; −1 if there is none.  A torn record ends its file."""
     from tensorboard.backend.event_processing.event_file_loader import (  # pyright: ignore[reportMissingImports]
         EventFileLoader,
     )

@@ -62,7 +62,7 @@ class ReplicaActor(RoleActor):
 
     @endpoint
     def member(self, role: str, lost: int = 0) -> tuple[int, Any]:
-        """Its incarnation, and the actor.   Raises InnerError for a role that has died too often.
+        """Return the role's incarnation, and its actor.   Raises InnerError for a role that has died too often.
 
         lost: the incarnation of which the caller knows that it is gone, though no failure was reported."""
         if lost and lost == self._incarnations[role]:

@@ -1,4 +1,4 @@
-"""A round of H inner steps as a function of what survives the process that computes it.
+"""A round of H inner steps as a function of the state that survives the process that computes it.
 
     (t, θ_t, carried) ── H inner steps ──▶ Round(θ, carried, numbers)
 
@@ -44,7 +44,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Round:
-    """How a round of `t` ended."""
+    """Result of the round of `t`."""
 
     t: int
     weights: Weights
