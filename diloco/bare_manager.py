@@ -78,7 +78,7 @@ class BareRounds:
     # ---------------------------------------------------------------- rounds
 
     def add_tensor(self, tensor: Tensor) -> Callable[[], None]:
-        """Take a tensor into this round; -> what its Work must do.  After an error nothing more is taken."""
+        """Take a tensor into this round; -> the action of its Work.  After an error nothing more is taken."""
         if self.error is None:
             self._tensors.append(tensor)
         return self.reduce_round

@@ -248,7 +248,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
-        """Raises ConfigError."""
+        """Make the config from the tables of a run.toml.   Raises ConfigError."""
         raw = with_keep(raw)
         refuse_unknown(raw, cls, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
         hints = field_types(cls)

@@ -78,7 +78,7 @@ TASK_ONLY = {f.name: f.default for f in fields(EvalConfig) if f.name.startswith(
 
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
-    """Raises InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
+    """Raise InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
     held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
     if inner.data.source is not None:
         training = load_prompts(inner.data.source, files, inner.data)

@@ -132,9 +132,9 @@ def _score_batch(
 
 
 def share_of(session: Session, step: int) -> tuple[int, int] | None:
-    """(i, n): this replica scores prompts i, i + n, …; None if it has no part in θ_step.
+    """Return (i, n): this replica scores prompts i, i + n, …; None if it has no part in θ_step.
 
-    The commit that made θ_step lists who took part in it; of θ₀, and without a bucket, the desired slots are asked.
+    The commit that made θ_step lists its participants; without one (θ₀, no bucket) the wanted slots take their place.
     """
     commit = session.rv.chain.read(step - 1) if step else None
     slots = sorted({offer.slot for offer in commit.fresh_offers}) if commit else [*session.rv.wanted.slot_names]

@@ -23,7 +23,7 @@ from diloco.config import OuterError
 
 
 class FlatFragment(nn.Module):
-    """One fp32 vector on the CPU over some trainable parameters of a live model; what torchft optimizes."""
+    """One fp32 vector on the CPU over some trainable parameters of a live model; torchft optimizes it."""
 
     def __init__(self, live: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class FlatFragment(nn.Module):
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every trainable parameter once (tied weights under their first name), in the model's order."""
+    """Return every trainable parameter once (tied weights under their first name), in the model's order."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
         raise OuterError(
@@ -78,5 +78,5 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def layout_of(model: nn.Module) -> list[list[Any]]:
-    """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
+    """Return [name, shape, dtype] of every trainable parameter, in flat order: the meaning of a flat vector."""
     return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable_parameters(model)]

@@ -127,7 +127,7 @@ def what_is_kept(run: Run) -> Reach | None:
 
 
 def refuse_gone(run: Run, step: int) -> None:
-    """ConfigError if what is left in the bucket does not give θ_step any more."""
+    """Raise ConfigError if the blobs left in the bucket do not give θ_step any more."""
     left = what_is_kept(run)
     if left is None or left.covers_step(step):
         return

@@ -45,7 +45,7 @@ class Journal:
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Raises ValueError for a kind that diloco/events.py does not have."""
+        """Add an event to the log.   Raises ValueError for a kind that diloco/events.py does not have."""
         if event not in KINDS:
             raise ValueError(f"{event!r} is not a kind of event; add it to KINDS in diloco/events.py")
         line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_round_numbers(fields)}, default=str)
@@ -92,7 +92,7 @@ class Journal:
 
 
 def read_journal(store: Readable) -> Iterator[dict[str, Any]]:
-    """Every event of a run with "slot" and "generation", in no particular order; what is none is passed over."""
+    """Yield every event of a run with "slot" and "generation", in no particular order; other lines are skipped."""
     for key in store.list(layout.LOGS):
         if not layout.is_rollouts(key) and (owner := layout.log_owner(key)) is not None:
             about = dict(zip(("slot", "generation"), owner, strict=True))
@@ -172,7 +172,7 @@ def rollout_line(line: str) -> dict[str, Any]:
 
 
 def rollout_head(line: str) -> tuple[int, dict[str, Any]]:
-    """(outer step, hints of tools) of an object of rollouts, from its first line.   Raises ValueError."""
+    """Return (outer step, hints of tools) of an object of rollouts, from its first line.   Raises ValueError."""
     head = rollout_line(line)
     tools = head.get("tools")
     return check_of(Step)(head.get("step")), tools if isinstance(tools, dict) else {}

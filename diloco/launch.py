@@ -205,7 +205,7 @@ class Run:
         files = {**self.record.files}
         held_out = files.pop(EVAL, None)
         files.pop(MODULES, None)
-        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it says who scores
+        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it names the scorer
         evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out and is_named else {}
         stands = {
             kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
@@ -281,7 +281,7 @@ def open_run(
 def _found_run(
     store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]]
 ) -> tuple[bool, RunRecord, RunRecord]:
-    """Write run.json unless it stands; -> were we first, what stands, and ours to compare with it.
+    """Write run.json unless it stands; -> whether we were first, the record that stands, and ours to compare with it.
 
     codec = "auto" takes the codec that stands there; only a caller that finds no run chooses.
     """

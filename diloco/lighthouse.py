@@ -9,7 +9,8 @@
     finish_round()  ──▶   log, beat, a snapshot now and then
 
 A replica that was healed in the quorum counts with weight 0 in that step: its inner steps were made from another θ.
-Start the Lighthouse with a join time-out longer than an outer step: who misses a quorum is healed in the next.
+Start the Lighthouse with a join time-out longer than an outer step: a replica that misses a quorum is healed in the
+next.
 With a `session` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
 
 Not promised: that late work counts, or that of a replica which leaves (it goes at once, its inner steps since the
@@ -222,7 +223,7 @@ class LighthouseRounds:
         return (step - 1) % self._joined_loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """No step is ever taken without us and then replayed; the quorum heals."""
+        """Do nothing: no step is taken without us and then replayed; the quorum heals."""
 
     def progress(self, inner: int, rate: float) -> None:
         """Put the progress into the next beat; raise Fenced or Leaving where this replica has to go.
@@ -313,7 +314,7 @@ class LighthouseRounds:
 
 
 def as_outer_manager(manager: Any) -> Any:
-    """A manager that OuterLoop can use: a torchft.Manager gets what it lacks, others are returned as they are."""
+    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, others are returned as they are."""
     return manager if hasattr(manager, "rounds") else LighthouseManager(manager)
 
 

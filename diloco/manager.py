@@ -85,7 +85,7 @@ class StoreManager:
     # ---------------------------------------------------------------- torchft's eight names
 
     def start_quorum(self, *_: Any, **__: Any) -> None:
-        """Nothing to ask: the commit decides which replicas take part.  A bare manager heals here at the latest."""
+        """Ask nothing: the commit decides which replicas take part.  A bare manager heals here at the latest."""
         if self._is_bare:
             self._bare.join()
 
@@ -125,7 +125,7 @@ class StoreManager:
         return {"step": self.current_step(), "batches_committed": self.batches_committed()}
 
     def wait_quorum(self) -> None:
-        """Nothing to wait for: the bucket is always there."""
+        """Wait for nothing: the bucket is always there."""
 
     def num_participants(self) -> int:
         """Fresh offers in the last commit that this replica knows."""

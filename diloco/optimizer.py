@@ -96,7 +96,7 @@ class OuterState:
         return {f"{name}.{fragment}": array for name, array in named.items()}
 
     def all_arrays(self) -> dict[str, np.ndarray]:
-        """Every fragment's."""
+        """Return the arrays of every fragment."""
         return all_arrays(self, len(self.thetas))
 
     def load(self, arrays: Any) -> None:

@@ -80,7 +80,7 @@ class OuterRounds(Protocol):
         ...
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """Apply what was decided without us; `late(step)` comes before each."""
+        """Apply the steps that were decided without us; `late(step)` comes before each."""
         ...
 
     def close(self, reason: str) -> None:

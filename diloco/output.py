@@ -1,9 +1,9 @@
-"""The output of a process: no text steers the terminal, and no reader who goes (`| head`, a full disk) ends it.
+"""The output of a process: no text steers the terminal, and no lost reader (`| head`) or full disk ends the process.
 
     print, warnings, logging, tracebacks ──▶ PlainOutput ──▶ sys.stdout, sys.stderr ──▶ fd 1, 2 ──▶ a file, a terminal
                                               └ inner/printable.py                        └ no space, no reader: lost
 
-A command shows what other people wrote into a bucket: `print_plainly` stands at its one way out.
+A command shows texts that other people wrote into a bucket: `print_plainly` stands at its one way out.
 
 Python raises ENOSPC or EPIPE out of `print`, keeps the text, and fails again at each flush, also at the end of the
 process.  A replica, or the supervisor of a fleet, would end because it prints.  So text that does not arrive is

@@ -41,7 +41,7 @@ def appended(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def read_json(path: str | Path) -> Any:
-    """None if there is none, or something else."""
+    """Read a JSON file with `open_own`; None if there is none, or it cannot be read."""
     with suppress(OSError, ValueError, RecursionError), open(open_own(path), "rb") as file:
         return json.loads(file.read())
     return None

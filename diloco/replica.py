@@ -319,7 +319,7 @@ def _run_inner(
 def _make_evaluator(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
 ) -> "Evaluator | None":
-    """None without [eval]."""
+    """Make the evaluator; None without [eval]."""
     from diloco.evaluator import Evaluator
     from inner.flat_names import EVAL
     from inner.prompts import load_prompts
@@ -419,7 +419,7 @@ def _print_end(slot: str, error: Exception | str, code: int) -> int:
 
 
 def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
-    """Print a line per outer step: a person who reads this replica's output sees that it is well."""
+    """Print a line per outer step: it shows a reader of the output that the replica is well."""
     if event == "step":
         print(step_line(session.rv.name, fields, session.rv.wanted.steps), flush=True)
 

@@ -271,7 +271,7 @@ class StoreRounds:
         self.session.end()
 
     def _land_in_time(self) -> None:
-        """A round under way ends when its offer is durable; what was decided then is for the others."""
+        """End a round under way once its offer is durable; its commit is left to the others."""
         if self.in_flight is not None and not self.in_flight.failed:
             self.session.rv.ask_to_leave()
             with suppress(Leaving):

@@ -193,7 +193,7 @@ class Session:
             self._alone_since, self._alone_at = 0.0, None
 
     def _end_without_heartbeat(self, error: BaseException) -> None:
-        """The training thread raises HeartbeatLost at its next inner step; who hangs in one is ended by force."""
+        """Make the training thread raise HeartbeatLost at its next inner step; end the process by force if it hangs."""
         self.rv.members.heartbeat_lost = error
         try:
             print(f"{self._slot}: its heartbeat has ended: {error}; leaving", file=sys.stderr, flush=True)
@@ -203,7 +203,7 @@ class Session:
                 os._exit(exitcodes.CRASHED)
 
     def _end_hung(self, stood_s: float) -> None:
-        """The main thread cannot be asked any more: say where it stands, and end the process."""
+        """Say where the main thread stands, which cannot be asked any more, and end the process."""
         where = where_it_stands()
         limit = self.watchdog.limit_s
         status = self.rv.members.status
@@ -224,7 +224,7 @@ class Session:
         self.flush()
 
     def _pace_s(self) -> float:
-        """Seconds for the inner step that goes on, and once it has ended for the upload."""
+        """Return the seconds for the inner step that goes on, and for the upload once it has ended."""
         return self.watchdog.longest_s + (UPLOAD_S if self._alone_at not in (None, self._place()) else 0.0)
 
     def _place(self) -> tuple[str, int, int]:

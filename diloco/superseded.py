@@ -9,7 +9,7 @@ One register decides.  A replica that would have committed step 0 there, however
 instead.  In a sealed run one without the tag counts as none.
 Nothing is deleted.
 
-Not promised: that a run stands at current(RUN): who superseded it may have died before founding it.
+Not promised: that a run stands at current(RUN): the superseding process may have died before founding it.
 """
 
 import json

@@ -229,7 +229,7 @@ class InnerConfig(Table):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises InnerError, for a key that is none with the nearest one of all tables."""
+        """Make the config from a table.   Raises InnerError, for an unknown key with the nearest one of all tables."""
         refuse_unknown(values, cls, error=InnerError, known=(*list_settings(cls, "inner."), *TRL_NAMES), moved=MOVED)
         return cls(**values)
 

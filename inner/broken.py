@@ -70,7 +70,7 @@ class BrokenRewards:
 
 
 def _lowest_row(rewards_B_F: Tensor, judged_B: Tensor) -> tuple[float, Tensor | None]:
-    """(inf, None) where all are NaN."""
+    """Return the lowest total and its row; (inf, None) where all are NaN."""
     judged_B = judged_B.nan_to_num(torch.inf)
     at = int(judged_B.argmin())
     return (judged_B[at].item(), rewards_B_F[at].clone()) if judged_B[at] < torch.inf else (torch.inf, None)

@@ -1,4 +1,4 @@
-"""A replica's start without weights: what it does before it generates, on the model's shape alone.
+"""A replica's start without weights: its steps before it generates, on the model's shape alone.
 
     config.json ──▶ a model on the meta device (+ adapter) ──▶ GrpoLoop, as a replica builds it
     each prompt ──▶ template, tools, switches ──▶ ids:  are there any · does the model know them · does the user's text
@@ -7,7 +7,7 @@
 
     parent ── {"inner", "files", "folder", "held_out", "answer"} ──▶ python -m inner.dry_run ──▶ {"refused", "note"}
 
-Longest prompts first; what is left after PROMPTS_S is not looked at, which the note says.
+Longest prompts first; prompts that are left after PROMPTS_S are not looked at, which the note says.
 
 Not promised: that generation fits the memory, or that an environment's own words, which only a rollout has, fit the
 template.
@@ -37,7 +37,7 @@ Spelling = str | list[str] | None
 
 @dataclass(frozen=True)
 class DryRun:
-    """refused: why no replica could train.   note: what was not looked at."""
+    """Result of a dry run.   refused: why no replica could train.   note: the checks that were left out."""
 
     refused: str = ""
     note: str = ""

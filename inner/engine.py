@@ -80,7 +80,7 @@ def engine_instead(dtype: str | None) -> Iterator[None]:
 
 @torch.no_grad()
 def engine_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(its name in the base model's files, value) of each parameter, with the adapter in it; the model is only read."""
+    """Yield (its name in the base model's files, value) of each parameter, adapter merged; the model is only read."""
     layers = {f"{name}.base_layer.weight": m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     adapted = {id(p) for layer in layers.values() for p in _adapter_parameters(layer)}
     for name, parameter in model.named_parameters():

@@ -123,7 +123,7 @@ def filter_hint(hint: str | None, recommended: str | None, error: str) -> str | 
 
 
 def same_action(recommended: str, student_action: str) -> bool:
-    """Both as action_text writes them: the calls are compared, not the text around them."""
+    """Whether two actions, as action_text writes them, are the same: by their calls, not the text around them."""
     return bool(student_action) and action_key(recommended) == action_key(student_action)
 
 

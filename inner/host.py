@@ -27,7 +27,7 @@ class Host(Protocol):
 
 
 class StandaloneHost:
-    """No run around the loop."""
+    """Host of a loop without a run around it."""
 
     def note(self, text: str) -> None: ...
 

@@ -39,7 +39,9 @@ class KnownModel:
 
 
 def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> KnownModel:
-    """Raises InnerError if the model cannot be loaded for certain.   ask(model, revision): the Hub (default: online)"""
+    """Look at the model.   Raises InnerError if it cannot be loaded for certain.
+
+    ask(model, revision): asks the Hub (default: online)."""
     model = config.model
     if model in BUILT_IN_MODELS:
         return KnownModel()

@@ -29,7 +29,7 @@ NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in the names of matr
 
 
 def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
-    """Raises InnerError where it cannot run here."""
+    """Make the config's optimizer.   Raises InnerError where it cannot run here."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     adam: dict[str, Any] = {
         "lr": config.learning_rate,

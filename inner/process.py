@@ -74,7 +74,7 @@ def process_advantages(
     process: ProcessReward,
     scale: str,
 ) -> Tensor:
-    """(B, T): TRL's advantages, and those of the turns.   width: T.   scale: TRL's scale_rewards."""
+    """Return TRL's advantages plus those of the turns, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)
     gains = standardise(steps, group, scale)
     later = defaultdict(float)  # row -> the gains behind the step, for "rest"

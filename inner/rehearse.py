@@ -33,7 +33,7 @@ SANDBOX = "inner.worlds.deletion.sandbox"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """refused: what cannot work.   missing: a package that the code imports and this machine lacks.
+    """Result of a rehearsal.   refused: the fault in words.   missing: an imported package that this machine lacks.
 
     late: it was not done after TIME_S, so nothing is known.
     sandboxed: it runs programs in bubblewrap, so replicas need that; no_sandbox: this machine cannot.
@@ -62,7 +62,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehea
 
 @dataclass(frozen=True)
 class Trying:
-    """late: it was ended after its time.   answer: what it had written by then, None if it ended before."""
+    """End of a child process.   late: it was ended after its time.   answer: its file's, None if it wrote none."""
 
     late: bool = False
     answer: dict[str, Any] | None = None

@@ -121,7 +121,7 @@ class RewardCalls:
         optimizer.step = step_if_rewarded
 
     def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
-        """Raises RewardFailed at the third batch in a row for which all rewards were None."""
+        """Raise RewardFailed at the third batch in a row for which all rewards were None."""
         self._silent = self._silent + 1 if bool(rewards_B_F.isnan().all()) else 0
         if self._silent < BATCHES:
             return
@@ -224,7 +224,7 @@ class RewardCalls:
         )  # fmt: skip
 
     def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
-        """Raises RewardFailed where going on would train on nothing."""
+        """Raise RewardFailed where going on would train on nothing."""
         name = _reward_name(reward)
         if len(scored.failed) < len(scored.values):
             self._in_a_row[name] = 0

@@ -24,7 +24,7 @@ Rewards = Sequence[tuple[Callable[..., Any], float]]
 
 
 def candidates(row: Row) -> list[tuple[str, str]]:
-    """(column, its value as text) of each that could be an answer, and ("empty", "")."""
+    """Return (column, its value as text) of each that could be an answer, and ("empty", "")."""
     named = [(name, value) for name, value in row.items() if name != "prompt" and name not in OF_A_TASK]
     return [*((name, str(value)) for name, value in named if isinstance(value, str | int | float)), ("empty", "")]
 

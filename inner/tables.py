@@ -39,7 +39,7 @@ class Bounds:
     one_of: tuple[str, ...] = ()
 
     def find_fault(self, value: Any) -> str:
-        """ "" or what the value must be."""
+        """Return "" or, for a value outside of the bounds, the bounds in words."""
         if self.one_of:
             return "" if value in self.one_of else f"is not known. Use one of: {', '.join(self.one_of)}"
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -57,7 +57,7 @@ class DistillationTeacher:
 
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:
-        """(N, V) at the turns' positions: one forward without gradient."""
+        """Return the logits at the turns' positions, (N, V): one forward without gradient."""
         with self.in_place(device):
             return logits_at(self.model, backbone_states(self.model, *pad_rows(rows, device)), turns)
 

@@ -448,7 +448,7 @@ def written_tokens(batch: Any) -> int:
 
 
 def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """(B,): the last token of each row that is not padding."""
+    """Return the last token of each row that is not padding, (B,)."""
     return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 

@@ -116,7 +116,7 @@ ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))
 
 
 def check_trl(values: Mapping[str, Any]) -> None:
-    """Raises InnerError for the first setting that is none, that the run owns, or that has another type."""
+    """Raise InnerError for the first setting that TRL does not have, that the run owns, or that has another type."""
     for name, value in values.items():
         if name in ALIASES and name not in TRL_FIELDS:
             raise InnerError(f"unknown setting inner.trl.{name}{instead_in_words(ALIASES[name])}")

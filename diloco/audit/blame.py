@@ -146,7 +146,7 @@ def blame_dict(found: Blame) -> dict[str, Any]:
 
 
 def blame_lines(found: Blame) -> list[str]:
-    """A table, and what it says."""
+    """Return a table, and its meaning in words."""
     head = []
     if found.before and found.after:
         head = [f"{found.metric}: {_number(found.before)} at θ_{found.first}, {_number(found.after)} at θ_{found.last}"]

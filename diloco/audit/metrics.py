@@ -113,7 +113,7 @@ class CommandNumber:
 def open_metric(
     run: Run, record: ModelRecord, *, text: Path | None = None, prompts: Path | None = None
 ) -> Iterator[Metric | None]:
-    """The one that is asked for; else what the run itself learns from or is held to; None if there is nothing such.
+    """Open the metric that is asked for; else the run's own text or [eval]; None if the run has neither.
 
     Raises ConfigError."""
     with TemporaryDirectory(prefix="diloco-blame-") as scratch:

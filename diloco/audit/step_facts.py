@@ -44,7 +44,7 @@ NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
 
 @dataclass(frozen=True)
 class OfferFacts:
-    """An offer for the step, and what became of it.   listed: by the commit of step `listed_in`.   why: of NONE."""
+    """An offer for the step, and its fate.   listed: by the commit of step `listed_in`.   why: of NONE."""
 
     offer: Offer
     fate: str
@@ -55,7 +55,7 @@ class OfferFacts:
 
 @dataclass(frozen=True)
 class Effect:
-    """The mean's effect on its fragment of θ.   Numbers are None where what they need is gone.
+    """The mean's effect on its fragment of θ.   Numbers are None where their blobs are gone.
 
     parts: (step, slot) of each listed offer that can be read -> its length, and its cosine to the mean.
     rho: cosine to the mean of the fragment's step before.   momentum: length before and after.
@@ -141,7 +141,7 @@ def _wanted_at(store: Store, at: float) -> Wanted:
 
 
 def _read_offers(store: Store, step: int, known: dict[int, Commit], rules: Rules, head: int) -> Iterable[OfferFacts]:
-    """Every record under the step's offers.  An offer's body is not looked at."""
+    """Yield the facts of every record under the step's offers.  An offer's body is not looked at."""
     for key in sorted(store.list(layout.offers_prefix(step))):
         body = store.get(key)
         if body is None:

@@ -86,21 +86,21 @@ class Cache:
         return None if kind is None else self._of_kind(kind).pop(key, None)
 
     def put_back(self, key: str, body: bytes) -> None:
-        """After `take`: it is what the bucket has."""
+        """Put a record back after `take`: the bucket has the same bytes."""
         self._of_kind(layout.record_kind(key) or "")[key] = body
 
     def keys(self, kind: str) -> list[str]:
         return list(self._of_kind(kind))
 
     def clear(self) -> None:
-        """Everything kept is of another run."""
+        """Delete everything that is kept: it is of another run."""
         self._records = {}
         self._news = {}
         self._of_another = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:
-        """Write what is new.  On a full disk, or in a home that is read-only, nothing is kept."""
+        """Write the new records.  On a full disk, or in a home that is read-only, nothing is kept."""
         if not self._news:
             return
         with suppress(OSError):

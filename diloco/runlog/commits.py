@@ -57,7 +57,7 @@ def read_commit(body: bytes) -> Decision:
 
 
 def kept_commit(body: bytes) -> Decision:
-    """Raises WireError if another release has kept something else."""
+    """Decode a commit from the cache.   Raises WireError if another release has kept something else."""
     try:
         raw = json.loads(body)
         offers = tuple(_parse_counted(o) for o in raw["offers"])

@@ -58,7 +58,7 @@ def _shorten(words: object) -> str:
 
 
 def joined_words(seen: str, own: str) -> str:
-    """Both, without saying the same twice."""
+    """Join both reasons, without saying the same twice."""
     if not own:
         return seen
     reason = seen.partition("; ")[0]  # its own words are better than a line of its log

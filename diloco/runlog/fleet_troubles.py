@@ -34,7 +34,7 @@ SNAPSHOT_SLACK = 3  # outer steps: the writing of one, its manifest, and the com
 
 
 def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """No commit for 3 × the median.  A run that stands still on purpose, starts or evaluates is passed over."""
+    """Find a run without a commit for 3 × the median, unless it stands still on purpose, starts or evaluates."""
     if run_state(report) != "running" or len(report.steps) <= LEAST_GAPS or _evaluates(report, now):
         return []
     usual_s = max(seconds_per_step(report.steps) or 0.0, _median_s(report))
@@ -253,7 +253,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """The newest snapshot is more than two periods old: who joins has to replay all steps since."""
+    """Find a newest snapshot of more than two periods ago: a joining replica has to replay all steps since."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

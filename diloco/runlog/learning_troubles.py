@@ -71,7 +71,7 @@ def _newest_in_a_row(found: Sequence[bool]) -> int:
 
 
 def _has_equal_groups(step: Step) -> bool | None:
-    """None where no replica measured it."""
+    """Whether all groups of the step have equal rewards; None where no replica measured it."""
     known = [numbers for numbers in step.learned.values() if "equal_groups" in numbers or "reward_std" in numbers]
     return all(n.get("equal_groups", float(n.get("reward_std", 1.0) == 0.0)) >= 1.0 for n in known) if known else None
 

@@ -49,7 +49,7 @@ class ReadSoFar:
 
 @dataclass
 class Found:
-    """The findings of one look.   lost: what is missing of the control records, "" for nothing.
+    """The findings of one look.   lost: the missing control records in words, "" for none.
 
     claims: of each slot.   logs: per session, the objects to read: from, to.
     """

@@ -172,7 +172,7 @@ def _elapsed_s(report: Report, state: str, now: float) -> float:
 
 
 def seconds_per_step(steps: Sequence[Step]) -> float | None:
-    """None before there are two commits."""
+    """Return the median seconds of the newest outer steps; None before there are two commits."""
     newest = [step.at for step in steps[-PACE_STEPS - 1 :]]
     gaps = [max(0.0, later - sooner) for sooner, later in pairwise(newest)]
     return median(gaps) if gaps else None

@@ -42,7 +42,7 @@ class AskedSoFar:
 
 
 def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) -> Focus | None:
-    """None: wait.   now: Unix time.   budget: requests that may be made now."""
+    """Choose the next look's focus; None: wait.   now: Unix time.   budget: requests that may be made now."""
     left = budget - 1  # the newest commit
     if left < 0:
         return None

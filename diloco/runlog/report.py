@@ -214,7 +214,7 @@ class Report:
 
     @cached_property
     def _index(self) -> dict[str, list[int]]:
-        """Kind -> where its events stand: who looks for troubles asks hundreds of times."""
+        """Kind -> positions of its events: a look for troubles asks hundreds of times."""
         found: dict[str, list[int]] = {}
         for i, event in enumerate(self.events):
             found.setdefault(event["event"], []).append(i)
@@ -279,7 +279,7 @@ class Reader:
         return self._store
 
     def refresh(self, focus: Focus = WHOLE) -> Report:
-        """focus: what this look is about, if it is not the first.   An error leaves the rest to the next look."""
+        """Look again.   focus: of this look, if it is not the first.   An error leaves the rest to the next look."""
         if not self._first:
             self._store.forget()
         self._focus = WHOLE if self._first else focus
@@ -486,7 +486,7 @@ class Reader:
         self._sessions[taken.slot, taken.generation] = session
 
     def _read_logs(self, found: Found) -> None:
-        """Every object once.  An object that its writer may still write again is read again in another process."""
+        """Read every new log object.  One that its writer may still write again is read again in another process."""
         keys = self._listed_logs() if self._scope.newest is None else _numbered_logs(found.logs)
         news = [key for key in keys if key not in self._logs]
         newest = _newest_numbers(news)

@@ -46,7 +46,7 @@ def action_message(text: str) -> Message:
 
 
 def action_key(text: str) -> str:
-    """Two actions are the same if their keys are. "" is no action."""
+    """Return an action's key: two actions are the same if their keys are. "" is no action."""
     calls = action_message(text).get("tool_calls")
     if calls:
         return calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])

@@ -91,7 +91,7 @@ class Replay:
 
 
 class ReplayStopped(InnerError):
-    """Nothing more can be asked. `.replay` is what there is; the ledger has it too."""
+    """The replay cannot go on. `.replay` holds the answers so far; the ledger has them too."""
 
     def __init__(self, message: str, replay: Replay) -> None:
         super().__init__(message)
@@ -163,7 +163,7 @@ def tiers_of(teachers: Sequence[Teacher]) -> list[list[Teacher]]:
 def is_settled(
     state: TraceState, actions: Iterable[TeacherAction], agreement_threshold: float, key: str | Key | None = None
 ) -> bool:
-    """No need for the next tier: all agree with the student, or enough of them agree on one action."""
+    """Whether no further tier is needed: all agree with the student, or enough of them agree on one action."""
     compared = key_of(key, state.get("action_form"))
     keys = [compared(a["action"]) if a["action"] else None for a in actions]
     if not keys or None in keys:
@@ -266,7 +266,7 @@ class _RequestDispatcher:
         self._calls: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
 
     async def ask(self, state: TraceState, teacher: Teacher) -> TeacherAction | None:
-        """None: there is no answer and there was none to be had (ceiling, or the replay has stopped)."""
+        """Return a teacher's answer, from the ledger or by a request; None where the ceiling or a stop allows none."""
         body = request_body(teacher, state)
         digest = call_digest(teacher.url, body)
         answer = self.ledger.answers.get(digest)
@@ -424,7 +424,7 @@ def _failed_answer(reading: Reading, cost_usd: float) -> dict[str, Any]:
 
 
 def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeout_s: float) -> None:
-    """Raises InnerError for a number that cannot work, before the first cent."""
+    """Raise InnerError for a number that cannot work, before the first cent."""
     if not 0 <= max_total_usd <= MOST_USD:
         raise InnerError(f"max_total_usd is {max_total_usd}: give the most you want to spend, in dollars.")
     if not (isfinite(timeout_s) and timeout_s > 0):
@@ -434,7 +434,7 @@ def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeo
 
 
 def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_student_entropy: float | None) -> None:
-    """Raises InnerError for missing teachers, names that stand twice, and states without an entropy that is needed."""
+    """Raise InnerError for missing teachers, names that stand twice, and states without an entropy that is needed."""
     if not teachers:
         raise InnerError("there are no teachers: give one or more, for example DEFAULT_TEACHERS.")
     for what, names in (("teacher", [t.model for t in teachers]), ("state_id", [s["state_id"] for s in states])):
@@ -452,7 +452,7 @@ def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_
 
 
 def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
-    """Every request can be written, and its worst case be known. (Teachers differ in the model's name and prices.)"""
+    """Raise InnerError for a state without a valid request or worst case. (Teachers differ in name and prices.)"""
     for state in states:
         try:
             body = request_body(teacher, state)

@@ -41,7 +41,7 @@ class CostCeiling:
         self._changed = asyncio.Condition()
 
     async def hold(self, reserve: int) -> None:
-        """Waits while what others hold may come back. CeilingReached when waiting cannot help."""
+        """Hold a reserve; wait while the others' reserves may come back. CeilingReached when waiting cannot help."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.held == 0 or self._fits_ceiling(reserve))
             if not self._fits_ceiling(reserve):
@@ -63,7 +63,7 @@ class LedgerError(InnerError):
 
 
 class LedgerHeld(LedgerError):
-    """Another process writes to this ledger."""
+    """The ledger is taken: another process writes to it."""
 
 
 class Ledger:

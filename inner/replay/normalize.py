@@ -172,7 +172,7 @@ def replay_and_normalize_trace_sync(*args: Any, **kwargs: Any) -> "tuple[Replay,
 
 
 def normalized_pair(pair: DPOPair, chosen: str | None = None, rejected: str | None = None) -> NormalizedDPOPair:
-    """Both shapes of one pair. A recipe's mapper may have rewritten the strings; the messages follow them."""
+    """Return both shapes of one pair. A recipe's mapper may have rewritten the strings; the messages follow them."""
     chosen = pair["chosen"] if chosen is None else chosen
     rejected = pair["rejected"] if rejected is None else rejected
     return {

@@ -181,7 +181,7 @@ def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], bod
 
 
 def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
-    """(nano-dollars or None, whether they are our estimate)"""
+    """Return (nano-dollars or None, whether they are our estimate)."""
     if not isinstance(usage, dict):
         return None, True
     if usage.get("cost") is not None:

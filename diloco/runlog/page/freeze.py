@@ -49,7 +49,7 @@ def live_page(name: str) -> bytes:
 
 
 def content_policy(connect: str = "'self'") -> str:
-    """Nothing but the page's own scripts and styles runs; nothing but its own data is asked for."""
+    """Return the policy: only the page's own scripts and styles run, and only its own data are asked for."""
     scripts = " ".join(_digest_of(asset_text(name)) for name in SCRIPTS)
     styles = " ".join(_digest_of(asset_text(name)) for name in STYLES)
     return (

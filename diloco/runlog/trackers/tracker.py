@@ -29,7 +29,7 @@ class TrackerError(ConfigError):
 
 
 class TrackerBusy(TrackerError):
-    """Another process of this machine writes to the same tracker; the same command may do later."""
+    """The tracker is taken: another process of this machine writes to it; the same command may work later."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class SDPOTeacherActor(RoleActor):
 
     @endpoint
     def logits(self, asked: Teaching) -> Tensor:
-        """(N, V), on the CPU."""
+        """Return the teacher's logits, (N, V), on the CPU."""
         device = next(self._model.parameters()).device
         with products(device, asked.casts):
             return self._teacher.logits(asked.rows, asked.turns, device).cpu()

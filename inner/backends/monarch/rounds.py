@@ -229,7 +229,7 @@ def read_weights(model: nn.Module) -> Weights:
 
 @torch.no_grad()
 def write_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises InnerError where they are not those of this model."""
+    """Copy the weights into the model.   Raises InnerError where they are not those of this model."""
     mine = trained_parameters(model)
     if wrong := sorted(set(mine) ^ set(weights)):
         raise InnerError(
