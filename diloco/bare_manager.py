@@ -129,7 +129,7 @@ class BareRounds:
     # ---------------------------------------------------------------- healing
 
     def join(self) -> None:
-        """Once: load the newest published state, or publish ours as the first."""
+        """Load the newest published state, or publish ours as the first; once."""
         if self._joined:
             return
         self._joined = True

@@ -465,7 +465,7 @@ def keep_bytes(keep: int | str) -> int | None:
 
 
 def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`fleet.retention`, in a run.toml or run.json of an earlier release, said the same of "all" and "window".
+    """Return the tables with `fleet.keep` in the place of an earlier release's `fleet.retention` ("all", "window").
 
     A run of an adapter is small: all of it stays if nothing else is said.
     """

@@ -34,13 +34,13 @@ class FlatFragment(nn.Module):
 
     @torch.no_grad()
     def gather(self, theta: Tensor) -> None:
-        """flat = local values."""
+        """Write flat ← local values."""
         for span, local in self._local_slices(theta):
             self.flat.data[span].copy_(local)
 
     @torch.no_grad()
     def delta(self, theta: Tensor, out: Tensor) -> Tensor:
-        """out = Δ = θ − local values, the bits that torchft gets by way of `gather`."""
+        """Write out ← Δ = θ − local values, the bits that torchft gets by way of `gather`."""
         for span, local in self._local_slices(theta):
             torch.sub(theta[span], local, out=out[span])
         return out
@@ -59,7 +59,7 @@ class FlatFragment(nn.Module):
 
     @torch.no_grad()
     def scatter(self, merged: bool) -> None:
-        """model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
+        """Write model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
         self.merged = self.flat.data.clone() if merged and self.rounds else None
         at = 0
         for p in self.live:

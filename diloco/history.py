@@ -147,7 +147,7 @@ def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
 
 @torch.no_grad()
 def put_into(model: nn.Module, state: OuterState) -> None:
-    """model's trainable parameters ← θ, rounded to their dtype."""
+    """Write the model's trainable parameters ← θ, rounded to their dtype."""
     flat = torch.cat(state.thetas)
     at = 0
     for _, p in trainable_parameters(model):

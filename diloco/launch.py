@@ -369,7 +369,7 @@ def solo_warning(desired: Wanted) -> str:
 
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
-    """Before anything is written: without create-if-absent, two replicas could commit the same step."""
+    """Raise StoreRefused before anything is written: without create-if-absent two replicas could commit one step."""
     from rendezvous.probe import why_unfit
 
     reason = why_unfit(store, clock)

@@ -169,7 +169,7 @@ class LighthouseRounds:
         return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
 
     def _after_heal(self, learned: dict[str, np.ndarray]) -> None:
-        """torchft has replaced every fragment's θ and momentum by a peer's: model ← θ, and nothing of ours counts."""
+        """Write model ← θ after torchft has replaced θ and momentum by a peer's; no inner step of ours counts."""
         arrays = self._joined_loop.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
@@ -209,7 +209,7 @@ class LighthouseRounds:
         raise AssertionError("nobody is late here: who was not in the quorum is healed in the next")
 
     def finish_round(self) -> int | None:
-        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
         if not self._committed:
             return None
         self._committed = False

@@ -188,7 +188,7 @@ def _fetch_inputs(
 
 
 def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path], stay: Callable[[], None]) -> Path:
-    """`fetch()`, as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
+    """Call `fetch` as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
     if (model := record.hub_model) is None:
         return fetch()
     from diloco.start_model import from_hub
@@ -373,7 +373,7 @@ def share_of(config: RunConfig, slot: str) -> "Share":
 
 
 def _wait_for_model(run: Run, session: Session) -> ModelRecord:
-    """θ₀'s manifest, which the launcher publishes while replicas start."""
+    """Wait for θ₀'s manifest, which the launcher publishes while replicas start.   Raises GaveUp."""
     began = session.clock.now()
     while (body := run.store.get(layout.MODEL_MANIFEST)) is None:
         _leave_now(session)
@@ -434,7 +434,7 @@ def _finite_only(stats: dict[str, float]) -> dict[str, float]:
 
 
 def _parent_check(parent: str) -> Callable[[], bool]:
-    """ "PID:STARTTIME" -> is that process still there?"""
+    """Make a check that the process of "PID:STARTTIME" is still there; always True for ""."""
     if not parent:
         return lambda: True
     return lambda: is_named_alive(parent)

@@ -112,7 +112,7 @@ class StoreRounds:
     # ---------------------------------------------------------------- before the first round
 
     def join(self, loop: "OuterLoop") -> None:
-        """Heal: afterwards the loop's θ is the run's.   Raises WrongRun."""
+        """Heal the loop: afterwards its θ is the run's.   Raises WrongRun."""
         rv = self.session.rv
         self.loop = loop
         if self._founds:
@@ -233,7 +233,7 @@ class StoreRounds:
         return self.session.rv.step + (self._commit is not None)
 
     def finish_round(self) -> int | None:
-        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
         if self._commit is None:
             return None
         commit = self._commit

@@ -105,7 +105,7 @@ class FactorWatch:
         self._number = cross_term(*self._pair.split(theta - deltas), weights)
 
     def take_number(self) -> dict[str, float]:
-        """{} where there is none."""
+        """Return the cross term by name; {} where there is none."""
         return {} if self._number is None else {"cross_term": self._number}
 
 

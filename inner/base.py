@@ -456,7 +456,7 @@ class InnerLoop(Protocol):
         ...
 
     def start_at(self, inner_step: int) -> None:
-        """Before `train`: the place in the order of the data."""
+        """Set the place in the order of the data, before `train`."""
         ...
 
     def report_to(self, host: Host) -> None:

@@ -203,7 +203,7 @@ class GrpoLoop:
             return score_rows(self.trainer, rows, greedy=greedy, seed=seed)
 
     def sample(self, n: int) -> dict[str, Any]:
-        """{"rollouts", "tools"}, {} if there are none."""
+        """Return {"rollouts", "tools"}; {} if there are no rollouts."""
         rollouts = self._rollouts.take(n, secrets_here())
         return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
 

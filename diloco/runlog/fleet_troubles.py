@@ -79,7 +79,7 @@ def _who_is_there(report: Report, now: float) -> str:
 
 
 def slot_lost(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """A slot whose launches were lost three times, with fewer than CALM_STEPS counted steps between them and since."""
+    """Find slots with three lost launches, and fewer than CALM_STEPS counted steps between them and since."""
     if report.done:
         return []
     found = [_lost_in_a_row(report, slot) for slot in report.wanted.slot_names]
@@ -107,7 +107,7 @@ def _newest_reason(report: Report, slot: str) -> str:
 
 
 def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """80 % of max_usd or of max_hours are gone, and the run goes on."""
+    """Find a run that goes on with 80 % of max_usd or of max_hours gone."""
     if spent is None or run_state(report) != "running":
         return []
     wanted = report.wanted

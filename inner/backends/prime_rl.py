@@ -147,7 +147,7 @@ def _trust_region(inputs: LossInputs, log_ratio: Tensor, ratio: Tensor, masked: 
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """0 where the mask is empty."""
+    """Return the mean where the mask is; 0 where the mask is empty."""
     return values[mask].sum() / mask.sum().clamp(min=1)
 
 

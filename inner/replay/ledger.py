@@ -96,7 +96,7 @@ class Ledger:
         return self._sent
 
     def record_answer(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
-        """answer None: nothing to keep, the call may be made again."""
+        """Write down that a request came back.   answer: None where nothing is kept and the call may be made again."""
         line = {"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why}
         self._apply_line(line)  # even if the disk refuses it: this process has seen it
         self._write(line)
@@ -106,7 +106,7 @@ class Ledger:
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        """ASCII: an answer may hold what UTF-8 cannot. A line that does not fit on the disk leaves none of itself."""
+        """Write a line in ASCII: an answer may hold surrogates. A line that does not fit on the disk leaves no part."""
         if self._file is None:
             return
         raw = json.dumps(line).encode() + b"\n"

@@ -154,7 +154,7 @@ class _Session:
             self._answers.put(error)
 
     def _stop(self) -> bool:
-        """After every inner step."""
+        """Seed the next inner step, or end the round; asked after every inner step.   -> whether the loop stops."""
         self._done += 1
         if self._done < self._steps:
             self._seed_step()
