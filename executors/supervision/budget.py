@@ -39,7 +39,7 @@ class SpendLimit:
         former: Sequence[Place] = (),
         emit: Emit = no_emit,
     ) -> None:
-        """former: where the run lived before; what still runs there bills, and keeps its lease."""
+        """former: earlier places of the run; processes that still run there are billed, and keep their lease."""
         self._store = store
         self._clock = clock
         self._executor = executor
@@ -79,7 +79,7 @@ class SpendLimit:
         return why
 
     def _price_per_hour(self, spec: ReplicaSpec) -> float | None:
-        """Per hour; the same for all of one kind in one place."""
+        """US dollars per hour; the same for all of one kind in one place."""
         kind = (place_of(self._places, spec.slot).maker, spec.gpu)
         if kind not in self._prices:
             plan = self._executor.plan([spec])
@@ -89,7 +89,7 @@ class SpendLimit:
         return self._prices[kind]
 
     def _renew_lease(self, report: Report, spent: Costs, rate: float) -> None:
-        """Earlier at once; later only when half of it is over."""
+        """Renew the lease: an earlier end at once, a later one only when half of it is over."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)
