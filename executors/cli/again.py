@@ -1,4 +1,4 @@
-"""`diloco train CONFIG --run RUN --again`: found a run in which nothing was trained again, with the mended file.
+"""`diloco train CONFIG --run RUN --again`: found a run anew, with the mended file, if nothing was trained in it.
 
     the same config stands there ─▶ nothing to do
     somebody supervises it       ─▶ refused: `diloco stop RUN` first

@@ -82,7 +82,7 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     try:
         started = detach(run, executor)
         outcome = _wait_until_watching(run, clock, started, before, say)
-        if outcome is not None and started.found:  # what the platform still had is over by now
+        if outcome is not None and started.found:  # the supervisor that the platform still had is over by now
             started = detach(run, executor)
             outcome = _wait_until_watching(run, clock, started, before, say)
     finally:

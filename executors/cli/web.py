@@ -52,7 +52,7 @@ class Door:
 
     @property
     def cookie(self) -> str:
-        """Its name; a browser sends the cookies of one host to all of its ports."""
+        """The name of the cookie; a browser sends the cookies of one host to all of its ports."""
         return f"diloco-{self.port}"
 
     def refusal(self, method: str, host: str, token: str) -> tuple[int, str] | None:

@@ -99,7 +99,7 @@ def _run_child(
     spec: ReplicaSpec, executor: str, grace_s: float, lease: LauncherWord
 ) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
-    os.environ.update(spec.env)  # what its store needs, this look needs too
+    os.environ.update(spec.env)  # this look needs the store's variables, too
     try:
         unfit = why_unreachable(spec.run) if spec.entrypoint == REPLICA else None
     except BaseException as interruption:
@@ -316,7 +316,7 @@ def main(argv: list[str]) -> int:
     run_marks.mark(spec.run)
     print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
     lease = LauncherWord(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
-    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # asked to go or not: how it ended is what counts
+    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # its end counts, asked to go or not
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 

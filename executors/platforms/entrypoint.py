@@ -138,12 +138,12 @@ def run(request: Mapping[str, Any]) -> int:
     except SystemExit as leave:
         return _exit_code(leave.code)
     except BaseException:
-        sys.stdout.flush()  # what it said comes before how it ended
+        sys.stdout.flush()  # its output comes before its traceback
         traceback.print_exc()
         return 1
     finally:
         for output in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a full disk: what was said is lost, how it ended is not
+            with suppress(OSError):  # a full disk: the output is lost, the exit code is not
                 output.flush()
 
 

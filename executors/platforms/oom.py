@@ -63,7 +63,7 @@ def memory_words(root: Path = CGROUPS, own: Path = OWN) -> str:
 def _gibibytes(path: Path) -> str:
     try:
         number = int(path.read_text())
-    except (OSError, ValueError):  # "max" is no limit, and so is what v1 says for it
+    except (OSError, ValueError):  # "max": no limit, which v1 tells by a huge number
         return ""
     return f"{number / 2**30:.2g} GiB" if number < 1 << 50 else ""
 

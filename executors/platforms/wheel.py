@@ -71,7 +71,7 @@ def _own_distribution() -> metadata.Distribution:
 
 
 def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> bytes:
-    """A zip of the packages and what pip wants to know about them."""
+    """A zip of the packages, with their metadata for pip."""
     info = f"serverless_diloco-{project.version}.dist-info"
     files = {name: path.read_bytes() for package in packages for name, path in _package_files(package)}
     files[f"{info}/METADATA"] = (project.read_text("METADATA") or "").encode()
@@ -86,7 +86,7 @@ def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> byt
 
 
 def _package_files(package: str) -> Iterator[tuple[str, Path]]:
-    """(name in the wheel, file) of a top-level package or module, without the files that stay here."""
+    """Yield (name in the wheel, file) of a top-level package or module, without the files that stay here."""
     spec = util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")

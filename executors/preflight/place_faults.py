@@ -38,7 +38,7 @@ from rendezvous.seal import KEY
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRET_NAME = re.compile(r"SECRET|(^|_)TOKEN$|PASSW|API_?KEY|PRIVATE_?KEY|RUN_KEY|CREDENTIAL", re.I)
 SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|github_pat_|xox[bp]-|wandb_)\w{12,}")
-NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> what its store reads from the environment
+NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> variables that its store reads from the environment
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 

@@ -161,7 +161,7 @@ def billed_events(report: Report) -> list[Mapping[str, Any]]:
 
 
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
-    """(US dollars, hours) as the newest control record has them, where the log lacks something that it is made of.
+    """The (US dollars, hours) of the newest control record, where the log lacks an event that they were made of.
 
     They grow as the log shows.  A log that shows nothing since the record may be gone: then at the record's rate.
     """
@@ -177,7 +177,7 @@ def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: 
 
 
 def _sums_since(at: float, priced: Sequence[tuple[float, Spans]]) -> tuple[float, float]:
-    """(US dollars, hours of the clock) that launches were billed for since then."""
+    """The (US dollars, hours of the clock) that launches were billed for since then."""
     later = [(price, [(max(at, since), to) for since, to in spans if to > at]) for price, spans in priced]
     union = _union_length(sorted(span for _, spans in later for span in spans))
     return sum(price * _length(spans) for price, spans in later) / 3600, union / 3600
@@ -192,7 +192,7 @@ def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
 
 
 def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
-    """(slot, attempt, id on its platform) -> its launch and what came after, in the order of time.
+    """(slot, attempt, id on its platform) -> its launch and the later events, in the order of time.
 
     A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
     of the newest.
@@ -348,7 +348,7 @@ def over(budget: Budget, spent: Costs) -> str:
 
 
 def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: float = 0.0) -> str:
-    """boot: US dollars until what is started has booted."""
+    """The words if a limit would be passed, else "".   boot: US dollars until the new replicas have booted."""
     end = END_S / 3600
     if budget.max_usd and spent.usd + boot + rate * end > budget.max_usd:
         boots = f" {dollars(boot)} until it has booted, and" if boot else ""

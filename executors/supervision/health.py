@@ -26,12 +26,12 @@ UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run tak
 
 
 def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """-> (one line, for `--json`).   store: to read the supervisor's beat from; its claim is in the report."""
+    """Return (one line, for `--json`).   store: has the supervisor's beat; its claim is in the report."""
     return describe_supervisor(read_beat(store, SUPERVISOR), clock, report)
 
 
 def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """The same for a beat that was read."""
+    """Return the same for a beat that was read."""
     holder = lease.still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:

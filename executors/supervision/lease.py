@@ -25,7 +25,7 @@ from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
 BEAT_S = 2.0  # between beats while a platform takes its time
-WATCHING = "watching"  # its beat's phase once its first look, and what followed from it, are over
+WATCHING = "watching"  # its beat's phase once its first look, and the actions after it, are over
 
 T = TypeVar("T")
 LatestBeat = tuple[int, int, str] | None  # generation, number, phase

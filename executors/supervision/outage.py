@@ -21,7 +21,7 @@ from executors.platforms.base import FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
 REPORT_S = 60.0  # a lost answer is reported after so long, and everything again after so long
-FRESH_S = 1.5 * REPORT_S  # what was reported is the present state until then
+FRESH_S = 1.5 * REPORT_S  # a reported state counts as the present one until then
 FIRST_PAUSE_S = 1.0
 LOST_PAUSE_S = 4.0
 REFUSED_PAUSE_S = 15.0

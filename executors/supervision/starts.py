@@ -1,4 +1,4 @@
-"""Starts what a plan asks for: from slots to specs, with the budget's leave, all in one request.
+"""Starts the slots that a plan asks for: from slots to specs, with the budget's leave, all in one request.
 
     slots that are due ─▶ specs ─▶ may this be spent? ─▶ log: launching ─▶ launch_replicas ─▶ log: launched
                             │        └─ no ─▶ log: refused, and those that run go on

@@ -62,7 +62,7 @@ from rendezvous.membership import claim, newest_claim, read_control
 FAILED = 1
 TICK_S = 0.2
 PATIENCE_S = 120.0
-RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
+RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; the rest of END_S is for its answer
 PROOF_S = 600.0  # for seeing the end of all replicas
 
 

@@ -227,7 +227,7 @@ class Hub:
             )
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Its output.  A running job's is followed, or read until it pauses for a few seconds."""
+        """The output of a job.  That of a running job is followed, or read until it pauses for a few seconds."""
         yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
 
     def _job_from_info(self, info: Any) -> HubJob:

@@ -14,7 +14,7 @@ from executors.platforms.base import ExecutorError
 from executors.platforms.executor import Launch
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 
-ANSWER_S = 10.0  # a poll takes no longer; what is not known by then is stale
+ANSWER_S = 10.0  # a poll takes no longer; a status that is not known by then is stale
 
 
 class JobLists:

@@ -361,7 +361,7 @@ def _written_code(stem: Path, handle: Handle) -> int | None:
 
 
 def _reap_group(process: subprocess.Popen[bytes]) -> int | None:
-    """Its exit code once it has ended; the rest of its group ends too."""
+    """The exit code of a process once it has ended; the rest of its group ends too."""
     if process.returncode is None and hasattr(os, "waitid"):
         with suppress(ChildProcessError, ProcessLookupError):
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

@@ -207,7 +207,7 @@ class _Server:
                 continue
             files, started = self._children.pop(pid)
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what it has left behind; it had a group of its own
+                os.killpg(pid, signal.SIGKILL)  # the processes that it has left behind; it had a group of its own
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(OSError):  # a folder that is gone, a full disk: the parent still hears it
                 entrypoint.write_end(files, pid, started, code)

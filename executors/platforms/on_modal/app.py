@@ -75,7 +75,7 @@ class Register:
         return self._entries[f"launch/{spec.slot}.{spec.attempt}"]
 
     def look(self) -> tuple[dict[tuple[str, int], dict[str, Any]], dict[str, int]]:
-        """(slot, attempt) -> entry, of every launch; slot -> its newest attempt."""
+        """Return two dicts: (slot, attempt) -> entry, of every launch; slot -> its newest attempt."""
         launched: dict[tuple[str, int], dict[str, Any]] = {}
         newest: dict[str, int] = {}
         for key, entry in self._entries.items():
@@ -93,7 +93,7 @@ class Register:
         self._entries[f"twin/{spec.slot}.{spec.attempt}/{call}"] = entry
 
     def twins(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """(slot, attempt, entry) of every such call."""
+        """Return (slot, attempt, entry) of every such call."""
         found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
         launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
         return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]

@@ -31,7 +31,7 @@ MOST_ENTRIES = 20_000
 
 
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
-    """Its status, and its end if it has one.  Raises if Modal does not answer.
+    """The status of a call, and its end if it has one.  Raises if Modal does not answer.
 
     began: whether its container is known to have begun.
     """

@@ -44,7 +44,7 @@ from executors.platforms.vllm_pins import pinned_version
 from rendezvous.clock import Clock
 
 AT_ONCE = 32
-ANSWER_S = 20.0  # a poll takes no longer; what is not known by then is stale
+ANSWER_S = 20.0  # a poll takes no longer; a status that is not known by then is stale
 SUPERVISOR_CRASHES = 10
 MEMORY_MIB = 16 * 1024  # a container's limit where the model's size is not known
 T = TypeVar("T")

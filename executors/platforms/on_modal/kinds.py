@@ -51,7 +51,7 @@ HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, 8 whi
 
 @dataclass(frozen=True)
 class Kind(Plain):
-    """One kind of container.   gpu: in order of preference; Modal takes what is free.
+    """One kind of container.   gpu: in order of preference; Modal takes a free one.
 
     region: "" for any.   cores, memory_mib: reserved, and paid for in any case.
     max_cores, max_memory_mib: hard limits of the use, which is paid for too; 0: the same.
@@ -70,7 +70,7 @@ class Kind(Plain):
 
     @property
     def most(self) -> tuple[float, int]:
-        """(cores, MiB) that may be used at all."""
+        """The (cores, MiB) that may be used at all."""
         return max(self.cores, self.max_cores), max(self.memory_mib, self.max_memory_mib)
 
     @property
