@@ -93,7 +93,7 @@ AnyLog = ReplicaLog | SupervisorLog | BucketLog
 
 @contextmanager
 def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
-    """Open a log.   slot: r01, r01-2 or supervisor.   Raises UsageError for "", and for a name that is none."""
+    """Open a log.   slot: r01, r01-2 or supervisor.   Raises UsageError for "" and for an unknown name."""
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
