@@ -34,7 +34,7 @@ LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
 class Picture:
     """Everything that is shown.   at: when it was read, Unix time.   partial: the curves are still to come.
 
-    supervision: the run's supervisor, in words.   remarks: the waits of the run, and warnings.   events: the newest first.
+    supervision: the run's supervisor, in words.   remarks: its waits, and warnings.   events: the newest first.
     """
 
     at: float
