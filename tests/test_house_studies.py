@@ -290,3 +290,10 @@ def test_a_pretrained_fleet_is_judged_at_what_was_chosen_and_at_its_default() ->
     on_sums = pretrained.judged(chosen, "sums")
     assert list(on_sums) == ["alone x4", "fleet-4-5 x4", "fleet-4-5 x1 default", "fleet-2-5 x2.83", "fleet-8-5 x5.66"]
     assert list(pretrained.judged(chosen, "products")) == list(on_sums)[:3]
+
+
+@pytest.mark.parametrize("world", ["text"])
+def test_the_page_of_other_rules_has_the_table_of_its_rows(world: str) -> None:
+    rows = read_rows(ROWS / f"outer-rules-{world}.jsonl")
+    assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in outer_rules.ARMS for s in outer_rules.SEEDS}
+    assert outer_rules.table(WORLDS[world], rows) in (ROWS.parent / "outer-rules.md").read_text()
