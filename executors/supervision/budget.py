@@ -1,7 +1,7 @@
 """A run's budget, for its supervisor: prices, refused launches, the lease.
 
     log ──▶ costs ──▶ verdict: must the run end?   launch_verdict: may this be launched?     both: which lease is due?
-                └───▶ write_lease ─▶ control: until = …, spent = …   replicas leave by themselves once that has passed;
+                └───▶ carry_out ─▶ control: until = …, spent = …   replicas leave by themselves once that has passed;
                                                                      and what was spent is known when the log has gone
 
 Every replica that costs money has a lease, with a budget or without one, unless its place says otherwise
@@ -37,7 +37,7 @@ class NewLease:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SpendVerdict:
     """why: the reason not to go on, "" to go on.   lease: to be written first; None where nothing is due."""
 
     why: str = ""
@@ -70,36 +70,36 @@ class SpendLimit:
     def spent(self, report: Report) -> Costs:
         return costs(report, self._clock.wall())
 
-    def verdict(self, report: Report) -> Verdict:
+    def verdict(self, report: Report) -> SpendVerdict:
         """Whether the run must end now, and the lease that is due.  Writes nothing."""
         budget = Budget.of(report.wanted)
         until = report.wanted.until
         spent = self.spent(report) if budget.limited or self._leases else Costs()
         if not budget.limited and not (self._leases and (spent.rented or until)):
-            return Verdict(lease=NewLease(0.0, 0.0, spent) if until else None)
+            return SpendVerdict(lease=NewLease(0.0, 0.0, spent) if until else None)
         if why := over(budget, spent):
-            return Verdict(why, NewLease(self._clock.wall(), spent.rate_soon, spent))
-        return Verdict(lease=self._due_lease(report, spent, spent.rate_soon))
+            return SpendVerdict(why, NewLease(self._clock.wall(), spent.rate_soon, spent))
+        return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon))
 
-    def launch_verdict(self, report: Report, specs: Sequence[ReplicaSpec]) -> Verdict:
+    def launch_verdict(self, report: Report, specs: Sequence[ReplicaSpec]) -> SpendVerdict:
         """Whether these may be launched, and the lease that reckons with them.  Asks prices, writes nothing."""
         budget = Budget.of(report.wanted)
         prices = [self._price_per_hour(s) for s in specs]
         leased = budget.limited or (self._leases and any(price != 0 for price in prices))
         spent = self.spent(report) if leased else Costs()
         if (why := launch_refusal(budget, spent, prices)) or not leased:
-            return Verdict(why)
-        return Verdict(lease=self._due_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices)))
+            return SpendVerdict(why)
+        return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices)))
 
-    def write_lease(self, new: NewLease | None, report: Report) -> None:
-        """Into the control record, with what has been spent.   new: None where nothing is due."""
-        if new is None:
-            return
-        at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
-        logged = len(billed_events(report))
-        told = Spent(new.spent.usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
-        write_control(self._store, self._clock, until=new.until, spent=told)
-        self._emit("lease", until=new.until, usd=new.spent.usd)
+    def carry_out(self, verdict: SpendVerdict, report: Report) -> str:
+        """Write the verdict's lease into the control record, with what has been spent; return why not to go on."""
+        if (new := verdict.lease) is not None:
+            at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
+            logged = len(billed_events(report))
+            told = Spent(new.spent.usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
+            write_control(self._store, self._clock, until=new.until, spent=told)
+            self._emit("lease", until=new.until, usd=new.spent.usd)
+        return verdict.why
 
     def _price_per_hour(self, spec: ReplicaSpec) -> float | None:
         """Per hour; the same for all of one kind in one place."""

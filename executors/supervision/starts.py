@@ -80,9 +80,8 @@ class Starts:
         slots = self._slots
         specs = [self._spec_for(state) for state, _ in starts]
         verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs), "launching")
-        self._spend_limit.write_lease(verdict.lease, report)
-        if verdict.why:
-            return self._do_without(verdict.why)
+        if why := self._spend_limit.carry_out(verdict, report):
+            return self._do_without(why)
         slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs), "launching")
         for (state, why), handle in zip(starts, handles, strict=True):

@@ -237,7 +237,8 @@ class Supervisor:
         if self._verdict is None and (lost := self._records.why_lost(report)):
             self._verdict = Outcome(exitcodes.USER_ERROR, lost)
             self._leaving = "the run's records are gone"
-        self._leaving = self._leaving or self._mind_budget(report)
+        limit = self._spend_limit
+        self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
         self._alerts.tick(report)
@@ -246,12 +247,6 @@ class Supervisor:
         self._ticked = True
         self.grace_s = max((self._grace_s(t, report) for t in self.slots.all() if t.running), default=0.0)
         return self._outcome_if_ended(report)
-
-    def _mind_budget(self, report: Report) -> str:
-        """Renew the lease; return why the run must end, "" if it need not."""
-        verdict = self._spend_limit.verdict(report)
-        self._spend_limit.write_lease(verdict.lease, report)
-        return verdict.why
 
     def _report_outages(self) -> None:
         """In the log of the run and in our own, once a minute."""
