@@ -458,7 +458,7 @@ def _scale(args: Namespace) -> int:
     if offer is not None and not _is_agreed(args, offer):
         return 130
     lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
-    _print_answer(args, {"run": run.url, "replicas": args.replicas, "told": lines}, *lines)
+    _print_answer(args, {"run": run.url, "replicas": args.replicas, "messages": lines}, *lines)
     return 0
 
 
@@ -469,7 +469,7 @@ def _drain(args: Namespace) -> int:
 
     run = reach_run(args.run)
     lines = scale.drain(run, SystemClock(), args.slot)
-    _print_answer(args, {"run": run.url, "slot": args.slot, "told": lines}, *lines)
+    _print_answer(args, {"run": run.url, "slot": args.slot, "messages": lines}, *lines)
     return 0
 
 

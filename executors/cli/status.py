@@ -273,7 +273,7 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "solo": bool(solo_words(report)),
         "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
         "worth": worth_dict(worth(report)),
-        "lives": [_session_status(x, report, now) for x in report.sessions],
+        "sessions": [_session_status(x, report, now) for x in report.sessions],
         "kept": " · ".join(kept_words(report)),
         "remarks": remark_lines(report, now),
         "troubles": [asdict(trouble) for trouble in all_troubles(report, now)],

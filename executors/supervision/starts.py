@@ -79,8 +79,9 @@ class Starts:
         """Launch all at once; nothing if the budget does not allow all of them."""
         slots = self._slots
         specs = [self._spec_for(state) for state, _ in starts]
-        if refused := self._lease.keep_while(lambda: self._spend_limit.refuses(report, specs), "launching"):
-            return self._do_without(refused)
+        verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs), "launching")
+        if why := self._spend_limit.carry_out(verdict, report):
+            return self._do_without(why)
         slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs), "launching")
         for (state, why), handle in zip(starts, handles, strict=True):

@@ -237,7 +237,8 @@ class Supervisor:
         if self._verdict is None and (lost := self._records.why_lost(report)):
             self._verdict = Outcome(exitcodes.USER_ERROR, lost)
             self._leaving = "the run's records are gone"
-        self._leaving = self._leaving or self._spend_limit.must_end(report)
+        limit = self._spend_limit
+        self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
         self._alerts.tick(report)
