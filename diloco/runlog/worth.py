@@ -1,4 +1,4 @@
-"""A run's use, its gain, and the effect of another number of replicas, by their agreement.  Pure.
+"""What a run has used, what it got for it, and what its replicas' agreement says about another number of them.  Pure.
 
     used      samples that commits count · hours of all sessions, from claim to end
     got       headline (reward, or loss), first outer step → newest; of a reward, its gain per hour
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RECENT = 10  # outer steps that agreement is averaged over
 LEAST_COSINE = 0.01  # below it replicas have nothing in common, as far as a few steps can tell
+ALIKE = 0.8  # above it replicas make nearly the same step; at their best rates the study's fleets are below .8
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Worth:
 
     @property
     def gain_per_hour(self) -> float | None:
-        """Gain of a reward per hour; None for a loss, which has no zero that would make its gain a quantity."""
+        """Of a reward; a loss has no zero that would make its gain a quantity."""
         if self.name != "reward" or self.first is None or self.newest is None or not self.hours:
             return None
         return (self.newest - self.first) / self.hours
@@ -86,7 +87,7 @@ def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
 
 
 def _seconds(session: "SessionSummary", report: "Report") -> float:
-    """Return the seconds from a session's claim to its end, or to its newest heartbeat while it runs."""
+    """From its claim to its end; of one that runs, to its newest heartbeat."""
     beat = report.beats.get(session.slot)
     if session.ended is not None:
         until = session.ended
@@ -101,7 +102,7 @@ def _seconds(session: "SessionSummary", report: "Report") -> float:
 
 
 def worth_words(found: Worth) -> list[str]:
-    """Describe it in two lines or fewer; [] before an outer step is committed."""
+    """At most three lines; [] before an outer step is committed."""
     return [*_used_words(found), *_agreement_words(found)] if found.samples else []
 
 
@@ -117,7 +118,10 @@ def _agreement_words(found: Worth) -> list[str]:
     sizes = [
         f"{n} replica{'s' * (n > 1)} ×{time:.2f} time, ×{hours:.2f} hours" for n, time, hours in _other_sizes(found)
     ]
-    return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)"] if sizes else []
+    if found.cosine is None:
+        return []
+    alike = ["replicas make nearly the same step: a larger inner.lr would do more than another replica"]
+    return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)", *(alike if found.cosine > ALIKE else [])]
 
 
 def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:
@@ -129,6 +133,6 @@ def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:
 
 
 def worth_dict(found: Worth) -> dict[str, Any]:
-    """Return it for `--json`, with the ratios for one more and one fewer replica, by number of replicas."""
+    """For `--json`: the same, and the ratios for one more and one fewer by their number of replicas."""
     sizes = {str(n): {"time": round(time, 4), "hours": round(hours, 4)} for n, time, hours in _other_sizes(found)}
     return {**asdict(found), "gain_per_hour": found.gain_per_hour, "resized": sizes}
