@@ -78,7 +78,7 @@ class BareRounds:
     # ---------------------------------------------------------------- rounds
 
     def add_tensor(self, tensor: Tensor) -> Callable[[], None]:
-        """Take a tensor into this round; -> what its Work must do.  After an error nothing more is taken."""
+        """Take a tensor into this round; -> the action of its Work.  After an error nothing more is taken."""
         if self.error is None:
             self._tensors.append(tensor)
         return self.reduce_round
@@ -98,9 +98,9 @@ class BareRounds:
     def close_round(self) -> bool:
         """should_commit: True when the step is decided and counted; False after an error.
 
-        Then the step stays open here, whatever the others decide.  The next round finds this replica's offer (if it
-        was durable before the error) and the commit, and ends with the mean that everybody else has applied: it is read
-        again, from the bucket.  That round's own work is given up for it.
+        After an error the step stays open here, also where the others decide it.  The next round finds this replica's
+        offer (if it was durable before the error) and the commit, and ends with the mean that all other replicas have
+        applied: it is read again, from the bucket.  That round's own work is given up for it.
         """
         self.join()
         if self.error is not None:
@@ -129,7 +129,7 @@ class BareRounds:
     # ---------------------------------------------------------------- healing
 
     def join(self) -> None:
-        """Once: load the newest published state, or publish ours as the first."""
+        """Load the newest published state, or publish ours as the first; once."""
         if self._joined:
             return
         self._joined = True
@@ -150,7 +150,7 @@ class BareRounds:
         self._published = self._session.rv.members.status.step = t
 
     def publish_states(self) -> None:
-        """The registered states as snapshot `step`, unless somebody was faster."""
+        """Write the registered states as snapshot `step`, unless that snapshot stands already."""
         if self._published >= self._session.rv.step or not self._fns:
             return
         self._published = self._session.rv.step

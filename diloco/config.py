@@ -33,7 +33,7 @@ from rendezvous.rules import WEIGHTINGS, Rules, Timing
 
 AUTO = "auto"  # a codec that is chosen when the run is founded (diloco/sizing.py)
 BUCKET = "bucket"
-# settings of [inner] that change nothing of what is learned
+# settings of [inner] without an effect on the learned weights
 NOT_LEARNED = ("rewards.retries", "rewards.timeout_s", "vllm.memory", "vllm.sleep")
 
 
@@ -46,7 +46,7 @@ class OuterError(RuntimeError):
 
 
 class OuterConfigError(ConfigError, OuterError):
-    """A setting of the outer step is none: a ConfigError for a run.toml, an OuterError for who calls make_diloco."""
+    """A setting of the outer step is invalid: a ConfigError for a run.toml, an OuterError for make_diloco's caller."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class OuterConfig(Table):
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "OuterConfig":
-        """From settings by name.   Raises OuterConfigError for a name that is none, with the nearest one."""
+        """Make it from settings by name.   Raises OuterConfigError for an unknown name, with the nearest one."""
         return cls.from_dict(table)
 
     @property
@@ -203,7 +203,7 @@ class RunConfig:
 
     gathered: kind -> the one file that `gather_data` made: of prompts from several files, the Hub or a task; of
     modules that the user's code imports.
-    overrides: dotted name -> value of what `--set` put into the place of the file's; run.json names them.
+    overrides: dotted name -> value that `--set` put into the place of the file's; run.json names them.
     """
 
     name: str = setting("run", "What `status` and the report call the run.")
@@ -248,7 +248,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], folder: Path = Path()) -> "RunConfig":
-        """Raises ConfigError."""
+        """Make the config from the tables of a run.toml.   Raises ConfigError."""
         raw = with_keep(raw)
         refuse_unknown(raw, cls, error=ConfigError, prefix="", known=KNOWN, moved=MOVED)
         hints = field_types(cls)
@@ -289,7 +289,7 @@ class RunConfig:
         self.check_files()
 
     def check_files(self) -> None:
-        """Are the user's files there, and are datasets spelled as such?"""
+        """Check that the user's files are there, and that datasets are spelled as such.   Raises ConfigError."""
         for kind, named in self._named_files().items():
             for name in named if isinstance(named, list) else [named]:
                 self._check_source(kind, name)
@@ -465,7 +465,7 @@ def keep_bytes(keep: int | str) -> int | None:
 
 
 def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`fleet.retention`, in a run.toml or run.json of an earlier release, said the same of "all" and "window".
+    """Return the tables with `fleet.keep` in the place of an earlier release's `fleet.retention` ("all", "window").
 
     A run of an adapter is small: all of it stays if nothing else is said.
     """

@@ -1,11 +1,11 @@
-"""The mean of a decided step, and what each listed offer gave to it, by who may only read.
+"""The mean of a decided step and each listed offer's part in it, for readers without write access.
 
     announced mean ──────────────────────▶ ḡ          fewer bytes, so it is asked for first
     listed deltas ──▶ x₁ … x_N ──▶ Σwx/Σw ─▶ ḡ          where nothing was announced, or it is damaged
 
-What is damaged stays as it is: a replica that needs it puts it back (rendezvous/reduce.py).
+A damaged blob stays as it is: a replica that needs it puts it back (rendezvous/reduce.py).
 
-Not promised: x before its codec; what that kept back was sent later, if at all.
+Not promised: x before its codec; the rest that a lossy codec kept back was sent later, if at all.
 """
 
 from collections.abc import Iterator

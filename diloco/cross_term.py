@@ -1,4 +1,4 @@
-"""How far LoRA's averaged factors are from the average of its products: one layer, at every outer step.
+"""Distance of LoRA's averaged factors from the average of its products: one layer, at every outer step.
 
     Aᵢ = A − ΔAᵢ      Bᵢ = B − ΔBᵢ      of each body that the commit lists, as every reader decodes it;  Σ wᵢ = 1
     C  = Σ wᵢ BᵢAᵢ − B̄Ā = Σ wᵢ (Bᵢ − B̄)(Aᵢ − Ā)
@@ -25,7 +25,7 @@ B_NAME = ".lora_B."
 
 @dataclass(frozen=True)
 class FactorPair:
-    """Where A (r × in) and then B (out × r) of one layer are in the flat vector of a fragment."""
+    """Positions of A (r × in) and then B (out × r) of one layer in the flat vector of a fragment."""
 
     a_shape: tuple[int, int]
     b_shape: tuple[int, int]
@@ -53,7 +53,7 @@ def first_pair(layout: Sequence[tuple[str, Sequence[int]]]) -> FactorPair | None
 
 
 def trains_only_b(names: Sequence[str]) -> bool:
-    """Is A frozen in every layer?"""
+    """Whether A is frozen in every layer."""
     return any(B_NAME in name for name in names) and not any(A_NAME in name for name in names)
 
 

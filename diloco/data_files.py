@@ -43,7 +43,7 @@ SPLITS = {"prompts": "train", EVAL: "test"}  # where the spelling names none
 def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> RunConfig:
     """The config with datasets and reward models pinned, and rows of datasets and several files on this machine's disk.
 
-    Raises ConfigError for what cannot be read."""
+    Raises ConfigError for rows that cannot be read."""
     inner, evaluation = _pin_reward_models(config.inner), config.eval
     config = replace(config, inner=inner)
     if inner.data.task is not None:
@@ -63,7 +63,7 @@ def gather_data(config: RunConfig, say: Callable[[str], None] = lambda text: Non
 
 
 def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """With one .zip of the modules beside the user's code that it imports."""
+    """Return the config with one .zip of the modules beside the user's code that it imports, if there are any."""
     paths = [config.path_of(kind, name) for kind, name in config.inner.named_files.items() if is_code(kind)]
     if not (modules := join_siblings({path: find_siblings(path) for path in paths if path.is_file()})):
         return config

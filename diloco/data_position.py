@@ -1,4 +1,4 @@
-"""Where a replacement goes on in its slot's data: the inner steps that counted, read from the chain.
+"""The position from which a replacement goes on in its slot's data: the counted inner steps, read from the chain.
 
     commit   0          1          2          3                      F = 1: the sum of the slot's h
     r01      1: h 100   –          1: h 60    2: h 100  ──▶ 260      generation: inner steps inside its Δ
@@ -37,7 +37,7 @@ def read_offers(store: Readable, until: int, together: Together) -> dict[str, li
 
 
 def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
-    """How far the inner steps of one slot's counted offers reach."""
+    """Return how many inner steps of its data one slot's counted offers cover."""
     began = reached = generation = 0
     at: dict[int, int] = {}  # where this generation stood with its last counted offer of each fragment
     for offer in offers:
@@ -51,5 +51,5 @@ def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
 
 
 def farthest(offers: Mapping[str, Iterable[Listed]], outer: "OuterConfig") -> int:
-    """The same of the slot that has come farthest."""
+    """Return the same number for the slot that has come farthest."""
     return max((counted_inner_steps(of_slot, outer) for of_slot in offers.values()), default=0)

@@ -62,7 +62,7 @@ def _wait_for_space(session: "Session", what: str, error: OSError, waited: float
 
 
 def _temporary_folder(error: OSError) -> str:
-    """Where this process would put temporary files, or where it has looked for a place."""
+    """Return the folder of this process's temporary files, or the list of folders that tempfile has tried."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:

@@ -59,17 +59,18 @@ class EvalConfig(Table):
 
     @property
     def source(self) -> str | list[str]:
-        """Where the prompts come from, as the config names it: files, datasets, or a task."""
+        """Source of the prompts, as the config names it: files, datasets, or a task."""
         return self.task or self.prompts
 
     def task_spec(self, inner: InnerConfig) -> TaskSpec:
-        """Of the rows that the task makes, where there is one.   inner: of the same run, for the options."""
+        """Return the spec of the task's rows; call it only where there is a task.   inner: of the same run, for the
+        options."""
         same = inner.data.task_options if inner.data.task == self.task else {}
         options = same if self.task_options is None else self.task_options
         return TaskSpec(str(self.task), self.task_size, self.task_seed, options)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Is θ_step to be evaluated?   last: the run's outer steps, 0 if nobody knows."""
+        """Whether θ_step is to be evaluated.   last: number of the run's outer steps, 0 if unknown."""
         return step % self.every == 0 or step == last
 
 
@@ -77,7 +78,7 @@ TASK_ONLY = {f.name: f.default for f in fields(EvalConfig) if f.name.startswith(
 
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
-    """Raises InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
+    """Raise InnerError for held-out prompts that cannot be read, lack a column, or are among those of training."""
     held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
     if inner.data.source is not None:
         training = load_prompts(inner.data.source, files, inner.data)

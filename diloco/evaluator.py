@@ -4,8 +4,8 @@
                  n replicas, in the order of their names       rewards: count, Σ, Σ²        read by runlog/evaluation.py
 
 No extra machine and no extra synchronisation: θ is the committed one, and the share follows from the commit, which
-everybody has.  A replica that is lost in the middle of it takes its share with it; the mean is of the prompts that were
-scored.
+all replicas have.  A replica that is lost in the middle of it takes its share with it; the mean is of the prompts that
+were scored.
 The event reaches the bucket with the next beat, long before the replica's next offer (decision 038).
 
 Not promised: an evaluation of a step that a replica caught up with, or healed to: it never stood there.
@@ -54,12 +54,12 @@ class Evaluator:
         self._seed = seed
         self._stands_at = stands_at
         self._must_go = must_go
-        self._looked_at = self._stands_at()  # a step that somebody else took is no step of this session
+        self._looked_at = self._stands_at()  # steps taken before this session do not count
         if self._looked_at == 0:
             self._looked_at = -1
 
     def is_due(self) -> bool:
-        """Has the run come to a step that is to be evaluated?  Costs nothing: asked after every inner step."""
+        """Whether the run has come to a step that is to be evaluated.  Costs nothing: asked after every inner step."""
         return self._stands_at() != self._looked_at and self._config.is_due(
             self._stands_at(), self._session.rv.wanted.steps
         )
@@ -106,7 +106,7 @@ def score_prompts(
 ) -> tuple[int, dict[str, Sums]]:
     """-> how many rows were scored, and kind -> name -> sums.
 
-    may_go_on(rows scored so far): asked before each batch; False ends it with what there is."""
+    may_go_on(rows scored so far): asked before each batch; False ends it with the rows scored so far."""
     values: dict[str, dict[str, list[float]]] = {}
     for start in range(0, len(rows), batch):
         if not may_go_on(start):
@@ -132,9 +132,9 @@ def _score_batch(
 
 
 def share_of(session: Session, step: int) -> tuple[int, int] | None:
-    """(i, n): this replica scores prompts i, i + n, …; None if it has no part in θ_step.
+    """Return (i, n): this replica scores prompts i, i + n, …; None if it has no part in θ_step.
 
-    The commit that made θ_step lists who took part in it; of θ₀, and without a bucket, the desired slots are asked.
+    The commit that made θ_step lists its participants; without one (θ₀, no bucket) the wanted slots take their place.
     """
     commit = session.rv.chain.read(step - 1) if step else None
     slots = sorted({offer.slot for offer in commit.fresh_offers}) if commit else [*session.rv.wanted.slot_names]

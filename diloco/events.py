@@ -22,7 +22,7 @@ WARNING, LOSS, NEWS, DETAIL, DATA = range(5)
 
 
 @dataclass(frozen=True)
-class Kind:
+class EventKind:
     """text: what happened, for a reader who meets it first.   advice: the next thing to do, in half a line."""
 
     level: int
@@ -30,164 +30,164 @@ class Kind:
     advice: str = ""
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, EventKind] = {
     # ---------------------------------------------------------------- something is wrong, and the run goes on
-    "warning": Kind(WARNING, "A person should look at this; the text says why."),
-    "forged": Kind(
+    "warning": EventKind(WARNING, "A person should look at this; the text says why."),
+    "forged": EventKind(
         WARNING, "A record without this run's seal was ignored: another program can write to the bucket.",
         "change the bucket's credentials; diloco verify checks the run",
     ),
-    "poisoned": Kind(
+    "poisoned": EventKind(
         WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It counts for nothing.",
         "look at that replica's loss (l); diloco explain has the step",
     ),
-    "bad_offer": Kind(
+    "bad_offer": EventKind(
         WARNING, "An offer's record is not valid, so it was ignored.", "l shows that replica's log; diloco explain",
     ),
-    "bad_blob": Kind(
+    "bad_blob": EventKind(
         WARNING, "An upload had another digest than its record names. It was not used; replicas agree on that.",
         "it is read again; diloco verify says whether it stays bad",
     ),
-    "bad_snapshot": Kind(
+    "bad_snapshot": EventKind(
         WARNING, "A snapshot could not be read back as it was written. An older one and the stored means are used.",
         "an older one is taken; diloco verify says more",
     ),
-    "base_differs": Kind(
+    "base_differs": EventKind(
         WARNING, "A pseudogradient was computed from other weights than the run's. It was not used.",
         "that work does not count; diloco verify says more",
     ),
-    "replay_differs": Kind(
+    "replay_differs": EventKind(
         WARNING, "Weights computed from the log differ from those of a snapshot. Run `diloco verify`.",
         "diloco verify says which step differs",
     ),
-    "repaired": Kind(WARNING, "A stored object was damaged and was written again from other copies."),
-    "store_trouble": Kind(
+    "repaired": EventKind(WARNING, "A stored object was damaged and was written again from other copies."),
+    "store_trouble": EventKind(
         WARNING, "The store refused a request or did not answer. The request is retried; nothing is lost.",
         "replicas ask again; diloco doctor URL says what the store can do",
     ),
-    "disk_full": Kind(
+    "disk_full": EventKind(
         WARNING, "A disk or a quota is full. Writers wait until there is room; nothing that was committed is lost.",
         "free some space; all wait for it",
     ),
-    "nothing_learned": Kind(
+    "nothing_learned": EventKind(
         WARNING, "All gradients of the round were zero, for example because all rewards of each group are equal.",
         "is the task too hard or too easy? o shows rollouts with their rewards",
     ),
-    "reward_failed": Kind(
+    "reward_failed": EventKind(
         WARNING, "Your reward function failed. It is retried; then the completion has no reward.",
         "diloco check CONFIG tries the reward here",
     ),
-    "hint_failed": Kind(
+    "hint_failed": EventKind(
         WARNING, "The hint for a failed turn could not be made. That turn is trained without one.",
         "o shows rollouts; the batch is learned from without the hint",
     ),
-    "process_failed": Kind(
+    "process_failed": EventKind(
         WARNING, "The process reward gave no scores for a batch. The batch is learned from by its rewards alone.",
         "the batch is learned from by its rewards alone; diloco check CONFIG tries the function",
     ),
     # ---------------------------------------------------------------- a session, a launch or a request is lost
-    "killed": Kind(
+    "killed": EventKind(
         LOSS, "A signal ended the process without notice. At most its work since its last upload is lost.",
         "its supervisor starts it again",
     ),
-    "lost": Kind(
+    "lost": EventKind(
         LOSS, "The platform says that the launch ended. The supervisor starts the slot again.",
         "its supervisor starts it again; l shows its last lines",
     ),
-    "crashed": Kind(
+    "crashed": EventKind(
         LOSS, "The replica's program ended with an error. The supervisor starts its slot again.",
         "l shows the traceback",
     ),
-    "hung": Kind(
+    "hung": EventKind(
         LOSS, "The replica's own watchdog saw no progress and ended it.",
         "its supervisor starts it again; l shows where it stood",
     ),
-    "diverged": Kind(
+    "diverged": EventKind(
         LOSS, "The replica's weights had another digest than the run's. It ended, and its next session heals.",
         "the next session heals from the bucket; if it comes again: diloco doctor",
     ),
-    "bad_delta": Kind(
+    "bad_delta": EventKind(
         LOSS, "The replica's own pseudogradient held NaN or infinity. It ended, and its next session heals.",
         "a smaller inner.lr, or float32 weights, if it comes again",
     ),
-    "gave_up": Kind(
+    "gave_up": EventKind(
         LOSS, "No progress for too long: the replica ended (exit code 75). Starting it again goes on.",
         "it waited in vain; diloco resume goes on",
     ),
-    "gave_up_on": Kind(
+    "gave_up_on": EventKind(
         LOSS, "A slot failed again and again by its own fault. The run ends rather than billing a loop of crashes.",
         "it failed too often: read its log (l), mend it, then diloco resume",
     ),
-    "refused": Kind(
+    "refused": EventKind(
         LOSS, "The platform refused a launch, or a store a request. A person has to mend it; see the text.",
         "look at the platform's credentials and quota",
     ),
-    "sync_failed": Kind(LOSS, "A round could not be finished. The replica goes on with the next one."),
-    "platform_silent": Kind(
+    "sync_failed": EventKind(LOSS, "A round could not be finished. The replica goes on with the next one."),
+    "platform_silent": EventKind(
         LOSS, "The platform gives no answer. Replicas that run go on; none is started or replaced meanwhile.",
         "replicas go on; none is replaced until it answers",
     ),
     # ---------------------------------------------------------------- the fleet changes
-    "started": Kind(NEWS, "A supervisor began to look after the run."),
-    "stopped": Kind(NEWS, "The supervisor ended."),
-    "published": Kind(NEWS, "The start model and its manifest lie in the bucket: replicas can begin."),
-    "launched": Kind(NEWS, "The supervisor asked the platform for a replica in this slot."),
-    "found": Kind(NEWS, "A launch whose answer had been lost was found again on its platform."),
-    "joined": Kind(NEWS, "The session has the run's weights and begins to train."),
-    "adopted": Kind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
-    "left": Kind(NEWS, "The replica left with notice: it uploaded what it had first.", "what it had done is offered"),
-    "fenced": Kind(
+    "started": EventKind(NEWS, "A supervisor began to look after the run."),
+    "stopped": EventKind(NEWS, "The supervisor ended."),
+    "published": EventKind(NEWS, "The start model and its manifest lie in the bucket: replicas can begin."),
+    "launched": EventKind(NEWS, "The supervisor asked the platform for a replica in this slot."),
+    "found": EventKind(NEWS, "A launch whose answer had been lost was found again on its platform."),
+    "joined": EventKind(NEWS, "The session has the run's weights and begins to train."),
+    "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
+    "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "what it had done is offered"),
+    "fenced": EventKind(
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.",
         "a later session holds its slot; nothing to do",
     ),
-    "fenced_off": Kind(
+    "fenced_off": EventKind(
         NEWS, "The supervisor closed a slot to a launch that does not end, so that it counts for nothing."
     ),
-    "draining": Kind(
+    "draining": EventKind(
         NEWS, "A replica was asked to finish its round and leave.", "diloco scale or resume brings it back"
     ),
-    "replacing": Kind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
-    "platform_answers": Kind(NEWS, "The platform answers again."),
+    "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
+    "platform_answers": EventKind(NEWS, "The platform answers again."),
     # ---------------------------------------------------------------- for readers who look closely
-    "claimed": Kind(DETAIL, "A process took the slot."),
-    "launching": Kind(DETAIL, "The supervisor is about to ask the platform for replicas."),
-    "pending": Kind(DETAIL, "The launch waits for a machine."),
-    "running": Kind(DETAIL, "The launch has its machine."),
-    "ended": Kind(DETAIL, "A launch ended as it was asked to."),
-    "looks_again": Kind(DETAIL, "The supervisor asked a platform about a launch again."),
-    "healed": Kind(
+    "claimed": EventKind(DETAIL, "A process took the slot."),
+    "launching": EventKind(DETAIL, "The supervisor is about to ask the platform for replicas."),
+    "pending": EventKind(DETAIL, "The launch waits for a machine."),
+    "running": EventKind(DETAIL, "The launch has its machine."),
+    "ended": EventKind(DETAIL, "A launch ended as it was asked to."),
+    "looks_again": EventKind(DETAIL, "The supervisor asked a platform about a launch again."),
+    "healed": EventKind(
         DETAIL, "A session read the newest snapshot and the means after it: it has the run's weights, bit for bit."
     ),
-    "caught_up": Kind(DETAIL, "The replica applied outer steps that were committed without it."),
-    "offer_lost": Kind(DETAIL, "Another session's offer for this slot and step stands; this one was withdrawn."),
-    "inherited": Kind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
-    "moments_left": Kind(DETAIL, "The optimizer's moments were left for the slot's next session."),
-    "moments_taken": Kind(DETAIL, "The optimizer's moments of the session before were taken over."),
-    "bad_moments": Kind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
-    "bad_residual": Kind(DETAIL, "The residual of the session before is missing or damaged. Both start fresh."),
-    "residual_dropped": Kind(DETAIL, "There was no time to leave what the codec has not sent yet. It is lost."),
-    "baggage_dropped": Kind(DETAIL, "There was no time to leave the optimizer's moments. The next session has none."),
-    "no_goodbye": Kind(DETAIL, "The leave record could not be written; other replicas wait until its heartbeat stops."),
-    "snapshot": Kind(DETAIL, "Weights and outer momentum were written down: a session that joins reads them."),
-    "snapshot_copied": Kind(DETAIL, "A snapshot under way was copied, because the next outer step was due."),
-    "not_written": Kind(DETAIL, "A snapshot could not be written; the next one is tried."),
-    "collected": Kind(DETAIL, "Old pseudogradients, means and snapshots were deleted (fleet.keep)."),
-    "garbage_stays": Kind(DETAIL, "Old objects could not be deleted. They cost room, and nothing else."),
-    "codec": Kind(DETAIL, "How this run's pseudogradients travel."),
-    "weights": Kind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
-    "weights_left_out": Kind(
+    "caught_up": EventKind(DETAIL, "The replica applied outer steps that were committed without it."),
+    "offer_lost": EventKind(DETAIL, "Another session's offer for this slot and step stands; this one was withdrawn."),
+    "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
+    "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
+    "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
+    "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
+    "bad_residual": EventKind(DETAIL, "The residual of the session before is missing or damaged. Both start fresh."),
+    "residual_dropped": EventKind(DETAIL, "There was no time to leave what the codec has not sent yet. It is lost."),
+    "baggage_dropped": EventKind(DETAIL, "There was no time to leave the moments. The next session has none."),
+    "no_goodbye": EventKind(DETAIL, "The leave record could not be written; others wait until its heartbeat stops."),
+    "snapshot": EventKind(DETAIL, "Weights and outer momentum were written down: a session that joins reads them."),
+    "snapshot_copied": EventKind(DETAIL, "A snapshot under way was copied, because the next outer step was due."),
+    "not_written": EventKind(DETAIL, "A snapshot could not be written; the next one is tried."),
+    "collected": EventKind(DETAIL, "Old pseudogradients, means and snapshots were deleted (fleet.keep)."),
+    "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They cost room, and nothing else."),
+    "codec": EventKind(DETAIL, "How this run's pseudogradients travel."),
+    "weights": EventKind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
+    "weights_left_out": EventKind(
         DETAIL, "The store is slower than a round: the step's bf16 weights were not written; later ones are."
     ),
-    "weights_refused": Kind(DETAIL, "A reader of the bf16 weights ignored what it cannot use."),
-    "trouble": Kind(DETAIL, "An alert was sent: a trouble began."),
-    "trouble_over": Kind(DETAIL, "An alert was sent: a trouble is over."),
-    "alerted": Kind(DETAIL, "The webhook took an alert."),
-    "alert_failed": Kind(DETAIL, "An alert did not reach the webhook."),
+    "weights_refused": EventKind(DETAIL, "A reader of the bf16 weights ignored what it cannot use."),
+    "trouble": EventKind(DETAIL, "An alert was sent: a trouble began."),
+    "trouble_over": EventKind(DETAIL, "An alert was sent: a trouble is over."),
+    "alerted": EventKind(DETAIL, "The webhook took an alert."),
+    "alert_failed": EventKind(DETAIL, "An alert did not reach the webhook."),
     # ---------------------------------------------------------------- numbers for curves and bills
-    "step": Kind(DATA, "An outer step in a replica's numbers."),
-    "evaluated": Kind(DATA, "A replica's share of an evaluation on held-out prompts."),
-    "data": Kind(DATA, "Which part of the prompts a session reads, and from where on."),
-    "lease": Kind(DATA, "Until when replicas may go on without a supervisor, and what was spent."),
+    "step": EventKind(DATA, "An outer step in a replica's numbers."),
+    "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
+    "data": EventKind(DATA, "Which part of the prompts a session reads, and from where on."),
+    "lease": EventKind(DATA, "Until when replicas may go on without a supervisor, and what was spent."),
 }  # fmt: skip
 
 

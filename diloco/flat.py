@@ -23,7 +23,7 @@ from diloco.config import OuterError
 
 
 class FlatFragment(nn.Module):
-    """One fp32 vector on the CPU over some trainable parameters of a live model; what torchft optimizes."""
+    """One fp32 vector on the CPU over some trainable parameters of a live model; torchft optimizes it."""
 
     def __init__(self, live: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class FlatFragment(nn.Module):
 
     @torch.no_grad()
     def gather(self, theta: Tensor) -> None:
-        """flat = local values."""
+        """Write flat ← local values."""
         for span, local in self._local_slices(theta):
             self.flat.data[span].copy_(local)
 
     @torch.no_grad()
     def delta(self, theta: Tensor, out: Tensor) -> Tensor:
-        """out = Δ = θ − local values, the bits that torchft gets by way of `gather`."""
+        """Write out ← Δ = θ − local values, the bits that torchft gets by way of `gather`."""
         for span, local in self._local_slices(theta):
             torch.sub(theta[span], local, out=out[span])
         return out
 
     def _local_slices(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Where each parameter is in the vector, and its local values."""
+        """Yield each parameter's slice of the vector, and its local values."""
         base = theta if self.merged is None else self.merged
         at = 0
         for p in self.live:
@@ -59,7 +59,7 @@ class FlatFragment(nn.Module):
 
     @torch.no_grad()
     def scatter(self, merged: bool) -> None:
-        """model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
+        """Write model ← flat.   merged: flat is not θ, α kept something of the local value in it."""
         self.merged = self.flat.data.clone() if merged and self.rounds else None
         at = 0
         for p in self.live:
@@ -68,7 +68,7 @@ class FlatFragment(nn.Module):
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every trainable parameter once (tied weights under their first name), in the model's order."""
+    """Return every trainable parameter once (tied weights under their first name), in the model's order."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not found:
         raise OuterError(
@@ -78,5 +78,5 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def layout_of(model: nn.Module) -> list[list[Any]]:
-    """[name, shape, dtype] of every trainable parameter, in flat order: what a flat vector means."""
+    """Return [name, shape, dtype] of every trainable parameter, in flat order: the meaning of a flat vector."""
     return [[n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in trainable_parameters(model)]

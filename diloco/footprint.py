@@ -35,7 +35,7 @@ HOST = 20
 BROADCAST = 3.5  # bf16 of θ, and what is being written of it at most
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
-ADAPTER_WIDTH = 4  # an adapter is fp32, whatever its base is
+ADAPTER_WIDTH = 4  # an adapter is fp32 on every base
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Footprint:
     """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
 
     compute_s: a guess of the time between two syncs.   period: outer steps between snapshots, under the run's budget.
-    needed: the least budget that has room for what a reader may need then, which stays whatever fleet.keep is.
+    needed: the least budget with room for the blobs that a reader may need then; these stay under any fleet.keep.
     floor, int8_floor: the same with a snapshot at every step, and with that codec.
     back: bytes that one more step costs whose mean stays.
     """
@@ -66,8 +66,9 @@ class Footprint:
 
 
 def footprint(config: RunConfig, parameters: int, replicas: int, steps: int, trained: int | None = None) -> Footprint:
-    """Of a run with its codec; for codec = "auto" of what would be chosen at LINK.   trained: of an adapter, if the
-    rest of the model stays as it is."""
+    """Compute the footprint of a run; codec = "auto" counts as the codec that would be chosen at LINK.
+
+    trained: parameters of an adapter, if the rest of the model stays as it is."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -120,7 +121,7 @@ def step_sizes(parameters: int, replicas: int, codec: str, fragments: int = 1) -
 
 
 def mean_bytes(part: int, replicas: int, codec: str) -> int:
-    """Of one step's mean of `part` elements, as rendezvous/reduce.py writes it down."""
+    """Return the bytes of one step's mean of `part` elements, as rendezvous/reduce.py writes it down."""
     body = delta_bytes(part, codec)
     if reduces_sharded([body] * replicas, codec, Rules().shard_from):
         return body
@@ -133,7 +134,7 @@ def snapshot_bytes(parameters: int) -> int:
 
 
 def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
-    """The same for people.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
+    """Return the footprint in words.   keep: bytes that stay in the bucket, as fleet.keep says; None: all."""
     f = found
     link = f"{LINK * 8 / 1e9:g} Gbit/s"
     kept = f"{byte_size(f.in_all)} after {steps} steps"
@@ -150,7 +151,7 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
 
 
 def kept_text(found: Footprint, steps: int, keep: int) -> str:
-    """How much stays under a budget that is smaller than the run, how often snapshots come, how far back it reaches."""
+    """Say what stays under a budget that is smaller than the run, how often snapshots come, how far back it reaches."""
     of_all = f"of {byte_size(found.in_all)} in {steps} steps"
     every = f"with a snapshot {f'every {found.period} steps' if found.period > 1 else 'at every step'}"
     if keep >= found.needed:
@@ -170,6 +171,6 @@ def _floor_advice(found: Footprint, keep: int) -> str:
 
 
 def _rounded_up(size: int) -> int:
-    """To the three digits that `in_bytes` writes, so that the size it writes is enough."""
+    """Round up to the three digits that `in_bytes` writes, so that the size it writes is enough."""
     unit = 10 ** max(0, len(str(size)) - 3)
     return -(-size // unit) * unit

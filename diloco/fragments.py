@@ -1,4 +1,4 @@
-"""Where a model's flat vector is cut into fragments.
+"""The cuts of a model's flat vector into fragments.
 
     sizes of parameters    w₀ │ w₁ │ w₂ ┊ w₃ │ w₄        in flat order; a parameter is never torn
     F = 2                  [ ─────────── ] [ ─────── ]   about equal numbers of elements

@@ -1,12 +1,12 @@
-"""`diloco gc RUN --keep SIZE`: give back what a run needs no more than it wants to be remembered.
+"""`diloco gc RUN --keep SIZE`: delete the oldest blobs of a run, down to SIZE.
 
     the rules of collecting replicas (rendezvous/garbage.py), another budget, a store that only notes ──▶ Plan
     Plan ──▶ a control record with `keep`, so that whoever reads the run knows ──▶ DELETE, oldest first
 
-What a replica may need to heal stays whatever SIZE is, and so do registers: commits, offers, manifests, logs.  Killed
-in the middle, the same command goes on; the record came first, so no reader takes what is missing for damage.
+Blobs that a replica may need to heal stay under any SIZE, and so do registers: commits, offers, manifests, logs.  After
+a kill in the middle, the same command goes on; the record came first, so no reader takes missing blobs for damage.
 
-Not promised: bytes of what no record names (a body whose writer died): they are counted as objects.
+Not promised: bytes of objects that no record names (a body whose writer died): they are counted as objects.
 """
 
 import shlex
@@ -198,7 +198,7 @@ def _decode(kind: type[R], body: bytes | None) -> R | None:
 
 
 def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
-    """For people.   best: the step with the best evaluation, if there is one."""
+    """Return the plan in words.   best: the step with the best evaluation, if there is one."""
     if not plan.keys:
         return [f"nothing goes: what is there fits into {plan.keep}, or a replica may need it"]
     parts = [f"{size / 1e6:,.1f} MB of {kind}s" for kind, size in plan.freed.items() if size]

@@ -2,8 +2,8 @@
 
     θ_t = snapshot(s) ∘ outer(mean_s) ∘ … ∘ outer(mean_{t−1})           s ≤ t, the newest readable snapshot
 
-The replay is the one by which a replica joins (rendezvous/replay.py); here nobody joins, and nothing is written: a
-damaged object is got round where that is possible, and stays as it is (decision 046).
+The replay is the one by which a replica joins (rendezvous/replay.py).  Here no replica joins, and nothing is written: a
+damaged object is avoided where that is possible, and stays as it is (decision 046).
 Not promised: speed for a step far from a snapshot.
 """
 
@@ -117,7 +117,7 @@ def state_at(
 
 
 def keep_of(run: Run) -> int | str:
-    """How many of the run's blobs are kept: fleet.keep, or what `diloco gc` has left since."""
+    """Return the budget of the run's blobs: fleet.keep, or the one that `diloco gc` has set since."""
     return read_standing_wishes(run.store)[0].keep or run.config.fleet.keep
 
 
@@ -127,7 +127,7 @@ def what_is_kept(run: Run) -> Reach | None:
 
 
 def refuse_gone(run: Run, step: int) -> None:
-    """ConfigError if what is left in the bucket does not give θ_step any more."""
+    """Raise ConfigError if the blobs left in the bucket do not give θ_step any more."""
     left = what_is_kept(run)
     if left is None or left.covers_step(step):
         return
@@ -147,7 +147,7 @@ def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
 
 @torch.no_grad()
 def put_into(model: nn.Module, state: OuterState) -> None:
-    """model's trainable parameters ← θ, rounded to their dtype."""
+    """Write the model's trainable parameters ← θ, rounded to their dtype."""
     flat = torch.cat(state.thetas)
     at = 0
     for _, p in trainable_parameters(model):

@@ -1,4 +1,4 @@
-"""Where this process is, in the words of claims and heartbeats.
+"""The place of this process, in the words of claims and heartbeats.
 
     laptop~5f0c3a9d1e27      this machine since it booted, and its PID namespace (rendezvous/machine.py)
     modal/r01.3              inside a rented container: the launch that it serves
@@ -15,7 +15,7 @@ DEVICE_ENV = "DILOCO_DEVICE"
 
 
 def host_name() -> str:
-    """For whoever looks for this process: the launch that a rented container serves, or this machine."""
+    """Return the place by which this process is found: the launch that a rented container serves, or this machine."""
     return os.environ.get(PLACE_ENV) or machine_name()
 
 
@@ -25,5 +25,5 @@ def host_words(host: str) -> str:
 
 
 def device_name() -> str:
-    """The name of what this process trains on, "" if whoever started it did not look (executors/platforms/gpu.py)."""
+    """Return the name of this process's device, "" if its launcher did not look (executors/platforms/gpu.py)."""
     return os.environ.get(DEVICE_ENV, "")

@@ -43,7 +43,7 @@ class InPlaceFragment(_StreamingDiLoCoFragment):
     """torchft's fragment, whose flat vector is θ itself."""
 
     def lean(self, room: Tensor) -> None:
-        """room: for any fragment's Δ."""
+        """Make θ the flat vector, and Δ a part of `room`.   room: as large as any fragment's Δ."""
         self._part: FlatFragment = self._model_fragment  # pyright: ignore[reportAttributeAccessIssue]
         self._theta = self._part.flat.data = self.original_parameters["flat"]
         self._delta = room[: self._theta.numel()]
@@ -52,7 +52,7 @@ class InPlaceFragment(_StreamingDiLoCoFragment):
         self._grads["flat"] = self._part.delta(self._theta, self._delta)
 
     def _nothing(self) -> None:
-        """flat is θ, and stays it."""
+        """Do nothing: flat is θ, and stays it."""
 
     _save_local_parameters = _merge_parameters = _nothing
     restore_parameters = save_parameters = _nothing  # pyright: ignore[reportAssignmentType]

@@ -5,10 +5,10 @@
 
 A `kill -9` loses what was said since the last outer step, nothing else.  Writing never fails a replica.
 
-Logs are read as they come: anybody may have put an object there, and half a line is no line.  Readers count and pass
-over a line that is no event, by the types of the fields that they go by.
+Logs are untrusted: any process with write access may have put an object there, and half a line is no line.  Readers
+count and pass over a line that is no event, by the types of the fields that they use.
 
-Not promised: that an event is true.  Nobody vouches for logs, also under a run key.
+Not promised: that an event is true.  Logs are not signed, also under a run key.
 """
 
 import json
@@ -45,7 +45,7 @@ class Journal:
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Raises ValueError for a kind that diloco/events.py does not have."""
+        """Add an event to the log.   Raises ValueError for a kind that diloco/events.py does not have."""
         if event not in KINDS:
             raise ValueError(f"{event!r} is not a kind of event; add it to KINDS in diloco/events.py")
         line = json.dumps({"at": round(self._clock.wall(), 3), "event": event, **_round_numbers(fields)}, default=str)
@@ -61,7 +61,7 @@ class Journal:
                 self._pending_samples.append({"step": step, **sample})
 
     def flush(self) -> None:
-        with self._writing:  # one at a time, and nobody who emits an event waits for it
+        with self._writing:  # one at a time, and `emit` does not wait for it
             self._flush_samples()
             with self._lock:
                 lines = self._lines
@@ -92,7 +92,7 @@ class Journal:
 
 
 def read_journal(store: Readable) -> Iterator[dict[str, Any]]:
-    """Every event of a run with "slot" and "generation", in no particular order; what is none is passed over."""
+    """Yield every event of a run with "slot" and "generation", in no particular order; other lines are skipped."""
     for key in store.list(layout.LOGS):
         if not layout.is_rollouts(key) and (owner := layout.log_owner(key)) is not None:
             about = dict(zip(("slot", "generation"), owner, strict=True))
@@ -144,7 +144,7 @@ class Event:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event in a line of a log; None if it is none.  Numbers that nobody can reckon with are left out."""
+    """Return the event in a line of a log; None if it is none.  Numbers without finite squares are left out."""
     try:
         raw = json.loads(line, parse_constant=lambda name: math.nan)
         if not isinstance(raw, dict):
@@ -159,7 +159,7 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def is_reckonable(value: Any) -> bool:
-    """Can sums and squares of it be taken?  Only a float may be such that they cannot: NaN, infinity, 1e308."""
+    """Whether sums and squares of it can be taken.  They cannot for some floats alone: NaN, infinity, 1e308."""
     return not isinstance(value, float) or abs(value) <= MOST
 
 
@@ -172,7 +172,7 @@ def rollout_line(line: str) -> dict[str, Any]:
 
 
 def rollout_head(line: str) -> tuple[int, dict[str, Any]]:
-    """(outer step, hints of tools) of an object of rollouts, from its first line.   Raises ValueError."""
+    """Return (outer step, hints of tools) of an object of rollouts, from its first line.   Raises ValueError."""
     head = rollout_line(line)
     tools = head.get("tools")
     return check_of(Step)(head.get("step")), tools if isinstance(tools, dict) else {}

@@ -1,9 +1,9 @@
-"""The last sweep of a run, by its supervisor, who has its credentials and outlives its replicas.
+"""The last sweep of a run, by its supervisor, which has its credentials and outlives its replicas.
 
     replicas sweep when they close a step and when they end ──▶ the one that writes θ_T sweeps last
                                                                 └ killed before it did: nobody sweeps after it
 
-No torch here.   Not promised: a sweep where nobody supervises the run (a library run, or a supervisor that was killed).
+No torch here.   Not promised: a sweep where no supervisor runs (a library run, or a supervisor that was killed).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ PATIENCE_S = 10.0  # for an answer of the store
 
 
 def sweep_after_end(run: Run, clock: Clock, emit: Callable[..., None]) -> int:
-    """Collect what a run that is done has beyond fleet.keep; -> how many blobs went, or had gone.
+    """Collect the blobs of a done run beyond fleet.keep; -> how many blobs went, or had gone.
 
     Raises RendezvousError.
     """

@@ -50,7 +50,7 @@ FAR = {"beat": 5.0, "poll": 1.0, "dead_after": 20.0}  # every look at a cloud co
 
 
 def _is_parameter(raw: list[Any]) -> bool:
-    """Is it [name, shape, dtype], with a shape that is not absurd?"""
+    """Whether it is [name, shape, dtype], with a shape that is not absurd."""
     if len(raw) != 3 or not isinstance(raw[0], str) or not isinstance(raw[1], list) or not isinstance(raw[2], str):
         return False
     return all(type(n) is int and 0 <= n < 1 << 40 for n in raw[1])
@@ -112,7 +112,7 @@ class RunRecord(Record):
                 raise ValueError(f"it has the {setting} file under {stored['key']!r}")
 
     def with_codec(self, codec: str, why: str = "") -> "RunRecord":
-        """The same run, with a codec in the place of auto."""
+        """Return the same run, with a codec in the place of auto."""
         config = {**self.config, "outer": {**self.config["outer"], "codec": codec}}
         mathematics = {**self.mathematics, "outer": {**self.mathematics["outer"], "codec": codec}}
         return replace(self, config=config, mathematics=mathematics, why_codec=why)
@@ -129,7 +129,8 @@ class ModelRecord(Record):
     hub: {"model", "commit"} of a start model that is taken from the Hub; then a file's key is "".   {}: it is here.
     An adapter's files (adapter/…) are always here.
     theta: digest of θ₀ as flat fp32 (diloco/start_model.py); "" in a run of an older release.
-    base: digest of what an adapter leaves as it is (diloco/model_checks.py); "" if the whole model is trained.
+    base: digest of the weights that an adapter leaves as they are (diloco/model_checks.py); "" if the whole model is
+    trained.
     """
 
     kind: ClassVar[str] = "model"
@@ -184,7 +185,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """As launched; the user's files are read with `fetch_files`.   Raises ConfigError."""
+        """The config as launched; the user's files are read with `fetch_files`.   Raises ConfigError."""
         try:
             return self._stored_config()
         except (AttributeError, KeyError, TypeError) as error:
@@ -204,7 +205,7 @@ class Run:
         files = {**self.record.files}
         held_out = files.pop(EVAL, None)
         files.pop(MODULES, None)
-        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it says who scores
+        is_named = held_out is not None and not raw["eval"].get("task")  # a task keeps its name: it names the scorer
         evaluation = {"eval": {**raw["eval"], "prompts": held_out["key"]}} if held_out and is_named else {}
         stands = {
             kind: stored["key"] + (f":{entry[kind]}" if entry.get(kind) else "") for kind, stored in files.items()
@@ -227,7 +228,7 @@ class Run:
 
 
 def timing_for(store: Store, fleet: FleetConfig) -> Timing:
-    """How often replicas look and beat there: often if this machine serves it, else every second or five."""
+    """Return the intervals of looks and beats: short if this machine serves the store, else 1 s and 5 s."""
     return fleet.timing if getattr(store, "near", False) else replace(fleet.timing, **FAR)
 
 
@@ -280,9 +281,9 @@ def open_run(
 def _found_run(
     store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]]
 ) -> tuple[bool, RunRecord, RunRecord]:
-    """Write run.json unless it stands; -> were we first, what stands, and ours to compare with it.
+    """Write run.json unless it stands; -> whether we were first, the record that stands, and ours to compare with it.
 
-    codec = "auto" is whatever codec stands there; only who finds no run chooses.
+    codec = "auto" takes the codec that stands there; only a caller that finds no run chooses.
     """
     auto = mine.codec == AUTO
     if store.get(layout.RUN) is None:
@@ -297,9 +298,10 @@ _TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
 
 
 def _refuse_headless(store: Store, later: Iterable[str]) -> None:
-    """run.json was not there; raises RecordsLost if what is only written after it is, and run.json still is not.
+    """Raise RecordsLost if a later record stands, and run.json, which was missing, is still missing.
 
-    Somebody may be founding the run just now: run.json is always there before the others, so it is read last.
+    later: keys of records that are only written after run.json.   Another process may be founding the run just now:
+    run.json is always there before the others, so it is read last.
     """
     stands = next((key for key in later if store.get(key) is not None), None)
     if stands is not None and store.get(layout.RUN) is None:
@@ -367,7 +369,7 @@ def solo_warning(desired: Wanted) -> str:
 
 
 def _refuse_unfit(store: Store, clock: Clock) -> None:
-    """Before anything is written: without create-if-absent, two replicas could commit the same step."""
+    """Raise StoreRefused before anything is written: without create-if-absent two replicas could commit one step."""
     from rendezvous.probe import why_unfit
 
     reason = why_unfit(store, clock)
@@ -396,12 +398,12 @@ def decode_run(url: str, body: bytes) -> RunRecord:
 
 
 def store_of(url: str) -> Store:
-    """The store of the run at `url`, whatever its run.json says; ConfigError if there is none."""
+    """Open the store of the run at `url`, without decoding its run.json.   Raises ConfigError if there is none."""
     return _open_stores(url)[1]
 
 
 def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
-    """Raises RecordsLost unless the run still stands in its store: run.json, and the newest records that were seen.
+    """Raise RecordsLost unless the run still stands in its store: run.json, and the newest records that were seen.
 
     records: of control/.   head: the first step without a commit.   Before this nothing may be called done.
     """
@@ -426,7 +428,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """The same with the answers that there are.   answers: to OPENING."""
+    """Do the same with answers read before.   answers: to OPENING.   Raises ConfigError if there is no run."""
     if not answers.is_there(layout.RUN):
         raise ConfigError(
             f"there is no run at {url} (no run.json). Check the path, or start one: "
@@ -451,7 +453,7 @@ def set_desired(store: Store, clock: Clock, fleet: FleetConfig) -> Wanted:
 
 
 def is_finished(store: Readable, wanted: Wanted) -> bool:
-    """Are all wanted outer steps committed?"""
+    """Whether all wanted outer steps are committed."""
     return wanted.steps > 0 and store.get(layout.commit_key(wanted.steps - 1)) is not None
 
 
@@ -467,7 +469,7 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
 
 
 def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: bool = False) -> None:
-    """WrongRun with what differs, if run.json describes other mathematics or other user files."""
+    """Raise WrongRun with the differences if run.json describes other mathematics or other user files."""
     if differs := _list_differences(stands, mine):
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; "
@@ -503,7 +505,7 @@ def _name_of_data(setting: str, stands: RunRecord, mine: RunRecord) -> str:
 
 
 def _spelling(record: RunRecord, setting: str) -> Any:
-    """How a run's config names its prompts or [eval]'s; None for other files."""
+    """Return the name of its prompts, or of [eval]'s, in a run's config; None for other files."""
     if setting == EVAL:
         return record.config.get("eval", {}).get("prompts")
     return record.config.get("inner", {}).get("data", {}).get(setting)
@@ -590,7 +592,9 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
 
 
 def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
-    """Of a model whose files were not on this machine before.   Raises InnerError for what no replica could train."""
+    """Check a start model whose files were not on this machine before.
+
+    Raises InnerError for a model that no replica could train."""
     config = run.config.inner
     if config.model in BUILT_IN_MODELS or Path(config.model).is_dir():
         return
@@ -667,10 +671,10 @@ def fetch_model(store: Store, record: ModelRecord, folder: Path) -> Path:
 
 
 def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path) -> Path:
-    """θ₀'s folder with zeros for weights, for a replica whose θ comes from a snapshot; -> `folder`.   Raises HubError.
+    """Write θ₀'s folder with zeros for weights, for a replica whose θ comes from a snapshot; -> `folder`.
 
-    A from_pretrained folder all the same, so that whatever else a model has is made as ever.   The zeros are a hole in
-    a file: neither the link nor the disk carries them.
+    Raises HubError.   It is a from_pretrained folder, so the rest of the model is made as ever.   The zeros are a hole
+    in a file: neither the link nor the disk carries them.
     """
     from diloco.zeros import write_zeros
 
@@ -681,7 +685,7 @@ def fetch_model_without_weights(store: Store, record: ModelRecord, folder: Path)
 
 
 def is_weights_file(name: str) -> bool:
-    """Of the names that a start model's folder has: safetensors, or PyTorch's own files where the Hub has no others."""
+    """Whether a start model's file holds weights or their index: safetensors, or PyTorch's own on the Hub."""
     return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
 
 
@@ -695,7 +699,9 @@ def fetch_files(run: Run, folder: Path) -> dict[str, Path]:
 
 
 def fetch_stored(store: Store, stored: Mapping[str, str]) -> bytes:
-    """The bytes that were checked; nobody reads the object a second time.   stored: key and digest."""
+    """Return the very bytes that were checked, not those of a second read.   stored: key and digest.
+
+    Raises Corrupt after three reads without those bytes."""
     body: bytes | None = None
     for _ in range(3):
         body = store.get(stored["key"])

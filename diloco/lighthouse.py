@@ -9,7 +9,8 @@
     finish_round()  ──▶   log, beat, a snapshot now and then
 
 A replica that was healed in the quorum counts with weight 0 in that step: its inner steps were made from another θ.
-Start the Lighthouse with a join time-out longer than an outer step: who misses a quorum is healed in the next.
+Start the Lighthouse with a join time-out longer than an outer step: a replica that misses a quorum is healed in the
+next.
 With a `session` in a bucket the run keeps run.json, model, logs and snapshots there; it has no commits.
 
 Not promised: that late work counts, or that of a replica which leaves (it goes at once, its inner steps since the
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from diloco.outer import OuterLoop
 
-TIMEOUT_S = 30.0  # how long a collective may stand still before the round is tried again with whoever is left
+TIMEOUT_S = 30.0  # a collective may stand still for so long; then the round is tried again with the remaining replicas
 CONNECT_S = 15.0
 TROUBLE = (RuntimeError, TimeoutError, ConnectionError)  # what torchft's clients raise
 
@@ -61,7 +62,7 @@ class LighthouseManager:
         return self._manager._use_async_quorum
 
     def start_quorum(self) -> None:
-        """Meet whoever else is at this step, for as long as torchft's quorum time-out; heal if we are behind."""
+        """Meet the other replicas at this step, for at most torchft's quorum time-out; heal if we are behind."""
         self.rounds.begin_wait()
         self._ask_torchft(self._manager.start_quorum)
         self.rounds.end_wait()
@@ -168,7 +169,7 @@ class LighthouseRounds:
         return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
 
     def _after_heal(self, learned: dict[str, np.ndarray]) -> None:
-        """torchft has replaced every fragment's θ and momentum by a peer's: model ← θ, and nothing of ours counts."""
+        """Write model ← θ after torchft has replaced θ and momentum by a peer's; no inner step of ours counts."""
         arrays = self._joined_loop.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
@@ -195,7 +196,7 @@ class LighthouseRounds:
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
 
     def note_vote(self, committed: bool) -> None:
-        """Is the outer step taken?  If not, the sync is tried again after the next inner step."""
+        """Note whether the outer step is taken.  If not, the sync is tried again after the next inner step."""
         self._committed = committed
         self.behind = not committed
         if self.behind:
@@ -208,7 +209,7 @@ class LighthouseRounds:
         raise AssertionError("nobody is late here: who was not in the quorum is healed in the next")
 
     def finish_round(self) -> int | None:
-        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
         if not self._committed:
             return None
         self._committed = False
@@ -222,10 +223,12 @@ class LighthouseRounds:
         return (step - 1) % self._joined_loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """No step is ever taken without us and then replayed; the quorum heals."""
+        """Do nothing: no step is taken without us and then replayed; the quorum heals."""
 
     def progress(self, inner: int, rate: float) -> None:
-        """Goes into the next beat.  Here a replica leaves: there is nobody to hand unfinished work to."""
+        """Put the progress into the next beat; raise Fenced or Leaving where this replica has to go.
+
+        It leaves in the middle of a round: unfinished work cannot be handed on."""
         if self.session is None:
             return
         status = self.session.rv.members.status
@@ -252,7 +255,7 @@ class LighthouseRounds:
 
     @property
     def done(self) -> bool:
-        """Has the run all the outer steps that are desired?  Without a bucket nobody has asked for any."""
+        """Whether all wanted outer steps are taken.  Without a session no number of steps is wanted."""
         return self.session is not None and self._manager.current_step() >= self.session.rv.wanted.steps > 0
 
     @property
@@ -311,12 +314,12 @@ class LighthouseRounds:
 
 
 def as_outer_manager(manager: Any) -> Any:
-    """A manager that OuterLoop can use: a torchft.Manager gets what it lacks, others are returned as they are."""
+    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, others are returned as they are."""
     return manager if hasattr(manager, "rounds") else LighthouseManager(manager)
 
 
 def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
-    """This session's torchft.Manager at lighthouse://host:port.   Raises GaveUp when nobody answers there."""
+    """Make this session's torchft.Manager at lighthouse://host:port.   Raises GaveUp if no lighthouse answers there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torchft import Manager, ProcessGroupGloo
     from torchft.checkpointing.http_transport import HTTPTransport
@@ -347,7 +350,7 @@ def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`.  Nothing is sent."""
+    """Return this machine's address on the way to `host`.  Nothing is sent.   Raises GaveUp if there is no way."""
     try:
         with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))

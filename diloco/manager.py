@@ -85,7 +85,7 @@ class StoreManager:
     # ---------------------------------------------------------------- torchft's eight names
 
     def start_quorum(self, *_: Any, **__: Any) -> None:
-        """Nothing to ask: the commit decides which replicas take part.  A bare manager heals here at the latest."""
+        """Ask nothing: the commit decides which replicas take part.  A bare manager heals here at the latest."""
         if self._is_bare:
             self._bare.join()
 
@@ -125,7 +125,7 @@ class StoreManager:
         return {"step": self.current_step(), "batches_committed": self.batches_committed()}
 
     def wait_quorum(self) -> None:
-        """Nothing to wait for: the bucket is always there."""
+        """Wait for nothing: the bucket is always there."""
 
     def num_participants(self) -> int:
         """Fresh offers in the last commit that this replica knows."""
@@ -143,11 +143,11 @@ class StoreManager:
         return self._bare.error
 
     def report_error(self, error: Exception) -> None:
-        """Something went wrong outside of the rendezvous, after or before a tensor was averaged.
+        """Note an error outside of the rendezvous, before or after a tensor was averaged.
 
-        A bare manager's next `should_commit` is False: what its caller holds cannot be trusted, and the same step's
-        mean is read again in the next round.  Under `make_diloco` the mean goes from the bucket into θ without
-        passing anybody's hands, so the round goes on.
+        A bare manager's next `should_commit` is False: the caller's tensors cannot be trusted, and the same step's
+        mean is read again in the next round.  Under `make_diloco` the mean goes from the bucket straight into θ, past
+        the caller, so the round goes on.
         """
         self.session.emit("warning", text=f"reported error: {error}")
         if self._is_bare:
@@ -171,12 +171,12 @@ class StoreManager:
 
     @property
     def done(self) -> bool:
-        """Has the run all the outer steps that are desired?"""
+        """Whether the run has all wanted outer steps."""
         return self.session.rv.is_done
 
     @property
     def left(self) -> bool:
-        """Did the `with` of make_diloco end because this replica was asked to go?"""
+        """Whether the `with` of make_diloco ended because this replica was asked to go."""
         return self.rounds.left
 
 

@@ -1,5 +1,5 @@
-"""Is everything that training changes in the flat vectors?  Nothing else is averaged: it would differ from replica to
-replica.
+"""Check that the flat vectors hold everything that training changes.  Nothing else is averaged: it would differ from
+replica to replica.
 
     when the loop is made      complex or fp16 parameters · batch statistics · an optimizer that lacks parameters
     when it is entered         frozen_digest: weights and buffers that nothing averages are the same in all replicas
@@ -23,7 +23,7 @@ SHOWN = 3  # names in an error
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises OuterError for a model, or an optimizer of it, whose training flat fp32 vectors would not hold."""
+    """Raise OuterError for a model, or an optimizer of it, whose training flat fp32 vectors would not hold."""
     parameters = trainable_parameters(model)
     if complex_ := [n for n, p in parameters if p.is_complex()]:
         raise OuterError(
@@ -55,7 +55,9 @@ def _moves_statistics(module: nn.Module) -> bool:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """xxh3-128 over names and bytes of what nothing averages: frozen parameters and saved buffers; "" for none."""
+    """Return xxh3-128 over names and bytes of frozen parameters and saved buffers; "" if there are none.
+
+    No outer step averages these."""
     h = xxhash.xxh3_128()
     found = False
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
@@ -80,7 +82,7 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class ModelGuard:
-    """Compares a model with what it was when the loop was entered.  Costs a walk over its modules, no bytes."""
+    """Compares a model with its state at the entry of the loop.  Costs a walk over its modules, no bytes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -88,7 +90,7 @@ class ModelGuard:
         self._buffers = self._buffer_versions()
 
     def check(self) -> None:
-        """Raises OuterError if training changes something that no vector holds."""
+        """Raise OuterError if training changes something that no vector holds."""
         now = self._parameter_versions()
         if changed := [n for n in {**self._trainable, **now} if self._trainable.get(n) != now.get(n)]:
             raise OuterError(
@@ -108,7 +110,7 @@ class ModelGuard:
         return {n: id(p) for n, p in trainable_parameters(self._model)}
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Of each saved buffer: which tensor it is, and how often it was written in place."""
+        """Return name -> (id of the tensor, number of writes in place) for each saved buffer."""
         return {n: (id(b), b._version) for n, b in saved_buffers(self._model)}
 
 

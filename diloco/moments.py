@@ -27,7 +27,7 @@ STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
-    """{} where it has none yet, where they are too many bytes, or where the optimizer is another."""
+    """Return Adam's moments; {} where it has none yet, for too many bytes, or for another optimizer."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW) or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
         return {}

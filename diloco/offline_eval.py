@@ -56,7 +56,7 @@ class OfflineScorer:
     def open(
         cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
     ) -> "OfflineScorer":
-        """folder: an empty one, for the run's code and its start model, until nobody scores any more."""
+        """Build a scorer of the run's θ.   folder: empty, for the run's code and start model; kept while it scores."""
         config = _settings(run, prompts, samples)
         inner = run.config.inner
         files = fetch_files(run, folder / "code")

@@ -78,7 +78,7 @@ class OuterState:
         self.thetas, self.optimizers = list(thetas), list(optimizers)
 
     def digest(self) -> str:
-        """Of everything, as a commit's `base` would be."""
+        """Digest of all fragments, as a commit's `base` would be."""
         return base_of(self, len(self.thetas))
 
     def size(self, fragment: int) -> int:
@@ -96,7 +96,7 @@ class OuterState:
         return {f"{name}.{fragment}": array for name, array in named.items()}
 
     def all_arrays(self) -> dict[str, np.ndarray]:
-        """Every fragment's."""
+        """Return the arrays of every fragment."""
         return all_arrays(self, len(self.thetas))
 
     def load(self, arrays: Any) -> None:

@@ -64,11 +64,11 @@ class OuterRounds(Protocol):
     @property
     def h_cap(self) -> int: ...
     def join(self, loop: "OuterLoop") -> None:
-        """Heal: afterwards the loop's θ is the run's, as far as that can be known yet."""
+        """Heal the loop: afterwards its θ is the run's, as far as that can be known yet."""
         ...
 
     def progress(self, inner: int, rate: float) -> None:
-        """`inner` steps are done of this round, `rate` seconds each."""
+        """Note the progress of this round: `inner` steps are done, `rate` seconds each."""
         ...
 
     def offer(self, delta: np.ndarray, h: int) -> None:
@@ -76,11 +76,11 @@ class OuterRounds(Protocol):
         ...
 
     def finish_round(self) -> int | None:
-        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
         ...
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        """Apply what was decided without us; `late(step)` comes before each."""
+        """Apply the steps that were decided without us; `late(step)` comes before each."""
         ...
 
     def close(self, reason: str) -> None:
@@ -97,7 +97,7 @@ class OuterManager(Protocol):
 
 
 class OuterLoop:
-    """`with make_diloco(...)`: hooks on the inner optimizer for as long as the block lasts."""
+    """Context manager of make_diloco: hooks on the inner optimizer for as long as the block lasts."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class OuterLoop:
 
     @property
     def overlaps(self) -> bool:
-        """Do inner steps go on while a fragment travels?"""
+        """Whether inner steps go on while a fragment travels."""
         return self.prepare_at < self.interval
 
     def mathematics(self) -> dict[str, Any]:
@@ -244,14 +244,14 @@ class OuterLoop:
         return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local))
 
     def _time_is_up(self, local: int) -> bool:
-        """Is this the boundary that is nearest to `sync_seconds`?"""
+        """Whether this boundary is the nearest one to `sync_seconds`."""
         if self.rules.sync_seconds <= 0:
             return False
         spent = time.monotonic() - self._mark
         return spent + self.boundary * spent / local / 2 >= self.rules.sync_seconds
 
     def _after_torchft(self, *_: object) -> None:
-        """When torchft has taken an outer step: model ← θ, then whatever was decided without us."""
+        """Go on after torchft's outer step: model ← θ, then the steps that were decided without this replica."""
         fragment = self.rounds.finish_round()
         if fragment is not None:
             self.scatter(fragment)
@@ -261,7 +261,7 @@ class OuterLoop:
         self.rounds.watchdog.resume()
 
     def _offer_late(self, step: int) -> None:
-        """Before a missed step is applied: offer the inner steps that its fragment has seen."""
+        """Offer the inner steps that a missed step's fragment has seen, before that step is applied."""
         self._rewrite_stale()
         fragment = step % self.rules.fragments
         if self.h[fragment]:
@@ -273,7 +273,7 @@ class OuterLoop:
     # ---------------------------------------------------------------- the model
 
     def scatter(self, fragment: int) -> None:
-        """model ← this fragment, as torchft left it (θ, or θ merged with α)."""
+        """Write model ← this fragment, as torchft left it (θ, or θ merged with α)."""
         self._scatter_fragment(fragment, merged=self.alpha > 0)
 
     def _scatter_fragment(self, fragment: int, *, merged: bool) -> None:
@@ -281,7 +281,7 @@ class OuterLoop:
         self.h[fragment] = 0
 
     def rewrite(self, fragment: int) -> None:
-        """model ← θ, which was moved without torchft."""
+        """Write model ← θ, which was moved without torchft."""
         if not self.lean:  # there they are one
             self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
         self._scatter_fragment(fragment, merged=False)

@@ -1,9 +1,9 @@
-"""The output of a process: no text steers the terminal, and no reader who goes (`| head`, a full disk) ends it.
+"""The output of a process: no text steers the terminal, and no lost reader (`| head`) or full disk ends the process.
 
     print, warnings, logging, tracebacks ──▶ PlainOutput ──▶ sys.stdout, sys.stderr ──▶ fd 1, 2 ──▶ a file, a terminal
                                               └ inner/printable.py                        └ no space, no reader: lost
 
-A command shows what other people wrote into a bucket: `print_plainly` stands at its one way out.
+A command shows texts that other people wrote into a bucket: `print_plainly` stands at its one way out.
 
 Python raises ENOSPC or EPIPE out of `print`, keeps the text, and fails again at each flush, also at the end of the
 process.  A replica, or the supervisor of a fleet, would end because it prints.  So text that does not arrive is
@@ -23,7 +23,7 @@ from typing import Any, TextIO, cast
 from inner.printable import printable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-GONE = (errno.EPIPE, errno.EIO)  # whoever read a pipe has ended; the terminal was closed
+GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended; the terminal was closed
 
 
 class _LossyFile(io.FileIO):
@@ -52,7 +52,7 @@ class PlainOutput:
 
 
 def print_plainly() -> None:
-    """From now on this process prints plain text, in its last traceback as well."""
+    """Make this process print plain text from now on, in its last traceback as well."""
     for name in ("stdout", "stderr"):
         here = getattr(sys, name)
         if here is not None and not isinstance(here, PlainOutput):
@@ -65,7 +65,7 @@ def raw_output(out: TextIO) -> TextIO:
 
 
 def survive_lost_output() -> None:
-    """From now on what this process prints never fails for want of space or of a reader."""
+    """Make this process's printing succeed from now on, also without space on the disk or a reader of the pipe."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         here = getattr(sys, name)
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):

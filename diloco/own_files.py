@@ -1,9 +1,9 @@
-"""Files that this process writes beside others: what somebody else put under a name is never followed.
+"""Files that this process writes beside others: a link that another process put under a name is never followed.
 
     open_own(path, flags)    a file of its own name: no link, FIFO, device or directory, no second name for another file
     state_folder("x", "y")   XDG_STATE_HOME/diloco/x/y (~/.local/state/…), each folder ours and closed to others
 
-Not promised: anything about what an owner of the folder, or root, does while we look.
+Not promised: anything against an owner of the folder, or root, that changes it while we look.
 """
 
 import json
@@ -41,7 +41,7 @@ def appended(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def read_json(path: str | Path) -> Any:
-    """None if there is none, or something else."""
+    """Read a JSON file with `open_own`; None if there is none, or it cannot be read."""
     with suppress(OSError, ValueError, RecursionError), open(open_own(path), "rb") as file:
         return json.loads(file.read())
     return None
@@ -83,7 +83,7 @@ def make_private(*folders: Path) -> Path:
 
 
 def state_folder(*names: str) -> Path:
-    """Where it is; `make_state_folder` makes it."""
+    """Return the folder's path; `make_state_folder` makes it."""
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if home.startswith("/") else Path.home() / ".local" / "state"
     return base.joinpath("diloco", *names)

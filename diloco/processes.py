@@ -32,7 +32,7 @@ def process_name(pid: int) -> str:
 
 
 def is_named_alive(name: str) -> bool:
-    """Is the process of this "PID:START" there?  Where its start was not known, any process of that pid counts."""
+    """Whether the process of this "PID:START" is there.  Without a known start, any process of that pid counts."""
     pid, _, started = name.partition(":")
     ticks = int(started or 0)
     return is_alive(int(pid), ticks) if ticks else start_ticks(int(pid)) is not None
@@ -46,7 +46,7 @@ def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: boo
     if not is_alive(pid, started) or not (run is None or run_marks.works_for(pid, run)):
         return False
     with suppress(ProcessLookupError):
-        leads = group and pid > 1 and os.getpgid(pid) == pid != os.getpgrp()  # kill(-1) would be everybody
+        leads = group and pid > 1 and os.getpgid(pid) == pid != os.getpgrp()  # kill(-1) would signal every process
         (os.killpg if leads else os.kill)(pid, sig)
         return True
     return False

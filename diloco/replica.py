@@ -138,15 +138,16 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 
 
 def _is_preflight(session: Session) -> bool:
-    """May the user's files be wrong for everybody?  Not once a step was taken with them, nor where training began:
-    what fails then is a moment's trouble, or one of this place, and costs this session alone (decision 025)."""
+    """Whether the user's files may be wrong for all replicas: no outer step is committed, and no training has begun.
+
+    A later failure is a moment's trouble, or one of this machine, and costs this session alone (decision 025)."""
     return session.rv.members.status.phase == "boot" and first_open_step(session.rv.store) == 0
 
 
 def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
-    """(exit code, why) if there is nothing left to do for who starts now: asked before its slot is claimed.
+    """Return (exit code, why) if a replica that starts now has nothing left to do; asked before its slot is claimed.
 
-    A machine that was waited for comes when it comes; nothing heavy has been imported or downloaded by then.
+    A machine from a queue may come late; nothing heavy has been imported or downloaded by then.
     """
     store = (
         run.store.without_warnings() if isinstance(run.store, VerifiedStore) else run.store
@@ -187,7 +188,7 @@ def _fetch_inputs(
 
 
 def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path], stay: Callable[[], None]) -> Path:
-    """`fetch()`, as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
+    """Call `fetch` as often as it takes where the start model is on the Hub; the bucket's store is patient itself."""
     if (model := record.hub_model) is None:
         return fetch()
     from diloco.start_model import from_hub
@@ -205,7 +206,7 @@ def _fetch_weights(run: Run, session: Session, record: ModelRecord, folder: Path
 
 @dataclass(frozen=True)
 class Inputs:
-    """On this machine's disk.   model_dir: θ₀'s folder.   files: the user's own.   scratch: for the loop's files."""
+    """Paths on this machine's disk.   model_dir: θ₀'s folder.   files: the user's.   scratch: for the loop's files."""
 
     model_dir: Path
     files: dict[str, Path]
@@ -213,10 +214,10 @@ class Inputs:
 
 
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
-    """Is θ₀ of no use to a replica that starts now?  Then the newest snapshot is all that it loads.
+    """Whether a replica that starts now needs no θ₀: it loads the newest snapshot alone.
 
-    It falls back on snapshot 0, which is in the bucket too; of a model on the Hub, on its weights, which are asked for
-    then.   An adapter stands on weights of its own.
+    It falls back on snapshot 0, which is in the bucket too; for a model on the Hub, on its weights, which are fetched
+    then.   An adapter always needs θ₀'s files.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
         return False
@@ -318,7 +319,7 @@ def _run_inner(
 def _make_evaluator(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop"
 ) -> "Evaluator | None":
-    """None without [eval]."""
+    """Make the evaluator; None without [eval]."""
     from diloco.evaluator import Evaluator
     from inner.flat_names import EVAL
     from inner.prompts import load_prompts
@@ -372,7 +373,7 @@ def share_of(config: RunConfig, slot: str) -> "Share":
 
 
 def _wait_for_model(run: Run, session: Session) -> ModelRecord:
-    """θ₀'s manifest, which the launcher publishes while replicas start."""
+    """Wait for θ₀'s manifest, which the launcher publishes while replicas start.   Raises GaveUp."""
     began = session.clock.now()
     while (body := run.store.get(layout.MODEL_MANIFEST)) is None:
         _leave_now(session)
@@ -418,7 +419,7 @@ def _print_end(slot: str, error: Exception | str, code: int) -> int:
 
 
 def _print_step(session: Session, event: str, fields: dict[str, Any]) -> None:
-    """Print a line per outer step: a person who reads this replica's output sees that it is well."""
+    """Print a line per outer step: it shows a reader of the output that the replica is well."""
     if event == "step":
         print(step_line(session.rv.name, fields, session.rv.wanted.steps), flush=True)
 
@@ -433,7 +434,7 @@ def _finite_only(stats: dict[str, float]) -> dict[str, float]:
 
 
 def _parent_check(parent: str) -> Callable[[], bool]:
-    """ "PID:STARTTIME" -> is that process still there?"""
+    """Make a check that the process of "PID:STARTTIME" is still there; always True for ""."""
     if not parent:
         return lambda: True
     return lambda: is_named_alive(parent)

@@ -74,7 +74,7 @@ class InFlightRound:
         return self._error is not None
 
     def land(self, timeout_s: float | None = None) -> Commit | None:
-        """Its commit, or None if it is not there in time.   Raises what ended the round."""
+        """Return the round's commit, or None if it is not there in time.   Raises the error that ended the round."""
         self._thread.join(timeout_s)
         if self._error is not None:
             raise self._error
@@ -98,7 +98,7 @@ class StoreRounds:
         self.watchdog = session.watchdog
         self.stats: Callable[[], dict[str, float]] = dict  # what the inner loop says of a round, asked at each offer
         self.left = False  # did the `with` end because this replica was asked to go?
-        self.loop: OuterLoop | None = None  # None: nobody has joined
+        self.loop: OuterLoop | None = None  # None: no loop has joined
         self.in_flight: InFlightRound | None = None
         self._founds = founds
         self._theta_0 = theta_0
@@ -112,7 +112,7 @@ class StoreRounds:
     # ---------------------------------------------------------------- before the first round
 
     def join(self, loop: "OuterLoop") -> None:
-        """Heal: afterwards the loop's θ is the run's.   Raises WrongRun."""
+        """Heal the loop: afterwards its θ is the run's.   Raises WrongRun."""
         rv = self.session.rv
         self.loop = loop
         if self._founds:
@@ -181,7 +181,7 @@ class StoreRounds:
         def run_round() -> Commit:
             offer()
             commit = self._settle_mean(delta)
-            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # here it holds nobody up
+            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # delays no inner step
             return commit
 
         self.in_flight = flight = InFlightRound(run_round)
@@ -233,7 +233,7 @@ class StoreRounds:
         return self.session.rv.step + (self._commit is not None)
 
     def finish_round(self) -> int | None:
-        """After torchft's hook: the fragment whose outer step was just taken, or None."""
+        """End the round after torchft's hook; -> the fragment whose outer step was just taken, or None."""
         if self._commit is None:
             return None
         commit = self._commit
@@ -271,7 +271,7 @@ class StoreRounds:
         self.session.end()
 
     def _land_in_time(self) -> None:
-        """A round under way ends when its offer is durable; what was decided then is for the others."""
+        """End a round under way once its offer is durable; its commit is left to the others."""
         if self.in_flight is not None and not self.in_flight.failed:
             self.session.rv.ask_to_leave()
             with suppress(Leaving):
@@ -285,7 +285,7 @@ class StoreRounds:
 
     @property
     def why(self) -> str:
-        """Why this replica leaves, if it does."""
+        """Reason for which this replica leaves, if it does."""
         return self.session.why
 
     @property

@@ -1,11 +1,12 @@
-"""The runs that a process works for, as this machine's kernel tells it: nobody else can write that down.
+"""The runs that a process works for, as this machine's kernel tells it: no other process can write that down.
 
     mark(url)            ─▶ an anonymous file of this process, with one digest for each run
     works_for(pid, url)  ◀─ /proc/PID/fd/…, which the process's own user alone (and root) can read
                             True, False (it works for other runs), None: it does not say
 
-A claim, a card or a log names a process; anybody may have written those, or copied them with the whole run.  So nothing
-is signalled that does not say itself that it works for this run: its URL, on the server that the environment names.
+A claim, a card or a log names a process; another writer may have forged those, or copied them with the whole run.  So a
+process is signalled only if its own mark says that it works for this run: its URL, on the server that the environment
+names.
 
 Not promised: a mark where there is no memfd_create (macOS); nothing is proved there, and so nothing is killed.
 """
@@ -39,7 +40,7 @@ def mark(url: str) -> None:
 
 
 def works_for(pid: int, url: str) -> bool | None:
-    """Does the process say that it works for the run at `url`?   None: it says nothing, or we may not look."""
+    """Whether the process says that it works for the run at `url`.   None: it says nothing, or we may not look."""
     marks = _marks_of(pid)
     return _digest_of(url) in marks if marks else None
 

@@ -1,4 +1,4 @@
-"""Is the outer step a good one?  Numbers about the means and the pseudogradients, and what may follow from them.
+"""Judge the outer step: numbers about the means and the pseudogradients, and warnings that follow from them.
 
     ρ_t    = cos(ḡ_t, ḡ_{t−F})                          successive means of one fragment       (Memory)
     η_eff  = η · (1 + μ/(1 − μρ))                       what a step of Nesterov is worth       (effective_step)
@@ -72,7 +72,7 @@ def cosine(product: float, a_norm: float, b_norm: float) -> float | None:
 
 
 def is_zero(mean: np.ndarray) -> bool:
-    """Is every element 0 or −0?  By the bytes, whatever the CPU does with subnormals.
+    """Whether every element is 0 or −0: by the bytes, independent of the CPU's treatment of subnormals.
 
     mean: flat fp32.  Where it is not zero, that costs a look at its first 2^14 elements, as a rule.
     """
@@ -81,7 +81,7 @@ def is_zero(mean: np.ndarray) -> bool:
 
 
 def effective_step(lr: float, mu: float, rho: float, means: float = math.inf) -> float:
-    """How far Nesterov goes along the newest mean, in units of that mean: η·(1 + μ·(1 − (μρ)^n)/(1 − μρ)).
+    """Return Nesterov's distance along the newest mean, in units of that mean: η·(1 + μ·(1 − (μρ)^n)/(1 − μρ)).
 
     rho: cosine of successive means.   means: n, how many are in the momentum, the newest one counted; after many the
     power is 0.  0 ≤ μ < 1.
@@ -181,7 +181,7 @@ class Finding:
 
 
 def replica_findings(stats: Mapping[str, float], h: int, zero: bool, small: bool = False) -> list[Finding]:
-    """Judge one replica's round by what its inner loop measured (lr, grad_norm, moved), h and Δ.
+    """Judge one replica's round by its inner loop's measurements (lr, grad_norm, moved), h and Δ.
 
     small: the model's weights have 16 bits.
     """
@@ -259,7 +259,7 @@ class Tracker:
         self._last = [-1] * len(sizes)  # the step whose mean is remembered
         self._empty = False  # was the mean that was looked at last zero?
         self._means = 0  # in the momentum of the fragment that was looked at last
-        self._sent: dict[tuple[int, str], str] = {}  # fragment, slot -> digest of what was listed last
+        self._sent: dict[tuple[int, str], str] = {}  # fragment, slot -> digest of the newest listed delta
         self._lasting: Counter[str] = Counter()
         self.numbers: dict[str, float] = {}
 

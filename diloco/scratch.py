@@ -1,10 +1,10 @@
-"""A session's folder for what it downloads, and those that killed sessions left behind.
+"""A session's folder for its downloads, and the folders that killed sessions left behind.
 
     TMPDIR/replica-x7f3/             model, code, the loop's files: as much as the model, again and again
                     .alive           locked while its process lives;  kill -9 ──▶ the lock is free, the files stay
     Scratch()  ──▶  removes every replica-*/ beside it whose .alive is there and free, then makes its own
 
-A folder without an .alive is left alone: it may be just being made, or somebody else's.
+A folder without an .alive is left alone: it may be in the making, or another program's.
 
 Not promised: that a folder on a file system without flock is ever removed.
 """
@@ -38,9 +38,9 @@ class Scratch:
 
 
 def _locked_file(folder: Path) -> IO[bytes]:
-    """Locked before it has its name, so nobody finds it free while its session lives."""
+    """Make the lock file; it is locked before it has its name, so it is never free while its session lives."""
     lock = (folder / f"{ALIVE}-new").open("wb")
-    with suppress(OSError):  # no flock here: nobody else can lock it either
+    with suppress(OSError):  # no flock here: no other process can lock it either
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.rename(lock.name, folder / ALIVE)
     return lock

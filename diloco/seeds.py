@@ -1,4 +1,4 @@
-"""Seeds that follow from what they are for.
+"""Seeds that follow from their purpose.
 
     (run's seed, slot, generation, …) ── SHA-256, its first 31 bits ──▶ a seed
 

@@ -36,8 +36,8 @@ from rendezvous.seal import SignedStore
 from rendezvous.store import PatientStore, Store
 from rendezvous.weights.writer import WeightsWriter
 
-ORPHAN_GRACE_S = 40.0  # who is alone and has not left by then ends itself; an inner step, and what it made, go first
-UPLOAD_S = 300.0  # for what it made
+ORPHAN_GRACE_S = 40.0  # a lone session that has not left by then ends itself; an inner step and its upload go first
+UPLOAD_S = 300.0  # for the upload of the last offer
 WEIGHTS_PATIENCE_S = 10.0
 LAST_WORDS_S = 10.0  # to write into the bucket that a session ends, if the store answers
 
@@ -109,7 +109,7 @@ class Session:
         threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()
 
     def _weights_writer(self) -> WeightsWriter:
-        """Its store has little patience: the next step's weights come without these, too."""
+        """Make the writer of weights.  Its store has little patience: lost weights are followed by the next step's."""
         store = PatientStore(self._store, self.clock, WEIGHTS_PATIENCE_S)
         return WeightsWriter(store, self.clock, reading=Worker(self.emit), uploads=Worker(self.emit), emit=self.emit)
 
@@ -130,7 +130,7 @@ class Session:
             self._journal.flush()
 
     def flush_soon(self) -> None:
-        """With the next beat, by its thread: writing takes a request, and the caller has better things to do."""
+        """Flush the log with the next beat, by its thread: writing takes a request, and the caller does not wait."""
         self._flush_due = True
 
     def ask_to_leave(self, why: str = "asked to leave") -> None:
@@ -144,7 +144,7 @@ class Session:
         self._ended.set()
 
     def check_alive(self) -> None:
-        """Raises HeartbeatLost if the thread has ended, whatever ended it.  Costs nothing: asked at each inner step."""
+        """Raise HeartbeatLost if the thread has ended, for any reason.  Costs nothing: asked at each inner step."""
         if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
             self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
         self.rv.members.check_alive()
@@ -193,7 +193,7 @@ class Session:
             self._alone_since, self._alone_at = 0.0, None
 
     def _end_without_heartbeat(self, error: BaseException) -> None:
-        """The training thread raises HeartbeatLost at its next inner step; who hangs in one is ended by force."""
+        """Make the training thread raise HeartbeatLost at its next inner step; end the process by force if it hangs."""
         self.rv.members.heartbeat_lost = error
         try:
             print(f"{self._slot}: its heartbeat has ended: {error}; leaving", file=sys.stderr, flush=True)
@@ -203,7 +203,7 @@ class Session:
                 os._exit(exitcodes.CRASHED)
 
     def _end_hung(self, stood_s: float) -> None:
-        """The main thread cannot be asked any more: say where it stands, and end the process."""
+        """Say where the main thread stands, which cannot be asked any more, and end the process."""
         where = where_it_stands()
         limit = self.watchdog.limit_s
         status = self.rv.members.status
@@ -224,7 +224,7 @@ class Session:
         self.flush()
 
     def _pace_s(self) -> float:
-        """Seconds for the inner step that goes on, and once it has ended for the upload."""
+        """Return the seconds for the inner step that goes on, and for the upload once it has ended."""
         return self.watchdog.longest_s + (UPLOAD_S if self._alone_at not in (None, self._place()) else 0.0)
 
     def _place(self) -> tuple[str, int, int]:

@@ -44,7 +44,7 @@ def zip_modules(files: Mapping[str, Path]) -> bytes:
 
 
 def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
-    """Of several files of code.   Raises ConfigError for two modules of one name."""
+    """Join the sibling modules of several code files.   Raises ConfigError for two different modules of one name."""
     joined: dict[str, Path] = {}
     for code, siblings in codes.items():
         for name, path in siblings.items():

@@ -1,4 +1,4 @@
-"""How large is a run's model, and which codec should carry it?  Decided once, when the run is founded.
+"""The size of a run's model, and the codec for it.  Decided once, when the run is founded.
 
     parameters · replicas · bytes/s measured at the store · seconds between two syncs ──▶ codec, and why
                                                             └ a guess, and the reason says so:
@@ -65,7 +65,7 @@ def compute_seconds_of(config: RunConfig, parameters: int) -> float:
 
 
 def parameters_of(config: RunConfig) -> int:
-    """How many parameters the run's model has.  Raises ConfigError."""
+    """Return the number of parameters of the run's model.  Raises ConfigError."""
     model = config.inner.model
     if model in BUILT_IN:
         return BUILT_IN[model]
@@ -77,9 +77,9 @@ def parameters_of(config: RunConfig) -> int:
 
 
 def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
-    """Of the adapter, by the shapes in the model's files; None where there is none, or its layers cannot be told.
+    """Count the adapter's parameters by the shapes in the model's files; None without an adapter or known layers.
 
-    folder: where the model's files are.   Of a .gguf file, whose layers have other names, every layer counts."""
+    folder: of the model's files.   In a .gguf file, whose layers have other names, every layer counts."""
     lora = config.inner.lora
     model = config.inner.model
     if lora is None:
@@ -117,7 +117,7 @@ def _parameters_of_gguf(model: str) -> int:
 
 
 def parameters_in(folder: Path) -> int:
-    """As the headers of its .safetensors files say; 0 if there are none."""
+    """Count the parameters in the headers of a folder's .safetensors files; 0 if there are none."""
     return sum(_parameters_in(path) for path in sorted(folder.glob("*.safetensors")))
 
 
@@ -133,14 +133,14 @@ def _parameters_in(path: Path) -> int:
 
 
 def _shapes_in(path: Path) -> dict[str, list[int]]:
-    """From the header: 8 bytes of length, then JSON."""
+    """Read the shapes from the header: 8 bytes of length, then JSON."""
     with open(path, "rb") as f:
         header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
     return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
 
 
 def stored_bytes(model: str, revision: str | None) -> int:
-    """Of a model on the Hub, in the dtypes that it is stored in.  Raises ConfigError."""
+    """Return the bytes of a model on the Hub, in the dtypes that it is stored in.  Raises ConfigError."""
     return sum(DTYPE_BYTES.get(dtype, 4) * count for dtype, count in _counts_on_the_hub(model, revision).items())
 
 

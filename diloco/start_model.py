@@ -9,8 +9,8 @@
     model ─▶ trainable parameters in flat order, as fp32 ─▶ digest      in the manifest; compared before training
                                                          ─▶ snapshot 0  the same, and zeros for all else
 
-The digest is of what a replica trains, after its own reading, rounding and gathering: other releases that round in
-another way are found before they train.
+The digest is of the trained parameters, after the replica's own reading, rounding and gathering: other releases that
+round in another way are found before they train.
 
 Not promised: that the Hub keeps a commit; a run that must not hang on it has a folder as its inner.model.
 """
@@ -40,7 +40,7 @@ AGAIN_S = 5.0  # between two tries; the client has tried for half a minute by th
 
 
 def theta_digest(model: nn.Module, kind: str) -> str:
-    """Of all trainable parameters as fp32, in flat order."""
+    """Digest of all trainable parameters as fp32, in flat order."""
     return digest_of((as_bytes(flat) for flat in _flat_parameters(model)), kind)
 
 
@@ -51,7 +51,7 @@ def _flat_parameters(model: nn.Module) -> Iterator[np.ndarray]:
 
 
 def has_more_than_trained(model: nn.Module) -> bool:
-    """Has it weights that no outer state holds?   Frozen ones, or buffers that its files carry."""
+    """Whether it has weights that no outer state holds: frozen ones, or buffers that its files carry."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return not all(p.requires_grad for p in parameters.values()) or bool(model.state_dict().keys() - parameters.keys())
 

@@ -5,7 +5,7 @@
 
 A replica warns of its own offer, and the committer of the commit, so each is said once in a fleet.
 
-Not promised: numbers of the steps that were decided without this replica; whoever took part has them.
+Not promised: numbers of the steps that were decided without this replica; their participants have them.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class StepReport:
         self._factors.note_mean(commit)
 
     def emit_step(self, commit: Commit, spent: Mapping[str, float]) -> None:
-        """Write a step that was just taken into the log.   spent: seconds, by what they went into."""
+        """Write a step that was just taken into the log.   spent: activity -> seconds."""
         rv = self._session.rv
         offer = rv.last_offer
         fragment = commit.t % rv.rules.fragments
@@ -105,12 +105,12 @@ class FactorWatch:
         self._number = cross_term(*self._pair.split(theta - deltas), weights)
 
     def take_number(self) -> dict[str, float]:
-        """{} where there is none."""
+        """Return the cross term by name; {} where there is none."""
         return {} if self._number is None else {"cross_term": self._number}
 
 
 def likely_cause(stats: dict[str, float]) -> str:
-    """Why a fleet's pseudogradients may all be zero, from what the inner loop measured."""
+    """Say why a fleet's pseudogradients may all be zero, from the inner loop's measurements."""
     if stats.get("lr") == 0:
         return "the learning rate is 0: look at inner.lr and its schedule"
     if stats.get("reward_std") == 0 or ("reward" in stats and stats.get("grad_norm") == 0):

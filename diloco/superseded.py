@@ -9,7 +9,7 @@ One register decides.  A replica that would have committed step 0 there, however
 instead.  In a sealed run one without the tag counts as none.
 Nothing is deleted.
 
-Not promised: that a run stands at current(RUN): who superseded it may have died before founding it.
+Not promised: that a run stands at current(RUN): the superseding process may have died before founding it.
 """
 
 import json
@@ -34,7 +34,7 @@ class Superseded(Record):
 
 
 def is_superseded(store: Readable) -> bool:
-    """Does a Superseded stand there, by whomever?"""
+    """Whether a Superseded stands there, from any writer."""
     body = store.get(layout.commit_key(0))
     if body is None or b'"superseded"' not in body[: Superseded.most]:
         return False
@@ -45,10 +45,10 @@ def is_superseded(store: Readable) -> bool:
 
 
 def leads_on(store: Store, answers: Readable) -> bool:
-    """Does the run's own Superseded stand there?   answers: the same store, or what it has said already.
+    """Whether the run's own Superseded stands there.   answers: the same store, or its earlier answers.
 
-    In a sealed run one without the tag counts as none, or anybody who can write to the bucket could keep the person who
-    pays from ending the fleet.  Raises WrongRun without the key of a sealed run."""
+    In a sealed run one without the tag counts as none; otherwise any writer to the bucket could keep the paying user
+    from ending the fleet.  Raises WrongRun without the key of a sealed run."""
     if not is_superseded(answers):
         return False
     sealed = signed_store(store, run_key(), answers.get(layout.SEAL))
@@ -59,7 +59,7 @@ def leads_on(store: Store, answers: Readable) -> bool:
 
 
 def current_url(url: str) -> str:
-    """Where the run that people call `url` is now."""
+    """Return the present URL of the run that people call `url`."""
     while leads_on(store := open_store(url, make=False), store):
         url = url_below(url)
     return url

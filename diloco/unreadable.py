@@ -4,7 +4,7 @@
     grpo.py is a Python script             what it is, and where its parts belong
     rewards.score                    ──▶   did you mean "rewards.py:score"?
 
-Not promised: that what is proposed is what was meant.  Nothing of the user's code is run.
+Not promised: that a proposed name is the intended one.  Nothing of the user's code is run.
 """
 
 import ast
@@ -19,7 +19,7 @@ SPELLING = re.compile(r"(.*?)(?:\.py)?(?:[.:/]+(\w+))?(?::.*)?")
 
 
 def toml_fault(path: Path, error: Exception) -> str:
-    """Say what is wrong with a config file that could not be parsed."""
+    """Name the fault of a config file that could not be parsed."""
     if path.is_dir():
         there = path / "run.toml"
         hint = f"did you mean {there}?" if there.is_file() else "give a TOML file; `diloco init` writes one"
@@ -52,7 +52,7 @@ def _script_words(path: Path, text: str) -> str:
 
 
 def file_hint(path: Path) -> str:
-    """ " Did you mean X?", of the files beside it; "" if none is near."""
+    """Return " Did you mean X?" with a file beside it; "" if none has a similar name."""
     beside = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, beside, n=1)
     return f" Did you mean {near[0]}?" if near else ""

@@ -1,5 +1,5 @@
-"""Has the inner loop stopped moving?  A reward that hangs, a tool server that is gone, a deadlock: the replica still
-beats, trains nothing, and costs as much as before.
+"""Find an inner loop that has stopped moving.  A reward that hangs, a tool server that is gone, a deadlock: the replica
+still beats, trains nothing, and costs as much as before.
 
     OuterLoop: resume() ── inner step ──▶ rest() ── sync ──▶ resume() ── inner step ──▶ …
                     └────────── Watchdog ───────────┘
@@ -64,7 +64,7 @@ class Watchdog:
 
     @property
     def longest_s(self) -> float:
-        """Of the inner steps that have ended, 0.0 before the first."""
+        """Longest of the inner steps that have ended, in seconds; 0.0 before the first."""
         return self._longest
 
     @property
@@ -75,9 +75,9 @@ class Watchdog:
         return max(self._least_s, MEDIANS * median(self._durations), LONGEST * self._longest)
 
     def look(self, elapsed: float) -> float | None:
-        """`elapsed` seconds after the last look: seconds that the present inner step has lasted if it hangs, else None.
+        """Return the seconds that the present inner step has lasted if it hangs, else None.
 
-        The observer counts what it was awake for, so that a laptop that slept accuses nobody.
+        elapsed: seconds since the last look, counted while the observer was awake, so that a laptop's sleep is no hang.
         """
         turn = self._turn
         if self._least_s <= 0 or self._began is None or turn != self._seen_turn:
@@ -104,7 +104,7 @@ class TurnWatch:
         self._busy = False
 
     def has_overstayed(self, elapsed: float) -> bool:
-        """`elapsed` seconds that the observer was awake after its last look: whether the turn has lasted too long."""
+        """Whether the turn has lasted too long.   elapsed: seconds since the last look, awake as above."""
         self._stood = self._stood + elapsed if self._busy else 0.0
         return self._stood > self.limit_s
 

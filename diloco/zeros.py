@@ -15,7 +15,7 @@ _NAMES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2),
 
 
 def write_zeros(path: Path, layout: Sequence[Sequence[Any]]) -> None:
-    """layout: [name, shape, dtype] of each array (diloco/flat.py)."""
+    """Write a .safetensors file of zeros.   layout: [name, shape, dtype] of each array (diloco/flat.py)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape, dtype in layout:

@@ -1,4 +1,4 @@
-"""Where replicas run.  Knows jobs, exit codes and prices; has never heard of a loss or a bucket key.
+"""The room that runs replicas.  It knows jobs, exit codes and prices; it has never heard of a loss or a bucket key.
 
     cli          a command as it is typed: train status logs costs scale drain stop resume export doctor demo setup
      │

@@ -98,7 +98,7 @@ class InnerConfig(Table):
     revision: str | None = setting(
         None, "Branch, tag or commit of a model on the Hub; a run keeps the commit that it names at its start."
     )
-    dtype: str = setting("float32", "Of the trained weights.")
+    dtype: str = setting("float32", "Dtype of the trained weights.")
     autocast: str = setting(
         "auto",
         'Matrix products of float32 weights in bfloat16: "auto" where a GPU has it, "bfloat16" on CPUs, too (faster on '
@@ -116,7 +116,7 @@ class InnerConfig(Table):
         '"adamw8bit": bitsandbytes\', moments in 8 bits, on CUDA.',
         one_of=OPTIMIZERS,
     )
-    weight_decay: float = setting(0.0, "Of the optimizer, decoupled.", least=0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay of the optimizer.", least=0)
     adam_beta1: float = setting(0.9, "AdamW's mean of gradients.", least=0, below=1)
     adam_beta2: float = setting(0.95, "AdamW's mean of squared gradients.", least=0, below=1)
     max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0 for no clip.", least=0)
@@ -143,7 +143,7 @@ class InnerConfig(Table):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """With the engine's dtype, whether it was chosen or is the weights' own."""
+        """Return the settings as plain data, with the engine's dtype also where it is the weights' own."""
         values = super().to_dict()
         if self.vllm is not None:
             values["vllm"]["dtype"] = self.engine_dtype
@@ -191,7 +191,7 @@ class InnerConfig(Table):
 
     @property
     def compares_with_start(self) -> bool:
-        """Does the loss need θ₀ all along?   The reference of DPO, a KL term, a frozen teacher, a process head."""
+        """Whether the loss needs θ₀ all along: the reference of DPO, a KL term, a frozen teacher, a process head."""
         if self.loop != "supervised" and self.objective_settings.get("beta"):
             return True
         if self.process is not None and self.process.head is not None:
@@ -229,7 +229,7 @@ class InnerConfig(Table):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises InnerError, for a key that is none with the nearest one of all tables."""
+        """Make the config from a table.   Raises InnerError, for an unknown key with the nearest one of all tables."""
         refuse_unknown(values, cls, error=InnerError, known=(*list_settings(cls, "inner."), *TRL_NAMES), moved=MOVED)
         return cls(**values)
 
@@ -456,11 +456,11 @@ class InnerLoop(Protocol):
         ...
 
     def start_at(self, inner_step: int) -> None:
-        """Before `train`: the place in the order of the data."""
+        """Set the place in the order of the data, before `train`."""
         ...
 
     def report_to(self, host: Host) -> None:
-        """From now on, report failures of the user's own code to `host` (inner/host.py)."""
+        """Report failures of the user's own code to `host` (inner/host.py) from now on."""
         ...
 
     def train(self, stop: Callable[[], bool]) -> None:
@@ -472,5 +472,5 @@ class InnerLoop(Protocol):
         ...
 
     def sample(self, n: int) -> dict[str, Any]:
-        """At most n of the rollouts since the last sample, as plain data to write down; {} where there are none."""
+        """Return n or fewer of the rollouts since the last sample, as plain data; {} where there are none."""
         ...

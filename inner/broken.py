@@ -1,4 +1,4 @@
-"""What a completion counts for that breaks what judges it.  A policy must not gain by that (decision 065).
+"""The reward of a completion that breaks its judge.  A policy must not gain by that (decision 065).
 
     inner.rewards.broken = "worst"    the row of the worst sibling that was judged; where siblings do not differ, of the
                                       batch's worst; where the batch does not differ, of the worst that was seen
@@ -9,7 +9,7 @@
 
 "Siblings that differ": among siblings that are all right, the worst of them would teach nothing about breaking.
 
-Not promised: that a completion is to blame; inner/attempts.py decides that, by what the others got.
+Not promised: that a completion is to blame; inner/attempts.py decides that, by the results of the others.
 """
 
 import torch
@@ -21,8 +21,8 @@ WORST, NONE = "worst", "none"
 
 
 class BrokenRewards:
-    """Of one trainer.   counts: "worst", "none" or a number.   share: of the last batch, the completions that broke
-    what judges them.   lowest: the total and the row of the worst completion that was judged."""
+    """Rewards of one trainer's broken completions.   counts: "worst", "none" or a number.   share: of the last batch,
+    the completions that broke their judge.   lowest: the total and the row of the worst completion that was judged."""
 
     def __init__(self, counts: str | float) -> None:
         self.counts = counts
@@ -61,7 +61,7 @@ class BrokenRewards:
         return settled
 
     def _worst_row(self, rewards_B_F: Tensor, judged_B: Tensor, group: slice) -> tuple[float, Tensor | None]:
-        """What a broken completion of this group counts."""
+        """Return the (total, row) that a broken completion of this group gets; (inf, None) where none was judged."""
         for near in (group, slice(None)):
             known = judged_B[near][~judged_B[near].isnan()]
             if len(known) and known.min() < known.max():
@@ -70,7 +70,7 @@ class BrokenRewards:
 
 
 def _lowest_row(rewards_B_F: Tensor, judged_B: Tensor) -> tuple[float, Tensor | None]:
-    """(inf, None) where all are NaN."""
+    """Return the lowest total and its row; (inf, None) where all are NaN."""
     judged_B = judged_B.nan_to_num(torch.inf)
     at = int(judged_B.argmin())
     return (judged_B[at].item(), rewards_B_F[at].clone()) if judged_B[at] < torch.inf else (torch.inf, None)

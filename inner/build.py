@@ -1,4 +1,4 @@
-"""From a config to a model folder, and from a folder to a running loop.
+"""Builders: a model folder from a config, and a running loop from a folder.
 
     publish_model(config, folder)                        once: the starting model, as any from_pretrained folder;
                                                          with [inner.lora] its adapter in the folder `adapter` there
@@ -50,7 +50,7 @@ def build_inner(
 ) -> InnerLoop:
     """The loop that `config` describes, on the model in `model_dir`, ready to train from inner step `seeds.start`.
 
-    scratch: a folder for what its libraries write (default: a temporary one)."""
+    scratch: a folder for its libraries' files (default: a temporary one)."""
     if config.vllm is not None:
         refuse_without_vllm()
     model: Any

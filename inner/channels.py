@@ -42,7 +42,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def backbone_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """(B, T, D): the input of the LM head."""
+    """Return the input of the LM head, (B, T, D)."""
     return causal_lm(model).base_model(input_ids=ids_B_T, attention_mask=mask_B_T, use_cache=False).last_hidden_state
 
 
@@ -79,7 +79,7 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout, no checkpointing."""
+    """Turn off dropout and checkpointing for the length of a `with`."""
     training = model.training
     model.eval()
     try:
@@ -89,7 +89,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def tap_gradient_norm(states: Tensor, note: Callable[[float], None]) -> Tensor:
-    """The same states on an edge of their own: when the gradient comes back over it, its norm is noted."""
+    """Return the same states on an edge of their own: when the gradient comes back over it, its norm is noted."""
     edge = states.view_as(states)
     if edge.requires_grad:
 

@@ -55,7 +55,7 @@ MOST_ROWS = 64  # are tried before a reward is said to know nothing
 
 
 class SilentReward(InnerError):
-    """A reward that says of nothing what it is worth."""
+    """The reward gives no answer a number."""
 
 
 def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:

@@ -46,7 +46,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _speaks_of_connection(error: BaseException) -> bool | None:
-    """None where it says neither."""
+    """Whether the error is one of the connection; None where it says neither."""
     if isinstance(error, ConnectionError | socket.gaierror | ssl.SSLError):
         return True
     if isinstance(error, OSError) and error.errno in _ROUTE:

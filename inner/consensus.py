@@ -1,4 +1,4 @@
-"""Teachers' answers in a state, as a score of what the student did there.
+"""Teachers' answers in a state, as a score of the student's action there.
 
     p_X = support(X) / support of all answers          X: one action, Y: the student's          (pairs.py has support)
 
@@ -35,7 +35,7 @@ Answers = Callable[[Sequence[TraceState]], Iterable[TeacherAction]]
 
 
 class ConsensusScore:
-    """score(rollouts) -> a score per turn.   Raises InnerError for a shape that there is not."""
+    """score(rollouts) -> a score per turn.   Raises InnerError for an unknown shape."""
 
     def __init__(
         self,
@@ -106,6 +106,6 @@ def recorded_answers(states: Sequence[TraceState], actions: Iterable[TeacherActi
 
 
 def state_digest(messages: Sequence[Message]) -> str:
-    """The same for the same messages as an endpoint would read them, however their calls are written down."""
+    """Digest a state: the same for messages that an endpoint reads alike, however their calls are written down."""
     wired: list[Any] = wire_messages(messages)
     return sha256(json.dumps(wired, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -3,10 +3,10 @@
     call_within(300, act)      main thread:   act() ───────────────────▶ its result
                           watcher:       ── 30 s: remind ── 300 s: SIGURG ──▶ TimedOut, raised where it hangs
 
-The user's reward stays in the main thread, because much of what people call there works nowhere else: signal.alarm
-(math_verify's own time-out), connections of sqlite3, torch's thread count. SIGALRM is theirs, so the signal is SIGURG,
-which nobody minds by default (Go's runtime interrupts with it for that reason). It is sent again each second, for code
-that catches everything or waits for its threads on the way out.
+The user's reward stays in the main thread, because many of its calls work nowhere else: signal.alarm (math_verify's own
+time-out), connections of sqlite3, torch's thread count. SIGALRM is theirs, so the signal is SIGURG, which a process
+ignores by default (Go's runtime interrupts with it for that reason). It is sent again each second, for code that
+catches everything or waits for its threads on the way out.
 
 Not promised: an end of code that never comes back to the interpreter (the watchdog ends such a session), nor any
 outside of the main thread; a request or a thread that the interrupted code had started goes on.
@@ -31,7 +31,7 @@ class _Interrupted(BaseException):
 
 
 def remind_after(seconds: float) -> float:
-    """When to say that a call with this limit (0: none) is being waited for."""
+    """Return the seconds after which a call with this limit (0: none) is reported as waited for."""
     return min(REMIND_S, seconds / 3) if seconds else REMIND_S
 
 

@@ -1,4 +1,4 @@
-"""A replica's start without weights: what it does before it generates, on the model's shape alone.
+"""A replica's start without weights: its steps before it generates, on the model's shape alone.
 
     config.json ──▶ a model on the meta device (+ adapter) ──▶ GrpoLoop, as a replica builds it
     each prompt ──▶ template, tools, switches ──▶ ids:  are there any · does the model know them · does the user's text
@@ -7,7 +7,7 @@
 
     parent ── {"inner", "files", "folder", "held_out", "answer"} ──▶ python -m inner.dry_run ──▶ {"refused", "note"}
 
-Longest prompts first; what is left after PROMPTS_S is not looked at, which the note says.
+Longest prompts first; prompts that are left after PROMPTS_S are not looked at, which the note says.
 
 Not promised: that generation fits the memory, or that an environment's own words, which only a rollout has, fit the
 template.
@@ -37,14 +37,14 @@ Spelling = str | list[str] | None
 
 @dataclass(frozen=True)
 class DryRun:
-    """refused: why no replica could train.   note: what was not looked at."""
+    """Result of a dry run.   refused: why no replica could train.   note: the checks that were left out."""
 
     refused: str = ""
     note: str = ""
 
 
 def dry_run(config: InnerConfig, files: Files, folder: Path, held_out: Spelling = None) -> DryRun:
-    """In another process.   folder: of the model.   held_out: how [eval] names its prompts."""
+    """Try a replica's start in another process.   folder: of the model.   held_out: how [eval] names its prompts."""
     asked = {"folder": str(folder.absolute()), "held_out": held_out}
     child = ask_child("inner.dry_run", config, files, asked, time_s=TIME_S)
     if child.late:
@@ -66,7 +66,9 @@ def check_start(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """-> "" or what was not looked at.   Raises InnerError for what no replica could train."""
+    """Build the loop without weights and check prompts and tools; -> "" or the checks that were left out.
+
+    Raises InnerError for a config that no replica could train."""
     if config.loop == "supervised":
         return ""
     try:
@@ -146,7 +148,7 @@ def _ids_fault(config: InnerConfig, trainer: Any, positions: int | None, prompt:
 
 
 def positions_of(model: Any) -> int | None:
-    """Where the model's table of positions ends; None for a model that computes them."""
+    """Return the length of the model's table of positions; None for a model that computes them."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     tables = [*model.named_parameters(), *model.named_buffers()]

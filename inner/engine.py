@@ -60,7 +60,7 @@ class Engine(VLLMGeneration):
 
 
 def free_port() -> int:
-    """One that the system chooses, another for each who asks: replicas of one machine start at the same time."""
+    """Return a free port of the system's choice: replicas of one machine start at the same time, each with its own."""
     with socket.socket() as held:
         held.bind(("localhost", 0))
         return held.getsockname()[1]
@@ -80,7 +80,7 @@ def engine_instead(dtype: str | None) -> Iterator[None]:
 
 @torch.no_grad()
 def engine_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(its name in the base model's files, value) of each parameter, with the adapter in it; the model is only read."""
+    """Yield (its name in the base model's files, value) of each parameter, adapter merged; the model is only read."""
     layers = {f"{name}.base_layer.weight": m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     adapted = {id(p) for layer in layers.values() for p in _adapter_parameters(layer)}
     for name, parameter in model.named_parameters():
@@ -136,7 +136,7 @@ def masked_text(share: float, clip: float) -> str:
 
 
 def masked_share(batch: Any) -> float:
-    """Of a batch of TRL's: sequences, or tokens where each has a weight, whose importance weight is 0."""
+    """Return the share with importance weight 0 in a batch of TRL's: of sequences, or of tokens with a weight each."""
     ratio_B_T: Tensor = batch["importance_sampling_ratio"]
     if ratio_B_T.shape[1] == 1:
         return (ratio_B_T == 0).float().mean().item()

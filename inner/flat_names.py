@@ -73,12 +73,12 @@ NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself
 # the user's own files: how `files`, run.json and errors call one ─▶ its setting
 FILE_SETTINGS = {kind: FLAT_NAMES[kind] for kind in ("reward", "environment", "prompts", "pairs", "text")}
 FILE_SETTINGS |= {"process": "process.function", "process_head": "process.head"}
-MODULES = "modules"  # a .zip of what the user's code imports from beside it (diloco/sibling_modules.py)
+MODULES = "modules"  # a .zip of the modules beside the user's code that it imports (diloco/sibling_modules.py)
 EVAL = "eval"  # the same for the held-out prompts of [eval], which is no part of [inner]
 
 
 def setting_of(kind: str, spelling: Any = None) -> str:
-    """As a person writes it: "inner.rewards.function" for "reward", its table for "reward.exact".
+    """Return the setting as a user writes it: "inner.rewards.function" for "reward", its table for "reward.exact".
 
     spelling: the setting's value; rows may come from a task."""
     if kind in (EVAL, "prompts") and is_task(spelling):
@@ -91,5 +91,5 @@ def setting_of(kind: str, spelling: Any = None) -> str:
 
 
 def is_code(kind: str) -> bool:
-    """Is it Python, spelled "file.py:name"?"""
+    """Whether it is Python, spelled "file.py:name"."""
     return kind.partition(".")[0] in ("reward", "environment", "process")

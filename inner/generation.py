@@ -137,7 +137,7 @@ class GenerationTrainer(LeanToolLoop):
         return out
 
     def _with_completion(self, reward: Any) -> Any:
-        """The same reward, with the column `completion`, which TRL keeps back."""
+        """Return the same reward with the column `completion`, which TRL keeps back."""
         if isinstance(reward, nn.Module):
             return reward
 
@@ -200,7 +200,7 @@ class GenerationTrainer(LeanToolLoop):
     # numbers and templates
 
     def _record_metric(self, name: str, value: float) -> None:
-        # Append only: self.log() inside the loss would clear everybody's metrics.
+        # Append only: self.log() inside the loss would clear all other metrics.
         self._metrics[self._mode()][name].append(float(value))
 
     def _mode(self) -> str:

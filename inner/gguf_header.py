@@ -50,7 +50,7 @@ def is_gguf_file(model: str) -> bool:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Raises InnerError for a file that is missing or is no GGUF file."""
+    """Read the header.   Raises InnerError for a file that is missing or is no GGUF file."""
     try:
         with path.open("rb") as file:
             return _parse_header(file)
@@ -67,7 +67,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def check_gguf_file(path: Path) -> GgufHeader:
-    """Raises InnerError for a file that transformers cannot read, as far as its header says."""
+    """Read the header.   Raises InnerError for a file that transformers cannot read, as far as its header says."""
     found = read_gguf_header(path)
     if find_spec("gguf") is None:
         raise InnerError(

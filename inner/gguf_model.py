@@ -19,7 +19,7 @@ from inner.gguf_header import check_gguf_file
 
 
 def load_gguf(model: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Raises InnerError if transformers cannot read the file."""
+    """Load model and tokenizer.   Raises InnerError if transformers cannot read the file."""
     path = Path(model)
     check_gguf_file(path)
     folder = str(path.parent)

@@ -203,7 +203,7 @@ class GrpoLoop:
             return score_rows(self.trainer, rows, greedy=greedy, seed=seed)
 
     def sample(self, n: int) -> dict[str, Any]:
-        """{"rollouts", "tools"}, {} if there are none."""
+        """Return {"rollouts", "tools"}; {} if there are no rollouts."""
         rollouts = self._rollouts.take(n, secrets_here())
         return {"rollouts": rollouts, "tools": self.trainer.tool_schemas()} if rollouts else {}
 
@@ -255,7 +255,7 @@ class _Watch(TrainerCallback):
             for share in metrics.get(MASKED, ()):
                 self.masked.note(share, self.generation_size, self.reward_calls.host)
         self._note_rewards(metrics)
-        metrics.clear()  # nobody else reads them: TRL's own log is off
+        metrics.clear()  # they have no other reader: TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
 

@@ -88,7 +88,7 @@ def failed_tool(error: str, student_action: str = "") -> str | None:
 
 
 def templates(row: Mapping[str, Any], error: str) -> str | None:
-    """The Hint that needs nobody: TEMPLATES over the error, the action and the tools."""
+    """Return the hint of TEMPLATES for the error, the action and the tools, without asking a model."""
     named = (row.get("hint_template_key"), row.get("error_kind"))
     kind = next((name for name in named if name in TEMPLATES), None)
     return template_hint(error, row.get("tools") or (), row.get("student_action") or "", kind)
@@ -123,7 +123,7 @@ def filter_hint(hint: str | None, recommended: str | None, error: str) -> str | 
 
 
 def same_action(recommended: str, student_action: str) -> bool:
-    """Both as action_text writes them: the calls are compared, not the text around them."""
+    """Whether two actions, as action_text writes them, are the same: by their calls, not the text around them."""
     return bool(student_action) and action_key(recommended) == action_key(student_action)
 
 

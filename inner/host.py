@@ -4,7 +4,7 @@
                ── emit("reward_failed", …) ──▶ log                └ and the watchdog hears that nothing hangs
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
-Not promised: that anybody listens. Without a run around it a loop warns, and sleeps.
+Not promised: that a driver listens. Without a run around it a loop warns, and sleeps.
 """
 
 import time
@@ -27,7 +27,7 @@ class Host(Protocol):
 
 
 class StandaloneHost:
-    """No run around the loop."""
+    """Host of a loop without a run around it."""
 
     def note(self, text: str) -> None: ...
 

@@ -48,7 +48,7 @@ class HubDataset:
 
 
 def pin_dataset(dataset: HubDataset, setting: str) -> HubDataset:
-    """The same at the commit that its revision (default: main) names now.   Raises InnerError."""
+    """Return the dataset at the commit that its revision (default: main) names now.   Raises InnerError."""
     what = f"{setting} = '{dataset}'"
     return replace(dataset, revision=pin_commit("dataset", dataset.name, dataset.revision, what))
 

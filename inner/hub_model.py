@@ -109,7 +109,7 @@ def link_hub_files(model: HubModel, folder: Path) -> Path:
 
 
 def fetch_snapshot(name: str, commit: str) -> Path:
-    """The folder of this machine's cache with what `from_pretrained` reads.   Raises HubError."""
+    """Return this machine's cache folder with the files that `from_pretrained` reads.   Raises HubError."""
     _, names = _list_revision(name, commit)
     return _download_files(name, commit, needed_files(names))["config.json"].parent
 
@@ -134,7 +134,7 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
         if "config.json" in names:
             cached_file(name, revision or "main", "config.json")  # with it the cache learns what the revision means
         return info.sha or "", names
-    except Exception as error:  # offline, as whatever exception the client raises for it
+    except Exception as error:  # offline, for which the client raises various exceptions
         refused = _hub_error(name, revision, error)
         folder = cached_snapshot(name, revision)
         if refused.final or folder is None:
@@ -149,7 +149,7 @@ def _download_files(name: str, commit: str, files: Iterable[str]) -> dict[str, P
 
 
 def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
-    """Of this machine's cache, which asks the Hub for what it has not.   Raises HubError."""
+    """Return a file's path in this machine's cache; a missing file is fetched from the Hub.   Raises HubError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

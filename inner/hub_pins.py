@@ -50,7 +50,7 @@ def gated_text(kind: str, name: str, setting: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """With a second one, which may list what there is; without `datasets`' example of a call of its own."""
+    """Return the error's first line with the second, which may list the choices; without `datasets`' example calls."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "load_dataset" not in line]
     text = " ".join(line for line in lines[:2] if "Example of usage" not in line) or type(error).__name__
     return f"{text.rstrip('.!')}."

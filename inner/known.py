@@ -39,7 +39,9 @@ class KnownModel:
 
 
 def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | None = None) -> KnownModel:
-    """Raises InnerError if the model cannot be loaded for certain.   ask(model, revision): the Hub (default: online)"""
+    """Look at the model.   Raises InnerError if it cannot be loaded for certain.
+
+    ask(model, revision): asks the Hub (default: online)."""
     model = config.model
     if model in BUILT_IN_MODELS:
         return KnownModel()
@@ -95,7 +97,7 @@ def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ)
 
 
 def cache_folder(environ: Any = os.environ) -> Path:
-    """Where the Hub's client keeps what it has downloaded."""
+    """Return the folder of the Hub client's downloads."""
     home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     return Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or home) / "hub")
 
@@ -141,7 +143,9 @@ def refuse_towers(config: Any, model: str) -> None:
 
 
 def _check_weights(path: Path, what: str) -> None:
-    """Of .safetensors: 8 bytes of length, a header in JSON, then as many bytes as the header says."""
+    """Raise InnerError for a Git LFS pointer or a cut-off file of weights.
+
+    A .safetensors file: 8 bytes of length, a header in JSON, then as many bytes as the header says."""
     with path.open("rb") as file:
         start = file.read(len(LFS))
         if start == LFS:
@@ -171,7 +175,7 @@ def _check_index(index: Path, there: Iterable[str], what: str) -> None:
 
 
 def chat_template(folder: Path) -> bool | None:
-    """Does its tokenizer have one?  None: the files do not say."""
+    """Whether its tokenizer has a chat template.  None: the files do not say."""
     if any(folder.glob("chat_template*")):
         return True
     path = folder / "tokenizer_config.json"
@@ -210,7 +214,9 @@ def _ask_in_time(
 
 
 def ask_hub(model: str, revision: str | None) -> None:
-    """One request.  Raises InnerError for a clear no, whatever else the client raises otherwise."""
+    """Ask the Hub for the model: one request, more for a gated or multimodal one.
+
+    Raises InnerError for a clear no; the client's other errors pass through."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -236,7 +242,7 @@ def ask_hub(model: str, revision: str | None) -> None:
 
 
 def _may_read(model: str, revision: str | None, endpoint: str | None) -> bool:
-    """May this machine's token read its files?"""
+    """Whether this machine's token may read the model's files."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 

@@ -188,8 +188,8 @@ def hint_request(row: Mapping[str, Any], error: str) -> TraceState:
 
 
 def read_hint(answer: str) -> tuple[str | None, str | None] | None:
-    """(the hint, what to do instead as an action's text) of the writer's answer; None: not what was asked
-    for, or a text that would speak for others than the writer."""
+    """Return (the hint, a better action as a text) of the writer's answer; None for an answer of another form, or with
+    a text that would speak for others than the writer."""
     found = _OBJECT.search(answer)
     try:
         written = load_json(found[0]) if found else None

@@ -5,7 +5,7 @@
     load_adapter(model, folder, settings)    every session: the same bits, trainable; with freeze_a B alone
     adapter_off(model)                       the base model, for the length of a `with`: the reference of KL and DPO
 
-The adapter lies in the folder `adapter` of a start model's folder.  It is fp32, whatever the base's dtype is.
+The adapter lies in the folder `adapter` of a start model's folder.  It is fp32 on a base of any dtype.
 
 Not promised: several adapters on one model.
 """
@@ -22,7 +22,7 @@ from inner.errors import InnerError
 from inner.lora_settings import LoraSettings
 
 ADAPTER = "adapter"  # the folder's name
-SEED = 0  # of A: the run's first values are published, so that nobody else draws any
+SEED = 0  # of A: the run's first values are published, and no replica draws its own
 
 
 def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit: str | None = None) -> Any:
@@ -50,7 +50,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
 
 def save_adapter(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # PEFT's card, whose blanks nobody has filled in
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's card, whose blanks are not filled in
 
 
 def load_adapter(model: Any, folder: Path, settings: LoraSettings) -> Any:

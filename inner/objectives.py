@@ -290,7 +290,7 @@ def inert_text(name: str, knobs: tuple[str, ...]) -> str:
 
 
 def format_menu(settings: Mapping[str, Any] | None = None) -> str:
-    """Every objective: formula, knobs, when, and what is inert under these settings (without any: on-policy).
+    """Describe every objective: formula, knobs, when, and the knobs inert under these settings (default: on-policy).
 
     `settings`: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing is the preset's."""
     here = {k: v for k, v in (settings or {}).items() if v is not None}

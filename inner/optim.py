@@ -29,7 +29,7 @@ NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in the names of matr
 
 
 def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
-    """Raises InnerError where it cannot run here."""
+    """Make the config's optimizer.   Raises InnerError where it cannot run here."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     adam: dict[str, Any] = {
         "lr": config.learning_rate,
@@ -104,8 +104,8 @@ class RunSchedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def follow(self, step: Callable[[], int], replicas: Callable[[], int]) -> None:
-        """From now on the committed outer step is `step()`, and `replicas()` were averaged in it: the rate of the next
-        inner step is that of the run."""
+        """Take the learning rate from the run from now on: `step()` is the committed outer step, and `replicas()` were
+        averaged in it."""
         self._run[:] = [(step, replicas)]
         if self.optimizer.state:  # left by the session before
             self._warmup = 1

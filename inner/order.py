@@ -33,7 +33,7 @@ class Share:
         return -(-n_rows // self.of)
 
     def salted(self, salt: int) -> "Share":
-        """The same part of other permutations."""
+        """Return the same part of other permutations."""
         return Share(salt + self.seed, self.index, self.of)
 
 

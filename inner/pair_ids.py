@@ -3,12 +3,12 @@
     pair   state_messages (+ tools) │ chosen      ──chat template──▶   prompt ids │ chosen ids
                                     │ rejected                         prompt ids │ rejected ids
 
-`chosen` is somebody else's text. The tokens with which this model's template begins and ends turns must not stand in
+`chosen` is another model's text. The tokens with which this model's template begins and ends turns must not stand in
 it: the tokenizer would read them as such, and the student would learn to write the user's turn as well.
 
-Templates differ in what they can write: DeepSeek-V3's adds texts with "+" (a tool's result of None is a TypeError),
-Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. A pair that the model's
-template cannot write is refused by name, or left out with replay_skip_unfit, by all replicas alike.
+Templates differ in the messages that they can write: DeepSeek-V3's adds texts with "+" (a tool's result of None is a
+TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. A pair that the
+model's template cannot write is refused by name, or left out with replay_skip_unfit, by all replicas alike.
 
 Not promised: that a pair which can be written looks as in the model's own training. No torch here.
 """

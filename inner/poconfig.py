@@ -5,7 +5,7 @@
         dynamic_sampling       further generations at most, per batch, to replace groups whose rewards all agree; 0 off
         soft_overlong_tokens   the last tokens before max_completion_length cost up to 1 reward; 0 off   (DAPO, eq. 13)
 
-Checked whenever one is made, by whoever makes it.
+Every config is checked when it is made.
 
 Not promised: that TRL's own trainers read the three; ComposerReplicationTrainer does.
 """

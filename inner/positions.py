@@ -55,7 +55,7 @@ def _add_positions(module: nn.Module, given: tuple[Any, ...], named: dict[str, A
     mask_B_T, ids = named.get("attention_mask"), named.get("input_ids", given[0] if given else None)
     if named.get("position_ids") is not None or not isinstance(mask_B_T, Tensor) or ids is None:
         return None
-    if mask_B_T.shape != ids.shape:  # a cache holds what comes before; who keeps one counts by itself
+    if mask_B_T.shape != ids.shape:  # a cache holds the tokens before; its owner counts by itself
         return None
     counted = (mask_B_T.long().cumsum(dim=-1) - 1).clamp(min=0)
     return given, {**named, "position_ids": counted}

@@ -29,13 +29,13 @@ class PrecisionWarning(UserWarning):
 
 
 def casts_products(autocast: str, weights: str, gpu_has_bfloat16: bool) -> bool:
-    """Are matrix products of this run taken in bfloat16?   autocast, weights: inner.autocast and inner.dtype."""
+    """Whether this run takes matrix products in bfloat16.   autocast, weights: inner.autocast and inner.dtype."""
     wanted = gpu_has_bfloat16 if autocast == "auto" else autocast == "bfloat16"
     return wanted and weights == "float32"
 
 
 def gpu_has_bfloat16() -> bool:
-    """Is there a GPU whose own arithmetic has bfloat16?   (Ampere and newer; older ones emulate it, slowly.)"""
+    """Whether there is a GPU whose own arithmetic has bfloat16.   (Ampere and newer; older ones emulate it, slowly.)"""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 

@@ -1,4 +1,4 @@
-"""Somebody else's text, without what steers a terminal or hides what it says.
+"""Untrusted text, without characters that steer a terminal or hide its meaning.
 
     controls (C0, C1), what turns text round, lone surrogates ──▶ U+FFFD
     every kind of white space                                 ──▶ a blank

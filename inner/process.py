@@ -10,8 +10,8 @@
 worth more for coming early or late, and a rollout gains nothing by having more of them. It is divided by the standard
 deviation where TRL divides its advantages by one (scale_rewards).
 
-A turn may be scored by tokens, too: a list with a number for each; then `k(t)` is the token. None: nobody can say, and
-the turn keeps the rollout's A. So does a turn that only one rollout of its group has, and a rollout without a reward.
+A turn may be scored by tokens, too: a list with a number for each; then `k(t)` is the token. None: unknown, and the
+turn keeps the rollout's A. So does a turn that only one rollout of its group has, and a rollout without a reward.
 
 Not promised: losses with one ratio for a whole sequence and one advantage for it (GMPO): they refuse (B, T).
 """
@@ -74,7 +74,7 @@ def process_advantages(
     process: ProcessReward,
     scale: str,
 ) -> Tensor:
-    """(B, T): TRL's advantages, and those of the turns.   width: T.   scale: TRL's scale_rewards."""
+    """Return TRL's advantages plus those of the turns, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)
     gains = standardise(steps, group, scale)
     later = defaultdict(float)  # row -> the gains behind the step, for "rest"

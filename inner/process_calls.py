@@ -21,7 +21,7 @@ TRIES = 3  # batches of a session that may fail before any has worked
 class ForgivingProcess:
     """steps(rollouts) as `score_steps` has them; [] where the user's code failed.
 
-    Raises InnerError at the third batch of a session if none has worked: nobody pays for a run without its scores."""
+    Raises InnerError at the third batch of a session if none has worked: such a run costs money without its scores."""
 
     def __init__(self, process: ProcessReward, host: Host, clock: Callable[[], float]) -> None:
         self._process = process

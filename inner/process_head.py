@@ -1,4 +1,4 @@
-"""A process reward model: a small head on the start model's states, trained on what teachers did in recorded traces.
+"""A process reward model: a small head on the start model's states, trained on teachers' actions in recorded traces.
 
     … <assistant> <call> t3_9 a 4 b 5 </call> <end>
                 │ └──────────── the turn ──────────┘
@@ -62,7 +62,7 @@ class ProcessHead(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path) -> "ProcessHead":
-        """Raises InnerError for a file that `save` did not write."""
+        """Load a head.   Raises InnerError for a file that `save` did not write."""
         from safetensors.torch import load_file
 
         head = cls(read_head_width(Path(path)))
@@ -74,7 +74,7 @@ class ProcessHead(nn.Module):
 
 
 def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> ProcessReward:
-    """The same, ready to score: a head gets the start model's states.
+    """Return the same process reward, ready to score: a head gets the start model's states.
 
     loss_type: TRL's.   student: the model as it came in.   Raises InnerError for a loss that cannot use it."""
     if loss_type in WHOLE_SEQUENCE_LOSSES:
@@ -128,7 +128,7 @@ def _parts(rows: Sequence[list[int]], places: Sequence[Place]) -> Iterable[tuple
 
 @torch.no_grad()
 def all_features(model: nn.Module, rows: Sequence[list[int]], places: Sequence[Place], device: torch.device) -> Tensor:
-    """(N, 2·D) fp32: the state before each turn, and the mean over its tokens."""
+    """Return (N, 2·D) fp32: the state before each turn, and the mean over its tokens."""
     found = [torch.empty(0, 2 * student_width(model), device=device)]
     for part, at in _parts(rows, places):
         states_B_T_D = middle_states(model, *pad_rows(part, device)).float()
@@ -142,7 +142,7 @@ def all_features(model: nn.Module, rows: Sequence[list[int]], places: Sequence[P
 
 
 def middle_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """(B, T, D): behind half of the layers.   Raises InnerError for a model without a list of layers."""
+    """Return the states behind half of the layers, (B, T, D).   Raises InnerError for a model without such a list."""
     lists = [m for m in causal_lm(model).base_model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise InnerError(f"{type(causal_lm(model)).__name__} has no list of layers, so it has no middle for a head.")
@@ -223,7 +223,7 @@ def head_examples(
     *,
     key: str | Key | None = None,
 ) -> list[Example]:
-    """Every different action of each state that has answers."""
+    """Return an example for every different action of each state that has answers."""
 
     def render(messages: list[dict[str, Any]], opened: bool, tools: Any = None) -> list[int]:
         return render_ids(tokenizer, messages, opened=opened, tools=tools)

@@ -55,7 +55,7 @@ def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: R
 
 
 def read_rows(name: str, path: Path) -> Iterator[Numbered]:
-    """name: of the setting, for messages.   Raises InnerError for what is no file of these kinds."""
+    """Yield a file's rows.   name: of the setting, for messages.   Raises InnerError for a file of another kind."""
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise InnerError(f"{name} is none of {', '.join(READERS)}, so it cannot be read. Convert it, or rename it.")
@@ -156,7 +156,7 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
 
 
 def _check_columns(name: str, where: str, row: Row) -> None:
-    """Can TRL hand them on under these names?"""
+    """Raise InnerError for columns that TRL cannot hand on under their names."""
     if BEYOND in row:
         raise InnerError(
             f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Quote texts with commas."
@@ -188,7 +188,7 @@ def _message_fault(message: Any) -> str:
 
 
 def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: str | list[Any]) -> None:
-    """TRL takes a whole batch for what its first prompt is."""
+    """Raise InnerError for a prompt of another kind than the first: TRL treats a whole batch like its first prompt."""
     if type(prompt) is not type(first):
         kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
         raise InnerError(

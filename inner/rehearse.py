@@ -33,7 +33,7 @@ SANDBOX = "inner.worlds.deletion.sandbox"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """refused: what cannot work.   missing: a package that the code imports and this machine lacks.
+    """Result of a rehearsal.   refused: the fault in words.   missing: an imported package that this machine lacks.
 
     late: it was not done after TIME_S, so nothing is known.
     sandboxed: it runs programs in bubblewrap, so replicas need that; no_sandbox: this machine cannot.
@@ -62,7 +62,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehea
 
 @dataclass(frozen=True)
 class Trying:
-    """late: it was ended after its time.   answer: what it had written by then, None if it ended before."""
+    """End of a child process.   late: it was ended after its time.   answer: its file's, None if it wrote none."""
 
     late: bool = False
     answer: dict[str, Any] | None = None
@@ -106,7 +106,7 @@ def copy_files(files: Files, scratch: Path) -> dict[str, str]:
 
 
 def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
-    """It ended the whole process: sys.exit, os._exit, a crash in C."""
+    """Explain an end of the whole process by the user's code: sys.exit, os._exit, a crash in C."""
     first = config.own_code.partition(", ")[0]
     last = "\n".join(f"  {line}" for line in stderr.strip().splitlines()[-4:])
     return (
@@ -142,7 +142,7 @@ def missing_package(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, and whatever led to it."""
+    """Yield the error, and the errors that led to it."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -153,13 +153,13 @@ def main(asked: Mapping[str, Any]) -> None:
     files = {k: Path(v) for k, v in asked["files"].items()}
     config = InnerConfig.from_dict(asked["inner"])
     found = run_checks(config, files)
-    _write(Path(asked["answer"]), found)  # before what may be late
+    _write(Path(asked["answer"]), found)  # before the answers of the rows, which may be late
     if not found.refused:
         _write(Path(asked["answer"]), try_answers(found, config, files))
 
 
 def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
-    """What the rows' own answers add to a code that can be called."""
+    """Add the findings from the rows' own answers, for code that can be called."""
     from inner.check import SilentReward, constant_reward
 
     try:

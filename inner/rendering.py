@@ -48,19 +48,19 @@ def render_ids(
 
 
 def render_text(tokenizer: Any, messages: Sequence[Message], *, tools: Any = None, **options: Any) -> str:
-    """What `prompt_ids` makes ids of."""
+    """Return the text whose ids `prompt_ids` returns."""
     return tokenizer.apply_chat_template(
         as_texts(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **options
     )
 
 
 def template_fault(write: Callable[[Sequence[Message]], str], prompt: Sequence[Message], config: Any) -> str:
-    """ "" or why the model does not get to read what the prompt says.   write: `render_text` with a template.
+    """Return "" or why the prompt's text does not reach the model.   write: `render_text` with a template.
 
     config: an InnerConfig, for the message."""
     try:
         written = write(prompt)
-    except Exception as error:  # a template refuses by raising whatever jinja raises
+    except Exception as error:  # a template refuses by raising any of jinja's errors
         advice = _advice(write, prompt, config.data.system is not None)
         return f"cannot be written by the chat template of {config.model}: {error}. {advice}"
     newest = next((m for m in reversed(prompt) if m["role"] == "user"), prompt[-1])

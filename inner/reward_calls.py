@@ -71,7 +71,7 @@ class RewardCalls:
         self._unreported_failures = 0
 
     def wrap_reward(self, reward: Any) -> Any:
-        """The same reward, for TRL.  A reward model stays as it is."""
+        """Return the same reward, for TRL.  A reward model stays as it is."""
         if isinstance(reward, nn.Module) or not callable(reward):
             return reward
 
@@ -105,7 +105,7 @@ class RewardCalls:
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
         """The rewards of the batch that count.   group: completions of one prompt here, 1 in an evaluation"""
         known = rewards_B_F.clone()
-        known[self.take_failed()] = math.nan  # a sum without one of its parts would be a reward that nobody gave
+        known[self.take_failed()] = math.nan  # a sum without one of its parts would be no reward of the user's
         settled = self.broken.settle(known, weights_F, group)
         self.rewardless = bool(settled.isnan().all())
         return settled
@@ -121,7 +121,7 @@ class RewardCalls:
         optimizer.step = step_if_rewarded
 
     def check_known(self, rewards_B_F: Tensor, names: Sequence[str]) -> None:
-        """Raises RewardFailed at the third batch in a row for which all rewards were None."""
+        """Raise RewardFailed at the third batch in a row for which all rewards were None."""
         self._silent = self._silent + 1 if bool(rewards_B_F.isnan().all()) else 0
         if self._silent < BATCHES:
             return
@@ -203,7 +203,7 @@ class RewardCalls:
         return values
 
     def _emit_failure(self, reward: Any, scored: Scored) -> None:
-        """At once the first time, then once a minute."""
+        """Report a failed batch: at once the first time, then once a minute."""
         now = self.clock()
         self._unreported_failures = self._unreported_failures + 1
         if now - self._last_emit_at < EMIT_EVERY_S:
@@ -224,7 +224,7 @@ class RewardCalls:
         )  # fmt: skip
 
     def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
-        """Raises RewardFailed where going on would train on nothing."""
+        """Raise RewardFailed where going on would train on nothing."""
         name = _reward_name(reward)
         if len(scored.failed) < len(scored.values):
             self._in_a_row[name] = 0

@@ -1,4 +1,4 @@
-"""What a reward is called with; why one cannot be called so; why one says the same of everything.
+"""The arguments of a reward's call; reasons why a call fails, and why a reward says the same of everything.
 
     row ─▶ candidates: each other column's value (the answer is often one) · an empty one
         ─▶ reward(prompts, completions, completion_ids, …, columns)        completions: texts, or lists of messages
@@ -24,7 +24,7 @@ Rewards = Sequence[tuple[Callable[..., Any], float]]
 
 
 def candidates(row: Row) -> list[tuple[str, str]]:
-    """(column, its value as text) of each that could be an answer, and ("empty", "")."""
+    """Return (column, its value as text) of each that could be an answer, and ("empty", "")."""
     named = [(name, value) for name, value in row.items() if name != "prompt" and name not in OF_A_TASK]
     return [*((name, str(value)) for name, value in named if isinstance(value, str | int | float)), ("empty", "")]
 
@@ -45,7 +45,7 @@ def call_of(
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Of the rewards that say something, as TRL adds them; None where none does."""
+    """Return the weighted sum of the rewards that are not None, as TRL adds them; None where all are None."""
     known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
     return sum(known) if known else None
 

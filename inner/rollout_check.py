@@ -1,4 +1,4 @@
-"""Can I believe this rollout?   Two checks of what somebody else's engine says that it sampled.
+"""Two checks of a rollout: the tokens and log-probs that another party's engine claims to have sampled.
 
     tokens, claimed log-probs ──▶ one forward of the model that they should come from
         agreement   median over 32 positions of exp|log π_claimed − log π| − 1 ≤ .10     are the log-probs the model's?
@@ -7,8 +7,8 @@
 
 Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  It finds another model,
 precision or temperature where the worker sends the numbers that it sampled with.  A worker that asks the right model
-for the numbers afterwards passes it, and is found by surprise: tokens drawn from π have, on average, the entropy of π
-as their surprisal, whatever π is; H and the variance are exact, from the same forward.
+for the numbers afterwards passes it, and is found by surprise: tokens drawn from any π have, on average, the entropy of
+π as their surprisal; H and the variance are exact, from the same forward.
 
 z alone is not enough where π is nearly sure of most tokens: one rare token of an honest worker is then worth many
 standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So a worker beyond 5 is doubted
@@ -16,9 +16,9 @@ if Chernoff's bound, which holds for every π, leaves it no more chance than it 
 
 Positions are chosen by the reader's seed, which a worker must not know before it has answered.
 
-Not promised: a proof.  A worker who samples from the right model and keeps only what pays is not found (count how many
-it was asked for), nor is one that changes few tokens; top-p, top-k and greedy decoding are not sampling from π, and
-surprise calls them out.
+Not promised: a proof.  A worker that samples from the right model and keeps only the rollouts that pay is not found
+(count how many it was asked for), nor is one that changes few tokens; top-p, top-k and greedy decoding are not sampling
+from π, and surprise calls them out.
 """
 
 import math
@@ -55,7 +55,7 @@ class RolloutCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """In words; empty: believed."""
+        """Reasons to doubt the rollout, in words; empty: believed."""
         found: list[str] = []
         if not self.disagreement <= self.tolerance:
             found.append(
@@ -125,7 +125,7 @@ def check_rollouts(
 
 
 def _vocabulary(model: Any) -> float:
-    """How many tokens it has, before a GPU is asked about another one; ∞ for a model that does not say."""
+    """Return the vocabulary's size, to refuse other tokens before a GPU sees them; ∞ if the model has no table."""
     table = getattr(model, "get_input_embeddings", None)
     return math.inf if table is None else table().weight.shape[0]
 

@@ -12,8 +12,7 @@ It is drawn with a random state of its own: training does not depend on the samp
 
 Values of environment variables that are called KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS are written as "***".
 
-Not promised: that a prompt or a tool's output holds no other secret. Everybody who may read the run may read its
-rollouts.
+Not promised: that a prompt or a tool's output holds no other secret. Every reader of the run may read its rollouts.
 """
 
 import json
@@ -71,7 +70,7 @@ class RolloutSample:
                 self._kept[at] = (batch, i)
 
     def take(self, n: int, secrets: Iterable[str] = ()) -> list[SampledRollout]:
-        """At most n of the rollouts since the last take, within MOST_BYTES; what is too large is left out whole."""
+        """Take n or fewer of the rollouts since the last take, within MOST_BYTES; too large ones are left out whole."""
         kept = self._kept
         self._kept = []
         self._seen = 0
@@ -108,7 +107,7 @@ class _Batch:
 
 
 def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]], first: int) -> dict[str, float]:
-    """Index of each of the rollout's own turns -> entropy of what the group did there, in nats."""
+    """Return index of each of the rollout's own turns -> entropy of the group's actions there, in nats."""
     found: dict[str, float] = {}
     for i, turn in enumerate(own):
         if turn.get("role") == "assistant":

@@ -44,7 +44,7 @@ class GenerationSampler(Sampler):
 
 
 def guard_answers(reward: Any) -> Any:
-    """The same reward, with its answers checked. TRL would take a NaN for "cannot say"."""
+    """Return the same reward, with its answers checked. TRL would take a NaN for "cannot say"."""
     if isinstance(reward, nn.Module) or not callable(reward):
         return reward
     name = getattr(reward, "__name__", type(reward).__name__)

@@ -95,7 +95,7 @@ def _greedy_config(config: Any) -> Any:
 
 @contextmanager
 def _fresh_engine(trainer: Any, *, greedy: bool) -> Iterator[None]:
-    """vLLM: send it the weights of now, and again before the next rollout of training."""
+    """Make vLLM fetch the present weights, and again before the next rollout of training."""
     engine = getattr(trainer, "vllm_generation", None)
     if engine is None:
         yield

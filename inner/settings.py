@@ -173,7 +173,7 @@ class ChannelSettings:
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """By the names that they have as keywords of a trainer (inner/flat_names.py), which errors use, too."""
+        """Make the settings from a trainer's keywords (inner/flat_names.py), whose names errors use, too."""
         tables: dict[str, dict[str, Any]] = {"sdpo": {}, "replay": {}, "grpo": {}, "schedule": {}}
         for name, value in keywords.items():
             table, key = CHANNEL_KEYWORDS[name]
@@ -210,7 +210,7 @@ class ChannelSettings:
     # contradictions
 
     def check_channels(self) -> None:
-        """Raises ChannelError."""
+        """Check the three channels together.   Raises ChannelError."""
         self._check_schedule()
         for condition, holds, names in READ_ONLY_WHERE:
             refuse_unread(self, names, is_read=holds(self), condition=condition)
@@ -273,7 +273,7 @@ READ_ONLY_WHERE: tuple[tuple[str, Callable[[ChannelSettings], bool], tuple[str, 
 def refuse_unread(
     settings: Any, names: tuple[str, ...], *, is_read: bool, condition: str, error: type[InnerError] = ChannelError
 ) -> None:
-    """Raises for the first of `names` that is not at its default, unless they are read here.
+    """Raise `error` for the first of `names` that is not at its default, unless they are read here.
 
     names: "key" or "table.key", as attributes of `settings`.
     """

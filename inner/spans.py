@@ -40,7 +40,7 @@ _SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most re
 
 @dataclass(frozen=True)
 class Turn:
-    """completion[start:end] is what the model wrote; `error` is what its tool call came back with, if it failed.
+    """A turn: completion[start:end] is the model's text; `error` is the result of its tool call, if that failed.
 
     seen  of a failed turn, for the hint: student_action, state_messages (of the completion), error_kind, …"""
 
@@ -192,7 +192,7 @@ class HintSplicer:
         for role in ("system", "user"):
             try:
                 hinted = self._render([*_ASK, {"role": role, "content": "a"}], False)
-            except Exception:  # a template refuses a role by raising whatever jinja raises
+            except Exception:  # a template refuses a role by raising any of jinja's errors
                 continue
             if hinted[: len(bare)] == bare and len(hinted) > len(bare):
                 return opened[len(bare) :], role

@@ -75,7 +75,7 @@ class SupervisedLoop:
         self._schedule.follow(step, replicas)
 
     def report_to(self, host: Host) -> None:
-        """No code of the user's runs here."""
+        """Do nothing: no code of the user's runs here."""
 
     def sample(self, n: int) -> dict[str, Any]:
         return {}

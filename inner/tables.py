@@ -39,7 +39,7 @@ class Bounds:
     one_of: tuple[str, ...] = ()
 
     def find_fault(self, value: Any) -> str:
-        """ "" or what the value must be."""
+        """Return "" or, for a value outside of the bounds, the bounds in words."""
         if self.one_of:
             return "" if value in self.one_of else f"is not known. Use one of: {', '.join(self.one_of)}"
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -209,8 +209,8 @@ def _unknown_text(name: str, known: list[str], moved: Mapping[str, str]) -> str:
 
 
 def _nearest_name(prefix: str, key: str, known: list[str], moved: Mapping[str, str]) -> str:
-    """The same key in another table, else the likeliest in this one, else one of any that is a slip of the fingers
-    away; old names count as well."""
+    """Return the same key in another table, else the likeliest in this one, else a key of any table that is a slip of
+    the fingers away; old names count as well."""
     same = [n for n in known if n.rpartition(".")[2] == key]
     near_by = [n for n in same if n == f"inner.trl.{key}"]
     near_by = near_by or [n for n in same if n.partition(".")[0] == prefix.partition(".")[0]]

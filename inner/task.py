@@ -69,7 +69,7 @@ def _silent_reward(spelling: str) -> Callable[..., list[float | None]]:
 
 
 def load_process(config: InnerConfig, files: Files) -> ProcessReward | None:
-    """None without [inner.process].   Raises InnerError where its file cannot be used."""
+    """Load the process reward; None without [inner.process].   Raises InnerError where its file cannot be used."""
     settings = config.process
     if settings is None:
         return None

@@ -91,7 +91,7 @@ class DataSettings(Table):
     )
     task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
     task_size: int = setting(1000, "Rows of the task; all that there are, where it has fewer.", above=0, most=100_000)
-    task_seed: int = setting(0, "Of the task's rows.", least=0, most=4000)
+    task_seed: int = setting(0, "Seed of the task's rows.", least=0, most=4000)
     task_chat: bool = setting(
         True, "The task's prompts are chats; false: one text each, for a model without a chat template."
     )
@@ -117,17 +117,17 @@ class DataSettings(Table):
 
     @property
     def source(self) -> str | list[str] | None:
-        """Where prompts come from, as the config names it: files, datasets, or a task."""
+        """Source of the prompts, as the config names it: files, datasets, or a task."""
         return self.task if self.prompts is None else self.prompts
 
     @property
     def task_spec(self) -> TaskSpec:
-        """Of the rows that the task makes, where there is one."""
+        """Spec of the task's rows; read it only where there is a task."""
         return TaskSpec(str(self.task), self.task_size, self.task_seed, self.task_options)
 
 
 def is_one_file(prompts: str | list[str]) -> bool:
-    """Not several, none of the Hub, no task: it can be read as it stands."""
+    """Whether it is one file, which can be read as it stands: not several, none of the Hub, no task."""
     return isinstance(prompts, str) and not prompts.startswith("hub:") and not is_task(prompts)
 
 
@@ -238,7 +238,7 @@ def entry_point(spelling: str) -> str:
 
 
 def reward_name(spelling: str) -> str:
-    """Its name in logs: "exact" of "rewards.py:exact", "judge-1b" of "hub:me/judge-1b@v2"."""
+    """Return the reward's name in logs: "exact" of "rewards.py:exact", "judge-1b" of "hub:me/judge-1b@v2"."""
     return reward_model_parts(spelling)[0].rpartition("/")[2] if spelling.startswith("hub:") else entry_point(spelling)
 
 
@@ -254,7 +254,7 @@ def reward_model_parts(spelling: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class SamplingSettings(Table):
-    """How answers come about."""
+    """Sampling of the answers."""
 
     path: ClassVar[str] = "inner.sampling"
 
@@ -262,7 +262,7 @@ class SamplingSettings(Table):
     max_completion_length: int | None = setting(
         None, "Tokens of all turns together, tool results included (default: 512, ToolWorld 24).", above=0
     )
-    temperature: float = setting(1.0, "Of the sampling.", above=0)
+    temperature: float = setting(1.0, "Sampling temperature.", above=0)
     environment: str | None = setting(
         None, '"file.py:Class", TRL\'s environment: reset(**row); its public methods are the tools.'
     )

@@ -44,7 +44,7 @@ class DistillationTeacher:
 
     @torch.no_grad()
     def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
-        """Before it is asked: the run's committed step and this session's inner step."""
+        """Update the teacher before it is asked.   committed: the run's outer step.   inner: this session's step."""
         if self.kind == "round" and theta is not None and committed != self._at:
             for name, value in theta():
                 self._weights[name].copy_(value)
@@ -57,13 +57,13 @@ class DistillationTeacher:
 
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]], turns: Turns, device: torch.device) -> Tensor:
-        """(N, V) at the turns' positions: one forward without gradient."""
+        """Return the logits at the turns' positions, (N, V): one forward without gradient."""
         with self.in_place(device):
             return logits_at(self.model, backbone_states(self.model, *pad_rows(rows, device)), turns)
 
     @contextmanager
     def in_place(self, device: torch.device) -> Iterator[None]:
-        """`model` has the teacher's weights, without dropout."""
+        """Put the teacher's weights into `model`, without dropout, for the length of a `with`."""
         with swapped_weights(self.model, self._weights), eval_mode(self.model), uncached_autocast(device):
             yield
 

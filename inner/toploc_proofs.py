@@ -53,7 +53,7 @@ class ProofCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """In words; empty: believed."""
+        """Reasons to doubt the proofs, in words; empty: believed."""
         if self.mismatches <= self.most_mismatches and self.mantissa <= self.most_mantissa:
             return []
         return [
@@ -83,9 +83,9 @@ def check_proofs(
     mismatches: float = MISMATCHES,
     mantissa: float = MANTISSA,
 ) -> ProofCheck:
-    """Do a worker's proofs fit what this model thinks of these tokens?
+    """Compare a worker's proofs with this model's hidden states on the same tokens.
 
-    mismatches, mantissa: what is believed at most.
+    mismatches, mantissa: the most that is believed.
     Raises InnerError where toploc is missing, ValueError for proofs that are none, or too few or many of them.
     """
     states = hidden_states(model, prompt, completion)

@@ -359,9 +359,9 @@ class ComposerReplicationTrainer(GenerationTrainer):
         )
 
     def _tokens_to_learn(self, inputs: Any) -> float:
-        """Of "rollout", per micro-batch: the mean over the inner step, so that each token counts alike however the step
-        is cut into micro-batches. Where a step spans several generations, each one's own mean: the next is not there
-        yet (TRL's "dapo" does the same)."""
+        """Return the written tokens per micro-batch, for sdpo_context "rollout": their mean over the inner step, so
+        that each token counts alike under any cut into micro-batches. Where a step spans several generations, it is
+        each generation's own mean: the next is not there yet (TRL's "dapo" does the same)."""
         batches: Any = self._buffered_inputs
         if self._mode() == "eval" or batches is None:
             return written_tokens(inputs)
@@ -412,7 +412,7 @@ class ComposerReplicationTrainer(GenerationTrainer):
             self._record_metric("loss/trace_replay_dpo", replay.item())
 
     def _take_router_loss(self) -> float | None:
-        """Of this micro-batch of a mixture of experts, weighted as TRL adds it; None where it adds none."""
+        """Take the router loss of this micro-batch of a mixture of experts, as TRL weights it; None if it adds none."""
         noted = self._metrics[self._mode()].pop("aux_loss", None)
         return noted[-1] * self.router_aux_loss_coef if noted else None
 
@@ -448,7 +448,7 @@ def written_tokens(batch: Any) -> int:
 
 
 def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """(B,): the last token of each row that is not padding."""
+    """Return the last token of each row that is not padding, (B,)."""
     return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 

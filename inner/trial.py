@@ -83,7 +83,7 @@ class Trial:
 def try_reward(
     config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
 ) -> Trial:
-    """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError for what cannot work."""
+    """Ask the reward about the first `rows` prompts, in another process.  Raises InnerError if that cannot work."""
     if not (config.rewards.named or config.scoring_task) or config.data.source is None:
         raise InnerError(
             "there is no reward function with prompts to try (a reward model is not asked here): set "
@@ -148,7 +148,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
-    """How many rows' best answers are longer than a completion may be, in words; "" for none.   room: in tokens."""
+    """Say how many rows' best answers are longer than a completion may be; "" for none.   room: in tokens."""
     best = [_best_sources(trial) for trial in trials]
     column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
     texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []

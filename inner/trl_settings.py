@@ -116,7 +116,7 @@ ENGINE_ONLY = tuple(name for name in HANDED_THROUGH if name.startswith("vllm_"))
 
 
 def check_trl(values: Mapping[str, Any]) -> None:
-    """Raises InnerError for the first setting that is none, that the run owns, or that has another type."""
+    """Raise InnerError for the first setting that TRL does not have, that the run owns, or that has another type."""
     for name, value in values.items():
         if name in ALIASES and name not in TRL_FIELDS:
             raise InnerError(f"unknown setting inner.trl.{name}{instead_in_words(ALIASES[name])}")
@@ -143,7 +143,7 @@ def check_trl(values: Mapping[str, Any]) -> None:
 
 
 def instead_in_words(instead: str) -> str:
-    """How an error goes on that names a key of another trainer."""
+    """Return the rest of an error that names a key of another trainer."""
     nothing, _, why = instead.partition("nothing: ")
     return f". Use {instead}" if nothing else f". Leave it out: {why}"
 

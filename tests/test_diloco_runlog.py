@@ -167,7 +167,7 @@ def test_status_shows_what_the_whole_run_shows(long) -> None:
     whole = status.status_dict(read_report(long.store, EVERYTHING), NOW)
     assert status.status_dict(read_report(long.store, STATUS), NOW) == whole
     assert shown(read_report(long.store, STATUS))[1:] == shown(read_report(long.store, EVERYTHING))[1:]
-    assert whole["lives"][1]["how"] == "lost" and whole["lives"][2]["counted_in"] == 199
+    assert whole["sessions"][1]["how"] == "lost" and whole["sessions"][2]["counted_in"] == 199
 
 
 def test_every_scope_agrees_on_a_small_run() -> None:

@@ -65,6 +65,12 @@ def test_samples_hours_and_the_gain_of_a_reward() -> None:
     assert json.loads(json.dumps(worth_dict(found)))["resized"]["5"] == {"time": 0.96, "hours": 1.2}
 
 
+def test_replicas_that_make_the_same_step_want_a_larger_rate() -> None:
+    said = {c: worth_words(worth(report([step(0, c, reward=0.1), step(1, c, reward=0.2)]))) for c in (0.79, 0.94)}
+    assert len(said[0.79]) == 2
+    assert said[0.94][2] == "replicas make nearly the same step: a larger inner.lr would do more than another replica"
+
+
 def test_a_loss_has_no_gain_and_a_cpu_is_no_gpu() -> None:
     steps = [step(0, None), step(1, None)]
     for one, loss in zip(steps, (4.0, 2.0), strict=True):

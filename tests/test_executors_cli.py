@@ -247,7 +247,7 @@ def test_status_for_programs(capsys, run):
     code, out, _ = say(capsys, "status", run.url, "--json")
     told = json.loads(out)
     assert code == 0 and told["outer_step"] == 6 and told["done"] and told["supervisor"] is None
-    assert [x["how"] for x in told["lives"]] == ["done", "killed", "running"]
+    assert [x["how"] for x in told["sessions"]] == ["done", "killed", "running"]
 
 
 def test_report_writes_into_the_runs_folder(capsys, run):

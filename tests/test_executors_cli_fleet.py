@@ -278,7 +278,7 @@ def test_scale_up_and_down(capsys, run):  # noqa: F811
     assert read_control(run.store).replicas == 4
     lease = Lease.take(run.store, SystemClock())
     code, out, _ = say(capsys, "scale", run.url, "2", "--json")
-    assert code == 0 and json.loads(out) == {"run": run.url, "replicas": 2, "told": ["4 -> 2 replicas"]}
+    assert code == 0 and json.loads(out) == {"run": run.url, "replicas": 2, "messages": ["4 -> 2 replicas"]}
     lease.beat("left")
 
 
@@ -390,10 +390,10 @@ def test_a_runs_whole_life_from_other_processes(config, tmp_path):  # noqa: F811
     try:
         wait_until(url, lambda told: told["outer_step"] >= 2)
         assert told_by("logs", url, "r00")["handle"]["slot"] == "r00"
-        assert told_by("scale", url, 3)["told"] == ["2 -> 3 replicas"]
-        wait_until(url, lambda told: any(x["slot"] == "r02" and x["counted_in"] for x in told["lives"]))
+        assert told_by("scale", url, 3)["messages"] == ["2 -> 3 replicas"]
+        wait_until(url, lambda told: any(x["slot"] == "r02" and x["counted_in"] for x in told["sessions"]))
         told_by("drain", url, "r01")
-        wait_until(url, lambda told: any(x["slot"] == "r01" and x["how"] == "left" for x in told["lives"]))
+        wait_until(url, lambda told: any(x["slot"] == "r01" and x["how"] == "left" for x in told["sessions"]))
     finally:
         stopped = outcome(["stop", url, "--json"])
     assert stopped.returncode == 0 and json.loads(stopped.stdout)["live"] == []

@@ -116,7 +116,7 @@ def test_the_report_shows_the_reasons_and_the_page_too(tmp_path: Path) -> None:
 
 def test_programs_are_told_the_reason_too() -> None:
     told = status.status_dict(read_report(out_of_memory().store), T0 + 40)
-    assert "CUDA out of memory" in told["lives"][0]["why"] and told["lives"][1]["why"] == ""
+    assert "CUDA out of memory" in told["sessions"][0]["why"] and told["sessions"][1]["why"] == ""
 
 
 # -------------------------------------------------------------------- logs of a dead session

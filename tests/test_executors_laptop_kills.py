@@ -203,7 +203,7 @@ def end_of_story(run: Run, wrong: list[str]) -> None:
     wait_for(lambda: shown(run) == {s for s, there in living(run).items() if there}, "who lives has claimed its slot")
     before, status, after = shown(run), diloco("status", run.url, "--json"), shown(run)
     assert status.returncode == 0, status.stderr
-    told = {x["slot"] for x in json.loads(status.stdout)["lives"] if x["how"] == "running"}
+    told = {x["slot"] for x in json.loads(status.stdout)["sessions"] if x["how"] == "running"}
     assert before & after <= told <= before | after, status.stdout
     stopped = diloco("stop", run.url, "--grace", "10")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr

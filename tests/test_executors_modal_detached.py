@@ -260,7 +260,7 @@ def test_the_gpus_name_is_in_status(platform, executor, run, bucket, tmp_path) -
     until(lambda: read_report(found.store).done, f"the run did not end:\n{log_of_all(platform)}", 240)
     assert {x.device for x in read_report(found.store).sessions} == {"NVIDIA Stub 16GB"}
     told = json.loads(diloco("status", run, "--json").stdout)
-    assert {session["device"] for session in told["lives"]} == {"NVIDIA Stub 16GB"}
+    assert {session["device"] for session in told["sessions"]} == {"NVIDIA Stub 16GB"}
 
 
 def _ended(executor: ModalExecutor, url: str) -> bool:

@@ -75,7 +75,7 @@ def test_a_preempted_session_is_not_said_to_have_left(tmp_path: Path) -> None:
     report = read_report(world.run.store)
     (line,) = (line for line in watch.status_table(report) if line.startswith("  r00-1"))
     assert "cloud, started again" in line or "started again by cloud" in line, line
-    (session,) = (x for x in watch.status_dict(report, 0.0)["lives"] if (x["slot"], x["generation"]) == ("r00", 1))
+    (session,) = (x for x in watch.status_dict(report, 0.0)["sessions"] if (x["slot"], x["generation"]) == ("r00", 1))
     assert session["end"] in line and session["end"] in summary(report)
 
 
@@ -96,7 +96,7 @@ def test_status_says_that_modal_preempted_a_replica_and_started_it_again(
     told = capsys.readouterr().out
     assert "r00-1     preempted by Modal, started again at " in told and "r00-1     left" not in told, told
     assert cli.main(["status", run, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["lives"][0]["end"] == "preempted by Modal, started again"
+    assert json.loads(capsys.readouterr().out)["sessions"][0]["end"] == "preempted by Modal, started again"
 
 
 # -------------------------------------------------------------------- stop --purge

@@ -135,7 +135,7 @@ def test_the_screen_draws_over_itself_and_fits(monkeypatch):
 def test_status_is_plain_json():
     told = status.status_dict(read_report(killed_and_replaced().store), now=T0 + 16.5)
     assert told["outer_step"] == 6 and told["done"] and told["mean_reward"] == pytest.approx(0.925)
-    assert told["lives"][2]["phase"] == "train" and told["lives"][2]["beat_age_s"] == 0.5
+    assert told["sessions"][2]["phase"] == "train" and told["sessions"][2]["beat_age_s"] == 0.5
 
 
 # -------------------------------------------------------------------- the demo's own words

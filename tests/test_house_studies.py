@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "studies"))
 import effective_step
 import elastic
 import outer_rules
+import pretrained
 import process
 import replicas
 import tuned
@@ -279,3 +280,20 @@ def test_an_averaged_path_is_valued_where_its_mean_is() -> None:
     step, theta = outer_rules.averaging(), torch.zeros(1)
     assert float(step(theta, torch.tensor([-4.0]), [])) == 2.0 and float(theta) == 3.0  # z = 4, x = 2, y = 3
     assert float(step(theta, torch.tensor([-4.0]), [])) == 5.0 and float(theta) == 6.5  # z = 8, x = 5
+
+
+def test_a_pretrained_fleet_is_judged_at_what_was_chosen_and_at_its_default() -> None:
+    rows = [{"arm": name, "seed": 104, "curve": [[0, 0.0], [20, i]]} for i, name in enumerate(pretrained.tunings())]
+    chosen = pretrained.choose(rows[:7])  # the default's row is missing: it cannot be chosen
+    named = {kind: pretrained.name_of(one) for kind, one in chosen.items()}
+    assert named == {"alone": "alone x4", "fleet": "fleet-4-5 x4"}
+    on_sums = pretrained.judged(chosen, "sums")
+    assert list(on_sums) == ["alone x4", "fleet-4-5 x4", "fleet-4-5 x1 default", "fleet-2-5 x2.83", "fleet-8-5 x5.66"]
+    assert list(pretrained.judged(chosen, "products")) == list(on_sums)[:3]
+
+
+@pytest.mark.parametrize("world", ["text"])
+def test_the_page_of_other_rules_has_the_table_of_its_rows(world: str) -> None:
+    rows = read_rows(ROWS / f"outer-rules-{world}.jsonl")
+    assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in outer_rules.ARMS for s in outer_rules.SEEDS}
+    assert outer_rules.table(WORLDS[world], rows) in (ROWS.parent / "outer-rules.md").read_text()

@@ -1,4 +1,4 @@
-"""Since which outer step?  A binary search over the θ of a run, with a user's command as the judge.
+"""Find the outer step of a change: a binary search over the θ of a run, with a user's command as the judge.
 
     θ_a good ─────────── θ_m ? ─────────── θ_b bad         two judgements of the ends, then at most ⌈log₂(b − a)⌉
                            └─ good: a = m     bad: b = m     cannot say: the nearest one that was not asked
@@ -71,7 +71,7 @@ class Change:
 
 
 def most_judgements(steps: Sequence[int]) -> int:
-    """How many judgements the search takes at most after those of the two ends, if each is clear."""
+    """Return the most judgements that the search takes after those of the two ends, if each is clear."""
     return ceil(log2(max(1, len(steps) - 1)))
 
 

@@ -1,4 +1,4 @@
-"""Whose pseudogradients, or which outer steps, moved a number most?  θ_b is computed again without each of them.
+"""Rank replicas, or outer steps, by how far they moved a number: θ_b is computed again without each of them.
 
     θ_a ─┬─────────────────▶ θ_b     loss 2.87
          ├─ without r00 ───▶ θ_b′    loss 2.98   +0.11
@@ -31,7 +31,7 @@ NOISE = 0.1  # of the number's whole change from θ_a to θ_b, or of an average 
 class Without:
     """One omission.   measured: without it; None with no metric.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
 
-    cosine: mean cosine of what was left out to the mean of the others, None for steps or where nothing else is.
+    cosine: mean cosine of the left-out pseudogradients to the mean of the others; None for steps or without others.
     inseparable: steps whose deltas are gone, which stayed in whole.
     """
 
@@ -67,7 +67,7 @@ class Blame:
 
     @property
     def ranked(self) -> list[Without]:
-        """By how much the number changes without them; with no metric those that pull against the others first."""
+        """Sort by the change of the number without each; with no metric, the ones against the others come first."""
         if self.metric:
             return sorted(self.without, key=lambda one: -abs(self.change(one)))
         return sorted(self.without, key=lambda one: (1.0 if one.cosine is None else one.cosine, -one.moved))
@@ -90,7 +90,7 @@ class Blame:
 
 
 def blame(run: Run, first: int, last: int, metric: Metric | None, by: str = REPLICA) -> Blame:
-    """Compare θ_last with what it would be without each replica, or each outer step, from θ_first on.
+    """Compare θ_last with its replay from θ_first without each replica, or without each outer step.
 
     Raises ConfigError for a stretch that is empty, was collected or was not taken yet."""
     if first >= last:
@@ -128,7 +128,7 @@ def _compared(found: Iterable[Counterfactual], end: OuterState, metric: Metric |
 
 
 def blame_dict(found: Blame) -> dict[str, Any]:
-    """For a machine."""
+    """Return the result as plain data for JSON."""
     rows = [
         {
             "name": one.name, "value": one.measured.value if one.measured else None,
@@ -146,7 +146,7 @@ def blame_dict(found: Blame) -> dict[str, Any]:
 
 
 def blame_lines(found: Blame) -> list[str]:
-    """A table, and what it says."""
+    """Return a table, and its meaning in words."""
     head = []
     if found.before and found.after:
         head = [f"{found.metric}: {_number(found.before)} at θ_{found.first}, {_number(found.after)} at θ_{found.last}"]

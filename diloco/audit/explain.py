@@ -1,4 +1,4 @@
-"""One outer step in plain words: a pure function from what the bucket says (diloco/audit/step_facts.py) to lines.
+"""One outer step in plain words: a pure function from the bucket's facts (diloco/audit/step_facts.py) to lines.
 
     offers    r02-1 at 10:24:41.047: 4 inner steps, 16 samples, 0.26 s after its last outer step; counted, weight 1
     closing   … 0.9 s after the last offer that counts; of 3 replicas that were expected r01 was missing: …
@@ -7,7 +7,7 @@
     lost      …
     not known …
 
-Not promised: why a replica was slow, or whether one that was missing was alive: its beats are gone.
+Not promised: why a replica was slow, or whether a missing replica was alive: its beats are gone.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def explain(facts: StepFacts) -> list[str]:
 
 
 def explain_dict(facts: StepFacts) -> dict[str, Any]:
-    """The same for a machine."""
+    """Return the step's facts as plain data for JSON."""
     effect = facts.effect
     offers = [
         {

@@ -22,7 +22,7 @@ from diloco.history import state_at, write_model
 from diloco.launch import ModelRecord, Run
 from diloco.optimizer import OuterState
 
-STDERR = 2  # of this process, whatever sys.stderr is
+STDERR = 2  # file descriptor of this process, also where sys.stderr is another stream
 UNCLEAR, COULD_NOT_RUN = 125, 126  # the latter and all above: no such command, a signal
 
 
@@ -36,7 +36,7 @@ class Judge:
     merge: bool = False
 
     def judge(self, step: int) -> Judgement:
-        """By the exit code, on θ_step.   What the command prints goes to this program's stderr."""
+        """Judge θ_step by the command's exit code.   The command's output goes to this program's stderr."""
         at, state = state_at(self.run, self.record, step)
         code = self._call(at, state, stdout=STDERR).returncode
         if code >= COULD_NOT_RUN or code < 0:

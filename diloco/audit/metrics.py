@@ -39,9 +39,9 @@ LOWER, HIGHER, UNKNOWN = -1, +1, 0  # which way is better
 
 @dataclass(frozen=True)
 class Measurement:
-    """error: its standard error, nan where nobody knows one.   parts: what the value is the mean of, if that is known.
+    """One value of a metric.   error: its standard error, nan if unknown.   parts: the value is their mean, if known.
 
-    Two that have parts have the same ones in the same order, so that they can be compared in pairs."""
+    Two measurements with parts have the same parts in the same order, so that they can be compared in pairs."""
 
     value: float
     error: float = math.nan
@@ -67,7 +67,7 @@ class Metric(Protocol):
     @property
     def better(self) -> int: ...
     def measure(self, step: int, state: OuterState) -> Measurement:
-        """Of θ.   step: the outer step that it is of, or stands for."""
+        """Measure θ.   step: the outer step of this θ, or the step that it stands for."""
         ...
 
 
@@ -113,7 +113,7 @@ class CommandNumber:
 def open_metric(
     run: Run, record: ModelRecord, *, text: Path | None = None, prompts: Path | None = None
 ) -> Iterator[Metric | None]:
-    """The one that is asked for; else what the run itself learns from or is held to; None if there is nothing such.
+    """Open the metric that is asked for; else the run's own text or [eval]; None if the run has neither.
 
     Raises ConfigError."""
     with TemporaryDirectory(prefix="diloco-blame-") as scratch:

@@ -46,8 +46,8 @@ class Omission:
 
 @dataclass
 class Counterfactual:
-    """θ and momentum without what is left out.   left_out: pseudogradients.   inseparable: steps whose deltas are gone,
-    so that they went in whole.   cosines: of each that was left out to the mean of the others."""
+    """θ and momentum after an omission.   left_out: pseudogradients.   inseparable: steps whose deltas are gone, so
+    that they went in whole.   cosines: of each omitted pseudogradient to the mean of the others."""
 
     omission: Omission
     state: OuterState
@@ -106,7 +106,7 @@ def _replay(run: Run, found: Sequence[Counterfactual], first: int, last: int) ->
 
 
 def _split(found: Sequence[Counterfactual], commit: Commit) -> tuple[list[Counterfactual], list[Counterfactual]]:
-    """Those that take the commit's mean as it is, and those that leave some of it out."""
+    """Split into counterfactuals that take the commit's mean as it is, and counterfactuals that omit part of it."""
     touched = [one for one in found if any(one.omission.covers(commit, o) for o in commit.offers)]
     return [one for one in found if one not in touched], touched
 
@@ -132,7 +132,7 @@ def _apply_without(reducer: Reducer, commit: Commit, found: Sequence[Counterfact
 
 
 def _kept(part: Contribution) -> Contribution:
-    """With a vector of its own."""
+    """Copy the contribution together with its vector."""
     return part if part.vector is None else Contribution(part.listed, part.vector.copy())
 
 
@@ -148,7 +148,9 @@ def _apply_others(one: Counterfactual, commit: Commit, parts: Sequence[Contribut
 
 
 def weighted_mean(parts: Sequence[Contribution], elements: int) -> np.ndarray:
-    """(Σ wᵢ·xᵢ) / Σ wᵢ over what counts, in listed order, each operation rounded to fp32; zeros of nothing."""
+    """Return (Σ wᵢ·xᵢ) / Σ wᵢ over the parts that count, in listed order, each operation rounded to fp32.
+
+    Zeros where no part counts."""
     total = np.zeros(elements, np.float32)
     counting = [(part.vector, np.float32(part.listed.weight)) for part in parts if part.vector is not None]
     for vector, weight in counting:

@@ -1,12 +1,12 @@
-"""Everything that the bucket says about one outer step, read by who may only read.
+"""All facts in the bucket about one outer step, for readers without write access.
 
     commits t−2 … t, and those after t that may list its late work ─┐
     offers for step t, claims, goodbyes, the operator's wishes      ├─▶ StepFacts ──▶ diloco/audit/explain.py ──▶ words
     what sessions and supervisor logged meanwhile                   │
     deltas, mean, θ_t and its momentum, as far as they are kept    ─┘
 
-Not promised: beats; each overwrites the one before, so nobody knows afterwards who looked alive.  Nor one clock: `at`
-is what the machine of its writer believed.
+Not promised: beats; each overwrites the one before, so they do not show afterwards which replicas looked alive.  Nor
+one clock: `at` is the time by the clock of its writer's machine.
 """
 
 from bisect import bisect_right
@@ -44,7 +44,7 @@ NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
 
 @dataclass(frozen=True)
 class OfferFacts:
-    """An offer for the step, and what became of it.   listed: by the commit of step `listed_in`.   why: of NONE."""
+    """An offer for the step, and its fate.   listed: by the commit of step `listed_in`.   why: of NONE."""
 
     offer: Offer
     fate: str
@@ -55,7 +55,7 @@ class OfferFacts:
 
 @dataclass(frozen=True)
 class Effect:
-    """The mean's effect on its fragment of θ.   Numbers are None where what they need is gone.
+    """The mean's effect on its fragment of θ.   Numbers are None where their blobs are gone.
 
     parts: (step, slot) of each listed offer that can be read -> its length, and its cosine to the mean.
     rho: cosine to the mean of the fragment's step before.   momentum: length before and after.
@@ -77,9 +77,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """head: the first open step.   before: commits t−1 and t−2.   wanted: the wishes when it was decided.
+    """Facts of one outer step t.   head: the first open step.   before: commits t−1 and t−2.   wanted: the wishes when
+    it was decided.
 
-    claims: of every slot, by generation.   events: of this time, with "slot" and "generation" of who logged them.
+    claims: of every slot, by generation.   events: of this time, with "slot" and "generation" of their sessions.
     """
 
     head: int
@@ -140,7 +141,7 @@ def _wanted_at(store: Store, at: float) -> Wanted:
 
 
 def _read_offers(store: Store, step: int, known: dict[int, Commit], rules: Rules, head: int) -> Iterable[OfferFacts]:
-    """Every record under the step's offers.  An offer's body is not looked at."""
+    """Yield the facts of every record under the step's offers.  An offer's body is not looked at."""
     for key in sorted(store.list(layout.offers_prefix(step))):
         body = store.get(key)
         if body is None:

@@ -1,15 +1,15 @@
-"""Is a run what its records say?  All that can be computed again is, by who may only read.
+"""Check a run against its records, without write access: everything that can be computed again is.
 
     commits      chain, weights, each offer's record, nothing counted twice         registers stay: always there
     snapshot s ──▶ θ_s ──▶ θ_s+1 ──▶ … ──▶ θ_T                                      by the listed deltas where these
                     │        │              │                                       are, else by the announced means
                     └── base in commits and snapshots; θ in the replicas' logs; a snapshot's bytes
 
-A difference has its step, blob and replica.  What a collector took is said to be unchecked.  Nothing is written, and
-nothing is put back.  The replay goes on past a difference as far as what is left allows.
+A difference has its step, blob and replica.  Collected blobs are reported as unchecked.  Nothing is written, and
+nothing is put back.  The replay goes on past a difference as far as the remaining blobs allow.
 
-Not promised: that a pseudogradient is what its replica's inner steps gave: only the replica saw those, and what a lossy
-codec kept back.  xxh3 digests find accidents; a forger needs a run key to be found.
+Not promised: that a pseudogradient is the result of its replica's inner steps: only the replica saw those, and the rest
+that a lossy codec kept back.  xxh3 digests find accidents; only a run key makes forgeries visible.
 """
 
 import json
@@ -260,7 +260,7 @@ class _Verification:
     # ---------------------------------------------------------------- θ
 
     def _replay_all(self, last: int) -> None:
-        """From the oldest snapshot on; where a mean is lost, from the next snapshot after it."""
+        """Replay from the oldest snapshot on; where a mean is lost, from the next snapshot after it."""
         after = -1
         while (start := min((t for t in self._manifests if t > after), default=None)) is not None:
             if start > after + 1:
@@ -293,7 +293,9 @@ class _Verification:
         return replay.step
 
     def _mean(self, commit: Commit, out: np.ndarray) -> None:
-        """The mean by its deltas, compared with what was announced; else as it was announced."""
+        """Write the mean into `out`: by its deltas, compared with the announced mean; else as it was announced.
+
+        Raises _LostMean where neither can be read."""
         try:
             for part, body in self._reducer.parts_of_bodies(commit, out):
                 self._compare_announced(commit, part, body)

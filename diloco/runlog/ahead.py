@@ -4,7 +4,7 @@
                        └── in the cache: not asked for
     get(key) of what was not asked for is a GET of its own, so nobody's result hangs on what was asked ahead.
 
-An answer is given once, so that a reader that reads a heartbeat twice sees two moments.
+An answer is given once, so that a reader of one heartbeat at two times sees two moments.
 
 Not promised: one moment for all answers.  A record that was written meanwhile is seen or not, as with GETs in turn.
 """
@@ -24,7 +24,7 @@ Answer = bytes | list[str] | Exception | None  # to a GET, or to a LIST
 class Ahead:
     """A store to read a run from; it has no verb that writes.
 
-    cache: of records that never change, None for none.   answers: by key, to what was asked just before.
+    cache: of records that never change, None for none.   answers: by key, from the requests just before.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Ahead:
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """The answers that nobody has read yet."""
+        """The answers that were not read yet."""
         return dict(self._answers)
 
     def forget(self) -> None:
@@ -57,12 +57,12 @@ class Ahead:
         self._answers |= zip(news, self._threads.map(lambda key: ask_store(self._store, key), news), strict=True)
 
     def is_there(self, key: str) -> bool:
-        """Is there an object?  Yes, if it cannot be read: its reader hears that.  Its answer stays to be given."""
+        """Whether there is an object.  True if it cannot be read: `get` raises the error.  Its answer is kept."""
         self.ask([key])
         return self.is_cached(key) or self._answers[key] is not None
 
     def refuse_silence(self, keys: Iterable[str]) -> None:
-        """Raises the store's error if it has answered none of these: whoever looks for an end would look for ever."""
+        """Raise the store's error if it has answered none of these: a search for an end would go on for ever."""
         answers = [self._answers.get(key) for key in keys if not self.is_cached(key)]
         if answers and isinstance(first := answers[0], StoreError) and all(isinstance(a, StoreError) for a in answers):
             raise first
@@ -73,12 +73,12 @@ class Ahead:
         return shown if isinstance(shown, list) else []
 
     def keep(self, key: str) -> None:
-        """This record was read, is what it should be, and never changes: it goes into the cache."""
+        """Put a record into the cache: it was read and checked, and never changes."""
         if self.cache is not None and (body := self._given.pop(key, None)) is not None:
             self.cache.add(key, body)
 
     def is_cached(self, key: str) -> bool:
-        """Was it read, and found to be what it should be, at an earlier look?"""
+        """Whether it was read and checked at an earlier look."""
         return self.cache is not None and self.cache.get(key) is not None
 
     # ------------------------------------------------------------------ as a store

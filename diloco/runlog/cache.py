@@ -1,4 +1,4 @@
-"""Records of a run that never change, kept on this machine, so that a second look asks for what is new alone.
+"""Records of a run that never change, kept on this machine, so that a second look asks for new records alone.
 
     ~/.cache/diloco/runs/{sha256 of URL}-{of run nonce}/commit-{random}.records     one file per look and kind of record
                                                           └─ sha256 of the rest ‖ (length of key, of body, key, body)*
@@ -10,11 +10,11 @@
     before it is used:   commit n−1, the newest that is kept, is read from the bucket.   Other bytes, or none: the run
                          is not the one that was read (restored from a backup, say), and nothing kept is used.
 
-One read proves all kept commits, because each names the digest of the one before.  A file that is not what was written
-is deleted and its records are read again.  Only what its reader has decoded and checked is kept, never a heartbeat, a
-control record or run.json; so what is garbage or forged today may be mended tomorrow, and is then seen.
+One read proves all kept commits, because each names the digest of the one before.  A damaged file is deleted and its
+records are read again.  Only records that the reader has decoded and checked are kept, never a heartbeat, a control
+record or run.json; so a record that is garbage or forged today may be mended tomorrow, and is then seen.
 
-Not promised: secrecy from who can read the user's files: records of a sealed run are plain text in the bucket, too.
+Not promised: secrecy from a reader of the user's files: records of a sealed run are plain text in the bucket, too.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _DIGEST = 32
 
 
 def cache_of(run: "Run") -> "Cache | None":
-    """Where this run's records are kept; None for a run in a folder, which is as near as the cache."""
+    """Return the cache of this run's records; None for a run in a folder, which is as near as the cache."""
     if getattr(run.store, "cheap", False):
         return None
     return Cache(cache_root() / f"{_short_hash(run.store.url)}-{_short_hash(run.record.nonce)}")
@@ -81,26 +81,26 @@ class Cache:
             self._of_kind(kind)[key] = self._news.setdefault(kind, {})[key] = body
 
     def take(self, key: str) -> bytes | None:
-        """Its body, for who wants to compare it with the bucket's; it counts as not kept from now on."""
+        """Return a record's body, to compare it with the bucket's; it counts as not kept from now on."""
         kind = layout.record_kind(key)
         return None if kind is None else self._of_kind(kind).pop(key, None)
 
     def put_back(self, key: str, body: bytes) -> None:
-        """After `take`: it is what the bucket has."""
+        """Put a record back after `take`: the bucket has the same bytes."""
         self._of_kind(layout.record_kind(key) or "")[key] = body
 
     def keys(self, kind: str) -> list[str]:
         return list(self._of_kind(kind))
 
     def clear(self) -> None:
-        """Everything kept is of another run."""
+        """Delete everything that is kept: it is of another run."""
         self._records = {}
         self._news = {}
         self._of_another = True
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:
-        """Write what is new.  On a full disk, or in a home that is read-only, nothing is kept."""
+        """Write the new records.  On a full disk, or in a home that is read-only, nothing is kept."""
         if not self._news:
             return
         with suppress(OSError):

@@ -118,7 +118,7 @@ def _draw_evaluations(ax: "Axes", report: Report) -> None:
 
 
 def _with_gaps(values: Sequence[float | None]) -> list[float]:
-    """nan: a gap where nobody measured."""
+    """Replace None with nan, a gap in the curve where no value was measured."""
     return [nan if value is None else value for value in values]
 
 
@@ -130,7 +130,7 @@ def _unit_scale(ax: "Axes", line: Curve) -> None:
 
 
 def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
-    """Where on the axis of outer steps somebody was lost or came back, with a word while there is room for it."""
+    """Return (place on the axis of outer steps, words, side) of losses and returns; words while there is room."""
     found: list[tuple[float, str, str]] = []
     for session in report.sessions:
         if session.how in BAD_ENDS and session.ended is not None:
@@ -141,7 +141,7 @@ def _mark_interruptions(report: Report) -> list[tuple[float, str, str]]:
 
 
 def _step_at(report: Report, at: float) -> float:
-    """Where on the axis a time lies: step t's point is drawn at t, when it was committed."""
+    """Place of a time on the axis: step t's point is drawn at t, when it was committed."""
     ends = [s.at for s in report.steps]
     t = sum(end <= at for end in ends)
     if t == 0 or t == len(ends):

@@ -1,10 +1,10 @@
-"""A commit as a view needs it: when, by whom, which offers it lists.
+"""A commit as a view needs it: its time, its closer and its listed offers.
 
     bytes ── read_commit ──▶ Decision        every rule of the protocol is checked (rendezvous/records.py)
     bytes from the cache ── kept_commit ──▶  the same; they were checked before they were kept, so no rule is checked
                                              again: a second look at 1,000 outer steps reads 1,000 commits
 
-Not promised: what a replica needs of a commit: weights, digests, fences.
+Not promised: the parts of a commit that a replica needs: weights, digests, fences.
 """
 
 import json
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
 
 
 def read_commit(body: bytes) -> Decision:
-    """Raises WireError, whatever the bytes are."""
+    """Decode and check a commit's bytes.   Raises WireError, and nothing else, for bad bytes."""
     c = Commit.decode(body)
     offers = tuple(
         Counted(o.step, o.slot, o.generation, o.nonce, factor=o.factor, samples=o.samples, zero=o.zero)
@@ -57,7 +57,7 @@ def read_commit(body: bytes) -> Decision:
 
 
 def kept_commit(body: bytes) -> Decision:
-    """Raises WireError if another release has kept something else."""
+    """Decode a commit from the cache.   Raises WireError if another release has kept something else."""
     try:
         raw = json.loads(body)
         offers = tuple(_parse_counted(o) for o in raw["offers"])

@@ -59,7 +59,7 @@ def compare_runs(records: tuple[RunRecord, RunRecord], reports: tuple[Report, Re
 
 
 def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
-    """Settings whose values differ; the user's files count by their bytes and function, whatever they are called."""
+    """List (setting, old, new) where values differ; the user's files count by bytes and function, not by name."""
     there, here = _flat(old.config), _flat(new.config)
     for kind in {*old.files, *new.files}:
         files = [_UserFile.read(record, kind, flat) for record, flat in ((old, there), (new, here))]
@@ -117,7 +117,7 @@ def _side_by_side(old: Mapping[int, float | None], new: Mapping[int, float | Non
 def _curve_lines(
     name: str, values: Mapping[int, tuple[float | None, float | None]], urls: tuple[str, str]
 ) -> list[str]:
-    """At most COLUMNS of the steps, the first and the last among them."""
+    """Write a curve of both runs at COLUMNS steps or fewer, the first and the last among them."""
     steps = list(values)
     last = max(len(steps) - 1, 1)
     shown = sorted({steps[round(i * last / (COLUMNS - 1))] for i in range(COLUMNS)} if len(steps) > COLUMNS else steps)

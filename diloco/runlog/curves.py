@@ -29,7 +29,7 @@ from diloco.runlog.report import NUMBERS, Report, SessionSummary, Step
 
 PATIENCE_S = 600.0  # since its commit; a run's give_up_s, by default
 EVALUATION_S = 1800.0  # the same, where an evaluation is awaited, which may take minutes
-SILENT_S = 60.0  # without a beat: a replica that nobody awaits, unless a commit counts it
+SILENT_S = 60.0  # without a beat: then a replica is not awaited, unless a commit counts it
 SUMS = (*COUNTS, "samples", "bytes_up", "bytes_down")
 OUTER = (*NUMBERS, "outer_lr", "moved", "participants", "empty")
 ABOUT = ("at", "event", "slot", "generation", "who", "step", "theta", "device", "listed", *OUTER)
@@ -103,7 +103,7 @@ def is_complete(report: Report, logged: LoggedSteps, row: int, *, now: float, ov
 
 
 def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float) -> bool:
-    """Did this session train in this outer step, as far as the bucket shows it?"""
+    """Whether a row waits for this session: it trained in this outer step, as far as the bucket shows it."""
     if any(t == step.t for t, _ in session.commits):
         return True
     began = session.joined is not None and session.joined_step <= step.t
@@ -119,7 +119,7 @@ def _is_evaluation_due(report: Report, row: int) -> bool:
 
 
 def is_over(report: Report, written: int) -> bool:
-    """Is the run done, and every row of it written?   written: rows, with row 0."""
+    """Whether the run is done, and every row of it written.   written: number of rows, with row 0."""
     return report.done and written > len(report.steps)
 
 
@@ -146,7 +146,7 @@ def _slots(step: Step, logged: LoggedSteps) -> list[str]:
 
 
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """By its offer and its event.   Of two sessions of a slot the one that has trained speaks."""
+    """Return a slot's numbers, by its offer and its event; of two sessions the one that has trained counts."""
     mine = sorted((e for e in events if e["slot"] == slot), key=lambda e: (bool(e.get("h")), e["generation"]))
     logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and _is_number(v)} if mine else {}
     offered = dict(step.learned.get(slot, {}))
@@ -172,7 +172,7 @@ def _fleet_numbers(report: Report, step: Step, fresh: Sequence[Mapping[str, floa
 
 
 def _evaluation_numbers(evaluation: Evaluation | None) -> dict[str, float]:
-    """The means over held-out prompts, by what was scored."""
+    """Return name -> mean and error over held-out prompts, for each score."""
     if evaluation is None:
         return {}
     found = {"eval/prompts": float(evaluation.headline[1].prompts)}

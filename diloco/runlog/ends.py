@@ -1,10 +1,10 @@
-"""Why sessions ended, by their own last events and by their supervisor's.
+"""Reasons for the ends of sessions, by their own last events and by their supervisor's.
 
     r01-1 "crashed", error: CUDA out of memory …                its own last words, if it had time for them
     supervisor "lost", r01, exit code 1, tail: [… its log …]    what the platform said, and its last lines
         └─▶ "exit code 1; OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
-Not promised: a reason for a session that nobody supervised and that emitted nothing.
+Not promised: a reason for a session without a supervisor that emitted nothing.
 """
 
 import re
@@ -58,7 +58,7 @@ def _shorten(words: object) -> str:
 
 
 def joined_words(seen: str, own: str) -> str:
-    """Both, without saying the same twice."""
+    """Join both reasons, without saying the same twice."""
     if not own:
         return seen
     reason = seen.partition("; ")[0]  # its own words are better than a line of its log
@@ -68,7 +68,7 @@ def joined_words(seen: str, own: str) -> str:
 def never_began(
     events: Iterable[Mapping[str, Any]], claimed_hosts: Collection[tuple[str, str]], claimed: Mapping[str, float]
 ) -> dict[str, Mapping[str, Any]]:
-    """Slot -> the newest end of a launch that never claimed it, if nobody has claimed it since.
+    """Return slot -> the newest end of a launch that never claimed it, if no session has claimed it since.
 
     claimed_hosts: (slot, host) of all sessions.   claimed: slot -> when its newest session began (Unix time).
     """

@@ -6,7 +6,7 @@
 The standard error is that of a mean over prompts: samples of one prompt are alike, so they count as one number.
 Pure; no torch here.
 
-Not promised: that a log is true; nobody vouches for it (diloco/journal.py).
+Not promised: that a log is true; logs are not signed (diloco/journal.py).
 """
 
 import math
@@ -83,7 +83,7 @@ def evaluation_words(evaluations: Sequence[Evaluation]) -> str:
 
 
 def evaluation_dict(evaluation: Evaluation) -> dict[str, Any]:
-    """The same for a machine: {"step", "total", "greedy": {"reward": {"mean", "error", "prompts"}}, …}."""
+    """Return it as plain data: {"step", "total", "greedy": {"reward": {"mean", "error", "prompts"}}, …}."""
     scores = {
         kind: {name: _finite(vars(score)) for name, score in names.items()} for kind, names in evaluation.scores.items()
     }

@@ -7,8 +7,8 @@
 Commits, claims, control records and logs are numbered without gaps, and none of them is ever deleted, so a few rounds
 of GETs find their number; LIST may lag, and lists a page of 1,000 keys at a time.
 
-Not promised: the number in a series with a gap, be it one that somebody edited: a reader that then reads from the
-first record on meets the gap.
+Not promised: the number in a series with a gap, which only an edit of the bucket makes: a reader that then reads from
+the first record on meets the gap.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Series:
         return self.low == self.high
 
     def learn_from_probes(self, ahead: Ahead) -> None:
-        """From the answers to the probes."""
+        """Narrow the extent by the answers to the probes."""
         galloping = self.high is None
         ahead.refuse_silence(self.key(n) for n in self.probes)
         for n in self.probes:

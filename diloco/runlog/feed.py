@@ -54,7 +54,7 @@ class Feed:
         self.states = [TrackerState(tracker) for tracker in self.trackers]
 
     def open_all(self) -> None:
-        """Raises TrackerError for the first that a person must mend; nothing was written to any of them."""
+        """Open all trackers.   Raises TrackerError for the first that a person must mend, before a row is written."""
         for state in self.states:
             self._open(state, patient=False)
 

@@ -34,7 +34,7 @@ SNAPSHOT_SLACK = 3  # outer steps: the writing of one, its manifest, and the com
 
 
 def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """No commit for 3 × the median.  A run that stands still on purpose, starts or evaluates is passed over."""
+    """Find a run without a commit for 3 × the median, unless it stands still on purpose, starts or evaluates."""
     if run_state(report) != "running" or len(report.steps) <= LEAST_GAPS or _evaluates(report, now):
         return []
     usual_s = max(seconds_per_step(report.steps) or 0.0, _median_s(report))
@@ -47,7 +47,7 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
 
 
 def _median_s(report: Report) -> float:
-    """Of the whole run: a few quick steps (of a fleet that lost its slow replica) are no new pace."""
+    """Median seconds of the whole run's outer steps; a few quick ones (without a lost slow replica) are no new pace."""
     return median([max(0.0, later.at - sooner.at) for sooner, later in pairwise(report.steps)])
 
 
@@ -59,7 +59,7 @@ def _open_since(report: Report) -> float:
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Does a living replica score held-out prompts?  Its note says so, and its watchdog ends it if it hangs."""
+    """Whether a living replica scores held-out prompts.  Its note says so, and its watchdog ends it if it hangs."""
     return any(b.note.startswith("evaluates ") and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 
@@ -79,7 +79,7 @@ def _who_is_there(report: Report, now: float) -> str:
 
 
 def slot_lost(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """A slot whose launches were lost three times, with fewer than CALM_STEPS counted steps between them and since."""
+    """Find slots with three lost launches, and fewer than CALM_STEPS counted steps between them and since."""
     if report.done:
         return []
     found = [_lost_in_a_row(report, slot) for slot in report.wanted.slot_names]
@@ -107,7 +107,7 @@ def _newest_reason(report: Report, slot: str) -> str:
 
 
 def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """80 % of max_usd or of max_hours are gone, and the run goes on."""
+    """Find a run that goes on with 80 % of max_usd or of max_hours gone."""
     if spent is None or run_state(report) != "running":
         return []
     wanted = report.wanted
@@ -139,7 +139,7 @@ def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble
 
 
 def _no_number_at(report: Report, session: SessionSummary) -> float | None:
-    """When itself, or whoever averaged, last saw a NaN or an infinity of this session; None if nobody did."""
+    """Return when this session, or a replica that averaged, last saw a NaN or an infinity of its; None if never."""
     own = [e["at"] for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
     sent = [e["at"] for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
     return max([*own, *sent], default=None)
@@ -253,7 +253,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """The newest snapshot is more than two periods old: who joins has to replay all steps since."""
+    """Find a newest snapshot of more than two periods ago: a joining replica has to replay all steps since."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

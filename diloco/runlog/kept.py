@@ -3,8 +3,8 @@
     collected: deltas_from 52 · means_from 40 · snapshots 0 8 16 32 40
     ─▶ kept: every step from 40 on, and 0, 8, 16, 32; pseudogradients before 52 are gone (fleet.keep = 20 GB)
 
-Not promised: the newest word, where the newest logs have none; what is said to be gone is gone.  A step in the window
-whose mean nobody wrote down keeps its pseudogradients; `diloco export` looks at the blobs themselves.
+Not promised: the newest word, where the newest logs have none; blobs that are said to be gone are gone.  A step in the
+window without a written mean keeps its pseudogradients; `diloco export` looks at the blobs themselves.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _WIDTH = 24  # characters of a list of steps
 
 
 def kept_words(report: "Report") -> list[str]:
-    """At most two lines; [] as long as nothing went."""
+    """Say in two lines or fewer what is left of the run; [] as long as nothing was collected."""
     collected = [e for e in report.of_kind("collected") if _is_whole(e)]
     if not collected and report.wanted.keep:
         return [f"`diloco gc` has collected down to {report.wanted.keep}; `diloco verify` says what is left"]

@@ -43,7 +43,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """name: "reward" or "loss".   by_slot, mean: a value per outer step, None where nobody measured one."""
+    """One curve.   name: "reward" or "loss".   by_slot, mean: a value per outer step, None where not measured."""
 
     name: str
     by_slot: dict[str, list[float | None]]

@@ -71,7 +71,7 @@ def _newest_in_a_row(found: Sequence[bool]) -> int:
 
 
 def _has_equal_groups(step: Step) -> bool | None:
-    """None where no replica measured it."""
+    """Whether all groups of the step have equal rewards; None where no replica measured it."""
     known = [numbers for numbers in step.learned.values() if "equal_groups" in numbers or "reward_std" in numbers]
     return all(n.get("equal_groups", float(n.get("reward_std", 1.0) == 0.0)) >= 1.0 for n in known) if known else None
 
@@ -101,7 +101,7 @@ def flagged_steps(troubles: Sequence[Trouble], head: int) -> range:
 
 
 def _values(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
-    """Outer step and mean, where somebody measured it."""
+    """Return (outer step, mean over replicas) where it was measured and is finite."""
     found = [(s.t, s.mean_reward if name == "reward" else over_replicas(s).get(name)) for s in steps]
     return [(t, value) for t, value in found if value is not None and math.isfinite(value)]
 
@@ -223,7 +223,7 @@ def held_out_differs(report: Report, now: float, spent: Spending | None) -> list
 
 
 def _fell(best: Evaluation, newest: Evaluation) -> bool:
-    """By more than the noise of both.  The prompts are the same, so the true noise of the difference is smaller."""
+    """Whether it fell by more than the noise of both.  The prompts are the same, so the true noise is smaller."""
     one, other = best.headline[1], newest.headline[1]
     return one.mean - other.mean > ERRORS * math.hypot(one.error, other.error)
 

@@ -82,7 +82,7 @@ class LiveReader:
 
     @property
     def is_whole(self) -> bool:
-        """Has everything been read once?"""
+        """Whether everything has been read once."""
         return self._reader is not None
 
     @property
@@ -108,7 +108,7 @@ class LiveReader:
         return None if focus is None else self._refresh(self._reader, focus)
 
     def charge(self, requests: int) -> None:
-        """Somebody else has asked the store for this view: the next looks wait for it."""
+        """Count requests that another reader made for this view: the next looks wait for them."""
         self._budget -= requests
 
     def _first_look(self) -> Report:
@@ -153,7 +153,7 @@ class LiveReader:
 
 
 def newest_steps(store: Readable, head: int) -> list[Step]:
-    """As many as a pace is made of, with the numbers of a few replicas; [] where one of them cannot be read."""
+    """Read as many steps as a pace needs, with the numbers of a few replicas; [] if a commit cannot be read."""
     ahead = Ahead(store)
     steps = range(max(0, head - PACE_STEPS - 1), head)
     ahead.ask(layout.commit_key(t) for t in steps)

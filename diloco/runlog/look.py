@@ -33,7 +33,7 @@ Owner = tuple[str, int]  # slot and generation
 
 @dataclass(frozen=True)
 class ReadSoFar:
-    """How far a run is known.   read: commits that the reader has.   commits, claims, logs: that many are there.
+    """The known part of a run.   read: commits that the reader has.   commits, claims, logs: that many are there.
 
     ended: sessions whose goodbye is known or not waited for.   first: nothing was read yet.
     """
@@ -49,7 +49,7 @@ class ReadSoFar:
 
 @dataclass
 class Found:
-    """The findings of one look.   lost: what is missing of the control records, "" for nothing.
+    """The findings of one look.   lost: the missing control records in words, "" for none.
 
     claims: of each slot.   logs: per session, the objects to read: from, to.
     """
@@ -62,7 +62,7 @@ class Found:
 
 
 def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar, focus: Focus = WHOLE) -> Found:
-    """Ask for what `scope` needs beyond `known`, as far as `focus` goes.
+    """Ask for the records that `scope` needs beyond `known`, as far as `focus` goes.
 
     Where control records were lost, those that stand are shown.
     """
@@ -103,7 +103,7 @@ class _Look:
         return kept or [layout.slot_name(i) for i in range(FIRST_SLOTS)]
 
     def _gallop_reach(self, known: int) -> int:
-        """How far to gallop: the first look may be long after what is kept, the next ones follow at once."""
+        """Return the reach of a gallop: the first look may come long after the cached one, the next follow at once."""
         return 1 if not self._known.first else NEAR if known else FAR
 
     def _ask_control(self, count: int) -> None:
@@ -127,7 +127,7 @@ class _Look:
         self._ask_slots(self.found.wanted.slot_names)
 
     def _controls_listed(self) -> int:
-        """How many a LIST has shown without a gap, which may lag.  A fleet with a lease writes one every few minutes.
+        """Count the control records that a LIST shows without a gap; it may lag.  A lease adds one every few minutes.
 
         Not the highest number: a stray `control/999999.json` would cost a million GETs in every first look.
         """
@@ -219,7 +219,7 @@ def likely_keys(ahead: Ahead, cache: Cache | None, scope: Scope) -> list[str]:
 
 
 def first_look(ahead: Ahead, scope: Scope) -> Found:
-    """The same for a reader that knows nothing, with what the cache has, if that is of this run."""
+    """Take the first look of a reader, with the cache's records if they are of this run."""
     cache = ahead.cache
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
@@ -236,7 +236,7 @@ def first_look(ahead: Ahead, scope: Scope) -> Found:
 
 
 def known_from_cache(cache: Cache) -> ReadSoFar:
-    """How far the run in the cache goes; nothing, if no commit proves that it is this one."""
+    """Return the extent of the cached run; nothing without a cached commit, its only proof that it is this run."""
     commits = max((layout.commit_step(key) for key in cache.keys("commit")), default=-1) + 1
     if commits == 0:
         return ReadSoFar()

@@ -25,7 +25,7 @@ from rendezvous.stores.open import open_store
 
 @dataclass(frozen=True)
 class View:
-    """A run, and what its reader has at hand.   answers: to what was asked while it was opened."""
+    """A run, and its reader's data at hand.   answers: to the requests that opened it."""
 
     run: Run
     cache: Cache | None
@@ -33,7 +33,7 @@ class View:
 
 
 def open_view(url: str, scope: Scope) -> View:
-    """The run that goes by this URL now, for a look at what `scope` needs.   Raises ConfigError if there is none."""
+    """Open the run that goes by this URL now, for a look with `scope`.   Raises ConfigError if there is none."""
     bare = open_store(url, make=False)
     asked = Ahead(bare)
     guess = latest_cache(bare.url)
@@ -50,7 +50,7 @@ def open_view(url: str, scope: Scope) -> View:
 
 
 def _verified_answers(store: Store, bare: Store, answers: dict[str, Answer]) -> dict[str, Answer]:
-    """The same answers as `store` gives them: those of a sealed run without their tags."""
+    """Return the same answers as `store` gives them: a sealed run's without their tags."""
     if not isinstance(store, SignedStore):
         return answers
     sealed = store.reading_through(Ahead(bare, answers=answers))

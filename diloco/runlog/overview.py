@@ -48,7 +48,7 @@ class MetricCurve:
 
 @dataclass(frozen=True)
 class SessionRow:
-    """One session of a slot, or a slot that nobody has claimed yet (generation 0).
+    """One session of a slot, or a slot without a claim yet (generation 0).
 
     place: the platform, or the machine's name.   phase: of its beat; "silent", "starting", or how it ended.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None where it has no beat of its own.
@@ -129,7 +129,7 @@ def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None 
 
 
 def aged(seen: Overview, by_s: float) -> Overview:
-    """The same some seconds later, when nothing new has been read."""
+    """Return the same overview some seconds later, when nothing new has been read."""
     rows = tuple(
         row
         if row.beat_age_s is None
@@ -158,21 +158,21 @@ def run_state(report: Report) -> str:
 
 
 def end_words(report: Report) -> str:
-    """Of a run that is done."""
+    """Say how a run that is done has ended."""
     empty = sum(step.empty for step in report.steps)
     taught = f"; {empty} of them learned nothing, since all pseudogradients were zero" if empty else ""
     return f"all {report.head} outer steps are committed{taught}"
 
 
 def _elapsed_s(report: Report, state: str, now: float) -> float:
-    """Of the run's clock, which stands once nobody runs any more."""
+    """Return the run's elapsed seconds; its clock stands once no session runs any more."""
     if state == "not begun":
         return 0.0
     return max(0.0, {"done": report.ended, "stopped": report.last_sign}.get(state, now) - report.began)
 
 
 def seconds_per_step(steps: Sequence[Step]) -> float | None:
-    """None before there are two commits."""
+    """Return the median seconds of the newest outer steps; None before there are two commits."""
     newest = [step.at for step in steps[-PACE_STEPS - 1 :]]
     gaps = [max(0.0, later - sooner) for sooner, later in pairwise(newest)]
     return median(gaps) if gaps else None
@@ -194,7 +194,7 @@ def _snapshot_age_s(report: Report, snapshot: int, now: float) -> float | None:
 
 
 def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tuple[SessionRow, ...]:
-    """All sessions, by slot and generation, and a row for each slot that nobody has claimed while the run goes on."""
+    """Return all sessions, by slot and generation, and a row for each unclaimed slot while the run goes on."""
     newest = {session.slot: session for session in report.sessions}
     rates = samples_per_second(report.steps)
     rows = [
@@ -255,7 +255,7 @@ def phase_of(beat: Beat, url: str, read_at: float) -> str:
 
 
 def silent_s(url: str) -> float:
-    """How old the beat of somebody who lives may be."""
+    """Return how old the beat of a living session may be, in seconds."""
     return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
 
 
@@ -265,7 +265,7 @@ def inner_steps_per_round(report: Report) -> int:
 
 
 def place_of_host(host: str) -> str:
-    """ "modal/r01.2" -> "modal"; a machine of somebody's own is its name."""
+    """ "modal/r01.2" -> "modal"; a user's own machine has its name."""
     return host_words(host.partition("/")[0])
 
 
@@ -282,7 +282,7 @@ def samples_per_second(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def series_of(report: Report) -> tuple[MetricCurve, ...]:
-    """One for each metric that anybody measured."""
+    """Return one curve for each metric with a value."""
     points: dict[str, list[tuple[int, float]]] = {name: [] for name in LABELS}
     for step in report.steps:
         for name, value in step_values(step).items():

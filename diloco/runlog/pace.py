@@ -42,7 +42,7 @@ class AskedSoFar:
 
 
 def next_focus(report: Report, asked: AskedSoFar, *, now: float, budget: float) -> Focus | None:
-    """None: wait.   now: Unix time.   budget: requests that may be made now."""
+    """Choose the next look's focus; None: wait.   now: Unix time.   budget: requests that may be made now."""
     left = budget - 1  # the newest commit
     if left < 0:
         return None
@@ -97,5 +97,5 @@ def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str,
 
 
 def _is_settled(beat: Beat, session: SessionSummary) -> bool:
-    """Is the beat of the session that is known to live there?"""
+    """Whether the beat is of the session that is known to live there."""
     return beat.generation == session.generation and session.how == "running" and beat.phase != "left"

@@ -3,11 +3,11 @@
     control, commits, offers, claims, beats, leaves, logs ──▶ Reader ──▶ Report ──┬▶ summary   one screen
                                                                                   ├▶ checks    said honestly
                                                                                   └▶ diloco/runlog/charts.py
-Anybody who can read the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only what
-is new.  No torch here.
+Any reader of the bucket can do this at any time, also while the run goes on; `Reader.refresh` reads only new records.
+No torch here.
 
-Not promised: times of different machines on one scale (they are the clocks of whoever wrote them), nor what a
-replica said after its last outer step before a `kill -9`.
+Not promised: times of different machines on one scale (each is by its writer's clock), nor the log of a replica after
+its last outer step before a `kill -9`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,7 +95,7 @@ class SessionSummary:
     """One generation of a slot.   how: running, killed, lost, replaced, left, done, fenced, fence, …
 
     seen, said: why it ended, by its supervisor and by itself.
-    device: the name of what it trains on, "" if nobody looked.
+    device: the name of the training device, "" if unknown.
     restarted_by: the platform that started the same launch again, "" if none did.
     """
 
@@ -120,19 +120,19 @@ class SessionSummary:
 
     @property
     def preempted(self) -> bool:
-        """Did its platform ask it to go, and start it again?"""
+        """Whether its platform asked it to go, and started it again."""
         return self.how == "left" and bool(self.restarted_by)
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
+        """The end of the session, in words."""
         if self.preempted:
             return f"preempted by {self.restarted_by}, started again"
         return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
 
     @property
     def why(self) -> str:
-        """Why it ended, in a line; "" while it runs, if it went as it should, or if nobody knows."""
+        """Reason for its end, in a line; "" while it runs, if it went as it should, or if unknown."""
         if self.preempted or self.how in ("running", "done", "fence"):
             return ""
         return joined_words(self.seen, self.said)
@@ -177,17 +177,17 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """From its first sign of life to its last step or end."""
+        """Seconds from its first sign of life to its last step or end."""
         return self.ended - self.began
 
     @property
     def last_sign(self) -> float:
-        """When anybody last said or did something (Unix time)."""
+        """Time of the run's newest step, beat, event or end (Unix time)."""
         return max([self.ended, *(b.at for b in self.beats.values()), *(e["at"] for e in self.events[-1:])])
 
     @property
     def stopped(self) -> bool:
-        """Was it asked to stop, or did its supervisor end?  (Another one may have begun since.)"""
+        """Whether it was asked to stop, or its newest supervisor has ended."""
         words = [e for e in self.of_kind("started", "stopped") if e["who"].startswith(SUPERVISOR)][-1:]
         return self.wanted.stop or bool(words and words[0]["event"] == "stopped")
 
@@ -214,7 +214,7 @@ class Report:
 
     @cached_property
     def _index(self) -> dict[str, list[int]]:
-        """Kind -> where its events stand: who looks for troubles asks hundreds of times."""
+        """Kind -> positions of its events: a look for troubles asks hundreds of times."""
         found: dict[str, list[int]] = {}
         for i, event in enumerate(self.events):
             found.setdefault(event["event"], []).append(i)
@@ -239,8 +239,8 @@ SessionName = tuple[str, int]  # slot and generation
 class Reader:
     """Reads a bucket again and again; what is write-once is read once.
 
-    scope: what is needed of it.   cache: what was read of it before (runlog/cache.py).
-    answers: to what was asked while the run was opened (runlog/opening.py).
+    scope: the records that the view needs.   cache: records that were read before (runlog/cache.py).
+    answers: to the requests that opened the run (runlog/opening.py).
     """
 
     def __init__(
@@ -275,11 +275,11 @@ class Reader:
 
     @property
     def ahead(self) -> Ahead:
-        """The store with the answers of the last look that nobody has read yet: the supervisor's beat, say."""
+        """The store with the unread answers of the last look: the supervisor's beat, say."""
         return self._store
 
     def refresh(self, focus: Focus = WHOLE) -> Report:
-        """focus: what this look is about, if it is not the first.   An error leaves the rest to the next look."""
+        """Look again.   focus: of this look, if it is not the first.   An error leaves the rest to the next look."""
         if not self._first:
             self._store.forget()
         self._focus = WHOLE if self._first else focus
@@ -330,11 +330,11 @@ class Reader:
                 self._logs[key] = [e for e in events if e["event"] != "step" or e.get("step", t) >= t]
 
     def _remember(self, found: Found) -> None:
-        """How far the run is known, for the next look; what the first one has read is kept on this machine."""
+        """Keep the known extent of the run for the next look, and the first look's records on this machine."""
         claims = {**self._extent.claims, **found.claims}
         logs = {**self._extent.logs, **{owner: to for owner, (_, to) in found.logs.items()}}
         self._extent = ReadSoFar(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
-        if self._cache is not None:  # what comes later is read once, and would only fill the memory of who goes on
+        if self._cache is not None:  # later records are read once, and would only fill the memory of a long watch
             self._cache.save()
             self._cache = self._store.cache = None
         self._first = False
@@ -399,7 +399,7 @@ class Reader:
         self._unread += self._offers_to_read(commit)
 
     def _offers_to_read(self, commit: Decision) -> list[Counted]:
-        """All of them, or a few that take turns."""
+        """Return the offers whose records this look reads: all of them, or a few that take turns."""
         if self._scope.reads_offers(commit.t, self._shown_from):
             most = self._focus.most
         elif not (most := self._scope.sampled_offers(commit.t, self._shown_from)):
@@ -411,9 +411,9 @@ class Reader:
         return (fresh[turn:] + fresh[:turn])[:most]
 
     def _keep_newest(self, count: int) -> None:
-        """It proves what is kept of this run.
+        """Keep the newest commit in the cache, where it proves the other records of this run.
 
-        Where nothing is kept nobody reads it: `stop` must be able to end a run whose newest commit was forged."""
+        Without a cache it is not read: `stop` must be able to end a run whose newest commit was forged."""
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
             self._store.keep(layout.commit_key(count - 1))
 
@@ -480,13 +480,13 @@ class Reader:
         if (taken.slot, taken.generation) in self._sessions:
             return
         session = SessionSummary(taken.slot, taken.generation, taken.pid, shown(taken.host), taken.at)
-        if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; nobody lives
+        if taken.host.startswith(f"{SUPERVISOR}/"):  # it takes the slot from a launch that does not end; none lives
             session.ended = taken.at
             session.how = "fence"
         self._sessions[taken.slot, taken.generation] = session
 
     def _read_logs(self, found: Found) -> None:
-        """Every object once.  An object that its writer may still write again is read again in another process."""
+        """Read every new log object.  One that its writer may still write again is read again in another process."""
         keys = self._listed_logs() if self._scope.newest is None else _numbered_logs(found.logs)
         news = [key for key in keys if key not in self._logs]
         newest = _newest_numbers(news)
@@ -599,7 +599,7 @@ def _as_event(raw: dict[str, Any], owner: str, generation: int) -> dict[str, Any
 
 
 def shown(value: Any) -> Any:
-    """The same, each text on one line that steers no terminal.  Anybody may have written it."""
+    """Return the same value, each text on one line that steers no terminal.  Any writer may have put it there."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -662,7 +662,7 @@ def summary(report: Report) -> str:
 
 
 def _shortened(line: str, most: int = 80) -> str:
-    """At most 80 columns; a list of numbers ends after a whole one: half of 0.0022 is 0.0."""
+    """Cut a line to `most` columns; a list of numbers ends after a whole one: half of 0.0022 is 0.0."""
     if len(line) <= most:
         return line
     whole, mark, _ = line[: most - 1].rpartition(" · ")
@@ -678,13 +678,13 @@ def headline(report: Report) -> str:
 
 
 def _counted_replicas(report: Report) -> str:
-    """How many slots have been counted in a step, whatever is wanted by now."""
+    """Count the slots that some step has counted, also slots that are not wanted any more."""
     counted = {slot for s in report.steps for slot in (*s.fresh, *(late for late, _ in s.carried))}
     return f"{len(counted)} replica{'' if len(counted) == 1 else 's'}" if counted else "no replica counted yet"
 
 
 def brief_name(report: Report) -> str:
-    """At most NAME characters: the numbers behind it must stay on a line."""
+    """Cut the name to NAME characters: the numbers behind it must stay on a line."""
     return report.name if len(report.name) <= NAME else report.name[: NAME - 1] + "…"
 
 
@@ -709,8 +709,8 @@ def _held_out_lines(report: Report) -> list[str]:
 
 
 def channel_words(report: Report) -> str:
-    """Of the newest outer step that tells: the share of its data that each channel of the loss used, and ‖∇‖ of what it
-    sent into the backbone; means over replicas.  "" where there is one channel only."""
+    """Describe the channels of the loss in the newest outer step that logs them: each one's share of its data, and the
+    norm of its gradient into the backbone; means over replicas.  "" where there is one channel only."""
     newest = max((e["step"] for e in report.of_kind("step") if "grpo_coverage" in e), default=-1)
     events = [e for e in report.of_kind("step") if e["step"] == newest]
     found = []

@@ -56,13 +56,13 @@ class SampleReader:
         return [sample for sample in chain.from_iterable(turns) if sample is not None][: self._most]
 
     def forget_before(self, row: int) -> None:
-        """Nobody asks for earlier rows, unless a tracker turns out not to have them."""
+        """Drop the rows before this one: they are not needed again, unless a tracker turns out not to have them."""
         self._first = max(row, self._first)
         for old in [r for r in self._samples if r < row]:
             del self._samples[old]
 
     def _read(self, key: str, slot: str, first: int) -> bool:
-        """Are the objects before this one wanted, too?"""
+        """Read one object of samples; -> whether the objects before it are wanted, too."""
         lines = (self._store.get(key) or b"").decode(errors="replace").splitlines()
         row = _row_of(lines[0]) if lines else None
         if row is None:

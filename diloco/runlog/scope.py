@@ -10,8 +10,8 @@
                         each of 48 more steps  view goes on in turns
     a small run's watch is as its report, without a LIST
 
-Bounds hold for what a reader finds at its first look; whatever is written afterwards it reads, unless a Focus says
-which part of the run the next look is about (diloco/runlog/pace.py).
+Bounds hold for the records that a reader finds at its first look; it reads all later records, unless a Focus says which
+part of the run the next look is about (diloco/runlog/pace.py).
 
 Not promised: that two views count the same garbage in logs; each counts what it reads.
 """
@@ -32,11 +32,11 @@ class Scope:
     generations: int = 2
 
     def reads_offers(self, t: int, head: int) -> bool:
-        """Does the view show what was offered for step t?   head: number of steps at the first look."""
+        """Whether the view shows the offers of step t.   head: number of steps at the first look."""
         return self.newest is None or t < self.first or t >= head - self.newest
 
     def sampled_offers(self, t: int, head: int) -> int:
-        """How many of step t's offers are read: for how it was at first, or for the curve of the whole run?"""
+        """Return how many of step t's offers are read: for the first steps, or for the curve of the whole run."""
         if self.newest and t < AT_FIRST:
             return SAMPLED
         return self.each if self.spread > 0 and t % max(1, head // self.spread) == 0 else 0
@@ -67,7 +67,7 @@ class Focus:
         return self.beats is None or slot in self.beats
 
     def reads_sessions(self, slot: str) -> bool:
-        """Are the slot's claims, goodbyes and logs looked for?"""
+        """Whether the slot's claims, goodbyes and logs are looked for."""
         return self.sessions is None or slot in self.sessions
 
 

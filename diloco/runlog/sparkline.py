@@ -18,7 +18,7 @@ FEW = 8  # values that are drawn as they are
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """At most `width` characters.   values: by step, None where it was not read."""
+    """Draw values in `width` characters or fewer.   values: by step, None where a step was not read."""
     means = squeezed(values, width)
     if not means:
         return ""
@@ -28,7 +28,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def squeezed(values: Sequence[float | None], width: int) -> list[float]:
-    """At most `width` values: means of neighbours, as far as they are known."""
+    """Reduce to `width` values or fewer: means of known neighbours."""
     if len(values) <= width:
         return [v for v in values if v is not None]
     bounds = [len(values) * i // width for i in range(width + 1)]

@@ -29,12 +29,12 @@ class Trouble:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same trouble at two looks has the same."""
+        """Identity of the trouble: the same at two looks."""
         return self.kind, self.slot
 
     @property
     def line(self) -> str:
-        """In a line, for people."""
+        """The trouble in a line of words."""
         about = f"{self.slot}: " if self.slot else ""
         return f"{about}{self.text}. {self.advice} ({PAGE}#{self.page})"
 

@@ -42,5 +42,5 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
 
 
 def find_troubles(report: Report, now: float, spent: Spending | None = None) -> list[Trouble]:
-    """now: Unix time.   spent: what the run has cost; None where nobody reckons it."""
+    """Return the run's troubles at a moment.   now: Unix time.   spent: the run's costs; None where unknown."""
     return [found for detector in DETECTORS.values() for found in detector(report, now, spent)]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RECENT = 10  # outer steps that agreement is averaged over
 LEAST_COSINE = 0.01  # below it replicas have nothing in common, as far as a few steps can tell
+ALIKE = 0.8  # above it replicas make nearly the same step; at their best rates the study's fleets are below .8
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _seconds(session: "SessionSummary", report: "Report") -> float:
 
 
 def worth_words(found: Worth) -> list[str]:
-    """At most two lines; [] before an outer step is committed."""
+    """At most three lines; [] before an outer step is committed."""
     return [*_used_words(found), *_agreement_words(found)] if found.samples else []
 
 
@@ -117,7 +118,10 @@ def _agreement_words(found: Worth) -> list[str]:
     sizes = [
         f"{n} replica{'s' * (n > 1)} ×{time:.2f} time, ×{hours:.2f} hours" for n, time, hours in _other_sizes(found)
     ]
-    return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)"] if sizes else []
+    if found.cosine is None:
+        return []
+    alike = ["replicas make nearly the same step: a larger inner.lr would do more than another replica"]
+    return [f"agreement {found.cosine:.2f}: {'; '.join(sizes)} (a guess)", *(alike if found.cosine > ALIKE else [])]
 
 
 def _other_sizes(found: Worth) -> list[tuple[int, float, float]]:

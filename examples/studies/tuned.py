@@ -109,10 +109,13 @@ def main() -> None:
 
 
 def run(world: World, folder: Path, trial: Trial) -> Curve | tuple[Curve, Row]:
+    all_settings = dict(named for arm in tunings().values() for named in arm) | rules()
+    return run_setting(world, folder, trial, all_settings[trial.arm])
+
+
+def run_setting(world: World, folder: Path, trial: Trial, one: Setting) -> Curve | tuple[Curve, Row]:
     """The curve; of a fleet, how much its replicas agreed in each outer step, too (the `cos_pair` of a run's log)."""
     torch.set_num_threads(1)
-    all_settings = dict(named for arm in tunings().values() for named in arm) | rules()
-    one = all_settings[trial.arm]
     if not one.every:
         return linked(world, folder, trial, Arm(one.machines, scale=one.scale))
     build = partial(world.build, folder, trial.seed, batch=world.batch, lr=world.lr * one.scale)

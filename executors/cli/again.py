@@ -1,4 +1,4 @@
-"""`diloco train CONFIG --run RUN --again`: found a run again in which nothing was trained, with the mended file.
+"""`diloco train CONFIG --run RUN --again`: found a run anew, with the mended file, if nothing was trained in it.
 
     the same config stands there ─▶ nothing to do
     somebody supervises it       ─▶ refused: `diloco stop RUN` first
@@ -29,8 +29,9 @@ from rendezvous.store import put_once
 
 
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
-    """-> the URL at which to found it.   url: as `current` gives it.   Raises UsageError, and then nothing was written
-    but, at most, the wish that everybody leaves."""
+    """Return the URL at which to found the run.   url: as `current_url` gives it.
+
+    Raises UsageError; by then at most the records of `stop_run` were written."""
     store = open_signed(url)
     if store.get(layout.RUN) is None or not (differs := differing_settings(config, store)):
         return url

@@ -15,12 +15,12 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SLOTS = "{slots of the run}"  # stands for what only the run knows
+SLOTS = "{slots of the run}"  # a placeholder: only the run knows its slots
 
 
 @dataclass(frozen=True)
 class Option:
-    """words: what its value may be; none: anything."""
+    """One option.   words: the values that it takes; none: any value."""
 
     flags: tuple[str, ...]
     text: str
@@ -30,7 +30,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Verb:
-    """words: what its positional arguments are chosen from.   slots: the word after RUN is a slot."""
+    """One verb.   words: the choices for its positional arguments.   slots: the word after RUN is a slot."""
 
     name: str
     text: str

@@ -34,7 +34,7 @@ GOAL = 0.9  # mean reward of the last outer step; the warm start begins below 0.
 
 
 def demo(folder: Path | None) -> int:
-    """Run it (or what is left of it), report, say what to do next; -> the exit code."""
+    """Run the demo (or the rest of it), report, say what to do next; -> the exit code."""
     run = _open_demo_run(folder)
     path = Path(run.url.removeprefix("file://"))
     say(f"{'resuming' if run.resumed else 'starting'} the demo in {shown_path(path)}")
@@ -69,7 +69,7 @@ def _open_demo_run(folder: Path | None) -> Run:
 
 
 def _open_in(folder: Path) -> Run:
-    """The config goes into the folder too, so that it can be looked at, changed and run."""
+    """Open a run in the folder.  Its config goes there too, so that it can be read, changed and run."""
     folder.mkdir(parents=True, exist_ok=True)
     text = files("diloco").joinpath("demo.toml").read_text(encoding="utf-8")
     (folder / "demo.toml").write_text(text, encoding="utf-8")
@@ -77,7 +77,7 @@ def _open_in(folder: Path) -> Run:
 
 
 def kill_one(supervisor: Supervisor, report: Report) -> None:
-    """SIGKILL, once in a run, in the middle of an outer step."""
+    """Send SIGKILL to VICTIM, once in a run, in the middle of an outer step."""
     handle = supervisor.handle(VICTIM)
     beat = report.beats.get(VICTIM)
     if handle is None or beat is None or beat.pid != handle.pid or report.of_kind("killed"):
@@ -88,7 +88,7 @@ def kill_one(supervisor: Supervisor, report: Report) -> None:
 
 
 def is_kill_due(beat: Beat, report: Report) -> bool:
-    """In an outer step from number FROM_STEP on, and not past its middle?  (The beat is a moment old by now.)"""
+    """Whether the beat is in outer step FROM_STEP or later, and not past its middle.  (It is a moment old by now.)"""
     half = max(1, inner_steps_per_round(report) // 2)
     return beat.phase == "train" and beat.step >= FROM_STEP and 0 < beat.inner <= half
 
@@ -133,13 +133,13 @@ def next_commands(path: Path) -> str:
 
 
 def command_name() -> str:
-    """How this command is called from here: `diloco` if the shell finds it, else its path."""
+    """The name of this command, as typed from here: `diloco` if the shell finds it, else its path."""
     own = Path(sys.argv[0])
     return "diloco" if own.name != "diloco" or shutil.which("diloco") == str(own) else shown_path(own.absolute())
 
 
 def shown_path(path: Path) -> str:
-    """As a person would type it from here."""
+    """The path as a person would type it from here."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

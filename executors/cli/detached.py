@@ -64,7 +64,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class Handover:
-    """text: who supervises now, or why nobody does.   code: for the shell.   started: None if one did already."""
+    """text: the supervisor that works now, or why none does.   code: for the shell.   started: None if one lived."""
 
     text: str
     code: int
@@ -82,7 +82,7 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     try:
         started = detach(run, executor)
         outcome = _wait_until_watching(run, clock, started, before, say)
-        if outcome is not None and started.found:  # what the platform still had is over by now
+        if outcome is not None and started.found:  # the supervisor that the platform still had is over by now
             started = detach(run, executor)
             outcome = _wait_until_watching(run, clock, started, before, say)
     finally:
@@ -139,7 +139,7 @@ def _start_process(run: Run) -> Detached:
 
 
 def _end_of(executor: FleetExecutor, handle: Handle) -> Outcome | None:
-    """How a platform's supervisor ended: its last words as its log has them."""
+    """The outcome of a platform's supervisor, with its last words from its log; None while it may still run."""
     status = executor.poll([handle])[0]
     if status.stale or not status.state.ended:
         return None
@@ -158,7 +158,7 @@ def _shell_code(code: int | None) -> int:
 def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: lease.LatestBeat, say: Callable[[str], None]
 ) -> Outcome | None:
-    """None once it supervises; else how it ended."""
+    """Wait; return None once it supervises, else its outcome."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if lease.has_looked_since(run.store, before):
@@ -176,7 +176,7 @@ def _wait_until_watching(
 
 
 def write_end(store: Store, clock: Clock, outcome: Outcome) -> None:
-    """The last words of a supervisor that could not write them itself, for `diloco status`."""
+    """Write the last words of a supervisor that could not write them itself, for `diloco status`."""
     with suppress(Supervised, Fenced):  # another one has come meanwhile
         mine = Lease.take(store, clock)
         journal = Journal(store, clock, SUPERVISOR, mine.generation)

@@ -1,4 +1,4 @@
-"""`diloco doctor URL`: can this store carry a run, and what would one sync of this model take and cost?
+"""`diloco doctor URL`: whether this store can carry a run, and the time and the price of one sync of this model.
 
     URL ──▶ rendezvous.probe ──▶ table, yes or no
     run.toml ──▶ parameters of its model, codec, replicas ──▶ what a sync moves, takes and costs
@@ -25,7 +25,7 @@ BLOB = 32 << 20  # bytes that are timed, at most: a small model needs less
 
 
 def doctor(url: str, parameters: int | None, config: str | None, replicas: int | None) -> tuple[str, bool]:
-    """(the table, can it carry a run).  Raises what the store says if it lets us do nothing at all."""
+    """Return (the table, whether the store can carry a run).  Raises the store's error if it refuses everything."""
     settings = load_config(config) if config else None
     codec = "fp32"
     compute_s = 0.0
@@ -50,7 +50,7 @@ def doctor(url: str, parameters: int | None, config: str | None, replicas: int |
 
 @contextmanager
 def _left_as_it_was(store: Store) -> Iterator[None]:
-    """A folder keeps none of the empty folders that the probe made in it."""
+    """Remove the empty folders that the probe has made in a folder."""
     if not isinstance(store, FileStore):
         yield
         return

@@ -1,9 +1,9 @@
-"""`diloco train` in a terminal: this process supervises (with --detach somebody else does, executors/cli/detached.py).
+"""`diloco train` in a terminal: this process supervises (with --detach another one does, executors/cli/detached.py).
 
     Ctrl-C asks the replicas to leave, a second one kills them
     somebody else supervises already: look on
 
-Not promised: that whoever looks on hears of a supervisor's death at once; its beat stands still, and `show` says so.
+Not promised: that a viewer hears of a supervisor's death at once; its beat stands still, and `show` says so.
 """
 
 import os
@@ -35,12 +35,12 @@ def do_nothing(supervisor: Supervisor, report: Report) -> None:
 
 
 def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | None = None) -> Outcome:
-    """Run it to its end in this process.  If somebody else supervises it, look on."""
+    """Supervise the run to its end in this process.  If another process supervises it, look on."""
     view = view or view_for(sys.stdout)
     wanted = read_control(run.store)
     executor = build_executor(
         wanted.places, wanted.former
-    )  # who still runs where the run lived before is looked after, too
+    )  # replicas at former places of the run are looked after, too
     try:
         supervisor = Supervisor(
             run,
@@ -61,7 +61,7 @@ def supervise_here(run: Run, each_tick: Tick = do_nothing, view: StatusView | No
 
 
 def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
-    """Show a run that somebody else supervises, until that ends."""
+    """Show a run that another process supervises, until the run or that supervisor ends."""
     reader = Reader(run.store, STATUS)
     while True:
         supervisor = supervisor_of(run.store)
@@ -77,7 +77,7 @@ def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
 
 @contextmanager
 def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]:
-    """The first Ctrl-C (SIGTERM, SIGHUP of a closed terminal) asks, the second kills, the third ends this process."""
+    """Handle Ctrl-C (SIGTERM, SIGHUP of a closed terminal): the first asks, the second kills, the third ends us."""
     asked = 0
 
     def asked_again(*_: object) -> None:
@@ -103,5 +103,5 @@ def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]
 
 
 def say(text: str) -> None:
-    """A word to the person, beside the data."""
+    """Print a word to the person, beside the data."""
     print(text, file=sys.stderr, flush=True)

@@ -121,7 +121,7 @@ def init(folder: Path, *, model: str, task: str) -> list[str]:
     """Write the project; -> the names of its files.   Raises UsageError where one of them stands already."""
     if model in ("toolworld", "tiny"):
         raise UsageError(f"{model} is built in and has a task of its own. `diloco demo` runs toolworld; name a model")
-    if Path(model).exists():  # a path of where the command was typed; those in run.toml start at its folder
+    if Path(model).exists():  # relative to the folder of the command; paths in run.toml start at its own folder
         model = str(Path(model).resolve())
     files = project_files(folder.resolve().name, model, TASKS[task]())
     standing = sorted(name for name in files if (folder / name).exists())

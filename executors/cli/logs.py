@@ -58,7 +58,7 @@ class ReplicaLog:
 
 @dataclass(frozen=True)
 class SupervisorLog:
-    """Of a supervisor that is a process of this machine."""
+    """The log of a supervisor that is a process of this machine."""
 
     url: str
     file: LogFile
@@ -93,7 +93,7 @@ AnyLog = ReplicaLog | SupervisorLog | BucketLog
 
 @contextmanager
 def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[AnyLog]:
-    """slot: r01, r01-2 or supervisor.   Raises UsageError where there is none of that name, or none is given."""
+    """Open a log.   slot: r01, r01-2 or supervisor.   Raises UsageError for "" and for an unknown name."""
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
@@ -133,7 +133,7 @@ def _log_of_session(url: str, name: str, executor: FleetExecutor) -> ReplicaLog 
 
 
 def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
-    """The launch that it came from, as the log tells it."""
+    """The launch of the session, as the log tells it; None where no launch is known."""
     launches = (handle_in(e, report.url) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
     return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 

@@ -35,7 +35,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def bisect_answer(run: "Run", args: Namespace, say: Callable[[str], None]) -> Answer:
-    """Raises UsageError, ConfigError."""
+    """Find the step at which the command's judgement changes.   Raises UsageError, ConfigError."""
     if not args.judge:
         raise UsageError(
             "`diloco bisect RUN -- COMMAND` needs a command that says by its exit code whether a model is good (0) or "
@@ -51,7 +51,7 @@ def bisect_answer(run: "Run", args: Namespace, say: Callable[[str], None]) -> An
 
 
 def blame_answer(run: "Run", args: Namespace) -> Answer:
-    """Raises UsageError, ConfigError."""
+    """Find whose pseudogradients moved a metric most.   Raises UsageError, ConfigError."""
     from diloco.audit.blame import blame, blame_dict, blame_lines, refuse_unseparated
     from diloco.audit.metrics import CommandNumber, open_metric
     from diloco.history import model_record
@@ -70,7 +70,7 @@ def blame_answer(run: "Run", args: Namespace) -> Answer:
 
 
 def gc_answer(run: "Run", args: Namespace, agreed: Callable[[list[str]], bool]) -> Answer:
-    """agreed: asks the person, after these lines.   Raises ConfigError."""
+    """Delete objects beyond a size, once agreed.   agreed: asks the person, after these lines.   Raises ConfigError."""
     from diloco.gc import collect, plan_gc, plan_lines
     from diloco.runlog.evaluation import best_evaluation
     from diloco.runlog.report import read_report

@@ -75,7 +75,8 @@ def _act(args: Namespace) -> int:
 
 
 def _explain_error(error: Exception) -> tuple[str, int]:
-    """A platform that gives no answer, or a full disk, is no mistake in the command: the same one may do later."""
+    """Return (text, exit code).  No answer of a platform, or a full disk, is no mistake in the command: the same one
+    may work later."""
     from diloco import exitcodes
     from diloco.disk_space import full_disk_words, is_full
     from diloco.runlog.trackers.tracker import TrackerBusy
@@ -90,7 +91,7 @@ def _explain_error(error: Exception) -> tuple[str, int]:
 
 
 def _short_form(args: Namespace) -> int | None:
-    """The answer about a run of `launch_replicas`, which has no records; None for any other."""
+    """Answer for a run of `launch_replicas`, which has no records; -> the exit code, None for any other run."""
     url = getattr(args, "run", None) or ""
     if not url or args.command in ("train", "plan", "setup", "demo", "completion"):
         return None
@@ -114,7 +115,7 @@ def _short_form(args: Namespace) -> int | None:
 
 
 def _resolve_run(args: Namespace) -> None:
-    """A run that was founded again goes by its first name; args.run becomes where it is now.
+    """Set args.run to the present URL of a run that was founded again; people call it by its first one.
 
     Views find that out with their first requests (diloco/runlog/opening.py)."""
     elsewhere = ("demo", "plan", "setup", "completion", "status", "watch", "costs", "report", "track")
@@ -128,7 +129,7 @@ def _resolve_run(args: Namespace) -> None:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Errors that say what to do next; anything else is a defect, and keeps its traceback."""
+    """Whether the error says what to do next; any other is a defect, and keeps its traceback."""
     from diloco.config import ConfigError
     from diloco.runlog.charts import ReportError
     from executors.platforms.base import ExecutorError
@@ -140,13 +141,13 @@ def _is_expected(error: Exception) -> bool:
 
 
 def _print_answer(args: Namespace, data: dict[str, Any], *lines: str) -> None:
-    """The answer, for programs or for people."""
+    """Print the answer, for programs or for people."""
     if args.json or lines:
         print(json.dumps(data, indent=1) if args.json else "\n".join(lines), flush=True)
 
 
 def _print_sentences(args: Namespace, data: dict[str, Any], lines: list[str]) -> None:
-    """The same, at the terminal's width."""
+    """Print the same, at the terminal's width."""
     _print_answer(args, data, *fit_lines(lines, sys.stdout))
 
 
@@ -154,7 +155,7 @@ def _print_sentences(args: Namespace, data: dict[str, Any], lines: list[str]) ->
 
 
 def _read_config(args: Namespace) -> "RunConfig":
-    """With its data here: what is on the Hub is fetched, several files are made one."""
+    """Read the config, with its data here: data on the Hub is fetched, several files are made one."""
     from diloco.config import load_config
     from diloco.data_files import gather_data
 
@@ -282,7 +283,7 @@ def _make_quote(
     spent: "Costs | None" = None,
     config: "RunConfig | None" = None,
 ) -> "Quote":
-    """The plan and the price of a start.   replicas, wanted, spent: where nothing else is said or read."""
+    """The plan and the price of a start.   replicas: without --replicas.   wanted, spent: None: read from the run."""
     from executors.preflight import quote
     from executors.preflight.alert_url import take_alert
     from rendezvous.membership import read_control
@@ -457,7 +458,7 @@ def _scale(args: Namespace) -> int:
     if offer is not None and not _is_agreed(args, offer):
         return 130
     lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas)
-    _print_answer(args, {"run": run.url, "replicas": args.replicas, "told": lines}, *lines)
+    _print_answer(args, {"run": run.url, "replicas": args.replicas, "messages": lines}, *lines)
     return 0
 
 
@@ -468,7 +469,7 @@ def _drain(args: Namespace) -> int:
 
     run = reach_run(args.run)
     lines = scale.drain(run, SystemClock(), args.slot)
-    _print_answer(args, {"run": run.url, "slot": args.slot, "told": lines}, *lines)
+    _print_answer(args, {"run": run.url, "slot": args.slot, "messages": lines}, *lines)
     return 0
 
 
@@ -499,7 +500,7 @@ def _stop(args: Namespace) -> int:
     return 1 if live else 0
 
 
-SWEPT_S = 120.0  # for a platform to say that what was cancelled has ended
+SWEPT_S = 120.0  # for a platform to say that cancelled processes have ended
 
 
 def _stop_all(args: Namespace) -> int:
@@ -599,7 +600,7 @@ def _gc(args: Namespace) -> int:
 
 
 def _is_deletion_agreed(lines: list[str]) -> bool:
-    """Asked on a terminal; elsewhere a person has to say --yes."""
+    """Ask on a terminal; raise UsageError elsewhere, where a person has to say --yes."""
     from executors.preflight import quote
 
     if not sys.stdin.isatty():
@@ -611,7 +612,7 @@ def _is_deletion_agreed(lines: list[str]) -> bool:
 def _best_step(run: "Run", step: int | None) -> int:
     """The step whose θ did best on the held-out prompts, of those that are kept.
 
-    Raises ConfigError where none was evaluated."""
+    Raises ConfigError where none was evaluated, or where `step` is given as well."""
     from diloco.config import ConfigError
     from diloco.history import keep_of, what_is_kept
     from diloco.runlog.evaluation import best_evaluation, prompts_words, score_words

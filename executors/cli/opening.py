@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def ask_again(request: Callable[[], T], clock: Clock | None = None) -> T:
-    """`request()`, again after each StoreUnclear; the last one is raised."""
+    """Return `request()`, asked again after each StoreUnclear for PATIENCE_S; then the last one is raised."""
     clock = clock or SystemClock()
     until = clock.now() + PATIENCE_S
     said = False
@@ -47,12 +47,13 @@ def reach_run(url: str) -> Run:
 
 
 def reach_store(url: str) -> Store:
-    """The store of the run at `url`, whatever its run.json says."""
+    """The store of the run at `url`, also where its run.json is damaged."""
     return patient_store(ask_again(lambda: store_of(url)))
 
 
 def patient_store(store: Store) -> Store:
-    """A folder of this machine has no bad moments, and says more than PatientStore does."""
+    """The store, with patience.  A folder of this machine stays as it is: it has no bad moments, and its errors say
+    more."""
     if getattr(store, "near", False):
         return store
     return PatientStore(store, SystemClock(), PATIENCE_S, waits_on_refusal=False)

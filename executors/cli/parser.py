@@ -367,7 +367,7 @@ def seconds(text: str) -> float:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """ "cpu=4" -> ("cpu", 4);  what is no JSON is a text"""
+    """ "cpu=4" -> ("cpu", 4);  a value that is no JSON is a text"""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} must look like KEY=VALUE, e.g. partition=gpu")

@@ -24,7 +24,7 @@ from rendezvous.store import Readable, Store
 
 
 def write_page(report: Report, store: Readable, folder: Path, now: float) -> Path:
-    """folder/report.html; -> its path.   now: Unix time."""
+    """Write folder/report.html; -> its path.   now: Unix time."""
     return write_frozen(whole_page(report, store, now), folder)
 
 
@@ -37,7 +37,7 @@ def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:
 
 
 def publish_page(report: Report, store: Store, now: float) -> str:
-    """Into the run's bucket; -> where it lies.   Raises UsageError where the bucket may only be read."""
+    """Write the page into the run's bucket; -> its URL.   Raises UsageError where the bucket may only be read."""
     data = whole_page(report, store, now)
     chunks = {f"{n}.json": body for n, body in encode_chunks(data["chunks"]).bodies.items()}
     publisher = Publisher(store, report.name)
@@ -51,7 +51,7 @@ def publish_page(report: Report, store: Store, now: float) -> str:
 
 
 def publish_refused(error: Exception) -> str:
-    """For a bucket that may only be read."""
+    """The message about a bucket that may only be read."""
     return (
         f"the page cannot be written into the bucket: {' '.join(str(error).split())}. "
         "What needs no writing still works: diloco watch RUN --web, diloco report RUN"
@@ -59,14 +59,14 @@ def publish_refused(error: Exception) -> str:
 
 
 def trouble_data(report: Report, now: float) -> list[dict[str, Any]]:
-    """The troubles of the run, the most urgent first.  One that is over is none: it is looked at as it was then."""
+    """The troubles of the run, the most urgent first.  A run that is over is looked at as of its last sign."""
     spent = costs(report, now)
     at = report.last_sign if report.done or report.stopped else now
     return [asdict(found) for found in find_troubles(report, at, Spending(spent.usd, spent.hours, spent.rate))]
 
 
 def cost_data(report: Report, now: float) -> dict[str, Any]:
-    """Costs as `diloco costs --json` says them, but for its bills, of which a page needs the number alone."""
+    """Costs as `diloco costs --json` says them, with the number of its bills in their place."""
     spent = costs(report, now)
     found = {**spent.to_dict(), **cost_status(spent, report.wanted)}
     return {**found, "bills": len(found["bills"])}

@@ -3,7 +3,7 @@
     scale RUN 5     control: replicas = 5     the supervisor starts r03, r04; or drains those beyond
     drain RUN r02   control: drain r02        it finishes its round, offers it and leaves
 
-Not promised: that anything happens at once; whoever supervises reads the control records every few moments.
+Not promised: that anything happens at once; the supervisor reads the control records every few moments.
 """
 
 import shlex
@@ -32,7 +32,7 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, spent: Costs) -> Q
 
 
 def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str]:
-    """-> lines for the person."""
+    """Keep another number of replicas; -> lines for the person."""
     before = read_control(run.store)
     if over := finished_words(run.store, run.url):
         return [over]
@@ -42,7 +42,7 @@ def scale(run: Run, clock: Clock, replicas: int, quorum: int | None) -> list[str
 
 
 def drain(run: Run, clock: Clock, slot: str) -> list[str]:
-    """-> lines for the person."""
+    """Let one slot finish its round and leave; -> lines for the person."""
     before = read_control(run.store)
     check_slot(before, slot)
     if over := finished_words(run.store, run.url):
@@ -73,7 +73,7 @@ def _check_quorum(replicas: int, quorum: int) -> None:
 
 
 def after_stop_words(store: Store, *, found: bool) -> str:
-    """The last line of `diloco stop`, once nobody runs any more.   found: did anybody ever run?"""
+    """The last line of `diloco stop`, once no replica runs any more.   found: whether one ever ran."""
     if not found:
         return "nobody ever ran here"
     with suppress(RendezvousError):  # control records that are damaged; a run can be stopped all the same
@@ -83,7 +83,7 @@ def after_stop_words(store: Store, *, found: bool) -> str:
 
 
 def finished_words(store: Store, url: str, steps: int | None = None) -> str:
-    """The word of a run that has all its outer steps; "" for another, and where other `steps` are asked for."""
+    """The message for a run that has all its outer steps; "" for another run, and where other `steps` are asked for."""
     wanted = read_control(store)
     if steps not in (None, wanted.steps) or not is_finished(store, wanted):
         return ""

@@ -90,7 +90,7 @@ def _modal_login() -> None:
 
 
 def _modal_secret(url: str, name: str, ask: Ask, environ: Mapping[str, str]) -> None:
-    """It is there, or it is made of this shell's variables."""
+    """Check that the secret is there, or make it of this shell's variables."""
     try:
         modal_sdk.check_secret(name, url)
         return
@@ -120,7 +120,7 @@ def _hf_steps(url: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> I
 
 
 def _hf_bucket(hub: Hub, bucket: str, ask: Ask) -> None:
-    """It is there, or it is made, private."""
+    """Check that the bucket is there, or make it, private."""
     try:
         hub.patient("look at the bucket", lambda: hub.api.bucket_info(bucket))
     except ExecutorError:
@@ -130,7 +130,7 @@ def _hf_bucket(hub: Hub, bucket: str, ask: Ask) -> None:
 
 
 def default_url(place: str, clock: Clock) -> str:
-    """Where a first run goes if nobody says."""
+    """The URL of a first run without --run."""
     return "modal://diloco/first" if place == "modal" else f"hf://buckets/{Hub('', clock).namespace}/diloco/first"
 
 
@@ -138,7 +138,7 @@ def default_url(place: str, clock: Clock) -> str:
 
 
 def _store_step(url: str, clock: Clock) -> SetupStep:
-    """Can it carry a run, seen from here?"""
+    """Check whether the store can carry a run, seen from here."""
     try:
         reason = probe_store(open_store(url), clock, SMALL).why_unfit()
     except (RendezvousError, ValueError, ImportError) as error:
@@ -157,7 +157,7 @@ def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:
 
 
 def _store_values(url: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The store's credentials and where it is, if this shell has all that it needs."""
+    """The store's credentials and address in this shell's variables; {} unless all that it needs are set."""
     needed = [name for name in CREDENTIALS.get(_scheme_of(url), ()) if name != "HF_TOKEN"]
     if not all(environ.get(name) for name in needed):
         return {}

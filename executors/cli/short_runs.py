@@ -37,14 +37,14 @@ def platform_of(url: str) -> str:
 
 @dataclass(frozen=True)
 class ShortRun:
-    """A run of which the platform alone knows."""
+    """A run that the platform alone knows."""
 
     url: str
     executor: FleetExecutor
     clock: Clock
 
     def look(self) -> list[Status]:
-        """All processes of it.   Raises UsageError where the platform knows none."""
+        """The statuses of all its processes.   Raises UsageError where the platform knows none."""
         if handles := self.executor.find(self.url):
             return self.executor.poll(handles)
         raise run_url.UsageError(
@@ -59,18 +59,18 @@ class ShortRun:
         return wait_for_all(lambda: self.executor.poll(handles), self.clock, END_S + (grace_s or 0.0), PAUSE_S)
 
     def hours(self, status: Status) -> float | None:
-        """Its time so far; None where its end is not known."""
+        """Hours of the process so far; None where its beginning or its end is not known."""
         began = status.began_at or status.handle.launched_at
         ended = status.ended_at if status.state.ended else self.clock.wall()
         return max(0.0, ended - began) / 3600 if began and ended else None
 
     def usd(self, status: Status) -> float | None:
-        """None where nobody knows."""
+        """Dollars of the process so far; None where its price or its hours are not known."""
         price, hours = status.handle.usd_per_hour, self.hours(status)
         return 0.0 if price == 0 else None if price is None or hours is None else price * hours
 
     def lines(self, statuses: Sequence[Status]) -> list[str]:
-        """A head, and a line for each."""
+        """A head, and a line for each process."""
         known = [usd for s in statuses if (usd := self.usd(s)) is not None]
         unknown = f", and {len(statuses) - len(known)} whose cost nobody knows" if len(known) < len(statuses) else ""
         live = sum(not s.state.ended for s in statuses)
@@ -87,6 +87,6 @@ class ShortRun:
 
 
 def short_run(url: str, clock: Clock) -> ShortRun | None:
-    """The run, if it is one in the short form."""
+    """The run, if it is one in the short form; else None."""
     name = platform_of(url)
     return ShortRun(url, make_executor(Place(name)), clock) if name else None

@@ -50,11 +50,11 @@ INDENT = " " * 12
 
 class StatusView(Protocol):
     def show(self, report: Report) -> None:
-        """The run as it is now."""
+        """Show the run as it is now."""
         ...
 
     def say(self, text: str) -> None:
-        """A word from whoever shows it, with the next picture.  Safe in a signal handler."""
+        """Show a message with the next picture.  Safe in a signal handler."""
         ...
 
 
@@ -63,7 +63,7 @@ def view_for(out: TextIO) -> StatusView:
 
 
 class Lines:
-    """One line per committed step and per event, each once.   form: of the fields of a line.
+    """One line per committed step and per event, each once.   form: makes the text of a line of its fields.
 
     from_now: outer steps before the first picture are one line; not all of their numbers were read.
     """
@@ -181,7 +181,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
 
 
 def _device_lines(report: Report) -> list[str]:
-    """Which replicas train on what, unless all of them are on CPUs."""
+    """A line with each device and the slots that train on it; none where all of them are on CPUs."""
     live = [x for x in report.sessions if x.how == "running" and x.device]
     names = sorted({x.device for x in live})
     if not names or names == ["cpu"]:
@@ -191,13 +191,13 @@ def _device_lines(report: Report) -> list[str]:
 
 
 def _reason_lines(words: str, width: int) -> list[str]:
-    """Below the session that ended; on one line, of which the end may go."""
+    """The reason, below the session that ended; one line, whose end may be cut off."""
     room = max(40, width - 1) - len(INDENT)
     return [INDENT + (words if len(words) <= room else words[: room - 1] + "…")] if words else []
 
 
 def _failed_starts(report: Report) -> dict[str, Mapping[str, Any]]:
-    """Per slot, the newest launch that ended before it could claim it."""
+    """Per slot, the newest launch that ended before it could claim the slot."""
     newest = {x.slot: x.claimed for x in report.sessions}
     return never_began(report.events, {(x.slot, x.host) for x in report.sessions}, newest)
 
@@ -220,7 +220,7 @@ def _sessions_to_show(report: Report) -> list[SessionSummary]:
 
 
 def _title_line(report: Report, now: float, width: int) -> str:
-    """The curve takes the room that the words leave."""
+    """The first line; its curve takes the room that the words leave."""
     line = curve_of(report)
     curve = ""
     known = line.known
@@ -235,7 +235,7 @@ def _title_line(report: Report, now: float, width: int) -> str:
 
 
 def _elapsed_seconds(report: Report, now: float) -> float:
-    """Of the run's clock, which stands once nobody runs any more."""
+    """Seconds on the run's clock, which stands once no replica runs any more."""
     if report.done:
         return report.seconds
     beating = any(is_listening(b, report, now) for b in report.beats.values())
@@ -256,7 +256,7 @@ def _session_line(session: SessionSummary, report: Report, now: float) -> str:
 
 
 def status_dict(report: Report, now: float) -> dict[str, Any]:
-    """`diloco status --json`."""
+    """The answer of `diloco status --json`."""
     ends = first_and_last(report)
     return {
         "name": report.name,
@@ -273,7 +273,7 @@ def status_dict(report: Report, now: float) -> dict[str, Any]:
         "solo": bool(solo_words(report)),
         "outer": next((s.numbers for s in reversed(report.steps) if s.numbers), {}),
         "worth": worth_dict(worth(report)),
-        "lives": [_session_status(x, report, now) for x in report.sessions],
+        "sessions": [_session_status(x, report, now) for x in report.sessions],
         "kept": " · ".join(kept_words(report)),
         "remarks": remark_lines(report, now),
         "troubles": [asdict(trouble) for trouble in all_troubles(report, now)],
@@ -320,7 +320,7 @@ def cost_limits(wanted: Wanted) -> str:
 
 
 def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:
-    """The same in `--json`."""
+    """The costs and their limits, for `--json`."""
     numbers = {"usd": round(spent.usd, 4), "usd_per_hour": round(spent.rate, 4), "hours": round(spent.hours, 4)}
     return {**numbers, "max_usd": wanted.max_usd, "max_hours": wanted.max_hours}
 

@@ -17,7 +17,7 @@ MARK = "diloco-export.json"
 
 
 def refuse_export(to: Path) -> None:
-    """Raise UsageError where files would be written over that no export has written, or into a run."""
+    """Raise UsageError where the export would write over files of no earlier export, or into a run."""
     if to.is_file():
         raise UsageError(f"{to} is a file, and a model is a folder. Name a new one")
     for above in (to, *to.resolve().parents):

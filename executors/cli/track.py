@@ -37,7 +37,7 @@ FAR_LOOK_S = 20.0  # the same where every look has a price
 
 @dataclass(frozen=True)
 class Tracked:
-    """How it ended, for people and for programs."""
+    """The result of `track`, for people and for programs."""
 
     lines: list[str]
     data: dict[str, Any]
@@ -45,7 +45,7 @@ class Tracked:
 
 
 def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -> Tracked:
-    """Raises TrackerError before anything is written."""
+    """Write a run's curves to its trackers.   Raises TrackerError before anything is written."""
     names = list(dict.fromkeys(args.to))
     for name in names:
         check_tracker(name)
@@ -79,9 +79,9 @@ def track(args: Namespace, url: str, clock: Clock, say: Callable[[str], None]) -
 
 
 def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, look_s: float) -> Report:
-    """Two looks, or until the run is done: the second one knows who was over at the first.
+    """Look twice, or until the run is done: the second look knows which sessions were over at the first.
 
-    Whoever is asked to end has a last look: a supervisor asks when everybody has left.
+    A last look follows a request to end: a supervisor asks when all replicas have left.
     """
     feed.look()
     report = feed.look()
@@ -92,7 +92,10 @@ def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, loo
 
 
 def _ending_signals(parent: str) -> Callable[[float], bool]:
-    """-> wait so many seconds; must we end?   parent: "PID:START" of a process that we do not outlive, or ""."""
+    """Return a function that waits so many seconds; -> whether we must end.
+
+    parent: "PID:START" of a process that we do not outlive, or "".
+    """
     asked = threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:

@@ -27,7 +27,10 @@ from rendezvous.errors import RendezvousError
 
 
 def watch(url: str, clock: Clock, *, as_json: bool, out: TextIO) -> int:
-    """-> exit code.   Raises ConfigError where there is no run, or where the package for the terminal is missing."""
+    """Show the run as it goes on; -> exit code.
+
+    Raises ConfigError where there is no run, or where the package for the terminal is missing.
+    """
     is_terminal = out.isatty() and sys.stdin.isatty() and not as_json and os.environ.get("TERM") != "dumb"
     if is_terminal:
         check_textual()
@@ -52,7 +55,7 @@ def check_textual() -> None:
 
 
 def write_lines(looks: RunLooks, out: TextIO, form: Callable[[dict[str, Any]], str]) -> int:
-    """One line per outer step and event, until the run is done or nobody goes on with it."""
+    """Write one line per outer step and event, until the run is done or stopped."""
     lines = Lines(out, form)
     while True:
         try:

@@ -8,7 +8,7 @@
 
 Each request runs in a thread; the picture goes on.
 
-Not promised: an effect at once; whoever supervises reads the control records every few moments.
+Not promised: an effect at once; the supervisor reads the control records every few moments.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ ROLLOUTS = 32
 
 @dataclass(frozen=True)
 class LogAction:
-    """session: r01-2, or r01 where nobody has claimed the slot yet."""
+    """session: r01-2, or r01 where no replica has claimed the slot yet."""
 
     run: Run
     wanted: Wanted

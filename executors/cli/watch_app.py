@@ -46,7 +46,7 @@ BAD = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 
 
 class WatchApp(PlainApp):
-    """One run."""
+    """The screen of one run."""
 
     TITLE = "diloco watch"
     ENABLE_COMMAND_PALETTE = False
@@ -131,7 +131,7 @@ class WatchApp(PlainApp):
     # ------------------------------------------------------------------ reading
 
     def _read_on(self) -> None:
-        """In a thread of its own, which ends with the process."""
+        """Read pictures, in a thread of its own, which ends with the process."""
         while not self._ended.is_set():
             try:
                 picture, trouble = self.looks.next_picture(), ""
@@ -147,7 +147,7 @@ class WatchApp(PlainApp):
             self._wake.clear()
 
     def show(self, picture: Picture | None, trouble: str = "") -> None:
-        """picture: None for the one that is there."""
+        """Show a picture.   picture: None for the present one."""
         self.picture = picture or self.picture
         self.trouble = trouble
         self.draw()
@@ -168,7 +168,7 @@ class WatchApp(PlainApp):
                 self._static(pane).update(f"! this pane cannot be drawn: {error_words(error)}")
 
     def draw_ages(self) -> None:
-        """Redraw what gets older by itself."""
+        """Redraw the ages, which grow by themselves."""
         width = self.screen_stack[0].size.width
         if self.picture is None:
             text = f"! {self.trouble}; asking again" if self.trouble else "reading …"
@@ -234,7 +234,7 @@ class WatchApp(PlainApp):
         events.update(Text("\n").join(lines) if lines else "nothing has happened yet")
 
     def _static(self, name: str) -> Static:
-        """A part of the picture, whatever window is open above it."""
+        """A part of the picture, also while a window is open above it."""
         return self.screen_stack[0].query_one(name, Static)
 
     @property
@@ -245,7 +245,7 @@ class WatchApp(PlainApp):
 
     @property
     def chosen(self) -> str:
-        """The session in the chosen row: r01-2, or r01 of a slot that nobody has claimed."""
+        """The session in the chosen row: r01-2, or r01 for a slot without a claim."""
         rows = self._rows
         return self._drawn[rows.highlighted] if rows.highlighted is not None and self._drawn else ""
 
@@ -303,18 +303,18 @@ def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
 
 
 def _leave_on(*numbers: signal.Signals, leave: Callable[[], object]) -> None:
-    """A signal ends the picture as `q` does, so that the terminal is as it was."""
+    """Let a signal end the picture as `q` does, so that the terminal is as it was."""
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             signal.signal(number, lambda *_: threading.Thread(target=leave, daemon=True).start())
 
 
 def run_app(looks: RunLooks) -> int:
-    """-> exit code, once a person has left."""
+    """Show the screen until the person leaves; -> exit code."""
     for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would believe them for ever
         os.environ.pop(name, None)
     code = WatchApp(looks).run() or 0
-    if threading.active_count() > 1:  # a request that nobody answers would hold the process for a minute
+    if threading.active_count() > 1:  # a request without an answer would hold the process for a minute
         sys.stdout.flush()
         os._exit(code)
     return code

@@ -34,7 +34,7 @@ LONGEST_PAUSE_S = 60.0  # between two looks at a bucket that does not answer
 class Picture:
     """Everything that is shown.   at: when it was read, Unix time.   partial: the curves are still to come.
 
-    supervision: who looks after the run.   remarks: what it waits for.   events: the newest first.
+    supervision: the run's supervisor, in words.   remarks: its waits, and warnings.   events: the newest first.
     """
 
     at: float
@@ -68,11 +68,11 @@ class RunLooks:
         return self._live.pause_s if self._live.is_whole else 0.0
 
     def begin(self) -> None:
-        """Begin the first look, beside the import of what will draw it."""
+        """Begin the first look, beside the import of the code that will draw it."""
         self._begun = ThreadPoolExecutor(1, "first look").submit(self._live.glance)
 
     def next_picture(self) -> Picture | None:
-        """None: nothing new was asked for.   Raises what the store raises; the next call goes on."""
+        """Look once; None where nothing new was asked for.   Raises the store's errors; the next call goes on."""
         self.failures += 1
         report = self._live.look() if self._glanced else self._glance()
         self._glanced = True
@@ -108,13 +108,13 @@ class RunLooks:
 
 
 def with_beats_as_read(report: Report, read_at: Mapping[str, float], now: float) -> Report:
-    """The report with each beat as old as it was when it was read: what was not looked at since is not silent."""
+    """The report with each beat as old as it was when it was read: a beat not read since does not count as silent."""
     beats = {slot: replace(beat, at=beat.at + now - read_at.get(slot, now)) for slot, beat in report.beats.items()}
     return replace(report, beats=beats)
 
 
 def error_words(error: BaseException) -> str:
-    """A line for people; an error that nobody expects says its kind."""
+    """A line for people; an unexpected error says its kind."""
     expected = isinstance(error, RendezvousError | OSError)
     words = " ".join(str(error).split())
     return words if expected and words else f"{type(error).__name__}: {words}"

@@ -28,7 +28,7 @@ PUBLISH_S = 30.0  # between two writes
 
 
 def watch_page(args: Namespace, url: str, clock: Clock) -> int:
-    """-> exit code.   Raises ConfigError and UsageError before anything is shown."""
+    """Serve the page, publish it, or both; -> exit code.   Raises ConfigError, UsageError before anything is shown."""
     if args.web:
         web.check_web()
     view = ask_again(lambda: open_view(url, COSTS), clock)
@@ -57,7 +57,7 @@ def _serve(args: Namespace, looks: PageLooks) -> web.PageServer:
 
 
 def _look_on(looks: PageLooks, clock: Clock, publisher: "PageWriter | None", *, ends: bool) -> None:
-    """Look by look.   ends: once the run is over and published, or cannot be published."""
+    """Look again and again.   ends: return once the run is over and published, or cannot be published."""
     while True:
         looks.look()
         if publisher is not None:
@@ -68,7 +68,7 @@ def _look_on(looks: PageLooks, clock: Clock, publisher: "PageWriter | None", *, 
 
 
 class PageWriter:
-    """refused: the bucket does not let it write; nothing more is tried."""
+    """The page in the bucket.   refused: its first write has failed; nothing more is tried."""
 
     def __init__(self, view: View, clock: Clock, out: TextIO) -> None:
         self._publisher = Publisher(view.run.store, str(view.run.record.config.get("name", "run")))
@@ -79,7 +79,7 @@ class PageWriter:
         self.refused = False
 
     def write(self, looks: PageLooks) -> None:
-        """Every PUBLISH_S, and at once when the run is over."""
+        """Write the page every PUBLISH_S, and at once when the run is over."""
         if self.refused or "head.json" not in looks.files or not looks.is_whole:
             return
         if self._clock.now() < self._next and not looks.is_over:

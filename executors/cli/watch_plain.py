@@ -1,4 +1,4 @@
-"""An app of textual that draws plain text alone: what stands in a log steers no terminal.
+"""An app of textual that draws plain text alone: the text of a log steers no terminal.
 
     widgets ─▶ lines of segments ──Printable──▶ the terminal        textual drops five control characters, and no escape
 
@@ -17,7 +17,7 @@ from inner.printable import printable
 
 
 class Printable(LineFilter):
-    """A line as it is drawn.  What has no width, as textual measures, has none here."""
+    """The filter of a line that is drawn.  A character without width, as textual measures, has none here."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(self._plain(text), style, control) for text, style, control in segments]
@@ -31,7 +31,7 @@ PRINTABLE = Printable()
 
 
 class PlainApp(App[int]):
-    """Its lines go through one more filter."""
+    """An app whose lines go through one more filter."""
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), PRINTABLE]

@@ -38,7 +38,7 @@ class TextSource(Protocol):
 def in_thread(
     app: App[Any], work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]
 ) -> None:
-    """Do the work beside the keys, in a thread that nobody waits for at the end; `done` or `failed` hears of it."""
+    """Do the work beside the keys, in a thread that ends with the process; `done` or `failed` hears of it."""
 
     def run() -> None:
         try:
@@ -116,7 +116,7 @@ class TextWindow(ModalScreen[None]):
 
 
 class AskWindow(ModalScreen[bool]):
-    """Yes or no."""
+    """A question with yes or no."""
 
     CSS = """
     AskWindow { align: center middle; }

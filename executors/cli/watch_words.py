@@ -62,7 +62,7 @@ def widths_for(columns: int) -> Widths:
 
 
 def cut(text: str, width: int) -> str:
-    """At most `width` characters."""
+    """The text, cut to at most `width` characters."""
     return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"[:width]
 
 
@@ -161,7 +161,7 @@ def row_line(row: SessionRow, ends: Mapping[str, str], width: int) -> str:
 
 
 def phase_cell(width: int) -> tuple[int, int]:
-    """From which to which column of a row its phase stands."""
+    """The first column of a row's phase, and the one after its last."""
     w = widths_for(width)
     start = w.name + w.place + w.device
     return start, start + w.phase
@@ -235,7 +235,7 @@ def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
 
 
 def stretched(values: Sequence[float], width: int) -> list[float]:
-    """As many values as there are columns."""
+    """The values, repeated to one per column."""
     return [values[len(values) * i // width] for i in range(width)]
 
 
@@ -258,7 +258,7 @@ def trouble_lines(troubles: Sequence[Trouble], width: int) -> list[str]:
 
 
 def event_lines(report: Report) -> list[str]:
-    """The newest first."""
+    """The events in words, the newest first."""
     events = [e for e in report.of_kind(*SHOWN) if not found_room(e, report)]
     groups = list[list[Mapping[str, Any]]]()
     for event in reversed(events[-MOST_EVENTS:]):
@@ -270,7 +270,7 @@ def event_lines(report: Report) -> list[str]:
 
 
 def _is_alike(later: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
-    """Do both say the same of two replicas, one right after the other?"""
+    """Whether both say the same of two replicas, one right after the other."""
     return later["at"] - event["at"] < TOGETHER_S and _event_words(later) == _event_words(event)
 
 

@@ -52,11 +52,11 @@ class Door:
 
     @property
     def cookie(self) -> str:
-        """Its name; a browser sends the cookies of one host to all of its ports."""
+        """The name of the cookie; a browser sends the cookies of one host to all of its ports."""
         return f"diloco-{self.port}"
 
     def refusal(self, method: str, host: str, token: str) -> tuple[int, str] | None:
-        """The status and why; None for who may come in."""
+        """The status and why; None for a request that is answered."""
         if method != "GET":
             return 405, "this page is only read: GET"
         if not self._is_here(host):
@@ -75,7 +75,7 @@ class Door:
 
 
 def _is_address(name: str) -> bool:
-    """A number is no name that somebody else could point here."""
+    """Whether it is a number: no other site can point one here, as it can a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -96,7 +96,7 @@ def _is_loopback(bind: str) -> bool:
 
 
 def page_address(bind: str, door: Door) -> str:
-    """The whole address, to be opened."""
+    """The whole address, for a browser."""
     name = socket.gethostname() if bind in ("0.0.0.0", "::") else bind
     name = f"[{name}]" if ":" in name else name
     return f"http://{name}:{door.port}/?token={door.token}"
@@ -186,7 +186,7 @@ class PageApp:
 
 
 def check_web() -> None:
-    """Raises ConfigError where a package is missing."""
+    """Raise ConfigError where a package is missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -200,7 +200,8 @@ def check_web() -> None:
 def bounded_protocol() -> Any:
     """Return uvicorn's protocol with bounds (see above).
 
-    `cycle` is there once a request has arrived; a refused one ends its connection, so who has it showed the token."""
+    `cycle` is there once a request has arrived.  A refused request ends its connection, so one with a `cycle` has
+    shown the token."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     held = list[Any]()  # the oldest first
@@ -243,7 +244,7 @@ class PageServer:
         self._socket = listening
 
     def start(self) -> None:
-        """In a thread, whose signals stay the command's own."""
+        """Serve in a thread; signals stay the command's own."""
         run = self._server.run
         self._thread = threading.Thread(target=run, kwargs={"sockets": [self._socket]}, daemon=True, name="page")
         self._thread.start()

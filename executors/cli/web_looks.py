@@ -27,7 +27,7 @@ POLL_S = 3.0  # between two questions of a browser
 
 
 class PageLooks:
-    """One look after the other.   files: the newest whole picture.   stale: "", or what is wrong and since when."""
+    """Looks, one after the other.   files: the newest whole picture.   stale: "", or what is wrong and since when."""
 
     def __init__(self, view: View, clock: Clock, poll_s: float = POLL_S) -> None:
         self.name = str(view.run.record.config.get("name", "run"))
@@ -55,16 +55,16 @@ class PageLooks:
 
     @property
     def is_whole(self) -> bool:
-        """Has everything been read once?"""
+        """Whether everything has been read once."""
         return self._live.is_whole
 
     @property
     def requests(self) -> int:
-        """How many the bucket was asked."""
+        """The number of requests to the bucket so far."""
         return self._live.store.requests
 
     def look(self) -> None:
-        """One look; an error of the bucket is said on the page and changes nothing else there."""
+        """Look once; an error of the bucket is said on the page and changes nothing else there."""
         try:
             report = self._live.look() if self._glanced else self._live.glance()
             self._glanced = True
@@ -90,7 +90,7 @@ class PageLooks:
         self._put_files()
 
     def _read_rollouts(self, report: Report) -> None:
-        """After the first whole look, and every few minutes."""
+        """Read rollouts, after the first whole look and every few minutes."""
         now = self._clock.now()
         if self._live.is_whole and now - self._rollouts_at >= ROLLOUTS_S:
             self._rollouts_at = now
@@ -121,7 +121,7 @@ class PageLooks:
             self._chunks_of = len(report.steps), self._clock.now()
 
     def _put_files(self) -> None:
-        """All at once, so that who serves them in another thread never sees half of them."""
+        """Swap all at once, so that the thread that serves them never sees half of them."""
         if self._head:
             head = json_bytes({**self._head, "stale": self.stale})
             self.files = {**{f"{n}.json": body for n, body in self._chunks.bodies.items()}, "head.json": head}

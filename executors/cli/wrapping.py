@@ -23,7 +23,7 @@ def fit_lines(lines: Iterable[str], out: TextIO) -> list[str]:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Between words alone: a path or command that is longer than the terminal stays whole, to be copied."""
+    """Wrap between words alone: a path or command that is longer than the terminal stays whole, to be copied."""
     if len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())] + "  "

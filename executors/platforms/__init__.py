@@ -1,4 +1,4 @@
-"""Where replicas run: one protocol (base), its life of a process (executor, platform), and a module or folder for each.
+"""The platforms of replicas: one protocol (base), the life of a process (executor, platform), a module or folder each.
 
 A new platform has one line in EXECUTORS, and one more in FAR if its machines see nothing of this one.
 """

@@ -1,4 +1,4 @@
-"""The protocol of every platform that runs replicas, in plain data: six verbs; and what a supervisor asks besides.
+"""The protocol of every platform that runs replicas, in plain data: six verbs, and a supervisor's further questions.
 
     ServerlessExecutor
       launch_replicas ──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
@@ -42,7 +42,7 @@ class Unavailable(ExecutorError):
 
 
 class Refused(ExecutorError):
-    """A platform answers, and does not let us in (401, 403): somebody must give other credentials or rights."""
+    """A platform answers, and does not let us in (401, 403): a person must give other credentials or rights."""
 
 
 class State(StrEnum):
@@ -92,8 +92,8 @@ class ReplicaSpec(Plain):
     """One process to start.
 
     entrypoint: "package.module[:function]"; without a function, `main`.
-    argv: called as function(list(argv)), and what it returns is the exit code (None: 0).
-    kwargs: called as function(**kwargs) instead, and what it returns is the result.
+    argv: called as function(list(argv)), and its return value is the exit code (None: 0).
+    kwargs: called as function(**kwargs) instead, and its return value is the result.
     env: set before anything heavy is imported only where `fresh`, which asks for a new interpreter.
     gpu: kinds in order of preference, in the platform's words; none: CPU only.   secrets: names, never values.
     timeout_s: how long the process may live (0: as long as the executor allows); it leaves by itself before that.
@@ -115,20 +115,21 @@ class ReplicaSpec(Plain):
 
 
 def _is_id(native: str) -> bool:
-    """Is it none, or a word that no command takes for an option?"""
+    """Whether it is empty, or a word that no command takes for an option."""
     return re.fullmatch(r"|[A-Za-z0-9][\w.:/-]*", native, re.ASCII) is not None
 
 
 @dataclass(frozen=True)
 class Handle(Plain):
-    """One launched process, as anybody on the same platform can find it again.
+    """One launched process, as any launcher on the same platform can find it again.
 
     host, pid and started (clock ticks since boot) together name a process of a machine for ever (diloco/host.py).
     files: where its files are, for people; "" if it was found by its claim alone.   native: its id on a platform (a
     FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None where
-    nobody knows.
+    it is unknown.
 
-    One that was read (`from_json`) has fields of these types and ranges.  Whether it is the run's, the platform tells.
+    A handle that was read (`from_json`) has fields of these types and ranges.  The platform tells whether it is the
+    run's.
     """
 
     run: Key
@@ -151,7 +152,7 @@ class Handle(Plain):
 
 @dataclass(frozen=True)
 class Status(Plain):
-    """The present knowledge of an executor about a handle.  exit_code: negative for a signal, None if nobody saw it.
+    """The present knowledge of an executor about a handle.  exit_code: negative for a signal, None if it is unknown.
 
     stale: the platform gave no news; this is the status known before.   trouble: why.   refused: it did not let us in.
     began_at, ended_at: Unix times between which the platform ran it, once it has ended; 0 where it does not tell.
@@ -175,7 +176,7 @@ def unanswered(known: Status, why: Exception | str) -> Status:
 
 @dataclass(frozen=True)
 class Result(Plain):
-    """How one replica ended.  value: what its function returned; tail: its last log lines if it failed."""
+    """The end of one replica.  value: its function's return value; tail: its last log lines if it failed."""
 
     handle: Handle
     state: State
@@ -191,7 +192,7 @@ class Result(Plain):
 
 @dataclass(frozen=True)
 class LaunchPlan(Plain):
-    """The effects and the price of a launch.   usd_per_hour: of all together, None when nobody knows one of the prices.
+    """The effects and the price of a launch.   usd_per_hour: of all together, None when one of the prices is unknown.
 
     refused: why some of them could not be launched, in sentences.
     """
@@ -221,7 +222,7 @@ class ServerlessExecutor(Protocol):
         run: str = "",
         lease: bool = True,
     ) -> list[Handle]:
-        """Launch these, all at once; or, in the short form (short_form.py), the same function n times.
+        """Launch these specs, all at once; or, in the short form (short_form.py), the same function n times.
 
         The same (run, slot, attempt) again gives the same handle, from any process.  A failed start is a FAILED handle,
         so that some may start.  Raises ExecutorError before anything was started if nothing could be: no credentials,
@@ -231,7 +232,7 @@ class ServerlessExecutor(Protocol):
 
     @abstractmethod
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
-        """All at once; never blocks, never raises for a dead one."""
+        """Report all at once; never blocks, never raises for a dead one."""
         ...
 
     @abstractmethod
@@ -241,7 +242,7 @@ class ServerlessExecutor(Protocol):
 
     @abstractmethod
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        """Wait for all; results in the order of the handles.  After `timeout` seconds, those that still run say so."""
+        """Wait for all; -> results in the order of handles.  After `timeout` seconds, those that still run say so."""
         ...
 
     @abstractmethod
@@ -251,17 +252,18 @@ class ServerlessExecutor(Protocol):
 
     @abstractmethod
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        """The same and what comes, until it has ended.  A dropped connection is taken up again, each line once."""
+        """Its output so far and its further lines, until it has ended.  A dropped connection is opened again, and each
+        line comes once."""
         ...
 
 
 class FleetExecutor(ServerlessExecutor, Protocol):
-    """And what the supervisor of a run asks besides; the short form needs none of it.
+    """The further questions of a run's supervisor; the short form needs none of them.
 
-    labelled: it labels every process with its run, so that it finds also those that nobody here launched.
+    labelled: it labels every process with its run, so that it finds also those of other launchers.
     hosts_supervisor: a run's supervisor can live there (`start_supervisor`).
 
-    What has a body here is right for a platform of which none of that is true.
+    A method with a body here is right for a platform without these abilities.
     """
 
     name: str
@@ -275,11 +277,11 @@ class FleetExecutor(ServerlessExecutor, Protocol):
 
     @abstractmethod
     def find(self, run: str) -> list[Handle]:
-        """The newest process of each slot of a run, from what is durable alone."""
+        """Find the newest process of each slot of a run, from durable data alone."""
         ...
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Hear of launches that follow later, so that what they need is prepared with the next one (Modal)."""
+        """Hear of launches that follow later, so that the next one prepares for them, too (Modal)."""
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
         """Start a run's supervisor on something small; its time limit is the platform's longest where spec has none.
@@ -293,18 +295,18 @@ class FleetExecutor(ServerlessExecutor, Protocol):
         return []
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """End all that this project started there, of any run and by anybody; -> what that is, in words.
+        """End all processes of this project there, of any run and any launcher; -> what they are, in words.
 
         dry_run: only say it.   Raises ExecutorError where the platform cannot list it.
         """
         raise ExecutorError(f"{self.name} keeps no list of what was started there; `diloco stop RUN` ends one run")
 
     def sweep(self, run: str) -> list[str]:
-        """End all that lives of the run, whoever started it; -> what that was, in words.  Raises ExecutorError."""
+        """End all that lives of the run, of any launcher; -> what that was, in words.  Raises ExecutorError."""
         return []
 
     def purge(self, run: str) -> list[str]:
-        """Remove what the platform keeps of a run of which nobody lives; -> what that was, in words."""
+        """Remove what the platform keeps of a run without live processes; -> what that was, in words."""
         return []
 
     @abstractmethod
@@ -314,7 +316,7 @@ class FleetExecutor(ServerlessExecutor, Protocol):
 
 
 def require_fleet(executor: object) -> None:
-    """Raise ExecutorError, with what is missing, where this is no FleetExecutor."""
+    """Raise ExecutorError, which names the missing parts, where this is no FleetExecutor."""
     asked = [name for kind in (ServerlessExecutor, FleetExecutor) for name in (*kind.__annotations__, *vars(kind))]
     if missing := sorted({name for name in asked if name[0] != "_" and not hasattr(executor, name)}):
         raise ExecutorError(
@@ -325,7 +327,7 @@ def require_fleet(executor: object) -> None:
 
 
 def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:
-    """Poll until all have ended, or `timeout` seconds are over; -> how they are then.   pause_s: the longest."""
+    """Poll until all have ended, or `timeout` seconds are over; -> their statuses then.   pause_s: the longest."""
     until = math.inf if timeout is None else clock.now() + timeout
     pause = min(FIRST_PAUSE_S, pause_s)
     while True:

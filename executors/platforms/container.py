@@ -9,8 +9,8 @@
         diloco-started: r01.1                       the first line
         diloco-ended: {"exit_code": 0, …            the last ones: log collectors cut lines that are too long
 
-A child of its own, so that whatever the platform's runtime does with threads and signals is not the replica's
-business, and so that a crash is data too.  Light: nothing heavy is imported here.
+The replica is a child of its own: the threads and signals of the platform's runtime do not touch it, and a crash is
+data too.  Light: nothing heavy is imported here.
 
 Not promised: anything after a SIGKILL.  The run goes on without, and the platform or the supervisor starts it again.
 """
@@ -56,10 +56,10 @@ def run_replica(
 ) -> dict[str, Any]:
     """Run one spec to its end; -> {"exit_code", "reason", "value", "tail", "began", "ended"}, JSON.
 
-    began, ended: Unix times, for a bill of which nobody saw the end.
+    began, ended: Unix times, for a bill whose end no supervisor saw.
     until(): how long its launcher's word counts, for a spec with a lease; it may raise.
 
-    An interruption (KeyboardInterrupt, or whatever the platform raises) is passed on to the child and then raised
+    An interruption (KeyboardInterrupt, or an exception of the platform) is passed on to the child and then raised
     again: the platform knows what it wanted.
     """
     spec = ReplicaSpec.from_dict(raw)
@@ -72,14 +72,14 @@ def run_replica(
 def _run_timed(
     spec: ReplicaSpec, executor: str, grace_s: float, lease: "LauncherWord"
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """(its end, what interrupted it)"""
+    """Run the child; -> (its end, the interruption or None)."""
     began = time.time()
     end, interruption = _run_child(spec, executor, grace_s, lease)
     return {**end, "began": began, "ended": time.time()}, interruption
 
 
 class LauncherWord:
-    """The word of a launcher, asked for four times while it counts.   until: None where nobody gives it."""
+    """The word of a launcher, asked for four times while it counts.   until: None where no launcher gives one."""
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None
@@ -99,7 +99,7 @@ def _run_child(
     spec: ReplicaSpec, executor: str, grace_s: float, lease: LauncherWord
 ) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
-    os.environ.update(spec.env)  # what its store needs, this look needs too
+    os.environ.update(spec.env)  # this look needs the store's variables, too
     try:
         unfit = why_unreachable(spec.run) if spec.entrypoint == REPLICA else None
     except BaseException as interruption:
@@ -156,7 +156,7 @@ class Child:
 
     def start(self) -> None:
         request = {**self._spec.to_dict(), "files": str(self._files), "parent": os.getpid()}
-        with _signals_held():  # one that came inside Popen would leave a child of which we know nothing
+        with _signals_held():  # a signal inside Popen would leave a child that we do not know
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(request)],
                 env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -173,7 +173,7 @@ class Child:
         return tuple(self._lines)
 
     def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord) -> int:
-        """-> the exit code; after `seconds` it is asked to leave, and if it does, the code is RESUME.
+        """Wait for the child; -> its exit code.  After `seconds` it is asked to leave; if it does, the code is RESUME.
 
         A wait without a limit would sleep in the kernel, and a signal that another thread of the platform's runtime
         took would be heard when the child has ended.  With one it looks up twenty times a second.
@@ -218,7 +218,7 @@ class Child:
             return None
 
     def _pass_on(self) -> None:
-        """To the end, whatever becomes of our own output: a child whose pipe is full stands still."""
+        """Pass all output on to its end, also where our own fails: a child whose pipe is full stands still."""
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
@@ -249,7 +249,7 @@ def _signals_held() -> Generator[None]:
 
 
 def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str] | None:
-    """(exit code, why) if the run's store cannot carry a run from here.
+    """Return (exit code, why) if the run's store cannot carry a run from here, else None.
 
     A refusal is the user's to mend.  No answer for `patience_s` is a crash like others: the next start may do better.
     """
@@ -275,7 +275,7 @@ def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str]
 
 
 def run_in_child(request: str) -> int:
-    """In the child: ends with its parent, then the entry point."""
+    """Run the entry point, in the child, which ends with its parent."""
     raw = json.loads(request)
     _die_with(raw["parent"])
     sys.argv = [raw["entrypoint"], *raw["argv"]]
@@ -289,7 +289,7 @@ def end_lines(end: Mapping[str, Any]) -> list[str]:
 
 
 def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
-    """The end that a container's log reports, or None if it was cut off.  Of a job started again: the last."""
+    """The end that a container's log reports, or None if it was cut off.  For a job started again: the last one."""
     starts = [i for i, line in enumerate(lines) if line.startswith(STARTED)]
     lines = lines[starts[-1] if starts else 0 :]
     text = "".join(line.removeprefix(ENDED) for line in lines if line.startswith(ENDED))
@@ -316,7 +316,7 @@ def main(argv: list[str]) -> int:
     run_marks.mark(spec.run)
     print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
     lease = LauncherWord(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
-    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # asked to go or not: how it ended is what counts
+    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # its end counts, asked to go or not
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 
@@ -339,7 +339,7 @@ def _raise_interrupt(*_: object) -> NoReturn:
 
 
 def _die_with(parent: int) -> None:
-    """SIGTERM when the parent is gone, however it went (Linux; containers are)."""
+    """Ask for SIGTERM when the parent is gone, for any reason (Linux; containers are)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -100,15 +100,15 @@ def staggered_s(timeout_s: float, slot: str) -> float:
 
         slot i ends at  timeout_s · (1 - STAGGER · frac(i · golden ratio))
 
-    Whatever the number of slots is, their ends lie evenly in that tenth; else a fleet that was started at once would
-    leave at once, in one outer step.
+    The ends lie evenly in that tenth for any number of slots; else a fleet that was started at once would leave at
+    once, in one outer step.
     """
     index = slot_index(slot) if is_slot(slot) else 0
     return timeout_s * (1.0 - STAGGER * (index * GOLDEN % 1.0))
 
 
 def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
-    """The same as `run`; asked to leave before its time is over, and ended by force then."""
+    """Run as `run` does; ask it to leave before its time is over, and end it by force then."""
     late = threading.Event()
 
     def ask() -> None:
@@ -132,18 +132,18 @@ def run_in_time(request: Mapping[str, Any], seconds: float) -> int:
 def run(request: Mapping[str, Any]) -> int:
     """Call the entry point; -> the exit code.  A crash leaves its traceback in the log."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into a file or a pipe too: somebody follows the log
+        sys.stdout.reconfigure(line_buffering=True)  # into a file or a pipe too: a reader may follow the log
     try:
         return _call_entrypoint(request)
     except SystemExit as leave:
         return _exit_code(leave.code)
     except BaseException:
-        sys.stdout.flush()  # what it said comes before how it ended
+        sys.stdout.flush()  # its output comes before its traceback
         traceback.print_exc()
         return 1
     finally:
         for output in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a full disk: what was said is lost, how it ended is not
+            with suppress(OSError):  # a full disk: the output is lost, the exit code is not
                 output.flush()
 
 

@@ -12,7 +12,7 @@ A platform is a subclass with the verbs on the right (platform.py), which keeps 
 nothing about the life of a process.  It is a subclass and no object beside it, since people write how it is made,
 `SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
 
-Several threads may use one executor: what they ask is done one after the other (`in_turn`), while waiting, reading
+Several threads may use one executor: their requests are done one after the other (`in_turn`), while waiting, reading
 logs and following them go on beside it.
 
 Not promised: that a poll answers while another thread's launch is under way; it comes after it.
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def in_turn(method: "Callable[Concatenate[Executor, P], T]") -> "Callable[Concatenate[Executor, P], T]":
-    """The same, while no other thread is inside one of these."""
+    """Make a method wait until no other thread is inside one of these."""
 
     @wraps(method)
     def alone(self: "Executor", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -88,7 +88,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
     @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """A launch that has a process is not repeated; one that failed may be tried again."""
+        """Launch specs.  A launch that has a process is not repeated; one that failed may be tried again."""
         new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
         faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
         if new and len(faults) == len(new):
@@ -114,7 +114,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return handle
 
     def forget(self, run: str) -> None:
-        """Nothing of this run is left on the platform, and a launch starts anew."""
+        """Forget a run of which nothing is left on the platform: a launch starts anew."""
         self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
 
     # ------------------------------------------------------------------ watching
@@ -131,11 +131,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return [self._status_of(h, answers.get(h)) for h in handles]
 
     def needs_look(self, handle: Handle) -> bool:
-        """Does a poll ask the platform about it?"""
+        """Whether a poll asks the platform about it."""
         return self.why_not_started(handle) is None and not self.has_ended(handle)
 
     def _status_of(self, handle: Handle, answer: Status | ExecutorError | None) -> Status:
-        """The status that follows from the newest answer, and from what was known before."""
+        """The status that follows from the newest answer, and from the last one known before."""
         if not self.is_ours(handle):
             return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
         if (why := self.why_not_started(handle)) is not None:
@@ -146,7 +146,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known
 
     def why_not_started(self, handle: Handle) -> NotStarted | None:
-        """None for a handle that has a process."""
+        """The reason why a handle has no process; None if it has one."""
         if handle in self._not_started:
             return self._not_started[handle]
         if handle.native and re.fullmatch(self.id_form, handle.native, re.ASCII) is None:
@@ -158,7 +158,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return self._known.get(self.memory_key(handle)) or Status(handle, self.first_state)
 
     def has_ended(self, handle: Handle) -> bool:
-        """Did an earlier poll see its end?"""
+        """Whether an earlier poll saw its end."""
         return self.last_status(handle).state.ended
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
@@ -166,11 +166,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         return self.make_results([s if s.state.ended else _still_running(s, timeout) for s in statuses])
 
     def make_results(self, statuses: Sequence[Status]) -> list[Result]:
-        """One after the other; a platform where each costs requests overrides this."""
+        """Make results one after the other; a platform where each costs requests overrides this."""
         return [self.make_result(status) for status in statuses]
 
     def make_result(self, status: Status) -> Result:
-        """How a process ended, with its value or its last lines."""
+        """The result of a process, with its value or its last lines."""
         result = Result(status.handle, status.state, status.reason, status.exit_code)
         if status.state is State.SUCCEEDED:
             return replace(result, value=self.read_value(status.handle))
@@ -225,11 +225,11 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
         self._enforce_deadlines()
 
     def may_run(self, handle: Handle) -> bool:
-        """Is there something to cancel, as far as is known here?"""
+        """Whether there is something to cancel, as far as is known here."""
         return self.is_started(handle) and not self.has_ended(handle)
 
     def _enforce_deadlines(self) -> None:
-        """Kill whoever had its grace, and again whoever could not be told."""
+        """Kill the processes whose grace is over, and again those that could not be told."""
         now = self._clock.now()
         due = [h for h, until in self._deadlines.items() if until <= now]
         for handle in due:
@@ -265,7 +265,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
     @in_turn
     def close(self) -> None:
-        """Runs without a name are removed from the platform, if all of them have ended."""
+        """Let go.  Runs without a name are removed from the platform, if all of their processes have ended."""
         self._leash.let_go()
         for run in {launch[0] for launch in self._launched if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:
             launched = [h for launch, h in self._launched.items() if launch[0] == run]
@@ -275,7 +275,7 @@ class Executor(ShortForm, Platform, FleetExecutor, ABC):
 
 
 def _is_told(platform: Platform, specs: Sequence[ReplicaSpec], until: float) -> bool:
-    """Give the first word of their launcher, before they start; where the platform cannot carry it that is said."""
+    """Give the first word of the launcher, before the start; -> whether the platform carries it.  Warns if not."""
     with suppress(OSError):  # no file can be written: `submit` says why
         if platform.renew([platform.new_handle(s) for s in specs], until):
             return True
@@ -293,7 +293,7 @@ def last_lines(lines: list[str], tail: int | None) -> list[str]:
 
 
 def total_price(prices: Iterable[float | None]) -> float | None:
-    """None if nobody knows one of them."""
+    """The sum; None if one of the prices is unknown."""
     known = list(prices)
     return None if None in known else sum(price for price in known if price is not None)
 
@@ -303,7 +303,7 @@ def _whose(handle: Handle) -> str:
 
 
 def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
-    """-> those that could not be told."""
+    """Ask to leave, or kill; -> those that could not be told."""
     return (platform.stop(handles, kill) or ()) if handles else ()
 
 

@@ -1,4 +1,4 @@
-"""Is the disk full that a run's folder, or the files of its processes, lie on?
+"""Whether the disk of a run's folder, or of the files of its processes, is full.
 
     status ──▶ full_words(run) ──▶ "the run's disk is full …"   no heartbeat can say it: there is no room for one
     launch ──▶ room_for(folder) ──▶ Unavailable                  a process without room would only die; asked again
@@ -41,14 +41,14 @@ def full_words(url: str) -> str:
 
 
 def found_room(event: Mapping[str, Any], report: Report) -> bool:
-    """Is this the word of a replica that waited for room on its own disk, and has joined or ended since?"""
+    """Whether this is the word of a replica that waited for room on its own disk, and has joined or ended since."""
     if event["event"] != "disk_full":
         return False
     return any(x.name == event["who"] and (x.joined is not None or x.how != "running") for x in report.sessions)
 
 
 def room_for(folder: Path) -> None:
-    """Raises Unavailable if `folder` has no room for the files of a process."""
+    """Raise Unavailable if `folder` has no room for the files of a process."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(CARD)
@@ -59,7 +59,7 @@ def room_for(folder: Path) -> None:
 
 @contextmanager
 def launches_wait(what: str) -> Iterator[None]:
-    """Raises Unavailable where a launch finds no space for `what`: it is asked for again, and is no replica's fault."""
+    """Raise Unavailable where a launch finds no space for `what`: it is asked for again, and is no replica's fault."""
     try:
         yield
     except OSError as error:
@@ -69,6 +69,6 @@ def launches_wait(what: str) -> Iterator[None]:
 
 
 def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
-    """Why nothing is launched now.   folder: where, if the error does not say it."""
+    """The error that says why nothing is launched now.   folder: the full place, if the error does not name it."""
     words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
     return Unavailable(f"{words}. Free some; nothing is started until then, and what runs goes on")

@@ -1,4 +1,4 @@
-"""Is the GPU there that was asked for?  Looked up before the slot is claimed, without importing torch.
+"""Whether the GPU that was asked for is there, looked up before the slot is claimed, without importing torch.
 
     asked: ("H100:2",) ──▶ torch's build      made for the CPU alone        USER_ERROR: every start would end so
                       ──▶ libcuda, cuInit     no driver, no device           CRASHED: another machine may have it
@@ -27,7 +27,7 @@ NAME_BYTES = 100
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a replica that asked for a GPU must not start.   code: for its process to end with."""
+    """The reason why a replica that asked for a GPU must not start.   code: the exit code of its process."""
 
     code: int
     text: str
@@ -52,14 +52,14 @@ class TorchBuild:
 
 
 def asked_for(kinds: Sequence[str]) -> int:
-    """How many GPUs at least, of kinds in a platform's words: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
+    """The least number of GPUs, for kinds in a platform's words: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
     counts = [int(k.rpartition(":")[2]) if k.rpartition(":")[2].isdecimal() and ":" in k else 1 for k in kinds]
     none = any(kind.lower().startswith(CPU) for kind in kinds)
     return 0 if none or not kinds else min(counts)
 
 
 def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Missing | None:
-    """Why what was asked for is not there; None if it is."""
+    """The reason why the GPU that was asked for cannot be used; None if it can."""
     count = asked_for(kinds)
     said = " or ".join(kinds)
     if not count or not build.version or build.hip:  # without torch the import says so; ROCm is not looked at here
@@ -95,7 +95,7 @@ def device_name(build: TorchBuild, driver: Driver) -> str:
 
 
 def torch_build() -> TorchBuild:
-    """As torch/version.py says; the module is not imported."""
+    """The build of torch, as torch/version.py says; the module is not imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return TorchBuild()

@@ -3,7 +3,7 @@
     LogFile(path).lines(tail=5)            what is there
     LogFile(path).follow(None, ended, …)   and what comes, until `ended()` says so
 
-Not promised: anything if somebody cuts the file short while it is read.
+Not promised: anything if the file is cut short while it is read.
 """
 
 import errno
@@ -22,7 +22,7 @@ def keep_all(line: str) -> bool:
 
 @dataclass(frozen=True)
 class LogFile:
-    """keep(line): which lines count."""
+    """A log file.   keep(line): whether a line counts."""
 
     path: Path
     keep: Callable[[str], bool] = keep_all
@@ -32,7 +32,7 @@ class LogFile:
         return found if tail is None else found[-tail:] if tail > 0 else []
 
     def lines_from(self, at: int) -> list[str]:
-        """What comes after so many bytes."""
+        """The lines after the first `at` bytes."""
         return [line for raw in self._read_from(at).splitlines() if self.keep(line := _decode_line(raw))]
 
     def follow(self, tail: int | None, ended: Callable[[], bool], clock: Clock, pause_s: float) -> Iterator[str]:
@@ -49,7 +49,7 @@ class LogFile:
             clock.sleep(pause_s)
 
     def _start_of(self, tail: int | None) -> int:
-        """Where the last `tail` whole lines begin."""
+        """The offset in bytes at which the last `tail` lines begin."""
         if tail is None:
             return 0
         lines = self._read_from(0).splitlines(keepends=True)

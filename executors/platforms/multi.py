@@ -1,4 +1,4 @@
-"""Where a run's replicas live: places, as plain data in the bucket, and one executor for all of them.
+"""The places of a run's replicas, as plain data in the bucket, and one executor for all of them.
 
     places  [{"executor": "modal", "count": 2, "gpu": ["H100"]}, {"executor": "local"}]
               r00, r01 ──▶ ModalExecutor          r02, r03, … ──▶ LocalProcessExecutor
@@ -8,7 +8,7 @@
 The places stand in the run's control records, so that a supervisor on any machine can rebuild the executors.
 Places are filled in their order; the last one takes every slot beyond.
 
-Not promised: that a slot moves when the places change; whoever runs it there runs on until it ends.
+Not promised: that a slot moves when the places change; its process there runs on until it ends.
 """
 
 import inspect
@@ -51,8 +51,8 @@ class Place(Plain):
     """Some of a run's slots in one place.
 
     count: how many of them (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
-    options: what the executor is made with: image, region, namespace, …
-    lease: do rented replicas leave when nobody has looked after the run for half an hour?
+    options: arguments of the executor: image, region, namespace, …
+    lease: whether rented replicas leave when no supervisor has looked after the run for half an hour.
     """
 
     executor: str = "local"
@@ -73,7 +73,7 @@ class Place(Plain):
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
     """The places of a control record; a run that names none lives on this machine.
 
-    Raises ExecutorError for one that is none: anybody who can write into the bucket may have written it.
+    Raises ExecutorError for an invalid one: any writer of the bucket may have written it.
     """
     return tuple(_checked_place(p) for p in raw) or (Place(),)
 
@@ -88,7 +88,7 @@ def former_places(raw: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
 
 
 def are_places(raw: Iterable[Mapping[str, Any]], places: Sequence[Place]) -> bool:
-    """Does a control record name exactly these?"""
+    """Whether a control record names exactly these."""
     with suppress(ExecutorError):
         return places_of(raw) == tuple(places)
     return False
@@ -122,9 +122,9 @@ def place_of(places: Sequence[Place], slot: str) -> Place:
 def build_executor(
     places: Iterable[Place | Mapping[str, Any]] = (), former: Iterable[Place | Mapping[str, Any]] = ()
 ) -> FleetExecutor:
-    """One executor for all places.  ExecutorError if one is unknown or takes no such option.
+    """Make one executor for all places.  Raises ExecutorError if one is unknown or takes no such option.
 
-    former: where the run lived before; what still runs there is seen, but nothing is launched there any more.
+    former: earlier places of the run; processes that still run there are seen, but none is launched there any more.
     """
     present = places_of(places)
     made: dict[tuple[str, str], FleetExecutor] = {}
@@ -203,7 +203,7 @@ class Mixed(FleetExecutor):
         return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
 
     def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
-        """All places at once.  Raises only if no place could start anything."""
+        """Launch at all places at once.  Raises only if no place could start anything."""
         specs = rank_specs(self.name, **short) if specs is None else specs
         parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
         if not parts:
@@ -278,7 +278,7 @@ class Mixed(FleetExecutor):
         return self._for_handle(handle).follow(handle, tail)
 
     def find(self, run: str) -> list[Handle]:
-        """The newest of each slot, wherever it runs; one that runs before one that has ended."""
+        """Find the newest process of each slot, at any place; one that runs counts before one that has ended."""
         found = sorted((h for e in self._all for h in e.find(run)), key=lambda h: (h.slot, h.attempt))
         twice = {b.slot for a, b in pairwise(found) if a.slot == b.slot}
         ended = {s.handle for s in self.poll([h for h in found if h.slot in twice]) if s.state.ended}

@@ -1,4 +1,4 @@
-"""Replicas as SkyPilot managed jobs: a dozen clouds, Kubernetes, spot machines, with what SkyPilot has credentials for.
+"""Replicas as SkyPilot managed jobs: on a dozen clouds, Kubernetes, spot machines, if SkyPilot has the credentials.
 
     spec ──▶ Task(run: python -m executors.platforms.container SPEC sky) ──jobs.launch──▶ managed job diloco-{run}-r00-1
                  code: the wheel of this installation, as a file mount              by its name it is found again
@@ -193,7 +193,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """One request for all, and one for the log of each that has failed."""
+        """Make one request for all, and one for the log of each that has failed."""
         jobs = {j.id: j for j in self._list_jobs([int(h.native) for h in handles])}
         return [answer_or_error(lambda h=h: self._status_from(h, jobs.get(int(h.native)))) for h in handles]
 
@@ -222,7 +222,7 @@ class SkyExecutor(Executor):
         return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
-        """Of two of one name (a lost answer) the older counts."""
+        """List all jobs by name; of two of one name (a lost answer) the older counts."""
         self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}
 
@@ -241,7 +241,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """Its answer is awaited: a request that fails later was no cancellation."""
+        """Cancel, and wait for the answer: a request that fails later was no cancellation."""
         with suppress(NoController):  # it is gone, and its jobs with it
             names = {job.id: job.name for job in self._list_jobs([int(h.native) for h in handles])}
             ids = [int(h.native) for h in handles if names.get(int(h.native)) == job_name(h)]
@@ -272,7 +272,7 @@ def wait_for_answer(request: Callable[[], Any]) -> Any:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """SkyPilot's errors as ours."""
+    """Raise SkyPilot's errors as ours."""
     try:
         yield
     except ExecutorError:

@@ -5,8 +5,9 @@
              the kernel "Out of memory: Killed process"
     kernel   memory.events (cgroup v2) or memory.oom_control (v1): oom_kill N      it rises with each process it kills
 
-A process that ended by SIGKILL while that count rose was killed for its memory; one for which it stood still was killed
-by somebody, which may be a preemption.  So was one whose end nobody saw, because its fork server was killed as well.
+A process that ended by SIGKILL while that count rose was killed for its memory.  So was one whose end was not seen
+while it rose, because its fork server was killed as well.  Where the count stood still, the kill came from another
+process, which may be a preemption.
 
 Not promised: a count where the container does not show its cgroup (gVisor); there only words tell.
 """
@@ -29,12 +30,12 @@ OWN = Path("/proc/self/cgroup")
 
 
 def says_out_of_memory(*texts: str) -> bool:
-    """Does a platform say that memory ran out?"""
+    """Whether a platform says that memory ran out."""
     return any(WORDS.search(text) for text in texts)
 
 
 def from_outside(exit_code: int | None, *texts: str) -> bool:
-    """Was it ended by somebody else: a signal from outside, and not for its memory?"""
+    """Whether a signal from outside ended it, and not for its memory."""
     return exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not says_out_of_memory(*texts)
 
 
@@ -62,13 +63,13 @@ def memory_words(root: Path = CGROUPS, own: Path = OWN) -> str:
 def _gibibytes(path: Path) -> str:
     try:
         number = int(path.read_text())
-    except (OSError, ValueError):  # "max" is no limit, and so is what v1 says for it
+    except (OSError, ValueError):  # "max": no limit, which v1 tells by a huge number
         return ""
     return f"{number / 2**30:.2g} GiB" if number < 1 << 50 else ""
 
 
 def _count_files(root: Path, own: Path) -> list[Path]:
-    """Where the count may be: at our own place, or at the root of what a container is shown."""
+    """The files that may have the count: at our own place, or at the root that a container is shown."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -81,14 +82,14 @@ def _count_files(root: Path, own: Path) -> list[Path]:
 
 
 class Kills:
-    """Counts up from when it is made; each kill explains one death."""
+    """A count of kills since it was made; each kill explains one death."""
 
     def __init__(self, count: Callable[[], int | None] = count_kills) -> None:
         self._count = count
         self._explained = count() or 0
 
     def explain(self, exit_code: int | None) -> str:
-        """The words for a process that was killed for its memory, else "".   exit_code: None where nobody saw it."""
+        """The words for a process that was killed for its memory, else "".   exit_code: None where it is not known."""
         count = self._count() or 0
         if exit_code not in (None, -signal.SIGKILL) or count <= self._explained:
             return ""

@@ -8,7 +8,7 @@ Six methods make a platform.  The others have an answer that fits most of them; 
     class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a whole one
 
 Not promised: an order between calls of the verbs, but that `submit` of a process comes before the rest of its verbs or
-somebody else has started it.
+another launcher has started it.
 """
 
 import os
@@ -23,7 +23,7 @@ from executors.platforms.logfile import LogFile
 
 @dataclass(frozen=True)
 class NotStarted:
-    """Why a spec has no process.   state: LOST where the platform may have started it all the same."""
+    """The reason why a spec has no process.   state: LOST where the platform may have started it all the same."""
 
     reason: str
     state: State = State.FAILED
@@ -32,9 +32,9 @@ class NotStarted:
 class Platform(ABC):
     """A place where processes run.
 
-    first_state: of a process of which the platform has told nothing yet.
+    first_state: the state of a process before the platform has told one.
     pause_s: between two polls of `collect` and two reads of `follow`, at most.
-    id_form: how the platform spells an id; what is spelled otherwise names nothing there.
+    id_form: the platform's spelling of an id; another spelling names nothing there.
     own_grace: the platform waits between asking and killing by itself, and `stop` is called once for a cancellation.
     """
 
@@ -54,7 +54,7 @@ class Platform(ABC):
     def submit(self, specs: Sequence[ReplicaSpec]) -> Sequence[Handle | NotStarted]:
         """Start them, all at once; -> one answer each, in their order.
 
-        A process of the same (run, slot, attempt) that somebody started before is the answer; none is started twice.
+        A process of the same (run, slot, attempt) that was started before is the answer; none is started twice.
         Raises ExecutorError if nothing could be started at all.
         """
 
@@ -74,7 +74,7 @@ class Platform(ABC):
 
     @abstractmethod
     def discover(self, run: str) -> Iterable[Handle]:
-        """Find the processes of a run from what is durable alone; of each slot the best one comes last."""
+        """Find the processes of a run from durable data alone; of each slot the best one comes last."""
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         """Read the lines that the process printed; at least the last `tail` of them."""
@@ -92,7 +92,7 @@ class Platform(ABC):
         return ""
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
-        """Dollars per hour, None where nobody knows."""
+        """Dollars per hour; None where the price is unknown."""
         return 0.0
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> Iterable[str]:
@@ -104,11 +104,11 @@ class Platform(ABC):
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
 
     def is_ours(self, handle: Handle) -> bool:
-        """Is it of this platform?  A log may name any."""
+        """Whether it is of this platform.  A log may name any."""
         return handle.executor == self.name
 
     def is_started(self, handle: Handle) -> bool:
-        """Does the handle name a process?  Where that is not `native`, the platform's id of it, override this."""
+        """Whether the handle names a process.  Where that is not `native`, the platform's id of it, override this."""
         return bool(handle.native)
 
     def memory_key(self, handle: Handle) -> Hashable:
@@ -124,7 +124,8 @@ class Platform(ABC):
         return self.read_log(handle)
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
-        """Tell these processes that their launcher lives, which counts until then (Unix time); -> can they be told?"""
+        """Tell these processes that their launcher lives, which counts until then (Unix time); -> whether they can be
+        told."""
         return False
 
     def alive(self, run: str) -> Collection[Handle]:

@@ -15,7 +15,7 @@ OF_TORCH = ("nvidia-", "cuda-", "triton", "pytorch-triton")  # what torch's own 
 
 
 def portable_requirement(name: str, version: str) -> str:
-    """ "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for what must not be named.   name: as PyPI writes it."""
+    """ "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for one that must not be named.   name: as PyPI writes it."""
     if name.startswith(OF_TORCH):
         return ""
     try:

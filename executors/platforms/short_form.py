@@ -1,11 +1,11 @@
-"""The short form: one function, n times, with its rank in an environment variable; and the leash of what it starts.
+"""The short form: one function, n times, with its rank in an environment variable; and the leash of its processes.
 
     launch_replicas(n_replicas=4, entrypoint="pkg.work", entrypoint_args={"x": 1}, run="sweep-3") ─▶ specs
     launcher   every quarter of LEASE_S     Platform.renew(handles, until)       a dict on Modal, labels on Hugging
                                                                                  Face, a file on Slurm
     container  every quarter of it          nothing newer came, `until` is over ─▶ asked to leave, then killed
 
-Nobody supervises such a fleet, so without a leash three GPUs would live for a day after a script that was killed.
+Such a fleet has no supervisor, so without a leash its GPUs would live for a day after a script that was killed.
 On this machine a process leaves with the last one that launched it, within seconds.
 
 Not promised: a leash on a platform that has no place for the word (SkyPilot); a launch there says so.
@@ -152,7 +152,7 @@ class Leash:
         self._thread: threading.Thread | None = None
 
     def hold(self, handles: Sequence[Any], lease_s: float) -> None:
-        """From now on, until `let_go` or the end of this process."""
+        """Renew the lease from now on, until `let_go` or the end of this process."""
         self._handles += [h for h in handles if h not in self._handles]
         if self._thread is None and self._handles:
             self._thread = threading.Thread(target=self._hold_on, args=(lease_s,), name="leash", daemon=True)

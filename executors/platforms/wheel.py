@@ -1,4 +1,4 @@
-"""This installation as a wheel, and the versions that it runs with: what a rented machine needs to run the same code.
+"""This installation as a wheel, and the versions that it runs with, for a rented machine that runs the same code.
 
     diloco, executors, inner, rendezvous (+ yours) ─▶ serverless_diloco-0.1.0-py3-none-any.whl  ┐
     every distribution that is installed here      ─▶ constraints.txt    name==version          ├─▶ digest
@@ -71,7 +71,7 @@ def _own_distribution() -> metadata.Distribution:
 
 
 def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> bytes:
-    """A zip of the packages and what pip wants to know about them."""
+    """A zip of the packages, with their metadata for pip."""
     info = f"serverless_diloco-{project.version}.dist-info"
     files = {name: path.read_bytes() for package in packages for name, path in _package_files(package)}
     files[f"{info}/METADATA"] = (project.read_text("METADATA") or "").encode()
@@ -86,7 +86,7 @@ def _build_wheel(project: metadata.Distribution, packages: Sequence[str]) -> byt
 
 
 def _package_files(package: str) -> Iterator[tuple[str, Path]]:
-    """(name in the wheel, file) of a top-level package or module, without what stays here."""
+    """Yield (name in the wheel, file) of a top-level package or module, without the files that stay here."""
     spec = util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
@@ -107,7 +107,7 @@ def stays_here(name: Path) -> Path | None:
 
 
 def left_out(packages: Sequence[str]) -> tuple[str, ...]:
-    """Name what stays here of packages of your own."""
+    """Name the files that stay here, of packages of your own."""
     found = dict[str, None]()
     for spec in filter(None, map(util.find_spec, packages)):
         for folder in map(Path, spec.submodule_search_locations or ()):
@@ -126,7 +126,7 @@ def _sha256_base64(body: bytes) -> str:
 
 
 def _constraints_file() -> bytes:
-    """One line per distribution that came from an index; "2.13.0+cpu" becomes "2.13.0", whatever its build."""
+    """One line per distribution that came from an index; "2.13.0+cpu" becomes "2.13.0", as does any other build."""
     found: dict[str, str] = {}
     for d in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()

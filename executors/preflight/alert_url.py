@@ -5,7 +5,7 @@
 
 It is written nowhere: neither into the bucket nor into a log.
 
-Not promised: that somebody listens at the address; the first trouble shows it (docs/troubles.md).
+Not promised: that a server listens at the address; the first trouble shows it (docs/troubles.md).
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -21,7 +21,8 @@ HOSTS = {
 
 
 def take_alert(url: str | None, places: Sequence[Place], *, detach: bool, environ: MutableMapping[str, str]) -> None:
-    """Raises UsageError, without the URL, for what is none or would not reach its supervisor."""
+    """Put the URL into `environ`.  Raises UsageError, which hides the URL, if it is none or would not reach its
+    supervisor."""
     if any(VARIABLE in place.env for place in places):
         raise UsageError(f"{VARIABLE} is among a place's env, which the bucket shows; name a secret instead: --secret")
     if not url:

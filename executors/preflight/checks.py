@@ -1,4 +1,4 @@
-"""Looked at on the laptop, before anything is founded or paid: can this config run in these places?
+"""Checks on the laptop, before anything is founded or paid: whether this config can run in these places.
 
     config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
@@ -35,7 +35,7 @@ from inner.rehearse import TIME_S, rehearse
 
 @dataclass(frozen=True)
 class Checked:
-    """model: where the start model's files are on this machine, if they are.   notes: what was not checked.
+    """model: the folder of the start model's files, if they are on this machine.   notes: facts that were not checked.
 
     unreached: the model, where it is neither here nor at hand for the process here that would publish it.
     """
@@ -46,7 +46,10 @@ class Checked:
 
 
 def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> Checked:
-    """name: of the config file.   url: of the run, "" if none is named.   Raises UsageError for the first mistake."""
+    """Check a config in its places.   name: of the config file.   url: of the run, "" if none is named.
+
+    Raises UsageError for the first mistake.
+    """
     _check_trackers(config, name)
     try:
         check_data(config.inner, config.user_files())
@@ -66,7 +69,7 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
 
 
 def _check_trackers(config: RunConfig, name: str) -> None:
-    """The supervisor writes to them: on this machine, unless it is detached to a platform."""
+    """Check the trackers here: the supervisor writes to them on this machine, unless it is detached to a platform."""
     for tracker in config.log.to:
         try:
             check_tracker(tracker)
@@ -77,7 +80,7 @@ def _check_trackers(config: RunConfig, name: str) -> None:
 
 
 def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
-    """-> notes.  Raises InnerError for what cannot work."""
+    """Try the reward and other own code; -> notes.  Raises InnerError where it cannot work."""
     notes = list[str]()
     found = rehearse(config.inner, config.user_files())
     code = config.inner.own_code
@@ -95,7 +98,7 @@ def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
 
 
 def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
-    """-> notes.  Raises InnerError for what no replica could train."""
+    """Try a replica's start without weights; -> notes.  Raises InnerError where no replica could train."""
     inner = config.inner
     if inner.loop == "supervised" or inner.model in BUILT_IN_MODELS:
         return []
@@ -111,7 +114,7 @@ def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
 
 
 def _check_template(config: RunConfig, known: KnownModel) -> None:
-    """Prompts that are chats need a chat template."""
+    """Raise InnerError where prompts are chats, and the tokenizer has no chat template."""
     inner = config.inner
     if known.folder is None or inner.loop == "supervised" or inner.data.source is None:
         return

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Raises SystemExit(2)."""
+        """Print the message; raises SystemExit(2)."""
         self.exit(2, f"{self.prog}: {in_words(message, self.prog)}\n")
 
     def _verb_parser(self, name: str) -> "Parser":

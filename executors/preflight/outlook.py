@@ -44,7 +44,10 @@ class Bucket:
 
 
 def look_into_bucket(url: str) -> Bucket:
-    """`url` "" for none.  LOOK_S at most: a cloud without keys or network makes one wait much longer."""
+    """Read the bucket, for LOOK_S at most: a cloud without keys or network makes one wait much longer.
+
+    url: "" for none.
+    """
     if not url:
         return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
     pool = ThreadPoolExecutor(1)
@@ -89,7 +92,7 @@ def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
 
 
 def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
-    """From the headers of its files, here or on the Hub; None if nobody can tell within `seconds`."""
+    """The model's parameters, from the headers of its files, here or on the Hub; None without an answer in time."""
     from diloco.sizing import parameters_in, parameters_of
 
     if model is not None:

@@ -38,7 +38,7 @@ from rendezvous.seal import KEY
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRET_NAME = re.compile(r"SECRET|(^|_)TOKEN$|PASSW|API_?KEY|PRIVATE_?KEY|RUN_KEY|CREDENTIAL", re.I)
 SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|github_pat_|xox[bp]-|wandb_)\w{12,}")
-NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> what its store reads from the environment
+NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> variables that its store reads from the environment
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 
@@ -62,7 +62,7 @@ def place_faults(
 def notes_about(
     config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Notes about what cannot be checked from here."""
+    """Notes about facts that cannot be checked from here."""
     for place in places:
         if place.executor == "modal" and place.secrets and (names := _needed_variables(url, environ)):
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
@@ -99,7 +99,7 @@ def idle_devices(place: Place) -> str:
 
 
 def device_count(executor: str, gpu: str) -> int:
-    """How many devices that is, in the platform's words; 1 if nobody can tell.   "H100:8" -> 8, "a10g-largex4" -> 4"""
+    """The number of devices that a platform's word names; 1 if it names none.   "H100:8" -> 8, "a10g-largex4" -> 4"""
     found = re.search(r"x(\d+)$" if executor == "hf-jobs" else r":(\d+)$", gpu)
     return int(found[1]) if found else 1
 
@@ -112,7 +112,8 @@ def one_device(executor: str, gpu: str) -> str:
 
 
 def vllm_missing(config: RunConfig, place: Place) -> str:
-    """Elsewhere the environment is made with vLLM, whose build there is for GPUs; here it is what it is."""
+    """The fault where vLLM would be missing.  Elsewhere the environment is made with vLLM, in its build for GPUs; here
+    it stays as it is."""
     if config.inner.vllm is None:
         return ""
     if place.executor not in FAR:
@@ -132,7 +133,7 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
 
 
 def _vllm_conflict(place: Place) -> str:
-    """Packages that are asked for beside it, at versions that exclude it."""
+    """The fault of a package that is asked for beside vLLM, at a version that excludes it."""
     for text in named_packages(place):
         try:
             need = Requirement(text)
@@ -148,7 +149,8 @@ def _vllm_conflict(place: Place) -> str:
 
 
 def eight_bits(config: RunConfig, place: Place) -> str:
-    """The image of a place elsewhere gets what `--pip` names; without that it has what is installed here and needed."""
+    """The fault where bitsandbytes would be missing.  An image elsewhere gets the packages of `--pip`, beside those
+    that are installed here and needed."""
     if config.inner.optimizer != "adamw8bit":
         return ""
     if place.executor in FAR:
@@ -168,7 +170,7 @@ def eight_bits(config: RunConfig, place: Place) -> str:
 def about_missing(package: str, spelling: str, refused: str, places: Sequence[Place]) -> str:
     """A note for a package that the user's code imports and this machine lacks.  Raises InnerError if replicas do, too.
 
-    Images are built from what is installed here, so only what an option adds can be there and not here.
+    Images are built from the installation here, so only a package that an option adds can be there and not here.
     """
     without = next((p for p in places if p.executor not in FAR or not _may_bring(p, package)), None)
     if without is None:
@@ -188,7 +190,7 @@ def _may_bring(place: Place, package: str) -> bool:
 def about_sandbox(spelling: str, refused: str, places: Sequence[Place]) -> list[str]:
     """Notes for code that runs programs in bubblewrap; `refused`: in words, why this machine cannot.
 
-    Raises InnerError for a place that surely cannot: this machine, or an image that nobody put bubblewrap into.
+    Raises InnerError for a place that surely cannot: this machine, or an image without bubblewrap.
     """
     far = [place for place in places if place.executor in FAR]
     if refused and len(far) < len(places):
@@ -225,7 +227,7 @@ def _image_words(place: Place, image: str) -> str:
 
 
 def plain_secret(place: Place) -> str:
-    """A variable that looks like a secret and would stand in the bucket as it is: places are control records."""
+    """The fault of a variable that looks like a secret and would stand in the bucket: places are control records."""
     own = place.options.get("env", {})
     named = {**place.env, **(own if isinstance(own, Mapping) else {})}
     found = [name for name, value in named.items() if SECRET_NAME.search(name) or SECRET_VALUE.match(str(value))]
@@ -238,7 +240,8 @@ def plain_secret(place: Place) -> str:
 
 
 def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several: bool = False) -> str:
-    """Modal's secrets have names of their own, so there one at least; elsewhere the very variables.
+    """The fault where the store's keys are not named.  On Modal any secret will do, since secrets there have names of
+    their own; elsewhere the very variables are needed.
 
     several: the run has other places, too, whose secrets have other names.
     """
@@ -276,7 +279,7 @@ def _needed_variables(url: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def model_far(config: RunConfig, places: Sequence[Place]) -> str:
-    """θ₀ is published by a process in the first place."""
+    """The fault of a model that is on this machine alone, while a process in the first place publishes θ₀."""
     model = config.inner.model
     if places and places[0].executor in FAR and (Path(model).is_dir() or is_gguf_file(model)):
         kind = "file" if is_gguf_file(model) else "folder"

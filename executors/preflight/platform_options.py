@@ -1,4 +1,4 @@
-"""Do the options of Slurm and SkyPilot exist?  Asked of their own clients; where there is none, that is said.
+"""Whether the options of Slurm and SkyPilot exist, by their own clients; a missing client is reported.
 
     slurm   submitit's names for sbatch's options · the partition, as sinfo lists it
     sky     the words of sky.Resources, and what SkyPilot says when it is given them
@@ -36,7 +36,7 @@ def unknown_option(key: str, known: Iterable[str], what: str) -> str:
 
 
 def slurm_fault(options: Mapping[str, Any], ask: Any) -> str:
-    """ask() -> the partitions there are, None if nobody can tell."""
+    """The fault of Slurm's options, or "".   ask() -> the partitions, None if they are not known."""
     known = submitit_names()
     if known is None:
         return ""  # the executor itself says that submitit is missing
@@ -68,7 +68,7 @@ def submitit_names() -> frozenset[str] | None:
 
 
 def slurm_partitions() -> frozenset[str] | None:
-    """None where nobody can tell."""
+    """The partitions of this cluster; None where sinfo does not tell."""
     try:
         listed = subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, check=True, timeout=ASK_S)
     except (OSError, subprocess.SubprocessError):

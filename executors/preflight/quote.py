@@ -37,7 +37,7 @@ OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("secrets",
 
 
 def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
-    """Take what the options name, else what the run had before."""
+    """Take the places that the options name, else those that the run had before."""
     if args.places and args.executor:
         raise UsageError("--executor is for one place, --place for several; use one of them")
     if args.places or args.executor:
@@ -55,7 +55,7 @@ def wanted_places(args: argparse.Namespace, before: Sequence[Mapping[str, Any]] 
 
 
 def _check_words(args: argparse.Namespace, named: Sequence[Place]) -> None:
-    """Raises UsageError for what is said of a place that there is not."""
+    """Raise UsageError where an option names an unknown executor, or one that no place has."""
     _check_pip(args.pip, named)
     there = {p.executor for p in named}
     if unknown := there.difference(EXECUTORS):
@@ -76,9 +76,9 @@ def _check_pip(packages: Sequence[str] | None, places: Sequence[Place]) -> None:
 
 
 def _refined_place(place: Place, args: argparse.Namespace) -> Place:
-    """One place, with what was said for all of them.  "modal.region=eu" is an option for modal alone.
+    """One place, with the options for all of them.  "modal.region=eu" is an option for modal alone.
 
-    Secrets and the like are the place's, also where they were said as an option: they are looked for there.
+    Secrets and the like become the place's own, also where they were given as an option: readers look there.
     """
     options = dict(place.options)
     for key, value in args.option or ():
@@ -116,10 +116,10 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ...]:
-    """The same, with options that follow from the run's settings, unless a place names them itself.
+    """The places, with options that follow from the run's settings, unless a place names them itself.
 
-    Modal bills for what is used: a memory limit.   A model on the Hub: a Volume that keeps it.   [inner.vllm]: versions
-    that have it, where the environment is made for the run.   A task: the package that scores it.
+    Modal bills for the memory that is used: a limit.   A model on the Hub: a Volume that keeps it.   [inner.vllm]:
+    versions that have it, where the environment is made for the run.   A task: the package that scores it.
     """
     vllm = {"vllm": True} if config.inner.vllm is not None else {}
     scorers = task_requirements(config)
@@ -132,18 +132,18 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
     cache = {"hub_cache": HUB_VOLUME} if is_hub_name(config.inner.model) else {}
     try:
         options = {**cache, "max_memory_mib": memory_limit_mib(parameters_of(config), trained_parameters_of(config))}
-    except ConfigError:  # nobody knows its size here: the platform's own default holds
+    except ConfigError:  # its size is not known here: the platform's own default holds
         options = cache
     return tuple(replace(p, options={**options, **p.options}) if p.executor == "modal" else p for p in found)
 
 
 def replicas_in(places: Sequence[Place]) -> int | None:
-    """How many the places name, if each names its number."""
+    """The number of replicas in all places; None unless each names its own."""
     return sum(p.count for p in places) if all(p.count for p in places) else None
 
 
 def check_reach(url: str, places: Sequence[Place]) -> None:
-    """A folder of this machine is no meeting place for others."""
+    """Raise UsageError where the run is a folder of this machine, and a place elsewhere cannot reach it."""
     far = sorted({p.executor for p in places if p.executor in FAR})
     if far and is_folder(url):
         raise UsageError(
@@ -156,7 +156,7 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 
 
 def budget_from(args: argparse.Namespace, wanted: Wanted) -> Budget:
-    """Take what the options name, else what the run had before."""
+    """Take the limits that the options name, else those that the run had before."""
     return Budget(
         wanted.max_usd if args.max_usd is None else args.max_usd,
         wanted.max_hours if args.max_hours is None else args.max_hours,
@@ -207,7 +207,7 @@ class Quote:
 
 
 def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Quote:
-    """Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
+    """Make the quote.  Raises UsageError, ExecutorError if it cannot be started, or may not be at its price."""
     check_reach(url, places)
     if budget.limited and not all(p.lease for p in places):
         raise UsageError("--no-lease and a budget contradict each other: when nobody looks, nobody minds the budget")
@@ -234,7 +234,7 @@ def slots_of(replicas: int) -> list[str]:
 
 
 def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool:
-    """Is the price right?  What costs nothing is not asked for."""
+    """Ask whether the price is right; a start without a cost needs no answer.  Raises UsageError without a terminal."""
     if found.free or yes:
         return True
     if not _is_terminal(person := person or sys.stdin):
@@ -245,7 +245,7 @@ def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool
 
 
 def yes(question: str, agreed: bool, person: TextIO | None = None) -> bool:
-    """May it be done?   agreed: said beforehand.  Nobody there to ask is a no."""
+    """Ask whether it may be done; without a terminal the answer is no.   agreed: the person has said yes before."""
     return agreed or (_is_terminal(person := person or sys.stdin) and _ask_person(question, person))
 
 
@@ -262,7 +262,7 @@ def _ask_person(question: str, person: TextIO) -> bool:
 
 
 def write_quote(store: Store, clock: Clock, found: Quote) -> None:
-    """Places and budget stand in the run's control records, if they do not already."""
+    """Write places and budget into the run's control records, unless they stand there already."""
     wanted = read_control(store)
     budget = {k: v for k, v in asdict(found.budget).items() if getattr(wanted, k) != v}
     places = {} if are_places(wanted.places, found.places) else {"places": [p.to_dict() for p in found.places]}
@@ -271,7 +271,7 @@ def write_quote(store: Store, clock: Clock, found: Quote) -> None:
 
 
 def write_desired(run: Run, clock: Clock, **changed: int) -> None:
-    """The fleet goes on, with these wishes; what was stopped or drained comes back."""
+    """Let the fleet go on, with these wishes; stopped and drained slots come back."""
     wanted = read_control(run.store)
     fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
     replace(run.config.fleet, **fleet)  # which checks them together

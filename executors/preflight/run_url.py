@@ -1,4 +1,4 @@
-"""A run's URL, as typed: can it be one, and who can see it?
+"""A run's URL, as typed: whether it can be one, and which processes can see it.
 
     runs/mine · file:///an/absolute/path      a folder: processes of machines that share it
     s3:// gs:// az:// hf://buckets/…           a bucket: anybody with its keys
@@ -21,14 +21,14 @@ class UsageError(ValueError):
 
 
 def shareable_url(url: str) -> str:
-    """A run that several processes can see."""
+    """The URL of a run that several processes can see.  Raises UsageError."""
     if url.startswith("memory://"):
         raise UsageError(f"{url} lives inside one process, replicas are several; use a folder, e.g. --run runs/mine")
     return checked_url(url)
 
 
 def checked_url(url: str) -> str:
-    """A run that this version can open."""
+    """The URL of a run that this version can open.  Raises UsageError."""
     from rendezvous.stores.open import open_store
 
     if url.startswith(("http://", "https://")):
@@ -45,7 +45,7 @@ def is_folder(url: str) -> bool:
 
 
 def foreign_files(folder: Path, ours: Iterable[str]) -> str:
-    """Names of what lies in a folder and is not in `ours`, in words; "" for nothing.  Hidden files count as nothing."""
+    """The names in a folder that are not in `ours`, in words; "" for none.  Hidden files do not count."""
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     found = [name for name in names if name not in set(ours) and not name.startswith(".")]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

@@ -31,13 +31,13 @@ def scoring_tasks(config: RunConfig) -> list[str]:
 
 
 def task_requirements(config: RunConfig) -> list[str]:
-    """name==version of what pip can install elsewhere."""
+    """name==version of each package that pip can install elsewhere."""
     names = {name for task in scoring_tasks(config) for name in _distributions(task) if not _is_local(name)}
     return [f"{name}=={metadata.version(name)}" for name in sorted(names)]
 
 
 def with_requirements(place: Place, needed: list[str]) -> dict[str, list[str]]:
-    """{"pip": what the place has and what is needed}, a package that the user names as it is named; {} without need."""
+    """{"pip": the place's own packages and the missing ones}, in the user's spelling where there is one; or {}."""
     named = named_packages(place)
     missing = [text for text in needed if not any(_name_of(text) == _name_of(other) for other in named)]
     return {"pip": [*named, *missing]} if missing and "code" not in place.options else {}
@@ -99,7 +99,7 @@ def _distributions_of(module: str) -> list[str]:
 
 
 def _is_local(name: str) -> bool:
-    """Installed from a folder or an address, so that its name and version mean nothing to an index; or not at all."""
+    """Whether it is installed from a folder or an address, so that no index knows it; or not installed at all."""
     try:
         return metadata.distribution(name).read_text("direct_url.json") is not None
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""One run, wherever its replicas are: who is missing, what may still be spent, who supervises."""
+"""One run, at any places: which replicas are missing, what may still be spent, which process supervises."""

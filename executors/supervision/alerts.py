@@ -8,9 +8,9 @@
      "state": "begun" | "over", "run": "mine", "id": …, "at": …}
 
 The supervisor never waits for an answer, but CLOSE_S at its end.  The URL may be a secret: logs and errors have its
-host alone, and a redirect, which would show it to somebody else, is not followed.
+host alone, and a redirect, which would show it to another host, is not followed.
 
-Not promised: that nobody hears the same twice: a supervisor may be killed between an answer and its line in the log.
+Not promised: that no message comes twice: a supervisor may be killed between an answer and its line in the log.
 `id` and `state` are the same then.
 """
 
@@ -37,18 +37,18 @@ LIMIT_S = 10.0  # of one request
 PAUSES_S = (2.0, 10.0, 30.0)  # before the second, third and fourth
 CLOSE_S = 5.0
 BEGUN, OVER = "trouble", "trouble_over"
-WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # of a message; what lacks one is none of ours
+WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # of a message; an event without one is foreign
 UNTOLD = ("alerts_failed",)  # by this very way
 Emit = Callable[..., None]
 
 
 class NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """The opener then raises the answer as an error."""
+        """Return None: the opener then raises the answer as an error."""
 
 
 def host_of(url: str) -> str:
-    """The part of it that may be shown.  Raises ValueError, without the URL, where it is none."""
+    """The part of the URL that may be shown.  Raises ValueError, without the URL, where it is none."""
     try:
         parts = urlsplit(url)
         host, scheme = parts.hostname, parts.scheme
@@ -61,7 +61,7 @@ def host_of(url: str) -> str:
 
 
 def post(url: str, body: bytes) -> str:
-    """Why it was not taken, or "".  Never with the URL in it."""
+    """Post the body; -> why it was not taken, or "".  Never with the URL in it."""
     request = Request(url, body, {"Content-Type": "application/json", "User-Agent": "diloco"}, method="POST")
     try:
         with build_opener(NoRedirect).open(request, timeout=LIMIT_S):
@@ -81,7 +81,7 @@ def post(url: str, body: bytes) -> str:
 
 
 def told(events: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], Mapping[str, Any]], list[dict[str, Any]]]:
-    """By the log: (kind, slot) -> where a trouble that is open began; and the messages that nobody has settled."""
+    """Read the log: (kind, slot) -> the event where an open trouble began; and the messages that are not settled."""
     began: dict[tuple[str, str], Mapping[str, Any]] = {}
     waiting: dict[tuple[str, str], dict[str, Any]] = {}
     for e in events:
@@ -165,7 +165,7 @@ class Messenger:
         return f"{why}, {1 + len(self._pauses_s)} times" if why else ""
 
     def _try_once(self, body: bytes) -> str:
-        """A server that sends a byte now and then holds a thread, and nobody waits for that."""
+        """Send once, in a thread of its own: a server that sends a byte now and then would hold this one."""
         answer: queue.Queue[str] = queue.Queue()
         threading.Thread(target=lambda: answer.put(self._send(body)), name="alert", daemon=True).start()
         try:
@@ -175,7 +175,7 @@ class Messenger:
 
 
 class Alerts:
-    """One supervisor's.   url: "" tells nobody.   emit: into the run's log."""
+    """The alerts of one supervisor.   url: "" for no webhook.   emit: into the run's log."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Alerts:
         self._messenger = Messenger(send, pauses_s, limit_s + 1.0) if url else None
 
     def tick(self, report: Report) -> None:
-        """Look for troubles, if it is time.  Waits for nobody."""
+        """Look for troubles, if it is time.  Never waits."""
         self._log_settled()
         if self._messenger is None or self._clock.now() < self._check_at or report.wanted.stop:
             return
@@ -212,7 +212,7 @@ class Alerts:
             self._tell(message, report.name)
 
     def close(self) -> None:
-        """Give what is on its way a moment; the next supervisor tells what stays."""
+        """Give messages on their way a moment; the next supervisor sends the rest."""
         until = self._clock.now() + CLOSE_S
         while self._messenger is not None and self._messenger.open and (left_s := until - self._clock.now()) > 0:
             self._log_one(self._messenger.take(left_s))
@@ -240,7 +240,7 @@ class Alerts:
 
 
 def alerts_of(url: str, clock: Clock, emit: Emit) -> Alerts:
-    """Those of a supervisor's environment: an address that is none is a warning there, and no end of the run."""
+    """The alerts of a supervisor's environment: an invalid address is a warning there, and no end of the run."""
     try:
         return Alerts(url, clock, emit)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Minds a run's budget for its supervisor: asks prices, refuses launches, renews the lease.
+"""A run's budget, for its supervisor: prices, refused launches, the lease.
 
-    log ──▶ costs ──▶ may this be launched?         must the run end?
-                └───▶ control: until = …, spent = … replicas leave by themselves once that has passed; and what was
-                                                    spent is known also when the log has gone
+    log ──▶ costs ──▶ verdict: must the run end?   launch_verdict: may this be launched?     both: which lease is due?
+                └───▶ carry_out ─▶ control: until = …, spent = …   replicas leave by themselves once that has passed;
+                                                                     and what was spent is known when the log has gone
 
 Every replica that costs money has a lease, with a budget or without one, unless its place says otherwise
 (`--no-lease`): when the supervisor dies, no replica bills for ever.  Without a budget it only refuses unknown prices.
@@ -12,6 +12,7 @@ Not promised: a price that changes on the platform while this supervisor lives.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from diloco.runlog.report import Report
 from executors.platforms.base import ExecutorError, FleetExecutor, ReplicaSpec
@@ -26,8 +27,25 @@ from rendezvous.store import Store
 JITTER_S = 5.0
 
 
+@dataclass(frozen=True)
+class NewLease:
+    """until: Unix time, 0 for no lease.   rate: US dollars per hour that it reckons with.   spent: until now."""
+
+    until: float
+    rate: float
+    spent: Costs
+
+
+@dataclass(frozen=True)
+class SpendVerdict:
+    """why: the reason not to go on, "" to go on.   lease: to be written first; None where nothing is due."""
+
+    why: str = ""
+    lease: NewLease | None = None
+
+
 class SpendLimit:
-    """The spending limit of one supervisor."""
+    """The spending limit of one supervisor: two questions that change nothing, and one act."""
 
     def __init__(
         self,
@@ -39,7 +57,7 @@ class SpendLimit:
         former: Sequence[Place] = (),
         emit: Emit = no_emit,
     ) -> None:
-        """former: where the run lived before; what still runs there bills, and keeps its lease."""
+        """former: earlier places of the run; processes that still run there are billed, and keep their lease."""
         self._store = store
         self._clock = clock
         self._executor = executor
@@ -52,34 +70,39 @@ class SpendLimit:
     def spent(self, report: Report) -> Costs:
         return costs(report, self._clock.wall())
 
-    def must_end(self, report: Report) -> str:
-        """Why the run must end now, or "": then its lease is renewed, if that is due."""
+    def verdict(self, report: Report) -> SpendVerdict:
+        """Whether the run must end now, and the lease that is due.  Writes nothing."""
         budget = Budget.of(report.wanted)
         until = report.wanted.until
         spent = self.spent(report) if budget.limited or self._leases else Costs()
         if not budget.limited and not (self._leases and (spent.rented or until)):
-            if until:
-                self._write_lease(report, spent, until=0.0, rate=0.0)
-            return ""
+            return SpendVerdict(lease=NewLease(0.0, 0.0, spent) if until else None)
         if why := over(budget, spent):
-            self._write_lease(report, spent, until=self._clock.wall(), rate=spent.rate_soon)
-            return why
-        self._renew_lease(report, spent, spent.rate_soon)
-        return ""
+            return SpendVerdict(why, NewLease(self._clock.wall(), spent.rate_soon, spent))
+        return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon))
 
-    def refuses(self, report: Report, specs: Sequence[ReplicaSpec]) -> str:
-        """Why these may not be launched, or "": then the lease reckons with them."""
+    def launch_verdict(self, report: Report, specs: Sequence[ReplicaSpec]) -> SpendVerdict:
+        """Whether these may be launched, and the lease that reckons with them.  Asks prices, writes nothing."""
         budget = Budget.of(report.wanted)
         prices = [self._price_per_hour(s) for s in specs]
         leased = budget.limited or (self._leases and any(price != 0 for price in prices))
         spent = self.spent(report) if leased else Costs()
-        why = launch_refusal(budget, spent, prices)
-        if not why and leased:
-            self._renew_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices))
-        return why
+        if (why := launch_refusal(budget, spent, prices)) or not leased:
+            return SpendVerdict(why)
+        return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon + sum(p or 0.0 for p in prices)))
+
+    def carry_out(self, verdict: SpendVerdict, report: Report) -> str:
+        """Write the verdict's lease into the control record, with what has been spent; return why not to go on."""
+        if (new := verdict.lease) is not None:
+            at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
+            logged = len(billed_events(report))
+            told = Spent(new.spent.usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
+            write_control(self._store, self._clock, until=new.until, spent=told)
+            self._emit("lease", until=new.until, usd=new.spent.usd)
+        return verdict.why
 
     def _price_per_hour(self, spec: ReplicaSpec) -> float | None:
-        """Per hour; the same for all of one kind in one place."""
+        """US dollars per hour; the same for all of one kind in one place."""
         kind = (place_of(self._places, spec.slot).maker, spec.gpu)
         if kind not in self._prices:
             plan = self._executor.plan([spec])
@@ -88,16 +111,10 @@ class SpendLimit:
             self._prices[kind] = plan.usd_per_hour
         return self._prices[kind]
 
-    def _renew_lease(self, report: Report, spent: Costs, rate: float) -> None:
-        """Earlier at once; later only when half of it is over."""
+    def _due_lease(self, report: Report, spent: Costs, rate: float) -> NewLease | None:
+        """The lease that is due: an earlier end at once, a later one only when half of it is over."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)
-        if due < until - JITTER_S or (due > until + JITTER_S and until - now < (due - now) / 2):
-            self._write_lease(report, spent, until=due, rate=rate)
-
-    def _write_lease(self, report: Report, spent: Costs, *, until: float, rate: float) -> None:
-        at = round(self._clock.wall(), 3)  # as events have it: one that follows is not earlier
-        told = Spent(spent.usd, spent.hours, rate, at=at, until=until, logged=len(billed_events(report)))
-        write_control(self._store, self._clock, until=until, spent=told)
-        self._emit("lease", until=until, usd=spent.usd)
+        is_due = due < until - JITTER_S or (due > until + JITTER_S and until - now < (due - now) / 2)
+        return NewLease(due, rate, spent) if is_due else None

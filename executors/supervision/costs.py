@@ -10,8 +10,8 @@
 
 A bill has the seconds in which the platform says that it ran.  Where it does not say: from the launch, without the time
 in which it waited for a machine, to the earliest of the platform's end, the goodbye, and the end as it was written
-down; one that was written by a supervisor that never saw it alive was when its heart stopped.  A heart that was not
-heard for the length of a lease beats no more; else the sum errs towards too much.
+down.  Where the supervisor that wrote it never saw the launch alive, the last heartbeat is the end.  A heart that was
+not heard for the length of a lease beats no more; else the sum errs towards too much.
 
 Not promised: what the platform's invoice says.  Storage, traffic and rounding up to minutes are not in it.
 """
@@ -33,14 +33,14 @@ Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
 BEGINS = ("launched", "found")
 ENDS = ("lost", "ended")
 WAITS = ("pending", "running")  # for a machine, and no more
-END_S = 60.0  # from "leave now" until nobody runs: a last offer, the goodbye, a kill if need be
-LEASE_S = 1800.0  # a fleet that nobody looks after bills no longer than this
+END_S = 60.0  # from "leave now" until no replica runs: a last offer, the goodbye, a kill if need be
+LEASE_S = 1800.0  # a fleet without a supervisor bills no longer than this
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
 
 
 @dataclass(frozen=True)
 class Bill(Plain):
-    """One launch.   usd_per_hour: None if nobody knows.   seconds: billed for so far.   began, ended: Unix time.
+    """One launch.   usd_per_hour: None if unknown.   seconds: billed for so far.   began, ended: Unix time.
 
     pending: it waits for a machine.
     """
@@ -56,7 +56,7 @@ class Bill(Plain):
 
     @property
     def usd(self) -> float:
-        """0 where nobody knows the price."""
+        """US dollars so far; 0 where the price is unknown."""
         return (self.usd_per_hour or 0.0) * self.seconds / 3600
 
     @property
@@ -72,9 +72,9 @@ class Bill(Plain):
 
 @dataclass(frozen=True)
 class Costs:
-    """hours: of the clock, in which anybody was billed for.   unlogged: US dollars of which only control records tell.
+    """hours: of the clock, in which any launch was billed.   unlogged: US dollars that only control records tell.
 
-    untold: sessions on rented machines of which neither does.
+    untold: sessions on rented machines that neither tells.
     """
 
     bills: tuple[Bill, ...] = ()
@@ -93,17 +93,17 @@ class Costs:
 
     @property
     def rate_soon(self) -> float:
-        """The same, once those that wait for a machine have one: what a budget must reckon with."""
+        """The same, once those that wait for a machine have one: the rate that a budget must reckon with."""
         return sum(b.rate_soon for b in self.bills)
 
     @property
     def rented(self) -> bool:
-        """Does anything run, or wait for a machine, that costs money, as far as anybody knows?"""
+        """Whether a launch runs, or waits for a machine, that costs money or has no known price."""
         return any(b.ended is None and b.usd_per_hour != 0 for b in self.bills)
 
     @property
     def unknown(self) -> tuple[Bill, ...]:
-        """Bills whose price nobody knows: they are not in any sum."""
+        """Bills whose price is unknown: they are not in any sum."""
         return tuple(b for b in self.bills if b.usd_per_hour is None)
 
     def per_slot(self) -> dict[str, float]:
@@ -113,7 +113,7 @@ class Costs:
         return _sum_by_key((b.executor, b.usd) for b in self.bills)
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs (`diloco costs --json`)."""
+        """The costs for programs (`diloco costs --json`)."""
         return {
             "usd": self.usd,
             "usd_per_hour": self.rate,
@@ -138,7 +138,7 @@ def _sum_by_key(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def costs(report: Report, now: float | None = None) -> Costs:
-    """now: Unix time (default: that of the newest sign of life)."""
+    """Compute a run's costs.   now: Unix time (default: that of the newest sign of life)."""
     now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
     bills = list[Bill]()
     priced = list[tuple[float, Spans]]()
@@ -161,9 +161,9 @@ def billed_events(report: Report) -> list[Mapping[str, Any]]:
 
 
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
-    """(US dollars, hours) as the newest control record has them, where the log lacks something that it is made of.
+    """The (US dollars, hours) of the newest control record, where the log lacks an event that they were made of.
 
-    They grow as the log shows.  One that shows nothing since the record may be gone: then at the record's rate.
+    They grow as the log shows.  A log that shows nothing since the record may be gone: then at the record's rate.
     """
     spent = report.wanted.spent
     heard = any(e["who"].startswith(SUPERVISOR) and e["at"] >= spent.at for e in report.events)
@@ -177,7 +177,7 @@ def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: 
 
 
 def _sums_since(at: float, priced: Sequence[tuple[float, Spans]]) -> tuple[float, float]:
-    """(US dollars, hours of the clock) that launches were billed for since then."""
+    """The (US dollars, hours of the clock) that launches were billed for since then."""
     later = [(price, [(max(at, since), to) for since, to in spans if to > at]) for price, spans in priced]
     union = _union_length(sorted(span for _, spans in later for span in spans))
     return sum(price * _length(spans) for price, spans in later) / 3600, union / 3600
@@ -192,7 +192,7 @@ def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
 
 
 def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], list[Mapping[str, Any]]]:
-    """(slot, attempt, id on its platform) -> its launch and what came after, in the order of time.
+    """(slot, attempt, id on its platform) -> its launch and the later events, in the order of time.
 
     A launch whose answer was lost may have more than one process, and each is billed.  An event that names none speaks
     of the newest.
@@ -258,7 +258,8 @@ def _number(event: Mapping[str, Any], name: str) -> float:
 def _billed_spans(
     events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], end: float
 ) -> list[tuple[float, float]]:
-    """The intervals in which a launch was billed.  Who claims its slot has a machine, though nobody saw it begin."""
+    """The intervals in which a launch was billed.  A replica that claims its slot has a machine, though
+    its beginning was not seen."""
     since: float | None = _begin_time(events[0])  # None while it waits for a machine
     spans: list[tuple[float, float]] = []
     claims = [{"event": "running", "at": x.claimed} for x in sessions]
@@ -313,7 +314,7 @@ def _union_length(spans: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Budget:
-    """0: no limit."""
+    """The limits of a run's costs; 0: no limit."""
 
     max_usd: float = 0.0
     max_hours: float = 0.0
@@ -347,7 +348,7 @@ def over(budget: Budget, spent: Costs) -> str:
 
 
 def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: float = 0.0) -> str:
-    """boot: US dollars until what is started has booted."""
+    """The words if a limit would be passed, else "".   boot: US dollars until the new replicas have booted."""
     end = END_S / 3600
     if budget.max_usd and spent.usd + boot + rate * end > budget.max_usd:
         boots = f" {dollars(boot)} until it has booted, and" if boot else ""

@@ -15,7 +15,7 @@ from rendezvous.records import Beat
 GRACE_S = 20.0
 FINISH_S = 300.0  # a replica that beats may take so long for an upload: of its offer, of its last snapshot
 LAST_STEPS = 3.0  # inner steps that one which still trains may take until it hears of the end
-AT_WORK = "train"  # the phase of inner steps, and of the upload of what they made
+AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 
 
 def goodbye_s(beat: Beat, steps: int, usual: float) -> float:
@@ -52,7 +52,7 @@ def boundary_of(run: Run) -> int:
 
 
 def lost_work(beat: Beat | None) -> str:
-    """What died with a replica whose last heartbeat this is, in words; "": all that it did was offered."""
+    """The work that died with a replica whose last heartbeat this is, in words; "" if all of it was offered."""
     if beat is None or beat.phase != AT_WORK:
         return ""
     if not beat.inner:

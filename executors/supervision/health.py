@@ -26,12 +26,12 @@ UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run tak
 
 
 def describe_supervision(store: Readable, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """-> (one line, for `--json`).   store: to read the supervisor's beat from; its claim is in the report."""
+    """Return (one line, for `--json`).   store: has the supervisor's beat; its claim is in the report."""
     return describe_supervisor(read_beat(store, SUPERVISOR), clock, report)
 
 
 def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tuple[str, dict[str, Any]]:
-    """The same for a beat that was read."""
+    """Return the same for a beat that was read."""
     holder = lease.still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
@@ -54,7 +54,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
 
 
 def _done_words(report: Report, clock: Clock) -> str:
-    """ "done", or who of the replicas of a run that has all its outer steps still works, and on what."""
+    """ "done", or the replicas that still work though the run has all its outer steps, with their notes."""
     beats = [b for b in report.beats.values() if b.phase != "left"]
     there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report.url)]
     works = ", ".join(f"{b.slot} {b.note or 'is about to leave'}" for b in there)
@@ -62,7 +62,7 @@ def _done_words(report: Report, clock: Clock) -> str:
 
 
 def last_end(report: Report) -> dict[str, Any] | None:
-    """How the newest supervisor that said so has ended; None if that was well, or nobody did."""
+    """The newest end that a supervisor wrote down; None if that was well, or none is written."""
     ends = [e for e in report.of_kind("stopped", "crashed") if e["who"].startswith(SUPERVISOR)]
     if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
         return None

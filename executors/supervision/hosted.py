@@ -43,7 +43,7 @@ def start_hosted(executor: FleetExecutor, run: str) -> Handle:
 
 
 def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec, list[ReplicaSpec]]:
-    """Make its spec, with what the run's replicas there are given; -> it, and one of each kind that it may launch."""
+    """Make its spec, with the variables and secrets of replicas there; -> it, and one of each kind it may launch."""
     here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == platform]
     replicas = [
         ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
@@ -56,7 +56,7 @@ def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec,
 
 
 def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
-    """In a supervisor's container that has left at its time limit: start the next one; -> does it exist?"""
+    """Start the next supervisor, in the container of one that has left at its time limit; -> whether it exists."""
     spec = ReplicaSpec.from_dict(raw)
     executor = make_executor(Place(platform, options=options))
     for _ in range(TRIES):
@@ -70,7 +70,7 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    """A supervisor's job: as any other, and at its time limit it starts the next one.
+    """Run a supervisor's job: as any other, and at its time limit it starts the next one.
 
     The platform starts it again after any exit code but 0, so only an end without a word to the run has another.
     """
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def is_cut_off(run: str, code: int) -> bool:
-    """Did a supervisor end without a goodbye, and is nobody else there?"""
+    """Whether a supervisor ended without a goodbye: a claim still stands, or the store does not tell."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
         return False
     try:

@@ -34,7 +34,7 @@ LAG_S = 30.0  # a platform lists a new job by then
 
 
 class Launches:
-    """executor: where they live (default: as the run's control records say)."""
+    """All launches of a run.   executor: the platforms where they live (default: as the control records say)."""
 
     def __init__(self, store: Store, executor: FleetExecutor | None = None) -> None:
         if executor is not None:
@@ -43,12 +43,12 @@ class Launches:
         self._own = executor is None
         self._executor = executor
         self.statuses: dict[tuple[str, int], Status] = {}
-        self._opened: set[Handle] = set()  # of whom nobody had written down the end when we began, or since
-        self._unended: set[Handle] = set()  # of whom nobody has, by now
+        self._opened: set[Handle] = set()  # without a written end when we began, or since
+        self._unended: set[Handle] = set()  # without a written end by now
         self.seen_alive: set[tuple[str, int]] = set()  # slot, attempt
-        self.strangers: set[Handle] = set()  # of whom nobody wrote down that they ran
+        self.strangers: set[Handle] = set()  # that no log names
         self.out_of_reach = ""
-        self.begun_at = float("-inf")  # Unix time of the newest launch that anybody wrote down, also before its answer
+        self.begun_at = float("-inf")  # Unix time of the newest launch in the log, also before its answer
         self.begun = 0
         self.refresh()
 
@@ -107,7 +107,7 @@ class Launches:
 
     @property
     def labelled(self) -> bool:
-        """Does a platform keep a list of its own?"""
+        """Whether a platform keeps a list of its own."""
         return self._executor is not None and self._executor.labelled
 
     @property
@@ -120,7 +120,7 @@ class Launches:
         return min(LAG_S, max(0.0, self.begun_at + LAG_S - now))
 
     def sweep(self) -> list[str]:
-        """End what lives under the run's label, whoever started it; -> what that was, in words."""
+        """End what lives under the run's label, of any launcher; -> what that was, in words."""
         if self._executor is None:
             return []
         try:

@@ -25,7 +25,7 @@ from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a supervisor that loads heavy modules may be silent for a while
 BEAT_S = 2.0  # between beats while a platform takes its time
-WATCHING = "watching"  # its beat's phase once its first look, and what followed from it, are over
+WATCHING = "watching"  # its beat's phase once its first look, and the actions after it, are over
 
 T = TypeVar("T")
 LatestBeat = tuple[int, int, str] | None  # generation, number, phase
@@ -46,7 +46,7 @@ class Lease:
 
     @classmethod
     def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
-        """Raises Supervised while another supervisor lives, or wins the race for it."""
+        """Take the lease.  Raises Supervised while another supervisor lives, or if another wins the race for it."""
         holder = _newest_holder(store)
         if holder is not None and _is_alive(store, clock, holder, fresh_s):
             raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
@@ -65,7 +65,7 @@ class Lease:
         return lease
 
     def beat(self, phase: str, note: str = "") -> None:
-        """note: what it has trouble with, for people."""
+        """Write a beat.   note: its trouble, for people."""
         self.beats += 1
         body = Beat(
             slot=SUPERVISOR,
@@ -86,7 +86,7 @@ class Lease:
             return  # advisory
 
     def keep_while(self, act: Callable[[], T], phase: str) -> T:
-        """Do what may take a platform minutes, and beat meanwhile."""
+        """Do an act that may take a platform minutes, and beat meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(act)
             while not wait([future], timeout=BEAT_S).done:
@@ -95,7 +95,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Has another supervisor taken over?"""
+        """Whether another supervisor has taken over."""
         return any(True for _ in claims_above(self.store, SUPERVISOR, self.generation))
 
 
@@ -129,7 +129,7 @@ def latest_beat(store: Readable) -> LatestBeat:
 
 
 def has_looked_since(store: Readable, before: LatestBeat) -> bool:
-    """Has a supervisor looked at the run since its latest beat was `before`?"""
+    """Whether a supervisor has looked at the run since its latest beat was `before`."""
     holder = _newest_holder(store)
     beat = _read_latest_beat(store)
     if holder is None or beat is None or beat == before:
@@ -138,7 +138,7 @@ def has_looked_since(store: Readable, before: LatestBeat) -> bool:
 
 
 def left_since(store: Readable, before: LatestBeat) -> bool:
-    """Has a supervisor said goodbye since its latest beat was `before`?  Then its last words are in the log."""
+    """Whether a supervisor has said goodbye since its latest beat was `before`.  Then its last words are in the log."""
     beat = _read_latest_beat(store)
     return beat is not None and beat != before and beat[2] == "left"
 
@@ -150,7 +150,7 @@ def unheard_s(holder: Claim, beat: Beat | None, clock: Clock) -> float:
 
 
 def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
-    """Is it a process of this machine, or does its beat move (or come at all) within `fresh_s`?"""
+    """Whether it is a process of this machine, or its beat moves (or comes at all) within `fresh_s`."""
     first = _read_latest_beat(store)
     until = clock.now() + fresh_s
     while not (_said_goodbye(holder, first) or _known_dead(store.url, holder)):
@@ -177,12 +177,12 @@ def _said_goodbye(holder: Claim, beat: tuple[int, int, str] | None) -> bool:
 
 
 def _is_on_this_machine(holder: Claim) -> bool:
-    """Does it name a process of this machine, since this boot and among the same pids?"""
+    """Whether it names a process of this machine, since this boot and among the same pids."""
     return bool(holder.started) and holder.host == host_name() == machine_name()
 
 
 def _known_dead(run: str, holder: Claim) -> bool:
-    """A process of this machine that is not there any more, or works for the run of which this one is a copy."""
+    """Whether its process was on this machine and is gone, or works for the run of which this one is a copy."""
     if not _is_on_this_machine(holder):
         return False
     return not processes.is_alive(holder.pid, holder.started) or run_marks.works_for(holder.pid, run) is False

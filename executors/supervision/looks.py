@@ -33,7 +33,7 @@ class Looks:
         self._report: Report | None = None
 
     def due(self, what: str, beats: float = 1.0) -> bool:
-        """Is it time?  Then it counts as done."""
+        """Whether it is time.  Then it counts as done."""
         now = self._clock.now()
         if now - self._done_at.get(what, float("-inf")) < JITTER * beats * self._beat_s:
             return False
@@ -41,7 +41,7 @@ class Looks:
         return True
 
     def forget(self) -> None:
-        """Something has changed: the next look is at everything."""
+        """Forget the report, since something has changed: the next look is at everything."""
         self._report = None
 
     def report(self) -> Report:

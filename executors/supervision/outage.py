@@ -21,7 +21,7 @@ from executors.platforms.base import FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
 REPORT_S = 60.0  # a lost answer is reported after so long, and everything again after so long
-FRESH_S = 1.5 * REPORT_S  # what was reported is the present state until then
+FRESH_S = 1.5 * REPORT_S  # a reported state counts as the present one until then
 FIRST_PAUSE_S = 1.0
 LOST_PAUSE_S = 4.0
 REFUSED_PAUSE_S = 15.0
@@ -40,7 +40,7 @@ class Outage:
     reported_at: float | None = None
 
     def again(self, now: float, why: str, refused: bool) -> None:
-        """One more request without an answer."""
+        """Note one more request without an answer."""
         most = REFUSED_PAUSE_S if refused else LOST_PAUSE_S
         self.pause = min(most, 2 * self.pause) if self.pause else FIRST_PAUSE_S
         self.why = why
@@ -48,7 +48,7 @@ class Outage:
         self.ask_at = now + self.pause
 
     def due(self, now: float) -> bool:
-        """Is it time to say something?"""
+        """Whether it is time to say something."""
         if self.reported_at is not None:
             return now - self.reported_at >= REPORT_S
         return self.refused or now - self.began >= REPORT_S
@@ -68,7 +68,7 @@ class Outages:
         self._over: list[dict[str, Any]] = []
 
     def poll(self, executor: FleetExecutor, handles: Iterable[Handle]) -> list[Status]:
-        """As `executor.poll`, but a silent platform is asked again only when its pause is over.
+        """Poll as `executor.poll` does, but ask a silent platform again only when its pause is over.
 
         handles: all that count; an outage of others is over.
         """
@@ -82,12 +82,12 @@ class Outages:
         return [found[h] if h in found else self._last[h] for h in handles]
 
     def waits(self, name: str) -> bool:
-        """Is it too early to ask this platform again?"""
+        """Whether it is too early to ask this platform again."""
         outage = self._open.get(name)
         return outage is not None and self._clock.now() < outage.ask_at
 
     def failed(self, name: str, slots: Iterable[str], error: Exception) -> None:
-        """A request that is no poll had no success."""
+        """Note that a request that is no poll has failed."""
         outage = self._open.setdefault(name, Outage())
         now = self._clock.now()
         for slot in slots:
@@ -95,14 +95,14 @@ class Outages:
         outage.again(now, str(error), isinstance(error, Refused))
 
     def answered(self, name: str) -> None:
-        """It answers again, or nobody asks any more."""
+        """Note that it answers again, or that nothing is asked of it any more."""
         outage = self._open.pop(name, None)
         if outage is not None and outage.reported_at is not None:
             seconds = round(self._clock.now() - outage.began, 1)
             self._over.append({"event": "platform_answers", "platform": name, "seconds": seconds})
 
     def _note_poll(self, name: str, stale: Sequence[Status]) -> None:
-        """stale: what it did not tell just now."""
+        """Note one platform's answer.   stale: the statuses that it did not tell just now."""
         silent = [launch_name(h) for h in self._last if h.executor == name]
         if not silent:
             return self.answered(name)
@@ -126,7 +126,7 @@ class Outages:
 
     @property
     def note(self) -> str:
-        """For the beat: outages that were reported and are not over."""
+        """The note of the beat: outages that were reported and are not over."""
         now = self._clock.now()
         return "; ".join(
             outage_in_words(_silence_event(n, o, now)) for n, o in self._open.items() if o.reported_at is not None

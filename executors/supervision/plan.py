@@ -9,7 +9,7 @@
                                   GiveUp    starting it again would change nothing
 
 A slot is one replica's place.  While the run has steps left, a wanted slot whose process has ended is started again,
-however it ended: DONE was said of fewer steps, and a cancel that nobody of this run asked for is a loss.  A slot that a
+however it ended: DONE was said of fewer steps, and a cancel that this run did not ask for is a loss.  A slot that a
 newer generation holds is left alone as long as that one beats.  A platform may restart a process by itself: while it
 says RUNNING, the slot is its business until `restart_grace_s` of silence; then it is ended first, or fenced, and only
 then started again.  A replica that waits for a machine (PENDING) is not silent.
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Desired:
-    """slots: who should run.   done: the run has all its steps.   ending: somebody asked us to stop."""
+    """slots: those that should run.   done: the run has all its steps.   ending: we are to stop before that."""
 
     slots: frozenset[str]
     done: bool = False
@@ -77,7 +77,7 @@ class Desired:
 class Observation:
     """One slot.   state, exit_code, reason: of the process launched last (None: none known).
 
-    holder: what the slot's newest generation does, by its heartbeat, whoever launched it.
+    holder: the state of the slot's newest generation, by its heartbeat, for any launcher.
     silent_s: how long the beat has stood still.   losses, failures: ends in a row (see Limits).
     reward_failures: the same by the reward; 0 if the latest end was of another kind.
     native: a platform runs it.   beaten: its heart has been heard.
@@ -133,7 +133,7 @@ class Cancel(Action):
 
 
 class Wait(Action):
-    """Nothing yet."""
+    """Do nothing yet."""
 
 
 class GiveUp(Action):
@@ -200,7 +200,7 @@ def _about_ended(s: Observation, now: float, limits: Limits) -> Action:
 
 
 def _end_in_words(s: Observation) -> str:
-    """How it ended."""
+    """The words for its end."""
     if s.replacing_s is not None:
         return "ended because it was silent"
     if s.exit_code == exitcodes.FENCED:
@@ -213,7 +213,7 @@ def _end_in_words(s: Observation) -> str:
 
 
 def _give_up_reason(s: Observation, limits: Limits) -> str | None:
-    """Why another start would change nothing, or None."""
+    """The reason why another start would change nothing, or None."""
     if s.exit_code == exitcodes.USER_ERROR:
         return "its configuration, files or model are wrong"
     if s.reward_failures >= limits.reward_failures:

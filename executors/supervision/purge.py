@@ -14,7 +14,7 @@ from rendezvous.store import Store
 
 
 def purge_run(store: Store) -> list[str]:
-    """Only for a run of which nobody lives; -> sentences.  Raises ExecutorError if a platform cannot be asked."""
+    """Purge a run without live processes; -> sentences.  Raises ExecutorError if a platform cannot be asked."""
     wanted, _ = read_standing_wishes(store)
     executor = build_executor(wanted.places, wanted.former)
     try:
@@ -25,7 +25,7 @@ def purge_run(store: Store) -> list[str]:
 
 
 def where_run_stays(url: str) -> str:
-    """Where the run still is, and how to end that too."""
+    """A sentence: the place where the run still is, and how to end that too."""
     scheme, _, rest = url.partition("://")
     if scheme == "modal":
         name = rest.partition("/")[0]

@@ -1,4 +1,4 @@
-"""Does the run that is supervised still stand in its store?
+"""Whether the supervised run still stands in its store.
 
     every RECORDS_S, and before a run is called done:   run.json · newest control record · newest commit
                                                              └─ one is gone ──▶ the replicas are ended, with words

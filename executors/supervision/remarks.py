@@ -1,4 +1,4 @@
-"""The one home of what a person must hear of a run: its troubles, and lines about what it waits for.
+"""The one home of a run's messages to a person: its troubles, and lines about its waits.
 
     find_troubles (diloco/runlog/troubles.py) ─┐
     platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (executors/supervision/alerts.py)
@@ -51,7 +51,7 @@ def slot_unserved(report: Report, now: float) -> list[Trouble]:
 
 
 def alerts_failed(report: Report, now: float) -> list[Trouble]:
-    """The newest alert that a webhook was to hear did not reach it."""
+    """A trouble if the newest alert did not reach its webhook."""
     newest = report.of_kind("alerted", "alert_failed")[-1:]
     if not newest or newest[0]["event"] == "alerted":
         return []
@@ -70,19 +70,19 @@ DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 
 
 def all_troubles(report: Report, now: float) -> list[Trouble]:
-    """The most urgent first.   now: Unix time."""
+    """All troubles of a run, the most urgent first.   now: Unix time."""
     own = [found for detector in DETECTORS.values() for found in detector(report, now)]
     return [*own, *found_in_log(report, now)]
 
 
 def found_in_log(report: Report, now: float) -> list[Trouble]:
-    """Find the troubles that the log alone shows, and what the run has cost."""
+    """Find the troubles that show in the log alone, and in the run's costs."""
     spent = costs(report, now)
     return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
 
 
 def remark_lines(report: Report, now: float) -> list[str]:
-    """Lines about what the run waits for, and the latest warnings."""
+    """Lines on troubles, the latest warnings and the notes of replicas, the most urgent first; MOST_LINES at most."""
     lines = [f"! {report.damage}"] if report.damage else []
     lines += [f"! {found.text}" for kind in DETECTORS for found in DETECTORS[kind](report, now)]
     lines += [f"! {found.line}" for found in found_in_log(report, now)]

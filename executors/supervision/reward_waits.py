@@ -2,7 +2,7 @@
 
     lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
 
-Not promised: the moment of the start; a supervisor that is away starts nobody.
+Not promised: the moment of the start; a supervisor that is away starts no replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ SETTLES = ("launched", "found", "lost", "ended")
 
 
 def reward_waits(report: Report, now: float) -> list[str]:
-    """A line, if anybody waits.   now: Unix time."""
+    """A line, if any slot waits.   now: Unix time."""
     if report.done or report.stopped:
         return []
     waiting = {slot: e for slot, e in _newest_events(report).items() if e["event"] == "lost" and e.get("again_in_s")}
@@ -28,7 +28,7 @@ def reward_waits(report: Report, now: float) -> list[str]:
 
 
 def _newest_events(report: Report) -> dict[str, Mapping[str, Any]]:
-    """Per slot, what its supervisor wrote last of its launches."""
+    """Per slot, the newest event of its supervisor about its launches."""
     return {e["slot"]: e for e in report.of_kind(*SETTLES) if e["who"].startswith(SUPERVISOR)}
 
 

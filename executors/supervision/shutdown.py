@@ -38,10 +38,10 @@ from rendezvous.records import Beat, Claim
 from rendezvous.salvage import write_stop
 from rendezvous.store import Store
 
-FRESH_S = 60.0  # an older heartbeat says nothing of what its replica may take
+FRESH_S = 60.0  # an older heartbeat does not tell how long its replica may take
 LOOK_S = 1.0  # how long a heartbeat must stand still to be called silent; they move every 0.2 s
 KILLED_S = 5.0  # how long a killed process may take to vanish
-CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and how long it may take to say that somebody has ended
+CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and how long it may take to say that a process has ended
 PAUSE_S, ASK_S = 0.1, 1.0  # between two looks at this machine and the bucket, and at a platform
 
 
@@ -61,7 +61,7 @@ def stop_run(
     say: Callable[[str], None],
     executor: FleetExecutor | None = None,
 ) -> list[End]:
-    """Ask everybody to leave, wait, end who stays, look again; -> one End per slot and launch, and the supervisor's.
+    """Ask all replicas to leave, wait, end the rest, look again; -> one End per slot and launch, and the supervisor's.
 
     grace_s: None for as long as the pace of their inner steps demands.
     executor: where replicas live (default: as the run's control records say).
@@ -75,7 +75,7 @@ def stop_run(
 
 
 def _is_over(store: Store, now: float) -> bool:
-    """Has the run all its outer steps, and is nobody there who would hear a wish?   now: Unix time."""
+    """Whether the run has all its outer steps, and no process that would hear a wish.   now: Unix time."""
     with suppress(RendezvousError, ConfigError):  # of a damaged run the replicas are asked all the same
         read_run(store.url)
         beats = [_beat_of_claim(store, claim) for claim in newest_claims(store.url)]
@@ -125,7 +125,7 @@ def _grace_by_beats(store: Store, now: float) -> float:
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
-    """The supervisor's lease, so that nobody launches any more, if there is anything left to do."""
+    """Seize the supervisor's lease, so that no supervisor launches any more, if there is anything left to do."""
     if not (launches.look() or launches.unbooked or launches.strangers) and supervisor_of(store) is None:
         return None
     with suppress(Fenced):
@@ -169,7 +169,7 @@ def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launch
 
 
 def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launches) -> None:
-    """Ends that no supervisor has seen: their bills are closed."""
+    """Write down the ends that no supervisor has seen, which closes their bills."""
     if lease is None:
         return
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
@@ -209,7 +209,7 @@ def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
 
 
 def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
-    """Launches of slots that nobody ever claimed: there is no heartbeat of them."""
+    """The ends of launches whose slots were never claimed: there is no heartbeat of them."""
     over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
     found = [
         End(
@@ -262,7 +262,7 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
 
 
 def _wait_until_ended(store: Store, clock: Clock, seconds: float, launches: Launches) -> None:
-    """Until nobody is there any more, at most so long."""
+    """Wait until no replica and no other supervisor is there any more, at most so long."""
     until = clock.now() + seconds
     asked = float("-inf")
     moved: dict[str, int] = {}
@@ -285,7 +285,7 @@ def _other_supervisor(store: Store) -> Claim | None:
 
 
 def _may_be_alive(store: Store, claim: Claim, moved: dict[str, int]) -> bool:
-    """Does it run here, or may it still beat elsewhere?  (Elsewhere: until it says goodbye or the time is over.)"""
+    """Whether it runs here, or has beaten elsewhere since the first look (`moved`) and has not said goodbye."""
     if claimed_process(store.url, claim) is not None:
         return True
     beat = _beat_of_claim(store, claim)

@@ -6,7 +6,7 @@
 
 A heartbeat is a handle's if it comes from its place on a platform, or from its pid on this machine.
 
-Not promised: how a launch ended that nobody polled; it is counted when the next supervisor finds it.
+Not promised: how a launch ended that no supervisor polled; it is counted when the next one finds it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,31 +23,31 @@ from rendezvous.machine import machine_name
 from rendezvous.records import Beat
 
 LOCAL = "local"
-LOST_LEASE = 3  # how a supervisor ends when another one has taken over
+LOST_LEASE = 3  # the exit code of a supervisor when another one has taken over
 BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
 
 
 def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
-    """Does this heartbeat or session come from that launch?"""
+    """Whether this heartbeat or session comes from that launch."""
     if handle.place:
         return who.host == handle.place
     return (who.host, who.pid) == (handle.host, handle.pid)
 
 
 def can_be_asked(handle: Handle) -> bool:
-    """Can we ask how it is?  Processes of other machines are known by their heartbeat alone."""
+    """Whether we can ask how it is.  Processes of other machines are known by their heartbeat alone."""
     return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 
 def begin_fields(handle: Handle) -> dict[str, Any]:
-    """How the log tells a launch, for the bill and for the next supervisor."""
+    """The fields of a launch in the log, for the bill and for the next supervisor."""
     about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
     price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
     return {**about, **price, "handle": handle.to_dict()}
 
 
 def end_fields(status: Status) -> dict[str, Any]:
-    """How the log tells an end."""
+    """The fields of an end in the log."""
     h = status.handle
     about = {"slot": h.slot, "attempt": h.attempt, "executor": h.executor, "state": str(status.state)}
     times = {"began_at": status.began_at, "ended_at": status.ended_at} if status.ended_at else {}
@@ -60,7 +60,7 @@ class History:
     """A slot's past, from the log.
 
     attempt: the highest number used.   strikes: ends in a row; the last one at `ended_at` (Unix time) left `state`.
-    open: launches that nobody saw end.   pending: the newest of them waited for a machine.
+    open: launches without a written end.   pending: the newest of them waited for a machine.
     """
 
     attempt: int = 0
@@ -74,9 +74,9 @@ class History:
 
 
 def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, History]:
-    """Per slot, from what supervisors wrote down (Report.events).   run: whose log it is, as handles are to have it.
+    """The past of each slot, from the events of supervisors (Report.events).   run: the log's own, for the handles.
 
-    Counting starts anew after an end that a person has seen: everybody gone, or the run given up.
+    Counting starts anew after an end that a person has seen: all replicas gone, or the run given up.
     """
     found: dict[str, History] = {}
     for e in events:
@@ -131,14 +131,14 @@ def native_of(e: Mapping[str, Any]) -> str | None:
 
 
 def same_process(native: str | None, other: str) -> bool:
-    """An event that names no process speaks of whichever its launch had."""
+    """Whether an event speaks of this process; one that names none (None) speaks of any that its launch had."""
     return native is None or native == other
 
 
 def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
     """The launched handle, if the event has a valid one.
 
-    Anybody may have written the event: it speaks of its own slot and launch, and of no other run than its log is of.
+    Any writer may have made the event: it speaks of its own slot and launch, and of the run of its log alone.
     """
     try:
         found = from_json(Handle, e["handle"])
@@ -194,9 +194,9 @@ class SlotState:
 
     @classmethod
     def after(cls, slot: str, past: History, found: Status | None, clock_now: float, wall: float) -> "SlotState":
-        """A slot as it was before us: its process goes on if it runs; an end that nobody has counted is still to come.
+        """A slot as it was before us: its process goes on if it runs; an end that is not counted yet is still to come.
 
-        found: what runs it, or the last that did.
+        found: the process that runs it, or the last that did.
         """
         number = max(past.attempt, found.handle.attempt if found else 0)
         uncounted = found is not None and any(h.attempt == found.handle.attempt for h in past.open)
@@ -291,7 +291,7 @@ class SlotState:
         )
 
     def _silent_s(self, beat: Beat | None, now: float) -> float:
-        """How long its own heart has stood still, or not begun to beat."""
+        """Seconds for which its own heart has stood still, or not begun to beat."""
         if self.handle is not None and beat is not None and is_from_launch(self.handle, beat):
             return now - self.still_since
         return 0.0 if self.running_since is None else now - self.running_since

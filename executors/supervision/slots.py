@@ -6,7 +6,7 @@
                                  twins: no launch of ours names them, or a second process of one
 
 Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
-process that a platform lists and nobody wrote down (the answer to its launch was lost) is written down, so that it is
+process that a platform lists and no log names (the answer to its launch was lost) is written down, so that it is
 billed, and ended: of two processes of one launch the platform's executor keeps the oldest.
 
 Not promised: what became of a launch while its platform did not answer; the last known state stands until it does.
@@ -36,7 +36,7 @@ from executors.supervision.strikes import SessionEnd, count_end
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the one that is no replica: it puts θ₀ into the bucket
-AGAIN_S = 30.0  # between two words to somebody who does not go
+AGAIN_S = 30.0  # between two words to a process that does not go
 
 
 class Slots:
@@ -103,7 +103,7 @@ class Slots:
                 state.forget()
 
     def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
-        """Another process than we thought runs this launch: an older one, whose answer was lost."""
+        """Take over the process that runs this launch, if we knew another: an older one, whose answer was lost."""
         if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
@@ -112,7 +112,7 @@ class Slots:
         state.handle = runs
 
     def _look_at_twins(self, report: Report) -> None:
-        """Processes that nobody wrote down: they are billed from their launch, and end."""
+        """Write down processes that no log names, and end them: they are billed from their launch."""
         own = [*(t.handle for t in self.all() if t.handle is not None), *self.replaced]
         newest = {t.slot: t.attempt for t in self.all()}
         alive = [h for h in self.executor.orphans(self.run.url, own) if h.attempt <= newest.get(h.slot, 0)]
@@ -126,7 +126,7 @@ class Slots:
         self._end_twins()
 
     def _end_twins(self) -> None:
-        """Now, and again from time to time."""
+        """End twins now, and again from time to time."""
         now = self.clock.now()
         due = [h for h, asked in self.twins.items() if now - asked > AGAIN_S and not self._is_run_by_us(h)]
         self.twins |= dict.fromkeys(due, now)
@@ -134,11 +134,11 @@ class Slots:
             self.executor.cancel(due, 0.0)
 
     def _is_run_by_us(self, handle: Handle) -> bool:
-        """A cancel means the launch; its executor ends second processes of one that goes on."""
+        """Whether its launch goes on.  A cancel would end that launch; its executor ends the second process."""
         return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
 
     def _wanted_again(self, state: SlotState, report: Report) -> None:
-        """Perhaps it has not heard that it was to leave; if it has, another one follows."""
+        """Keep a replica that is wanted again, as it may not have heard that it was to leave; else another follows."""
         if state.cancelled is None and not self._lease_over(report):
             state.draining_at = None
 
@@ -170,7 +170,7 @@ class Slots:
         return SlotState.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
 
     def _look_at_replaced(self, statuses: Mapping[Handle, Status]) -> None:
-        """Launches that have been replaced, but were not seen to end."""
+        """Look at launches that have been replaced, but were not seen to end."""
         for handle in list(self.replaced):
             status = statuses.get(handle)
             if status is not None and status.state.ended and not status.stale:
@@ -187,7 +187,7 @@ class Slots:
             self._count_end(state, status, report)
 
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
-        """An end.  One that nobody asked for is a loss, counted from zero if its session had brought something."""
+        """Count an end.  One that was not asked for is a loss, counted from zero if its session's work counted."""
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
         unseen = {"unseen": True} if state.unseen else {}
         asked = report.done or self._was_asked_to_end(state, report)
@@ -212,7 +212,7 @@ class Slots:
         self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
 
     def _reward_wait(self, state: SlotState) -> dict[str, float]:
-        """When a slot whose reward has failed starts again, for `diloco status`."""
+        """Fields about the next start of a slot whose reward has failed, for `diloco status`."""
         count = state.strikes.reward_failures
         if not state.strikes.by_reward:
             return {}
@@ -220,8 +220,8 @@ class Slots:
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
     def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
-        """Was it its own fault?  A reward that has worked in this run is nobody's; nor is it that nothing moved while
-        another slot waits for its own."""
+        """Judge whether it was its own fault.  The failure of a reward that has worked in this run is no replica's
+        fault; nor is it that nothing moved while another slot waits for its reward."""
         replaced = state.replacing_at is not None
         failed = status.state is State.FAILED and not replaced
         awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
@@ -233,19 +233,19 @@ class Slots:
         return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
     def _was_asked_to_end(self, state: SlotState, report: Report) -> bool:
-        """Was this replica asked to leave or cancelled for good, by us or through the bucket?"""
+        """Whether this replica was asked to leave or cancelled for good, by us or through the bucket."""
         asked = state.draining_at is not None or (state.cancelled is not None and state.replacing_at is None)
         return asked or self.hears(state.slot, report)
 
     def hears(self, slot: str, report: Report) -> bool:
-        """Does the bucket tell this replica to leave?"""
+        """Whether the bucket tells this replica to leave."""
         return slot != PUBLISH and (report.wanted.is_to_leave(slot) or self._lease_over(report))
 
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
 
     def _emit_waiting(self, state: SlotState) -> None:
-        """A launch that waits for a machine costs nothing."""
+        """Write down when a launch begins or ends to wait for a machine, which costs nothing."""
         if state.handle is None or not state.handle.native or state.status is None:
             return
         waits = state.status.state is State.PENDING
@@ -272,7 +272,7 @@ class Slots:
     # ------------------------------------------------------------------ acting
 
     def cancel(self, states: Sequence[SlotState], grace_s: float) -> None:
-        """Now, and again from time to time until the platform has heard it."""
+        """Cancel now, and again from time to time until the platform has heard it."""
         now = self.clock.now()
         due = [t for t in states if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
         for state in due:
@@ -281,7 +281,7 @@ class Slots:
             self.executor.cancel([t.handle for t in due if t.handle], grace_s)
 
     def book(self, event: str, handle: Handle, why: str) -> None:
-        """Write down who was launched."""
+        """Write down a launch."""
         self.emit(event, **begin_fields(handle), why=why)
 
 

@@ -1,4 +1,4 @@
-"""Starts what a plan asks for: from slots to specs, with the budget's leave, all in one request.
+"""Starts the slots that a plan asks for: from slots to specs, with the budget's leave, all in one request.
 
     slots that are due ─▶ specs ─▶ may this be spent? ─▶ log: launching ─▶ launch_replicas ─▶ log: launched
                             │        └─ no ─▶ log: refused, and those that run go on
@@ -21,13 +21,13 @@ from executors.supervision.slot_state import SlotState
 from executors.supervision.slots import PUBLISH, Slots
 
 PUBLISHER = "executors.supervision.supervisor:publish_model"
-Start = tuple[SlotState, str]  # who, and why
+Start = tuple[SlotState, str]  # the slot, and why
 
 
 class Starts:
     """The launches of one supervisor.
 
-    parent: "PID:START" that replicas of this machine should not outlive.   entrypoint: what each of them runs.
+    parent: "PID:START" that replicas of this machine should not outlive.   entrypoint: the function of each.
     """
 
     def __init__(
@@ -76,11 +76,12 @@ class Starts:
             return ""
 
     def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
-        """All at once; nothing if the budget does not allow all of them."""
+        """Launch all at once; nothing if the budget does not allow all of them."""
         slots = self._slots
         specs = [self._spec_for(state) for state, _ in starts]
-        if refused := self._lease.keep_while(lambda: self._spend_limit.refuses(report, specs), "launching"):
-            return self._do_without(refused)
+        verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs), "launching")
+        if why := self._spend_limit.carry_out(verdict, report):
+            return self._do_without(why)
         slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # we may die before the answer
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs), "launching")
         for (state, why), handle in zip(starts, handles, strict=True):
@@ -89,7 +90,7 @@ class Starts:
         return ""
 
     def _do_without(self, why: str) -> str:
-        """A launch that the budget does not allow: those that run go on; if nobody does, the run ends."""
+        """Note a launch that the budget does not allow: those that run go on; if none runs, the run ends."""
         if self._short_of != why[:60]:
             self._short_of = why[:60]
             self._slots.emit("refused", text=why)

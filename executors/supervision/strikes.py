@@ -38,7 +38,7 @@ NO_STRIKES = Strikes()
 
 @dataclass(frozen=True)
 class SessionEnd:
-    """An end that nobody asked for.   counted: outer steps that counted its work."""
+    """An end that was not asked for.   counted: outer steps that counted its work."""
 
     counted: int = 0
     own_fault: bool = False

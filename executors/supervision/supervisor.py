@@ -39,7 +39,7 @@ from executors.platforms.base import (
     Unavailable,
     require_fleet,
 )
-from executors.platforms.multi import PRELOAD as PRELOAD  # for who supervises in a process of its own
+from executors.platforms.multi import PRELOAD as PRELOAD  # for supervisors in a process of their own
 from executors.platforms.multi import build_executor, former_places, places_of
 from executors.supervision.alerts import VARIABLE as ALERT
 from executors.supervision.alerts import alerts_of
@@ -62,8 +62,8 @@ from rendezvous.membership import claim, newest_claim, read_control
 FAILED = 1
 TICK_S = 0.2
 PATIENCE_S = 120.0
-RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; what is left of END_S is for its answer
-PROOF_S = 600.0  # for seeing everybody's end
+RENTED_GRACE_S = 40.0  # the same on a platform, which passes the word on; the rest of END_S is for its answer
+PROOF_S = 600.0  # for seeing the end of all replicas
 
 
 def publish_model(argv: list[str]) -> int:
@@ -75,7 +75,7 @@ def publish_model(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the supervision ended.   code: for the shell."""
+    """The end of the supervision.   code: for the shell."""
 
     code: int
     text: str
@@ -86,7 +86,7 @@ class Supervisor:
     """parent: "PID:START" that replicas of this machine should not outlive ("" for a detached run).
 
     alert: a webhook's address, "" for none.
-    show(report): draws.   each_tick(supervisor, report): a hook, for who wants to meddle (the demo kills).
+    show(report): draws.   each_tick(supervisor, report): a hook for meddling (the demo kills).
     """
 
     run: Run
@@ -116,7 +116,7 @@ class Supervisor:
         self._tick_s = max(TICK_S, timing.poll)
         self.slots = Slots(self.run, self.executor, self.clock, 3 * timing.dead_after, self.emit, self.limits)
         self._ticked = False
-        self.grace_s = 0.0  # what replicas may take to leave
+        self.grace_s = 0.0  # seconds that replicas may take to leave
         self._published = False
         self._leaving = ""  # why we end before the run is done
         self._killing = False
@@ -161,7 +161,7 @@ class Supervisor:
     # ------------------------------------------------------------------ the loop
 
     def supervise(self) -> Outcome:
-        """Until the run is done, or cannot go on, or somebody asks us to end."""
+        """Supervise until the run is done, or cannot go on, or we are asked to end."""
         try:
             self.show(self.lease.keep_while(self._reader.refresh, "launching"))
             while (outcome := self._patient_tick()) is None:
@@ -178,14 +178,14 @@ class Supervisor:
         return outcome
 
     def _sweep_once_more(self) -> None:
-        """All replicas have ended, and the last of them may have been killed before it collected."""
+        """Collect garbage once all replicas have ended: the last of them may have been killed before it did."""
         try:
             sweep_after_end(self.run, self.clock, self.emit)
         except RendezvousError as error:
             self.emit("garbage_stays", trouble=str(error))
 
     def _emit_end(self, event: str, code: int, text: str) -> None:
-        """Last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
+        """Write last words, also for `diloco status`, and the goodbye: the next supervisor need not wait."""
         self.emit(event, code=code, text=text)
         self.lease.beat("left")
 
@@ -218,7 +218,7 @@ class Supervisor:
             raise error
 
     def tick(self) -> Outcome | None:
-        """One look and what follows from it."""
+        """Look once, and act on it."""
         if self._looks.due("lease", 2) and self.lease.lost:
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
         said = (WATCHING if self._ticked else "starting", self.slots.outages.note)
@@ -231,13 +231,14 @@ class Supervisor:
             self._looks.forget()
         report = self._looks.report()
         self.slots.look(report, statuses)
-        if not self._ticked:  # with the ends that nobody had seen: the budget counts them
+        if not self._ticked:  # with the ends that no supervisor had seen: the budget counts them
             report = self._reader.refresh()
         self._report_outages()
         if self._verdict is None and (lost := self._records.why_lost(report)):
             self._verdict = Outcome(exitcodes.USER_ERROR, lost)
             self._leaving = "the run's records are gone"
-        self._leaving = self._leaving or self._spend_limit.must_end(report)
+        limit = self._spend_limit
+        self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
         actions = plan(self._desired_state(report), self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
         self._alerts.tick(report)
@@ -248,7 +249,7 @@ class Supervisor:
         return self._outcome_if_ended(report)
 
     def _report_outages(self) -> None:
-        """In the log of the run and in our own, once a minute."""
+        """Report outages in the log of the run and in our own, once a minute."""
         for event in self.slots.outages.news():
             self.emit(**event)
             if event["event"] == "platform_silent":
@@ -258,7 +259,7 @@ class Supervisor:
         return Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
 
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
-        """The outcome, once nobody runs any more."""
+        """The outcome, once no replica runs any more."""
         outcome = self._verdict or self._outcome_if_over(report)
         if outcome is None:
             return None
@@ -315,12 +316,12 @@ class Supervisor:
         publishing = [(self.slots.publisher, why) for why in self._publish_reasons()]
         starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
-            self.slots.outages.answered(LAUNCH)  # nobody asks any more
+            self.slots.outages.answered(LAUNCH)  # no start is asked for any more
         elif self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost:
             self._start(starts, report)
 
     def _start(self, starts: Sequence[Start], report: Report) -> None:
-        """The run ends if the budget allows no start and nobody runs."""
+        """Start them; the run ends if the budget allows no start and no replica runs."""
         if why := self._starts.try_to_start(starts, report):
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
@@ -340,7 +341,7 @@ class Supervisor:
             self._give_up(state, action.why)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
-        """It hears it through the bucket, or else by a signal."""
+        """Ask a replica to leave: it hears it through the bucket, or else by a signal."""
         if state.draining_at is None:
             self.emit("draining", slot=state.slot, why=why)
             state.draining_at, state.asked = self.clock.now(), report.beats.get(state.slot)
@@ -371,7 +372,7 @@ class Supervisor:
         self._stop_for(state.slot, state.status.exit_code if state.status else None, why, tail)
 
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
-        """The run cannot go on: everybody leaves, and the caller hears why."""
+        """End a run that cannot go on: all replicas leave, and the caller hears why."""
         code = exit_code if exit_code in (exitcodes.USER_ERROR, exitcodes.GAVE_UP) else FAILED
         text = "\n".join([f"{slot}: {why}. Its last lines:", *(f"    {line}" for line in tail)])
         self._verdict = Outcome(code, text)
@@ -381,7 +382,7 @@ class Supervisor:
     # ------------------------------------------------------------------ θ₀
 
     def _publish_reasons(self) -> list[str]:
-        """Why one child must put θ₀ into the bucket now, beside the replicas that are starting; else nothing."""
+        """The reason to start the child that puts θ₀ into the bucket, beside the replicas that start; [] for none."""
         p = self.slots.publisher
         if self._published or self._leaving or p.running:
             return []
@@ -400,7 +401,7 @@ class Supervisor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """A supervisor of its own, for a detached run: ends when told to, and its replicas stay."""
+    """Run a supervisor of its own, for a detached run: it ends when told to, and its replicas stay."""
     parser = argparse.ArgumentParser(
         prog="python -m executors.supervision.supervisor", description="Keep a run's replicas alive."
     )

@@ -64,7 +64,7 @@ class TrackerChild:
             self._start()
 
     def end(self, done: bool) -> None:
-        """The supervisor ends.   done: the run has all its steps, so the child ends by itself."""
+        """End the child with the supervisor.   done: the run has all its steps, so the child ends by itself."""
         self._over = True
         self._start_at = None
         if self._child is None:
@@ -109,7 +109,7 @@ class TrackerChild:
         return True
 
     def _send(self, number: int) -> None:
-        """To its group: a tracker may have helper processes."""
+        """Send a signal to its group: a tracker may have helper processes."""
         assert self._child is not None
         with suppress(OSError):
             os.killpg(self._child.pid, number)
@@ -122,7 +122,8 @@ def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> Tracke
 
 
 def end_with_run(child: TrackerChild, lease: Lease, code: int) -> None:
-    """Its last rows may take a while; the lease is kept, unless it is another's by now.   code: of the run's end."""
+    """End the child: its last rows may take a while, and the lease is kept meanwhile, unless it is lost.   code: of the
+    run's end."""
     end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
     return end() if code == LOST_LEASE else lease.keep_while(end, "launching")
 

@@ -1,10 +1,10 @@
-"""Wanted slots that neither run nor are being started, whatever the reason: seen in the run's records alone.
+"""Wanted slots that neither run nor are being started, for any reason: seen in the run's records alone.
 
     wanted ─ fresh beats ─ launches without an end ─ waits that were announced ──▶ "r02: not running for 3 min; …"
 
 A launch whose replica has said goodbye since is no launch.  The reason is the newest word of the supervisor on it.
 
-Not promised: anything about a run that nobody supervises; `status` says that in a line of its own.
+Not promised: anything about a run without a supervisor; `status` says that in a line of its own.
 """
 
 from diloco.runlog.overview import silent_s
@@ -53,7 +53,7 @@ def _idle_since(report: Report, slot: str) -> float:
 
 
 def _waits(report: Report, slot: str, now: float) -> bool:
-    """Was it said when this slot starts again?  (reward_waits.py)"""
+    """Whether the wait that the slot's newest event announced (reward_waits.py), and AFTER_S, are not over yet."""
     newest = [e for e in report.of_kind(*ABOUT) if e["slot"] == slot][-1:]
     return any(e["at"] + e.get("again_in_s", 0.0) + AFTER_S > now for e in newest)
 

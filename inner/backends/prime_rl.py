@@ -36,7 +36,7 @@ from torch import Tensor
 
 
 class LossInputs(Protocol):
-    """As PRIME-RL gives them: (T,) each.   ref_logprobs: None where the algorithm has no reference.
+    """PRIME-RL's inputs of a loss: (T,) each.   ref_logprobs: None where the algorithm has no reference.
 
     loss_weights and ref_logprobs may be absent: PRIME-RL called the reference teacher_logprobs until 2026-06, and had
     no weights.
@@ -147,7 +147,7 @@ def _trust_region(inputs: LossInputs, log_ratio: Tensor, ratio: Tensor, masked: 
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """0 where the mask is empty."""
+    """Return the mean where the mask is; 0 where the mask is empty."""
     return values[mask].sum() / mask.sum().clamp(min=1)
 
 

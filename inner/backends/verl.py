@@ -45,7 +45,7 @@ class _Attached:
     uid: Any
 
     def has_rows(self, mask: Tensor, rewards: Tensor, uid: Any) -> bool:
-        """Are these the rows, in their order?   The very tensor says so; else rows that all differ from each other."""
+        """Whether these are the rows, in their order: by the very tensor, else by rows without two alike."""
         if mask is self.mask:
             return True
         if self.rewards is None or self.uid is None or uid is None or len(uid) != len(self.uid):

@@ -67,7 +67,7 @@ def generalized_jsd_loss(
 
 
 def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Where there is something to learn -> (...), bool."""
+    """Return the mask of the positions to learn, (...), bool: all without labels, else those without IGNORE."""
     return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if labels is None else labels != IGNORE
 
 
@@ -116,12 +116,12 @@ def or_uniform(logits: Tensor) -> Tensor:
 
 
 def floor_log_zero(logp: Tensor) -> Tensor:
-    """log 0 as the log of the smallest normal number (-87 in float32), so that no KL is infinite."""
+    """Replace log 0 by the log of the smallest normal number (-87 in float32), so that no KL is infinite."""
     return torch.where(logp.isneginf(), math.log(torch.finfo(logp.dtype).tiny), logp)
 
 
 def zero_on_graph(logits: Tensor) -> Tensor:
-    """0 that backward() can reach: a fresh leaf would let parallel workers disagree about the graph."""
+    """Return a 0 that backward() can reach: with a fresh leaf parallel workers would disagree about the graph."""
     return logits.masked_fill(~logits.isfinite(), 0.0).sum() * 0.0
 
 

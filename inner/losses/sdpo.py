@@ -81,7 +81,7 @@ def _renormalise_top(kept: Tensor) -> Tensor:
 
 
 def _with_tail(kept: Tensor) -> Tensor:
-    """(n, k) log-probs and log(1 - Σ e^kept) -> (n, k + 1)."""
+    """Append log(1 - Σ e^kept) to (n, k) log-probs -> (n, k + 1)."""
     mass = kept.logsumexp(-1, keepdim=True).clamp(max=FULL)
     return torch.cat([kept, (-mass.expm1()).log()], dim=-1)
 

@@ -38,7 +38,7 @@ def taid_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, t: f
 
 
 def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:
-    """(1 - t) S + t T_, where a zero weight silences even -inf."""
+    """Return (1 - t) S + t T_, where a zero weight silences even -inf."""
     student = student if student.dtype == torch.float64 else student.float()
     if t == 0:
         return student
@@ -89,7 +89,7 @@ class TAIDScheduler:
         return self.t
 
     def _adaptive_t(self, loss: float) -> float:
-        """Where this loss would take t without the line."""
+        """Return the t to which this loss would move t without the line."""
         previous = self.previous
         self.previous = loss
         if previous is None or self.disable_adaptive:

@@ -46,7 +46,7 @@ def action_message(text: str) -> Message:
 
 
 def action_key(text: str) -> str:
-    """Two actions are the same if their keys are. "" is no action."""
+    """Return an action's key: two actions are the same if their keys are. "" is no action."""
     calls = action_message(text).get("tool_calls")
     if calls:
         return calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
@@ -54,7 +54,7 @@ def action_key(text: str) -> str:
 
 
 def calls_key(calls: Sequence[tuple[str, Any]]) -> str:
-    """Of names and arguments."""
+    """Return the key of calls, by names and arguments."""
     named = [[name, _canonical_value(arguments)] for name, arguments in calls]
     return json.dumps(named, sort_keys=True, ensure_ascii=False)
 
@@ -98,7 +98,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> Any:
-    """As an object where they are one; a model's broken JSON stays the text that it is."""
+    """Parse a call's arguments as JSON; a model's broken JSON stays a text."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return arguments or {}

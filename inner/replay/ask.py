@@ -91,7 +91,7 @@ class Replay:
 
 
 class ReplayStopped(InnerError):
-    """Nothing more can be asked. `.replay` is what there is; the ledger has it too."""
+    """The replay cannot go on. `.replay` holds the answers so far; the ledger has them too."""
 
     def __init__(self, message: str, replay: Replay) -> None:
         super().__init__(message)
@@ -118,13 +118,13 @@ async def replay_trace(
 
     min_student_entropy  ask only where the student was unsure (nats per token); the others cost nothing
     agreement_threshold  with tiers: this many teachers in agreement need no further tier
-    key                  by what turns are compared (commands.py); None: as each state's `action_form` says
+    key                  the part of a turn that is compared (commands.py); None: as each state's `action_form` says
     timeout_s            for one whole exchange, from the connection to the last byte
     progress             None: a bar if stderr is a terminal
     ledger               an open Ledger is left open
     transport, clock     of httpx, of the waits between tries: for tests
 
-    InnerError: something is wrong with what was given, and nothing was sent. ReplayStopped: see above.
+    InnerError: an argument is wrong, and nothing was sent. ReplayStopped: see above.
     """
     _check_settings(max_total_usd=max_total_usd, concurrency=concurrency, tries=tries, timeout_s=timeout_s)
     _check_asked(states, teachers, min_student_entropy)
@@ -163,7 +163,7 @@ def tiers_of(teachers: Sequence[Teacher]) -> list[list[Teacher]]:
 def is_settled(
     state: TraceState, actions: Iterable[TeacherAction], agreement_threshold: float, key: str | Key | None = None
 ) -> bool:
-    """No need for the next tier: all agree with the student, or enough of them agree on one action."""
+    """Whether no further tier is needed: all agree with the student, or enough of them agree on one action."""
     compared = key_of(key, state.get("action_form"))
     keys = [compared(a["action"]) if a["action"] else None for a in actions]
     if not keys or None in keys:
@@ -266,7 +266,7 @@ class _RequestDispatcher:
         self._calls: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
 
     async def ask(self, state: TraceState, teacher: Teacher) -> TeacherAction | None:
-        """None: there is no answer and there was none to be had (ceiling, or the replay has stopped)."""
+        """Return a teacher's answer, from the ledger or by a request; None where the ceiling or a stop allows none."""
         body = request_body(teacher, state)
         digest = call_digest(teacher.url, body)
         answer = self.ledger.answers.get(digest)
@@ -398,7 +398,7 @@ NOT_SENT = Reading("stop", "the replay has stopped", 0)
 
 
 def _retry_delay_s(reading: Reading, attempt: int) -> float:
-    """As Retry-After asks; else 0.25, 0.5, 1, … 16 s."""
+    """Return the seconds before the next try: as Retry-After asks; else 0.25, 0.5, 1, … 16 s."""
     return reading.after_s if reading.after_s is not None else min(16.0, 0.25 * 2 ** (attempt - 1))
 
 
@@ -424,7 +424,7 @@ def _failed_answer(reading: Reading, cost_usd: float) -> dict[str, Any]:
 
 
 def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeout_s: float) -> None:
-    """Raises InnerError for a number that cannot work, before the first cent."""
+    """Raise InnerError for a number that cannot work, before the first cent."""
     if not 0 <= max_total_usd <= MOST_USD:
         raise InnerError(f"max_total_usd is {max_total_usd}: give the most you want to spend, in dollars.")
     if not (isfinite(timeout_s) and timeout_s > 0):
@@ -434,7 +434,7 @@ def _check_settings(*, max_total_usd: float, concurrency: int, tries: int, timeo
 
 
 def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_student_entropy: float | None) -> None:
-    """Raises InnerError for missing teachers, names that stand twice, and states without an entropy that is needed."""
+    """Raise InnerError for missing teachers, names that stand twice, and states without an entropy that is needed."""
     if not teachers:
         raise InnerError("there are no teachers: give one or more, for example DEFAULT_TEACHERS.")
     for what, names in (("teacher", [t.model for t in teachers]), ("state_id", [s["state_id"] for s in states])):
@@ -452,7 +452,7 @@ def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_
 
 
 def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
-    """Every request can be written, and its worst case be known. (Teachers differ in the model's name and prices.)"""
+    """Raise InnerError for a state without a valid request or worst case. (Teachers differ in name and prices.)"""
     for state in states:
         try:
             body = request_body(teacher, state)

@@ -30,7 +30,7 @@ from inner.replay.untrusted import load_json
 Key = Callable[[str], str]
 Calls = list[tuple[str, Any]]  # names and arguments
 
-# Arguments that inform somebody and change nothing: two agents that hand over to a human do the same thing.
+# Arguments that inform a reader and change nothing: two agents that hand over to a human do the same thing.
 SPOKEN = {
     "think": {"thought"},
     "finish": {"message", "outputs", "task_completed"},

@@ -12,7 +12,7 @@
 
 The deadline is for the whole exchange: a server that sends one byte a second never lets a timeout between two reads
 pass. The answer is asked for unpacked (`Accept-Encoding: identity`); one that comes packed is unpacked up to B. The
-body is UTF-8, whatever charset the headers name: they could name any codec of Python, and some are no text.
+body is read as UTF-8 under any charset in the headers: they could name any codec of Python, and some are no text.
 
 Not promised: that an endpoint which was cut off does not charge. That is why it counts as the worst case.
 """
@@ -32,8 +32,8 @@ from inner.replay.untrusted import printable_start
 
 log = logging.getLogger(__name__)
 
-BODY_FLOOR = 2**20  # whatever an endpoint may add to the answer: reasoning, log-probs, routing
-BYTES_PER_TOKEN = 64  # of text that anybody writes; the longest tokens are runs of blanks
+BODY_FLOOR = 2**20  # for an endpoint's additions to the answer: reasoning, log-probs, routing
+BYTES_PER_TOKEN = 64  # of ordinary text; the longest tokens are runs of blanks
 _HEADERS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 
 
@@ -60,7 +60,7 @@ async def send_and_read(
         reading = Reading("again", f"no connection to {teacher.url} ({error!r:.200})", cost_nano=0, unreachable=True)
     except _TooLarge as error:
         reading = Reading("failed", f"{teacher.url} sent {error}")
-    except (httpx.TransportError, httpx.StreamError) as error:  # sent, and nobody knows what became of it
+    except (httpx.TransportError, httpx.StreamError) as error:  # sent, with unknown outcome
         reading = Reading("again", f"the connection to {teacher.url} broke ({error!r:.200})")
     except Exception as error:
         log.warning("unforeseen while asking %s; counted at the worst case", teacher.url, exc_info=True)

@@ -28,7 +28,7 @@ MOST_HOLDERS = 1000  # processes on one machine that look for a ledger of their 
 
 
 class CeilingReached(Exception):
-    """This request does not fit under the ceiling any more."""
+    """The request does not fit under the ceiling any more."""
 
 
 class CostCeiling:
@@ -41,7 +41,7 @@ class CostCeiling:
         self._changed = asyncio.Condition()
 
     async def hold(self, reserve: int) -> None:
-        """Waits while what others hold may come back. CeilingReached when waiting cannot help."""
+        """Hold a reserve; wait while the others' reserves may come back. CeilingReached when waiting cannot help."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.held == 0 or self._fits_ceiling(reserve))
             if not self._fits_ceiling(reserve):
@@ -63,7 +63,7 @@ class LedgerError(InnerError):
 
 
 class LedgerHeld(LedgerError):
-    """Another process writes to this ledger."""
+    """The ledger is taken: another process writes to it."""
 
 
 class Ledger:
@@ -73,7 +73,7 @@ class Ledger:
         self.path = Path(path) if path is not None else None
         self.answers: dict[str, dict[str, Any]] = {}
         self._booked = 0
-        self._open_reserves: dict[int, int] = {}  # reserves of what was sent and has not come back
+        self._open_reserves: dict[int, int] = {}  # reserves of the requests that were sent and have not come back
         self._sent = 0
         self._whole = 0  # bytes of the file that are whole lines
         self._file = _open_alone(self.path) if self.path is not None else None
@@ -86,7 +86,7 @@ class Ledger:
 
     @property
     def spent_nano(self) -> int:
-        """By all processes with this ledger so far; a request in flight counts as its reserve."""
+        """Nano-dollars spent by all processes with this ledger so far; a request in flight counts as its reserve."""
         return self._booked + sum(self._open_reserves.values())
 
     def record_sent(self, call: str, state_id: str, teacher: str, reserve: int) -> int:
@@ -96,7 +96,7 @@ class Ledger:
         return self._sent
 
     def record_answer(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
-        """answer None: nothing to keep, the call may be made again."""
+        """Write down that a request came back.   answer: None where nothing is kept and the call may be made again."""
         line = {"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why}
         self._apply_line(line)  # even if the disk refuses it: this process has seen it
         self._write(line)
@@ -106,7 +106,7 @@ class Ledger:
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        """ASCII: an answer may hold what UTF-8 cannot. A line that does not fit on the disk leaves none of itself."""
+        """Write a line in ASCII: an answer may hold surrogates. A line that does not fit on the disk leaves no part."""
         if self._file is None:
             return
         raw = json.dumps(line).encode() + b"\n"
@@ -126,7 +126,7 @@ class Ledger:
             os.ftruncate(cast(Any, self._file).fileno(), self._whole)
 
     def _read_lines(self, file: IO[bytes]) -> None:
-        """Take in what is there. A torn last line (killed while writing) is cut off."""
+        """Apply the lines of the file. A torn last line (killed while writing) is cut off."""
         whole, _, torn = file.read().rpartition(b"\n")
         self._whole = len(whole) + 1 if whole else 0
         if torn:

@@ -167,12 +167,12 @@ async def replay_and_normalize_trace(
 
 
 def replay_and_normalize_trace_sync(*args: Any, **kwargs: Any) -> "tuple[Replay, list[NormalizedDPOPair]]":
-    """The same for callers without an event loop."""
+    """Run `replay_and_normalize_trace` for callers without an event loop."""
     return asyncio.run(replay_and_normalize_trace(*args, **kwargs))
 
 
 def normalized_pair(pair: DPOPair, chosen: str | None = None, rejected: str | None = None) -> NormalizedDPOPair:
-    """Both shapes of one pair. A recipe's mapper may have rewritten the strings; the messages follow them."""
+    """Return both shapes of one pair. A recipe's mapper may have rewritten the strings; the messages follow them."""
     chosen = pair["chosen"] if chosen is None else chosen
     rejected = pair["rejected"] if rejected is None else rejected
     return {

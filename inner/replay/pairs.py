@@ -1,4 +1,4 @@
-"""From the teachers' actions to the student's preference pairs.
+"""The student's preference pairs, out of the teachers' actions.
 
     support(X) = Σ weights of the teachers that did X         two ways to write the same call are one X, and so are
                                                               two texts with the same command (`key`, commands.py)
@@ -51,7 +51,7 @@ class DPOPair(TypedDict):
 
 @dataclass(frozen=True)
 class Vote:
-    """One action and who is for it."""
+    """One action and its teachers."""
 
     key: str
     action: str
@@ -68,9 +68,10 @@ def extract_dpo_pairs(
     teacher_weights: Mapping[str, float] | None = None,
     key: str | Key | None = None,
 ) -> list[DPOPair]:
-    """One pair for each state in which the teachers agree with each other and not with the student.
+    """Return a pair for each state in which the teachers agree with each other and not with the student.
 
-    key: by what turns are compared, a name or a function (commands.py); None: as each state's `action_form` says"""
+    key: the part of a turn that is compared, by name or by a function (commands.py); None: by each state's
+    `action_form`"""
     if shape not in ("count", "weighted", "variance"):
         raise InnerError(f"shape is {shape!r}: choose count, weighted or variance.")
     judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
@@ -89,7 +90,7 @@ def pair_outcomes(
     teacher_weights: Mapping[str, float] | None = None,
     key: str | Key | None = None,
 ) -> Counter[str]:
-    """How many states gave a pair, and why the others did not: report it with every set of pairs."""
+    """Count the states with a pair, and the reasons of the others: report it with every set of pairs."""
     judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
     return Counter(pair_outcome(state, votes, agreement_threshold, key) for state, votes in judged)
 
@@ -198,7 +199,7 @@ def _votes_by_state(
 
 
 def _warn_why_none(judged: Sequence[tuple[TraceState, list[Vote]]], outcomes: Sequence[str]) -> None:
-    """Teachers that write the same command under other thoughts look as if nobody agreed with anybody."""
+    """Warn of texts that all differ: teachers that write one command under other thoughts look as if none agreed."""
     prose = [
         state
         for (state, votes), outcome in zip(judged, outcomes, strict=True)

@@ -19,10 +19,10 @@ for. A cost that is no number from 0 to a million dollars is no cost: the worst 
 A token is at least one byte, so a prompt has no more tokens than bytes. Our prices travel along as OpenRouter's
 `max_price`: it refuses a provider that asks more.
 
-`read_response` takes any bytes whatever and raises nothing; exchange.py makes the same Readings of all that can happen
-before there is a response.
+`read_response` takes any bytes and raises nothing; exchange.py makes the same Readings of all failures before there is
+a response.
 
-Not promised: a bound on images, or on what an endpoint charges beyond its own prices.
+Not promised: a bound on images, or on an endpoint's charges beyond its own prices.
 """
 
 import email.utils
@@ -44,7 +44,7 @@ NANO = 1_000_000_000  # money is counted in whole nano-dollars: sums are exact
 MOST_USD = 1e6  # for one request: what is above is no cost
 MOST_TOKENS = 1e9  # of one request
 LONGEST_TOKEN = 64  # characters of an action for each of max_tokens; the longest tokens are runs of blanks
-HIDDEN_TOKENS = 1024  # what a provider's chat template and tool prompt may add to what we send
+HIDDEN_TOKENS = 1024  # added to our request by a provider's chat template and tool prompt, at most
 
 FREE = {402, 409, 425, 429, 503}
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
@@ -181,7 +181,7 @@ def read_response(teacher: Teacher, status: int, headers: Mapping[str, str], bod
 
 
 def stated_cost(teacher: Teacher, usage: Any) -> tuple[int | None, bool]:
-    """(nano-dollars or None, whether they are our estimate)"""
+    """Return (nano-dollars or None, whether they are our estimate)."""
     if not isinstance(usage, dict):
         return None, True
     if usage.get("cost") is not None:

@@ -9,8 +9,8 @@
     ╰── messages ──╯ action   │
     ╰────── messages ────────────╯ action           state_id = file : record : turn
 
-Each state says in what form its trace writes commands (`action_form`, commands.py): it is what teachers and student are
-compared by. SWE-agent's and SWE-smith's is read off the turns.
+Each state names the form in which its trace writes commands (`action_form`, commands.py): teachers and student are
+compared by these commands. SWE-agent's and SWE-smith's form is read off the turns.
 
 `tools` are the JSON schemas that the agent had: the files do not carry them, and without them a teacher cannot call.
 
@@ -75,7 +75,7 @@ def openhands_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
 def _trace_states(
     name: str, turns: list[Message], error_of: Callable[[Message], str | None], tools: Tools, reward: float | None
 ) -> list[TraceState]:
-    """Every turn of the assistant that did something, with what came before it."""
+    """Return a state for every turn of the assistant with an action: the action, and the messages before it."""
     clean = [_clean_turn(turn) for turn in turns]
     form = form_of(action_text(turn) for turn in clean if turn["role"] == "assistant") or "calls"
     states: list[TraceState] = []

@@ -1,11 +1,11 @@
-"""JSON and text that somebody else wrote: read within bounds, or refused with a reason.
+"""Untrusted JSON and text: read within bounds, or refused with a reason.
 
     bytes ─▶ UTF-8? ─▶ JSON? ─▶ at most DEEPEST levels? ─▶ a value        ValueError for everything else
     text  ─▶ no lone surrogate, no control character?   ─▶ None           else the reason
     text  ─▶ no chat template's own tokens?             ─▶ None           else the token
 
-A lone surrogate ("\\ud800") is valid JSON and no valid UTF-8: it breaks whoever writes it down. Deep nesting breaks
-every recursive reader, the standard library's too, with an exception that is no ValueError.
+A lone surrogate ("\\ud800") is valid JSON and no valid UTF-8: it breaks every program that writes it down. Deep nesting
+breaks every recursive reader, the standard library's too, with an exception that is no ValueError.
 
 Not promised: that TEMPLATE_TOKEN knows every model's tokens. Where the tokenizer is known, ask it (inner/reference.py).
 """
@@ -48,7 +48,7 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 def unfit_text(text: str) -> str | None:
-    """Why a text may not go into training data or a prompt; None where it may."""
+    """Say why a text may not go into training data or a prompt; None where it may."""
     if found := lone_surrogate(text):
         return f"a lone surrogate (U+{ord(found):04X}), which no UTF-8 can hold"
     if found := _CONTROL.search(text):
@@ -68,7 +68,7 @@ def template_token(text: str) -> str | None:
 
 
 def printable_start(text: str, longest: int = 300) -> str:
-    """The beginning of somebody else's text on one line of plain characters: for messages, logs and the ledger."""
+    """Return the beginning of an untrusted text on one line of plain characters: for messages, logs and the ledger."""
     return printable(" ".join(text[: 4 * longest].split()))[:longest]
 
 

@@ -52,12 +52,12 @@ class TaskSpec:
 
 
 def is_task(spelling: Any) -> bool:
-    """Does it name a package that we know?"""
+    """Whether it names a package that we know."""
     return isinstance(spelling, str) and spelling.partition(":")[0] in MODULES and ":" in spelling
 
 
 def check_spelling(setting: str, task: str | None) -> None:
-    """Raise InnerError for what names no package's task.   setting: "inner.data.task"."""
+    """Raise InnerError for a spelling that names no package's task.   setting: "inner.data.task"."""
     if task is None or (is_task(task) and task.partition(":")[2].strip()):
         return
     packages = " or ".join(f"{name}:NAME" for name in MODULES)

@@ -156,7 +156,7 @@ def _find_fault(taskset: Any, task: Any) -> str:
 
 
 def _asks_for_runtime(function: Any) -> bool:
-    """verifiers' own rule: a parameter `runtime` without a default."""
+    """Whether a function asks for a runtime, by verifiers' own rule: a parameter `runtime` without a default."""
     found = inspect.signature(function).parameters.get("runtime")
     return found is not None and found.default is inspect.Parameter.empty
 

@@ -45,14 +45,14 @@ def prompt_row(row: Any) -> dict[str, Any]:
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1.0 where the final number is the answer: the one after the last `####`, else the last one in the text."""
+    """Return 1.0 where the final number is the answer: the one after the last `####`, else the last in the text."""
     return [
         float(final_number(completion_text(c)) == final_number(a)) for c, a in zip(completions, answer, strict=True)
     ]
 
 
 def final_number(text: str, marked: bool = False) -> Decimal | None:
-    """`marked`: only a number behind `####` counts. 1,000 is 1000 is 1000.0 is $1,000."""
+    """Return a text's final number. 1,000 is 1000 is 1000.0 is $1,000.   marked: only a number behind `####` counts."""
     _, mark, behind = text.rpartition("####")
     if mark:
         found = _NUMBER.match(behind.strip().removeprefix("<").lstrip("`* "))

@@ -170,7 +170,7 @@ def _without_sections(text: str) -> str:
 
 
 def _signature(types: Mapping[str, Any], defaults: Mapping[str, Any]) -> inspect.Signature:
-    """(self, *, required …, optional = default …)"""
+    """Return the signature (self, *, required …, optional = default …)."""
     parameters = [
         inspect.Parameter(
             name,

@@ -48,8 +48,8 @@ from inner.replay.untrusted import load_json
 from inner.worlds.mcp_tools import tool_methods
 
 URL_ENV = "OPENENV_URL"
-# OpenEnv's names for what went wrong (mcp_types.ToolErrorType) -> ours; others stay as they are. Its execution_error
-# says nothing: a wrong type is one, so the hint reads the text.
+# OpenEnv's names of errors (mcp_types.ToolErrorType) -> ours; others stay as they are. Its execution_error says
+# nothing: a wrong type is one, so the hint reads the text.
 KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
 # fastmcp's own words for arguments that do not fit; OpenEnv 0.10 files them under execution_error or invalid_args
 _MISFIT = re.compile(r"\d+ validation errors? for call\[")
@@ -118,7 +118,7 @@ class OpenEnv:
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
-        """Of the episode so far."""
+        """Reward of the episode so far; None where the session was lost, or it ended without a reward."""
         if (self._lost and not self._broke) or (self._done and not self._rewards):
             return None
         so_far = float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))
@@ -373,7 +373,7 @@ def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, ti
 
 
 def _checked_object(value: Any, name: str) -> dict[str, Any]:
-    """Return the object; {} for what is missing.   Raises ValueError."""
+    """Return the object; {} for a missing one with a name.   Raises ValueError."""
     if isinstance(value, dict) or (name and value is None):
         return value or {}
     raise ValueError(f"no answer of an OpenEnv server: {name or 'it'} is no object, but {str(value)[:80]!r}")

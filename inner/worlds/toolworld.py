@@ -225,11 +225,11 @@ class ToolWorld:
         return tool
 
     def reward(self, completions: list[list[Message]], answer: list[int], **columns: Any) -> list[float]:
-        """1 when the last turn is the right number."""
+        """Return 1 for each completion whose last turn is the right number, else 0."""
         return [float(final_answer(turns) == str(want)) for turns, want in zip(completions, answer, strict=True)]
 
     def hint(self, row: Mapping[str, Any], error: str) -> str | None:
-        """After a name that does not exist: which one does."""
+        """Return the hint after an unknown tool's name: the right name."""
         right = self.right_name(row["kind"])
         return filter_hint(f"hint use {right}" if "not found" in error else None, right, error)
 

@@ -68,7 +68,7 @@ def _trained_in(session: SessionSummary, times: Sequence[float]) -> list[int]:
 
 
 def tally(blocks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> dict[str, dict[str, int]]:
-    """(slots, rows) -> slot -> how often each of NAMES."""
+    """Count: blocks of (slots, rows) -> slot -> how often each of NAMES."""
     found = dict[str, dict[str, int]]()
     for slots, rows in blocks:
         for i, slot in enumerate(slots):

@@ -6,7 +6,7 @@
     head["chunks"][n] is the version of chunk n: a page asks for a chunk again only where it changed, the newest first.
 
 A number is rounded to five digits; one that is not finite is null.  Texts are as replicas wrote them, without control
-characters: whoever shows them must show them as text (assets/, freeze.py).
+characters: a page must show them as text (assets/, freeze.py).
 
 Not promised: every event, every word of a rollout: NEWEST_EVENTS, LONGEST.
 """
@@ -172,7 +172,7 @@ def _marks(report: Report, began: float) -> list[dict[str, Any]]:
 
 
 def _step_at(ends: Sequence[float], at: float) -> float:
-    """Where on the axis of outer steps a time lies: step t's point is drawn at t, when it was committed."""
+    """Place of a time on the axis of outer steps: step t's point is drawn at t, when it was committed."""
     t = sum(end <= at for end in ends)
     if t == 0 or t == len(ends):
         return t - 0.5
@@ -196,7 +196,7 @@ def _events(report: Report, began: float) -> list[dict[str, Any]]:
 
 
 def _shortened(value: Any) -> Any:
-    """The same as plain data whose texts are printable and not endless."""
+    """Return the same value as plain data whose texts are printable and not endless."""
     if isinstance(value, str):
         text = shown(value)
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
@@ -230,7 +230,7 @@ def encode_chunks(chunks: Sequence[Mapping[str, Any]]) -> EncodedChunks:
 
 
 def chunks_of(report: Report) -> list[dict[str, Any]]:
-    """Of the steps that were read; a first glance has the newest alone."""
+    """Return the chunks of the steps that were read; a first glance has the newest alone."""
     slots = report.slots
     who = contribution_rows(report, slots)
     began = report.began
@@ -277,7 +277,7 @@ def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float
 
 
 def brief(value: float | None) -> float | None:
-    """Five digits; None for what is no number."""
+    """Round to five digits; None for a value that is not finite."""
     if value is None or not math.isfinite(value):
         return None
     if abs(value) >= 1e5:

@@ -4,8 +4,8 @@
       └─▶ frozen    data inlined; opens from disk; asks nobody for anything
       └─▶ live      asks for data/head.json, data/{n}.json: of a server (executors/cli/web.py) or a bucket (publish.py)
 
-A content security policy names the digests of the very scripts and styles that are in it: nothing else runs, whatever a
-rollout contains.  Data stand in a <script type="application/json">, in which json_bytes leaves no "<".
+A content security policy names the digests of the very scripts and styles that are in it: nothing else runs, also from
+a rollout's text.  Data stand in a <script type="application/json">, in which json_bytes leaves no "<".
 
 Not promised: a page for browsers before 2022.
 """
@@ -49,7 +49,7 @@ def live_page(name: str) -> bytes:
 
 
 def content_policy(connect: str = "'self'") -> str:
-    """Nothing but the page's own scripts and styles runs; nothing but its own data is asked for."""
+    """Return the policy: only the page's own scripts and styles run, and only its own data are asked for."""
     scripts = " ".join(_digest_of(asset_text(name)) for name in SCRIPTS)
     styles = " ".join(_digest_of(asset_text(name)) for name in STYLES)
     return (

@@ -1,13 +1,13 @@
-"""A run's page put beside the run, so that whoever may read the bucket sees the run in a browser, with no server.
+"""A run's page put beside the run, so that a reader of the bucket sees the run in a browser, with no server.
 
     page/index.html          the live page; asks for what lies beside it
     page/data/{n}.json       chunks of outer steps, again where one has changed
     page/data/head.json      last: it names no chunk that is not there
 
 The only writer in diloco/runlog, and of these keys alone.  They are a view: `put` writes over them, no replica and no
-command reads them, and whoever deletes them deletes a picture (decision 048).
+command reads them, and with them only a picture is lost (decision 048).
 
-Not promised: that it is true.  Who can write to the bucket can write another page; a seal does not cover it.
+Not promised: that it is true.  Any writer to the bucket can write another page; a seal does not cover it.
 """
 
 from collections.abc import Mapping

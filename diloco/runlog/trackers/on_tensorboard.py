@@ -70,7 +70,7 @@ class TensorBoardTracker:
             self._writer = None
 
     def _begin(self) -> "EventFileWriter":
-        """This writer's own event file; whoever has nothing to write makes none."""
+        """Open this writer's own event file; a writer without rows makes none."""
         from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
             EventFileWriter,
         )
@@ -80,7 +80,7 @@ class TensorBoardTracker:
 
 
 def newest_step(folder: Path) -> int:
-    """Of all rows in the event files of a folder; −1 if there is none.  A torn record ends its file."""
+    """Return the newest step of a folder's event files; −1 if there is none.  A torn record ends its file."""
     from tensorboard.backend.event_processing.event_file_loader import (  # pyright: ignore[reportMissingImports]
         EventFileLoader,
     )
@@ -95,7 +95,7 @@ def markdown_table(samples: Sequence[Sample]) -> str:
 
 
 def _cell_of(value: object) -> str:
-    """On one line, with nothing that would begin a cell."""
+    """Return the value as a Markdown cell: on one line, with each | escaped."""
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")
 
 

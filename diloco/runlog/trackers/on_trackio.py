@@ -6,8 +6,8 @@
     write  one row with log_id = {nonce}-{step}: the database has each log_id once and ignores another row with it
 
 So a row is there once even if its answer was lost, or two machines write at the same time.  `trackio.log` gives each
-call a new log_id and keeps what fails for later, so that nobody knows what is there; hence the calls below it, which
-are those of the version that the extra names.
+call a new log_id and keeps failed rows for later, so that the written rows are unknown; hence this file calls the
+functions below it, as they are in the version that the extra names.
 
     trackio show --project {project}
 

@@ -6,8 +6,8 @@
 
     WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_MODE as always.   `wandb sync` takes the files of one run in order.
 
-A killed writer loses what its helper process had not sent or written by then; the next one writes it again, since
-nobody has it.
+A killed writer loses the rows that its helper process had not sent or written by then; the next writer writes them
+again, since the server does not have them.
 
 Not promised: offline, one curve in two folders: each has all of it, so sync one of the two.  Online, that a helper
 process which outlives a killed writer has nothing left to send when the next one asks; wandb numbers the rows that it
@@ -75,7 +75,7 @@ class WandbTracker:
 
 
 def run_id(run: TrackedRun) -> str:
-    """The same wherever the run is read from, and another for a run founded anew."""
+    """Return the run's id in wandb: the same for every reader of the run, and another for a run founded anew."""
     return f"diloco-{run.nonce}"[:64]
 
 

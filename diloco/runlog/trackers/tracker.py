@@ -29,7 +29,7 @@ class TrackerError(ConfigError):
 
 
 class TrackerBusy(TrackerError):
-    """Another process of this machine writes to the same tracker; the same command may do later."""
+    """The tracker is taken: another process of this machine writes to it; the same command may work later."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class CurveTracker(Protocol):
     name: str
 
     def open(self, run: TrackedRun) -> int:
-        """Begin, or go on; -> the newest row that it has, −1 for none.  Raises TrackerError for what a person mends."""
+        """Begin, or go on; -> the newest row that it has, −1 for none.  Raises TrackerError for a fault to mend."""
         ...
 
     def write(self, point: CurvePoint, samples: Sequence[Sample]) -> None:
-        """One row, with its table.  Rows come in order, each later than the newest that it has."""
+        """Write one row, with its table.  Rows come in order, each later than the newest that it has."""
         ...
 
     def close(self) -> None:
-        """Whatever was written is handed over."""
+        """Hand over all written rows."""
         ...

@@ -42,7 +42,7 @@ HINTS = {
 class HubJob:
     """One job of a run, as the Hub tells it.
 
-    limit_s: what was asked for as its time-out.   given_s: what the Hub says it is, None where it does not say.
+    limit_s: the time-out that was asked for.   given_s: the one that the Hub names, None where it names none.
     ran_s: seconds that are billed.   finished: Unix time, 0 while it has not.
     run: the run's label.
     """
@@ -66,7 +66,7 @@ class HubJob:
 
     @property
     def age(self) -> tuple[float, str]:
-        """Sorts the oldest first, and the same in every process."""
+        """A key that sorts the oldest first, and the same in every process."""
         return self.created, self.id
 
 
@@ -104,20 +104,20 @@ class Hub:
 
     @property
     def namespace(self) -> str:
-        """Asked for once: the client would ask before every call."""
+        """The namespace, asked for once: the client would ask before every call."""
         with self._lock:
             if not self._namespace:
                 self._namespace = self.patient("whoami", lambda: self.api.whoami()["name"])
             return self._namespace
 
     def check_login(self) -> None:
-        """Raises Refused where the Hub does not know this token."""
+        """Raise Refused where the Hub does not know this token."""
         self.patient("whoami", lambda: self.api.whoami())
 
     # ------------------------------------------------------------------ patience
 
     def patient(self, what: str, request: Callable[[], T], pauses: Sequence[float] = PAUSES) -> T:
-        """The answer, after as many tries as there are pauses and one."""
+        """The answer, after at most one try more than there are pauses."""
         for pause in (*pauses, None):
             try:
                 return request()
@@ -146,12 +146,12 @@ class Hub:
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def all_jobs(self) -> list[HubJob]:
-        """List the jobs of all runs, whoever started them: a job with all of our labels is ours.  One try."""
+        """List the jobs of all runs, of any launcher: a job with all of our labels is ours.  One try."""
         found = [self._job_from_row(row) for row in self._list_rows({})]
         return [job for job in found if job.run and job.slot and job.attempt]
 
     def _list_rows(self, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Page by page.  Not `list_jobs`: that one hides what the Hub says of the time-out, and retries for long."""
+        """Yield rows, page by page.  `list_jobs` would hide the Hub's word on the time-out, and retry for long."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         api = self.api
@@ -166,7 +166,7 @@ class Hub:
             params = None
 
     def job(self, run: str, job_id: str) -> HubJob | None:
-        """One job of the run, or None if the Hub knows none of that name, or by its label another's.  One try."""
+        """One job of the run; None if the Hub knows no such job, or its label is another run's.  One try."""
         try:
             info = self.api.inspect_job(job_id=job_id, namespace=self.namespace)
         except Exception as error:
@@ -177,9 +177,9 @@ class Hub:
         return job if job.run == run_label(run) else None
 
     def start(self, run: str, slot: str, attempt: int, limit_s: int, attempts: int = 1, **wanted: Any) -> HubJob:
-        """One job, which the Hub starts at most `attempts` times.
+        """Start one job, which the Hub starts at most `attempts` times.
 
-        After every doubtful answer a look whether it is there: the Hub would start a second one.
+        After every doubtful answer, look whether it is there: the Hub would start a second one.
         """
         labels = {"run": run_label(run), "slot": slot, "attempt": str(attempt), "limit": str(limit_s)}
         name = f"{labels['run']}-{slot}-{attempt}"[:100]
@@ -207,7 +207,7 @@ class Hub:
         raise AssertionError("the last try returns or raises")
 
     def cancel(self, job_id: str) -> None:
-        """Two tries.  One that the Hub does not know needs none."""
+        """Cancel a job, in at most two tries.  A job that the Hub does not know is no error."""
         self.patient(f"cancel {job_id}", lambda: self._cancel(job_id), PAUSES[:1])
 
     def _cancel(self, job_id: str) -> None:
@@ -227,7 +227,7 @@ class Hub:
             )
 
     def lines(self, job_id: str, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Its output.  A running job's is followed, or read until it pauses for a few seconds."""
+        """The output of a job.  That of a running job is followed, or read until it pauses for a few seconds."""
         yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
 
     def _job_from_info(self, info: Any) -> HubJob:
@@ -275,7 +275,7 @@ class Hub:
         return bucket_id
 
     def _add_files(self, bucket_id: str, files: list[tuple[bytes, str]]) -> None:
-        """Without its progress bars, which are for files that take longer."""
+        """Add files without the client's progress bars, which are for files that take longer."""
         from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
         quiet = are_progress_bars_disabled()
@@ -288,7 +288,7 @@ class Hub:
 
 
 def is_transient(error: BaseException) -> bool:
-    """May the same request do better later?  (Its effect may have happened all the same.)"""
+    """Whether the same request may do better later.  (Its effect may have happened all the same.)"""
     if (status := status_of(error)) is not None:
         return status in (408, 425, 429) or status >= 500
     client = any(c.__module__.startswith(("httpx", "httpcore")) for c in type(error).__mro__)
@@ -296,7 +296,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_access_denied(error: BaseException) -> bool:
-    """Does the Hub not let us in?  That says nothing of what was asked for."""
+    """Whether the Hub does not let us in.  That says nothing about the request."""
     return status_of(error) in (401, 403)
 
 
@@ -315,14 +315,14 @@ def as_executor_error(what: str, error: Exception) -> ExecutorError:
 
 
 def until_here() -> float:
-    """In a job: the time that `renew` wrote into its labels last; 0 if it never did."""
+    """The time that `renew` wrote last into the labels of this process's job; 0 if it never did."""
     hub = Hub(os.environ.get(NAMESPACE, ""), SystemClock())
     labels = hub.api.inspect_job(job_id=os.environ["JOB_ID"], namespace=hub.namespace).labels or {}
     return float(labels.get(UNTIL, 0.0))
 
 
 def run_label(run: str) -> str:
-    """The same for a URL with and without a slash at its end."""
+    """The label of a run, the same for a URL with and without a slash at its end."""
     return short_name(run.rstrip("/"), 16)
 
 

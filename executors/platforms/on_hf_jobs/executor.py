@@ -7,9 +7,9 @@
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
     ERROR ▶ FAILED with the exit code that its last log line tells; LOST if it was cut off before that line
 
-A replica's job is attempted once: whoever replaces it (the supervisor) must know.  The supervisor's own job is started
-again by the Hub when its host dies; it takes over by its lease, so two at once launch nobody twice.  Nothing is kept on
-this machine.
+A replica's job is attempted once: the supervisor, which replaces it, must know.  The supervisor's own job is started
+again by the Hub when its host dies; it takes over by its lease, so two at once launch no replica twice.  Nothing is
+kept on this machine.
 
 Not promised: what the platform does before it kills a job; a replica survives a SIGKILL at any moment.
 """
@@ -40,10 +40,10 @@ from executors.platforms.on_hf_jobs.jobs import ANSWER_S, JobLists, best_last, j
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
-HOSTED = "executors.supervision.hosted"  # what a supervisor's job runs
+HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
 WATCH_S = 12 * 3600.0
 WATCHES = 10  # times that the Hub may start one supervisor's job: it ends well, and not again, once it has said goodbye
-DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # of what a replica needs; nobody has measured it on the platform
+DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # of a replica's packages; not measured on the platform
 END_LINES = 64  # of a log: enough to see how it ended
 
 
@@ -54,7 +54,7 @@ class HFJobsExecutor(Executor):
     secrets: names of environment variables of this process; their values go into the jobs' secrets and nowhere else.
     env: plain variables of every job.   image: any with `uv`, and Python of the version that runs here.
     packages: top-level packages or modules of yours that the entry point needs.
-    code: a requirement to run instead of what is installed here, as "serverless-diloco[train,diloco]==0.1.0"; or
+    code: a requirement to run instead of the installation here, as "serverless-diloco[train,diloco]==0.1.0"; or
     "image": `image` has it installed, with all that it needs, and a job downloads no package.
     pip: packages that a reward of your own needs, beside those that the project needs.
     vllm: replicas generate with it: they get the versions of vllm_pins.py.
@@ -149,15 +149,15 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def memory_key(self, handle: Handle) -> Launch:
-        """A handle means its launch: of several live jobs of one launch the oldest counts."""
+        """The launch of the handle: of several live jobs of one launch the oldest counts."""
         return launch_of(handle)
 
     def needs_look(self, handle: Handle) -> bool:
-        """Also at a launch that was given up: a job that comes of it is to be ended."""
+        """Whether to look; also at a launch that was given up: a job that comes of it is to be ended."""
         return super().needs_look(handle) if handle.native else launch_of(handle) in self._jobs.given_up
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """One list of jobs per run; and once for each job that did not end well, its last lines.
+        """Ask for one list of jobs per run, and for the last lines of each job that did not end well.
 
         Second jobs of one launch are cancelled.
         """
@@ -174,7 +174,7 @@ class HFJobsExecutor(Executor):
         return [_status_or_error(h, answers[h]) for h in handles]
 
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
-        """listed: the jobs of its launch."""
+        """Look at one launch.   listed: its jobs."""
         own = (
             [] if any(j.id == handle.native for j in listed) else [self._hub.job(handle.run, handle.native)]
         )  # a list may lag
@@ -187,7 +187,7 @@ class HFJobsExecutor(Executor):
             return Status(handle, State.PENDING, job.message)
         if not job.ended:
             return Status(handle, State.RUNNING, job.message)
-        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a supervisor's ends well however it ended
+        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a supervisor's job always ends well
         lines = [] if done else _last_lines(self._hub, job.id)
         began_at = job.finished - job.ran_s if job.finished else 0.0
         return replace(ended(handle, job, lines), began_at=began_at, ended_at=job.finished)
@@ -200,7 +200,7 @@ class HFJobsExecutor(Executor):
         return self._hub.patient(what, lambda: list(self._hub.lines(handle.native, tail=tail)))
 
     def stream_log(self, handle: Handle) -> Iterator[str]:
-        """The client resumes a dropped stream; where it gives up a 503 is enough."""
+        """Stream the log.  The client resumes a dropped stream, but gives up at a 503."""
         try:
             for line in self._hub.lines(handle.native, follow=True):
                 yield from replica_lines([line])
@@ -219,11 +219,11 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Its launch may have ended, and another job of it may still run."""
+        """Whether it has a job: its launch may have ended, and another job of it may still run."""
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """These jobs, and all others of their launches; later those whose run the Hub does not say now."""
+        """End these jobs, and all others of their launches; later those whose run the Hub does not tell now."""
         going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
@@ -234,7 +234,7 @@ class HFJobsExecutor(Executor):
         return [self._handle_for(run, job) for job in self._jobs.alive(run)]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """All jobs in this namespace that have our labels."""
+        """End all jobs in this namespace that have our labels."""
         found = self._hub.patient("list jobs", self._hub.all_jobs)
         alive = [job for job in found if not job.ended]
         self._jobs.end(() if dry_run else [job.id for job in alive])
@@ -244,12 +244,12 @@ class HFJobsExecutor(Executor):
         return [self._handle_for(run, job) for job in best_last(self._jobs.list_patiently(run))]
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
-        """A job on the cheapest hardware."""
+        """Start a job on the cheapest hardware."""
         return self.launch_specs([replace(spec, gpu=(CPU,), timeout_s=spec.timeout_s or WATCH_S)])[0]
 
 
 def _download_words(flavor: str, price: float | None) -> str:
-    """A job keeps nothing for the next one, and its minutes are billed from its start.   price: USD per hour."""
+    """A note: a job keeps nothing for the next one, and is billed from its start.   price: USD per hour."""
     cost = "" if price is None else f", about {dollars(price * DOWNLOAD_S / 3600)} on {flavor}"
     return (
         f"each launch downloads its packages first (torch for CUDA and the rest, some {DOWNLOAD_GB:g} GB: minutes, "
@@ -266,7 +266,7 @@ def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: R
 
 
 def _last_lines(hub: Hub, job_id: str) -> list[str]:
-    """Empty if the Hub has none any more; raises if it may give them later."""
+    """The last lines, none if the Hub has none any more; raises if it may give them later."""
     try:
         return list(hub.lines(job_id, tail=END_LINES))
     except Exception as error:
@@ -303,7 +303,7 @@ def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
 
 
 def _timed_out(job: HubJob) -> str:
-    """Did the platform's time limit end it?  If that came before its time: with what was asked for."""
+    """The words if the platform's time limit ended it, else "".  A limit that came too early is named as such."""
     if "timeout" not in job.message.lower():
         return ""
     cut = f", and not the {job.limit_s} s that were asked for" if job.ran_s < 0.9 * job.limit_s else ""
@@ -311,7 +311,7 @@ def _timed_out(job: HubJob) -> str:
 
 
 def refused(outcome: object) -> bool:
-    """Is it certain that no job came of it?"""
+    """Whether it is certain that no job came of it."""
     return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
 
 

@@ -1,4 +1,4 @@
-"""From a spec to what a Hugging Face job is asked for.
+"""A spec as the arguments of a Hugging Face job.
 
     spec ─▶ checked  its flavor; or why not: unknown hardware (with what there is), a run on this machine, no secret
          ─▶ job      image    one with uv and the Python of this machine
@@ -34,14 +34,14 @@ BUCKET = "diloco-code"
 IMAGE = f"ghcr.io/astral-sh/uv:python{sys.version_info.major}.{sys.version_info.minor}-bookworm"
 INSTALLED = "image"  # for `code`
 TIMEOUT_S = 6 * 3600.0
-START_S = 900  # of the platform's limit: for the download of what the replica needs, before its own clock runs
+START_S = 900  # of the platform's limit: for the download of the replica's packages, before its own clock runs
 CPU = "cpu-basic"
 HERE_ONLY = ("file", "memory")
 
 
 @dataclass
 class Recipe:
-    """The fields are what HFJobsExecutor is made with."""
+    """The fields are the arguments of HFJobsExecutor."""
 
     hub: Hub
     hardware: str
@@ -58,7 +58,7 @@ class Recipe:
     _lock: Any = field(default_factory=threading.Lock)
 
     def checked(self, spec: ReplicaSpec) -> tuple[str, str]:
-        """(its flavor, why it cannot be started or "").  Raises for what is wrong with all of them."""
+        """Return (its flavor, why it cannot be started or "").  Raises ExecutorError for a fault of all specs."""
         self._secret_values(spec)
         scheme, colon, _ = spec.run.partition("://")
         if not colon or scheme in HERE_ONLY:
@@ -93,7 +93,7 @@ class Recipe:
         }
 
     def limit(self, spec: ReplicaSpec) -> int:
-        """The platform's; the replica leaves by itself before."""
+        """The platform's time limit in seconds; the replica leaves by itself before."""
         return int(self._lifetime_s(spec)) + START_S
 
     def _lifetime_s(self, spec: ReplicaSpec) -> float:
@@ -140,7 +140,7 @@ class Recipe:
         return self.code != INSTALLED
 
     def _uv_command(self, vllm: bool) -> tuple[list[str], list[Any]]:
-        """How the job gets its packages, and what it mounts for that.   vllm: with it."""
+        """The command that gets the job its packages, and the volumes that it mounts.   vllm: with vLLM."""
         if not self.downloads:
             return [], []
         run = ["uv", "run", "--no-project", "--python", f"{sys.version_info.major}.{sys.version_info.minor}"]

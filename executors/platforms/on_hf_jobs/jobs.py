@@ -14,7 +14,7 @@ from executors.platforms.base import ExecutorError
 from executors.platforms.executor import Launch
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 
-ANSWER_S = 10.0  # a poll takes no longer; what is not known by then is stale
+ANSWER_S = 10.0  # a poll takes no longer; a status that is not known by then is stale
 
 
 class JobLists:
@@ -27,7 +27,7 @@ class JobLists:
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
     def list_run(self, run: str) -> list[HubJob]:
-        """One try."""
+        """List the jobs of a run, in one try."""
         self._lists[run] = found = self._hub.jobs(run)
         return found
 
@@ -42,7 +42,7 @@ class JobLists:
         return [j.id for run in self._lists for j in self.alive(run) if (run, j.slot, j.attempt) in launches]
 
     def settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
-        """Of several jobs of one launch the oldest; of one whose time-out was cut short, the reason to end it."""
+        """End second jobs, and those with too short a time-out; -> per launch its oldest job, or why that was ended."""
         (listed,) = at_once([lambda: self.list_patiently(run)]) if started else ([],)
         if isinstance(listed, Exception):  # they have been started all the same
             return {}
@@ -55,14 +55,14 @@ class JobLists:
         return {**first, **{(run, j.slot, j.attempt): text.format(j.given_s, j.limit_s) for j in short}}
 
     def is_of_run(self, run: str, job_id: str) -> bool:
-        """By the label that the Hub keeps: a log may name any job."""
+        """Whether the job is the run's, by the label that the Hub keeps: a log may name any job."""
         return any(job.id == job_id for job in self.alive(run)) or self._hub.job(run, job_id) is not None
 
     def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
         at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)
 
     def end_later(self, ids: Iterable[str]) -> None:
-        """With the next poll, those that it lists under their run."""
+        """End jobs with the next poll, if it lists them under their run."""
         self._unwanted.update(ids)
 
     def _cancel(self, job_id: str) -> None:
@@ -74,20 +74,20 @@ class JobLists:
             print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
 
     def end_unwanted(self, jobs: Iterable[tuple[str, HubJob]]) -> None:
-        """End those that we wanted to end, what came of launches that we gave up, and second jobs of one launch."""
+        """End the jobs that we wanted to end, jobs of launches that we gave up, and second jobs of one launch."""
         alive = [(run, job) for run, job in jobs if not job.ended]
         ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self.given_up]
         self.end([*ids, *(j.id for _, j in second_jobs(alive))], ANSWER_S)
 
 
 def job_that_counts(jobs: Iterable[HubJob]) -> HubJob | None:
-    """Of the jobs of one launch the one that runs it: the oldest that lives, else the oldest that nobody cancelled."""
+    """The job that runs its launch: the oldest live one, else the oldest that was not cancelled, else the oldest."""
     rank = lambda job: (job.ended, job.stage == "CANCELED", *job.age)  # noqa: E731
     return min(jobs, key=rank, default=None)
 
 
 def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]:
-    """Of the live jobs of each launch all but the oldest."""
+    """All live jobs of each launch but the oldest."""
     found: list[tuple[str, HubJob]] = []
     there = set[Launch]()
     for run, job in sorted(alive, key=lambda pair: pair[1].age):
@@ -98,6 +98,6 @@ def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]
 
 
 def best_last(jobs: Iterable[HubJob]) -> list[HubJob]:
-    """Of each slot the job that runs comes last, else the newest attempt; of two of one attempt the oldest."""
+    """The jobs, sorted: per slot the live job comes last, else the newest attempt; of two of one attempt the oldest."""
     youngest_first = sorted(jobs, key=lambda job: job.age, reverse=True)
     return sorted(youngest_first, key=lambda job: (not job.ended, job.attempt))

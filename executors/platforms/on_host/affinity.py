@@ -1,9 +1,9 @@
-"""Which cores and which GPU of this machine each slot may use.
+"""The cores and the GPU of this machine that each slot may use.
 
     cores = 2    r00 ─▶ 0, 1    r01 ─▶ 2, 3    …  and from the first again
     gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0
 
-Not promised: that nobody else uses them.
+Not promised: that no other process uses them.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from rendezvous import layout
 
-ANY = "any"  # a GPU, whichever
+ANY = "any"  # any GPU
 
 
 class Affinity:
@@ -28,7 +28,7 @@ class Affinity:
         self._gpus = tuple(visible_gpus() if gpus is None else map(str, gpus))
 
     def cores(self, spec: ReplicaSpec) -> list[int]:
-        """[]: all of them."""
+        """The cores of a replica; []: all of them."""
         if not self._cores:
             return []
         there = sorted(os.sched_getaffinity(0))
@@ -60,7 +60,7 @@ def visible_gpus() -> list[str]:
 
 
 def _place_in_line(slot: str) -> int:
-    """0 for what is no replica's slot."""
+    """The slot's index; 0 for a name that is no replica's slot."""
     try:
         return layout.slot_index(slot)
     except ValueError:

@@ -7,11 +7,11 @@
                            (in the user's own ~/.local/state/diloco when the run is not a folder of this machine)
 
 The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
-Anybody may have written those, or copied them with the run.  So nothing is signalled but our own children, and
+Any writer may have made those, or copied them with the run.  So nothing is signalled but our own children, and
 processes that say themselves that they work for this run (diloco/run_marks.py).
 A process writes its name card before anything else, and there is one card per (slot, attempt): whenever a launcher
 dies, and however many there are, one process runs it.
-Replicas neither die nor hang with whoever launched them; `diloco.replica --parent` is how they notice.
+Replicas neither die nor hang with their launcher; by `diloco.replica --parent` they notice its end.
 
 Not promised: an exit code for a process whose launcher and fork server are both gone (it is LOST, then).
 """
@@ -59,7 +59,7 @@ FORK_ENV = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
 }  # else torch.cuda.is_available() in the server spoils CUDA after a fork
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
-REAP_S = 5.0  # from a death until its exit code is written down, if anybody does
+REAP_S = 5.0  # from a death until its exit code is written down, if a parent does so
 
 
 class LocalProcessExecutor(Executor):
@@ -97,7 +97,7 @@ class LocalProcessExecutor(Executor):
         self._children = set[tuple[int, int]]()  # pid and start of all that we started
         self._kills = oom.Kills()
         self._starved = dict[Handle, str]()
-        self._dead: dict[Handle, float] = {}  # since when; its exit code is not written yet
+        self._dead: dict[Handle, float] = {}  # the time of that; its exit code is not written yet
 
     # ------------------------------------------------------------------ starting
 
@@ -115,7 +115,7 @@ class LocalProcessExecutor(Executor):
         return replace(super().new_handle(spec), host=machine_name(), files=str(self._file_stem(spec)))
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
-        """One that was launched before, by somebody who is gone, does not start again."""
+        """Start the processes.  A launch that has a name card does not start again, also if its launcher is gone."""
         found: dict[int, Handle | OSError] = {}
         requests: dict[int, dict[str, Any]] = {}
         for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU is told before any starts
@@ -138,7 +138,7 @@ class LocalProcessExecutor(Executor):
         return [x if isinstance(x, Handle) else NotStarted(str(x)) for x in answers]
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
-        """They leave with the last process that was told to wait for them, whatever `until` is."""
+        """Note this process as a launcher: they leave with the last one noted, for any `until`."""
         for handle in handles:
             make_folder((stem := self._file_stem(handle)).parent)
             with appended(f"{stem}{child.LAUNCHERS}") as file:
@@ -160,7 +160,7 @@ class LocalProcessExecutor(Executor):
     def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
         if not requests:
             return []
-        if self._server is None or not self._server.alive:  # somebody killed it; its children run on
+        if self._server is None or not self._server.alive:  # it is gone; its children run on
             self._server = self._start_server()
             self._forked = set()
         found = self._server.fork(requests)
@@ -184,7 +184,7 @@ class LocalProcessExecutor(Executor):
         return born
 
     def _file_stem(self, one: ReplicaSpec | Handle) -> Path:
-        """Where its files are, whatever a handle that was read says of that."""
+        """The path of its files without their endings, never taken from a handle that was read."""
         return (self._folder or process_folder(one.run)) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
@@ -193,7 +193,7 @@ class LocalProcessExecutor(Executor):
         return True
 
     def needs_look(self, handle: Handle) -> bool:
-        """Also after its end: its exit code may be written a little later."""
+        """Whether to look; also after its end, since its exit code may be written a little later."""
         return self.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
@@ -225,7 +225,7 @@ class LocalProcessExecutor(Executor):
         return self._starved[handle]
 
     def _exit_of(self, handle: Handle) -> tuple[int | None, bool]:
-        """(exit code, has it ended?)"""
+        """Return (exit code, whether it has ended)."""
         server = self._server
         if server is not None and handle.pid in self._forked:
             code = server.exits.get(handle.pid)
@@ -237,7 +237,7 @@ class LocalProcessExecutor(Executor):
         if self.may_run(handle):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
-        if code is None and handle.files:  # dead: whoever launched it reaps it, and writes the code after that
+        if code is None and handle.files:  # dead: its parent reaps it, and writes the code after that
             since = self._dead.setdefault(handle, self._clock.now())
             return None, self._clock.now() - since > REAP_S
         return code, True
@@ -254,7 +254,7 @@ class LocalProcessExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Is its process there, as far as is known?  One that works for another run is not its process."""
+        """Whether its process is there, as far as is known.  A process of another run is not its process."""
         own = (handle.pid, handle.started) in self._children
         return _is_here(handle) and (own or run_marks.works_for(handle.pid, handle.run) is not False)
 
@@ -265,7 +265,7 @@ class LocalProcessExecutor(Executor):
             processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
-        """Per slot the process that runs, else the one that was launched last."""
+        """Find processes; per slot the running one comes last, else the one that was launched last."""
         named = [p.stem.rpartition(".") for p in (self._folder or process_folder(run)).glob("*.*.json")]
         launches = [Handle(run, slot, int(n), self.name) for slot, _, n in named if n.isascii() and n.isdecimal()]
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
@@ -283,7 +283,7 @@ class LocalProcessExecutor(Executor):
 
 
 def process_folder(run: str) -> Path:
-    """Where the local files of a run's processes are."""
+    """The folder on this machine for the files of a run's processes."""
     scheme, colon, rest = run.partition("://")
     if not colon or scheme == "file":
         return Path(rest if colon else run).absolute() / "processes"
@@ -291,7 +291,7 @@ def process_folder(run: str) -> Path:
 
 
 def make_process_folder(run: str) -> Path:
-    """The same, made and looked at.   Raises OSError if something else stands there."""
+    """Make and check that folder; -> it.   Raises OSError if something else stands there."""
     return make_folder(process_folder(run))
 
 
@@ -316,7 +316,7 @@ def claimed_process(run: str, claim: Claim) -> Handle | None:
 
 
 def unproven_process(run: str, claim: Claim) -> Handle | None:
-    """The process of this machine that the claim names, which does not say for whom it works: never one to kill."""
+    """The process of this machine that the claim names, if it names no run that it works for: never one to kill."""
     handle = _handle_of(run, claim)
     return handle if _is_here(handle) and run_marks.works_for(handle.pid, run) is None else None
 
@@ -361,7 +361,7 @@ def _written_code(stem: Path, handle: Handle) -> int | None:
 
 
 def _reap_group(process: subprocess.Popen[bytes]) -> int | None:
-    """Its exit code once it has ended; whatever it has left in its group ends too."""
+    """The exit code of a process once it has ended; the rest of its group ends too."""
     if process.returncode is None and hasattr(os, "waitid"):
         with suppress(ChildProcessError, ProcessLookupError):
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

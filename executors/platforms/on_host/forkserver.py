@@ -11,7 +11,7 @@ Not multiprocessing's: that one waits for its children when the parent exits, ho
 imports the parent's main module again.  This one lives in a session of its own and outlives its parent until its
 last child has ended, so that every exit code is written down.
 
-Requests that are still unread when the parent dies are not served: whoever comes after it starts what is missing.
+Requests that are still unread when the parent dies are not served: the next launcher starts the missing processes.
 
 Not promised: a fork of anything that needs threads or a device in the server.  It must never start
 a thread, and nothing it imports may open a device: both do not survive a fork.
@@ -67,7 +67,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self, requests: Sequence[Mapping[str, Any]], timeout_s: float = 300.0) -> list[tuple[int, int] | OSError]:
-        """-> pid and start of a new process for each request, in their order; an error for each that has none."""
+        """Fork; -> pid and start of a new process for each request, in their order, or an error where there is none."""
         found: list[tuple[int, int] | OSError] = []
         try:
             for request in requests:
@@ -143,7 +143,7 @@ class _Server:
         self._linked = True
 
     def serve(self) -> None:
-        """Until the parent is gone and the last child has ended."""
+        """Serve until the parent is gone and the last child has ended."""
         while self._linked or self._children:
             sources: list[Any] = [self._wake, self._link] if self._linked else [self._wake]
             ready = select.select(sources, [], [])[0]
@@ -161,12 +161,12 @@ class _Server:
         self._linked = bool(data)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            if self._parent_gone():  # whoever comes after it starts what is missing
+            if self._parent_gone():  # the next launcher starts the missing processes
                 return
             self._handle_message(json.loads(line))
 
     def _parent_gone(self) -> bool:
-        """Has it closed its end, after whatever it said before?"""
+        """Whether the parent has closed its end; its last requests may still be unread."""
         closed = select.poll()
         closed.register(self._link, select.POLLHUP)
         return bool(closed.poll(0))
@@ -187,7 +187,7 @@ class _Server:
         self._send_answer({"forked": pid, "started": self._children[pid][1]})
 
     def _become_replica(self, request: dict[str, Any]) -> NoReturn:
-        """In the child: never returns to the server's loop."""
+        """Run the replica, in the child; never returns to the server's loop."""
         code = 1
         try:
             os.setsid()
@@ -207,7 +207,7 @@ class _Server:
                 continue
             files, started = self._children.pop(pid)
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what it has left behind; it had a group of its own
+                os.killpg(pid, signal.SIGKILL)  # the processes that it has left behind; it had a group of its own
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(OSError):  # a folder that is gone, a full disk: the parent still hears it
                 entrypoint.write_end(files, pid, started, code)
@@ -219,7 +219,7 @@ class _Server:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import what can be imported; the replica itself will say what is missing."""
+    """Import the modules that can be imported; the replica itself will report a missing one."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -231,6 +231,6 @@ def preload(names: Sequence[str]) -> None:
 
 
 def serve() -> None:
-    """The server process: its standard input is the socket."""
+    """Run the server process, whose standard input is the socket."""
     with socket.socket(fileno=os.dup(0)) as link:
         _Server(link).serve()

@@ -1,4 +1,4 @@
-"""The code that runs on Modal, and what both sides share: names, functions, the register of launches.
+"""The code that runs on Modal, and the parts that both sides share: names, functions, the register of launches.
 
     app diloco-{run}-{hash}        one per run
     ├── replica-{key}   one function per kind of container (GPUs, time limit, secrets); its body is `replica`
@@ -43,7 +43,7 @@ CRASHES = 3  # containers of one launch that may die without a word
 
 
 def app_name(run: str) -> str:
-    """Of the app and of the dict.  At most 64 letters, digits, dots and dashes."""
+    """The name of the app and of the dict: at most 64 letters, digits, dots and dashes."""
     return f"{PREFIX}{short_name(run)}"
 
 
@@ -68,14 +68,14 @@ class Register:
         return cls(sdk().Dict.from_name(name, create_if_missing=create))
 
     def claim(self, spec: ReplicaSpec, call: str, note: Note) -> dict[str, Any]:
-        """-> the entry of the call that runs this launch: ours, if nobody was before us."""
+        """Claim this launch; -> the entry of the call that runs it: ours, unless another one was before us."""
         entry = {"call": call, "launched_at": note.launched_at, "usd_per_hour": note.usd_per_hour}
         if self._entries.put(f"launch/{spec.slot}.{spec.attempt}", entry, skip_if_exists=True):
             return entry
         return self._entries[f"launch/{spec.slot}.{spec.attempt}"]
 
     def look(self) -> tuple[dict[tuple[str, int], dict[str, Any]], dict[str, int]]:
-        """(slot, attempt) -> entry, of every launch; slot -> its newest attempt."""
+        """Return two dicts: (slot, attempt) -> entry, of every launch; slot -> its newest attempt."""
         launched: dict[tuple[str, int], dict[str, Any]] = {}
         newest: dict[str, int] = {}
         for key, entry in self._entries.items():
@@ -88,24 +88,24 @@ class Register:
         return launched, newest
 
     def note_twin(self, spec: ReplicaSpec, call: str, note: Note) -> None:
-        """A container of a call that is one too many was started, and is billed."""
+        """Note that a container of a call that is one too many was started, and is billed."""
         entry = {"call": call, "launched_at": time.time(), "usd_per_hour": note.usd_per_hour}
         self._entries[f"twin/{spec.slot}.{spec.attempt}/{call}"] = entry
 
     def twins(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """(slot, attempt, entry) of every such call."""
+        """Return (slot, attempt, entry) of every such call."""
         found = [(key.split("/"), e) for key, e in self._entries.items() if key.startswith("twin/")]
         launches = [(launch.rpartition("."), e) for (_, launch, _), e in found]
         return [(slot, int(attempt), e) for (slot, _, attempt), e in launches]
 
     def names(self, handle: Handle) -> bool:
-        """Did this run launch that call?  Who writes into the run's store cannot write here."""
+        """Whether this run launched that call.  A writer of the run's store cannot write here."""
         launch = f"{handle.slot}.{handle.attempt}"
         entry = self._entries.get(f"launch/{launch}") or {}
         return entry.get("call") == handle.native or self._entries.contains(f"twin/{launch}/{handle.native}")
 
     def announce(self, attempts: Mapping[str, int]) -> None:
-        """Before a launch: an older attempt that only starts now is not wanted any more."""
+        """Announce attempts before their launch: an older attempt that only starts now is not wanted any more."""
         self._entries.update({f"newest/{slot}": attempt for slot, attempt in attempts.items()})
 
     def newest(self, slot: str) -> int:
@@ -131,7 +131,7 @@ class Register:
         self._entries[f"left/{spec.slot}.{spec.attempt}/{n}"] = time.time()
 
     def crashes(self, spec: ReplicaSpec, n: int) -> int:
-        """How many containers before the n-th ended without a word."""
+        """The number of containers before the n-th that ended without a word."""
         return sum(not self._entries.contains(f"left/{spec.slot}.{spec.attempt}/{i}") for i in range(1, n))
 
     def ask(self, slot: str, attempt: int) -> None:
@@ -144,14 +144,14 @@ class Register:
         self._entries["until"] = until
 
     def until(self) -> float:
-        """How long the word of a launcher counts that nobody supervises (Unix time); 0 without one."""
+        """The Unix time until which the word of a launcher without a supervisor counts; 0 without one."""
         return self._entries.get("until", 0.0)
 
     def kinds(self) -> list[Kind]:
         return [Kind.from_dict(raw) for raw in self._entries.get("kinds", [])]
 
     def fingerprint(self) -> str:
-        """Of the image and the source that were deployed last."""
+        """The fingerprint of the image and the source that were deployed last."""
         return self._entries.get("fingerprint", "")
 
     def objects(self) -> dict[str, str]:
@@ -185,7 +185,7 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
             return ended(None, f"its container died {note.crashes} times without a word: out of memory, or killed")
         try:
             end = run_replica(raw, NAME, until=register.until)
-            return end if n == 1 else {**end, "began": 0.0}  # of its earlier containers nobody knows
+            return end if n == 1 else {**end, "began": 0.0}  # its earlier containers have left no times
         except BaseException:
             with suppress(Exception):
                 register.leave(spec, n)

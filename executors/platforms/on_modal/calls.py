@@ -31,9 +31,9 @@ MOST_ENTRIES = 20_000
 
 
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
-    """Its status, and its end if it has one.  Raises if Modal does not answer.
+    """The status of a call, and its end if it has one.  Raises if Modal does not answer.
 
-    began: is it known that its container has begun?
+    began: whether its container is known to have begun.
     """
     modal = sdk()
     e = modal.exception
@@ -91,7 +91,7 @@ def lines_of(found: list[Any]) -> list[str]:
 
 
 class Follower:
-    """New lines, each once, whatever happens to the connection."""
+    """New lines, each once, also over broken connections."""
 
     def __init__(self, handle: Handle, clock: Clock) -> None:
         self._handle = handle
@@ -101,7 +101,7 @@ class Follower:
         self._part = ""
 
     def follow(self, over: Callable[[], bool], tail: int | None = None) -> Iterator[str]:
-        """Until `over()`.   tail: of what is there already, only the last lines."""
+        """Yield lines until `over()`.   tail: this many, at most, of the lines that are there already."""
         pause = FOLLOW_S
         first = True
         while True:
@@ -121,7 +121,7 @@ class Follower:
             yield self._part
 
     def new(self, tail: int | None = None) -> list[str]:
-        """Raises Unavailable."""
+        """The new whole lines.   Raises Unavailable."""
         found = log_entries(self._handle, self._clock, self._since, tail, tries=1)
         seen = Counter[tuple[datetime, str]]()
         text = self._part

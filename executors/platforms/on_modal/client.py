@@ -49,7 +49,7 @@ def sdk() -> Any:
 
 
 def inside_container() -> bool:
-    """Is this one of Modal's containers, or a child of its process?  `modal.is_local()` is True in such a child."""
+    """Whether this is one of Modal's containers, or a child of its process, where `modal.is_local()` is True."""
     return os.environ.get("MODAL_IS_REMOTE") == "1"
 
 
@@ -89,7 +89,7 @@ def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None =
 
 
 def is_access_denied(error: BaseException) -> bool:
-    """Does Modal not let us in?"""
+    """Whether Modal does not let us in."""
     return isinstance(error, (sdk().exception.AuthError, sdk().exception.PermissionDeniedError))
 
 
@@ -102,7 +102,7 @@ def access_denied_error(error: BaseException) -> Refused:
 
 
 def no_answer(error: BaseException) -> bool:
-    """Does it say nothing about what was asked for, but that Modal or the way there has trouble?"""
+    """Whether it says nothing about the request: Modal or the way there has trouble, or does not let us in."""
     e = sdk().exception
     service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
     if isinstance(error, OSError):
@@ -113,7 +113,7 @@ def no_answer(error: BaseException) -> bool:
 
 
 def check_account(secrets: Iterable[str], run: str) -> None:
-    """Is there a token, the environment that is set here, and each secret in it?  Raises ExecutorError."""
+    """Check the token, the environment that is set here, and each secret in it.  Raises ExecutorError."""
     with translated_errors():
         environment = sdk().config.config["environment"] or ""
         try:
@@ -131,7 +131,7 @@ def check_account(secrets: Iterable[str], run: str) -> None:
 
 
 def check_secret(name: str, run: str) -> str:
-    """-> its id.  Raises ExecutorError if the workspace has none of that name."""
+    """Return the secret's id.  Raises ExecutorError if the workspace has none of that name."""
     try:
         return sdk().Secret.from_name(name).hydrate().object_id
     except sdk().exception.NotFoundError:
@@ -148,7 +148,7 @@ def live_apps() -> list[str]:
 
 
 def volume_id(name: str) -> str:
-    """-> its id; it is made if there is none."""
+    """Return the volume's id; it is made if there is none."""
     return sdk().Volume.from_name(name, create_if_missing=True, version=2).hydrate().object_id
 
 

@@ -43,7 +43,7 @@ class Deployments:
         self._clock = clock
         self._registers: dict[tuple[str, bool], Register] = {}
         self._deployed: dict[str, set[str]] = {}  # run -> functions, and packages of entry points
-        self._expected: dict[str, set[Kind]] = {}  # run -> what will be launched later
+        self._expected: dict[str, set[Kind]] = {}  # run -> kinds that will be launched later
         self._functions: dict[tuple[str, str], Any] = {}
 
     def kind_of(self, spec: ReplicaSpec) -> Kind:
@@ -56,16 +56,16 @@ class Deployments:
         )
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Launches that follow: one deploy has what they need, too."""
+        """Note launches that follow: one deploy has their kinds, too."""
         for spec in specs:
             self._expected.setdefault(spec.run, set()).add(self.kind_of(spec))
 
     def prepare(
         self, run: str, specs: Sequence[ReplicaSpec], like: Sequence[ReplicaSpec] = (), function: str = ""
     ) -> dict[tuple[str, int], dict[str, Any]]:
-        """Deploy what is missing to launch these; -> what has been launched before.
+        """Deploy the missing functions for these specs; -> the launches so far.
 
-        function: in this one, which will launch what is `like` those.  Inside a container nothing is deployed.
+        function: the one that runs these, and will launch specs `like` those.  Inside a container nothing is deployed.
         """
         with translated_errors():
             return ask_patiently(lambda: self._missing_deployed(run, specs, like, function), self._clock)
@@ -94,7 +94,8 @@ class Deployments:
         self._deployed.setdefault(run, set()).update(needed)
 
     def _is_deployed(self, run: str, specs: Sequence[ReplicaSpec], functions: set[str]) -> bool:
-        """Is all of it there, from this very code?  A deploy under calls that run is a risk, so none is made then."""
+        """Whether all of it is there, from this very code.  A deploy under calls that run is a risk, so none is made
+        then."""
         register = self.register_of(run)
         mine = self._fingerprint_of(specs)
         kinds = self._expected_kinds(run, specs)
@@ -102,7 +103,7 @@ class Deployments:
             return False
         if not self._object_ids(run, kinds).items() <= register.objects().items():
             return False
-        with suppress(sdk().exception.NotFoundError):  # somebody stopped the app
+        with suppress(sdk().exception.NotFoundError):  # the app was stopped
             for name in functions:
                 sdk().Function.from_name(app_name(run), name).hydrate()
             return True
@@ -149,11 +150,14 @@ class Deployments:
         return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
 
     def register_of(self, run: str, create: bool = False) -> Register:
-        """create: if there is none; only a launch does."""
+        """The register of a run.   create: make it if there is none; only a launch does."""
         return self._registers.setdefault((run, create), Register.open(app_name(run), create))
 
     def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
-        """-> its entry in the register.  If somebody was faster, ours would go by itself; ending it saves its start."""
+        """Spawn a call; -> the launch's entry in the register.
+
+        If another call was faster, ours would go by itself; ending it saves its start.
+        """
         run = self._functions[spec.run, function]
         call = ask_patiently(lambda: run.spawn(spec.to_dict(), note.to_dict()), self._clock)
         entry = ask_patiently(lambda: self.register_of(spec.run).claim(spec, call.object_id, note), self._clock)
@@ -166,7 +170,7 @@ class Deployments:
         self._deployed.pop(run, None)
 
     def forget(self, run: str) -> None:
-        """The run's app and register are gone."""
+        """Forget a run whose app and register are gone."""
         self.doubt(run)
         self._registers = {key: register for key, register in self._registers.items() if key[0] != run}
 

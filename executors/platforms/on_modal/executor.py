@@ -44,21 +44,21 @@ from executors.platforms.vllm_pins import pinned_version
 from rendezvous.clock import Clock
 
 AT_ONCE = 32
-ANSWER_S = 20.0  # a poll takes no longer; what is not known by then is stale
+ANSWER_S = 20.0  # a poll takes no longer; a status that is not known by then is stale
 SUPERVISOR_CRASHES = 10
-MEMORY_MIB = 16 * 1024  # a container's limit where nobody knows the size of the model
+MEMORY_MIB = 16 * 1024  # a container's limit where the model's size is not known
 T = TypeVar("T")
 
 
 class ModalExecutor(Executor):
     """image: a modal.Image or the name of one in a registry (default: Debian with the versions installed here).
 
-    gpu, secrets, timeout_s: for specs that do not say.  gpu: kinds in order of preference; whichever is free is taken.
+    gpu, secrets, timeout_s: for specs that do not say.  gpu: kinds in order of preference; Modal takes a free one.
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
     max_cores, max_memory_mib: what it may use at most, and is billed for (default: twice the cores; 16 GiB).
     pip: packages that a reward of your own needs, beside those that the project needs.
     vllm: replicas generate with it: their image has the versions of vllm_pins.py.
-    hub_cache: a Volume that keeps what containers take from the Hugging Face Hub; made if there is none ("": no such).
+    hub_cache: a Volume that keeps downloads from the Hugging Face Hub; made if there is none ("": no such).
     """
 
     name = modal_app.NAME
@@ -95,7 +95,7 @@ class ModalExecutor(Executor):
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="modal")
         packages = (pip,) if isinstance(pip, str) else pip
         self._apps = Deployments(image, packages, self._default, self._clock, vllm=vllm)
-        self._ends: dict[str, Mapping[str, Any]] = {}  # call -> how it ended, with its value and its last lines
+        self._ends: dict[str, Mapping[str, Any]] = {}  # call -> its end, with its value and its last lines
         self._twins = Twins(self._clock)
 
     # ------------------------------------------------------------------ what a launch would do
@@ -105,7 +105,7 @@ class ModalExecutor(Executor):
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
-        if any(not self.fault_of(s) for s in specs) and not inside_container():  # else nobody could rent at the price
+        if any(not self.fault_of(s) for s in specs) and not inside_container():  # without an account no price holds
             check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
@@ -148,7 +148,7 @@ class ModalExecutor(Executor):
         self._apps.expect(specs)
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
-        """A small function; inside a container what it launches is deployed already."""
+        """Start a small function; inside a container the functions for its launches are deployed already."""
         spec = replace(spec, secrets=(), timeout_s=spec.timeout_s or DAY_S)
         if why := self.fault_of(spec):
             raise ExecutorError(why)
@@ -162,7 +162,7 @@ class ModalExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec, known: Mapping[str, Any] | None) -> Handle | NotStarted:
-        """One process; a launch that is known already is not repeated."""
+        """Start one process; a launch that is known already is not repeated."""
         kind = self._apps.kind_of(spec)
         watches = spec.slot == SUPERVISOR
         crashes = SUPERVISOR_CRASHES if watches else modal_app.CRASHES
@@ -172,7 +172,7 @@ class ModalExecutor(Executor):
             known = known or self._apps.spawn(timed, note, SUPERVISE if watches else kind.function)
         except Exception as error:  # the connection, the service, a function that is not there
             self._apps.doubt(spec.run)
-            if no_answer(error):  # nobody's fault, and perhaps it was started: its container would tell
+            if no_answer(error):  # no fault of the replica, and perhaps it was started: its container would tell
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
             return NotStarted(f"Modal did not start it: {error}")
         return _handle_from_entry(spec.run, spec.slot, spec.attempt, known)
@@ -203,7 +203,7 @@ class ModalExecutor(Executor):
         return modal_calls.Follower(handle, self._clock).follow(ended, tail)
 
     def make_result(self, status: Status) -> Result:
-        """Its last lines came with its end, if it came to one of its own."""
+        """The result; its last lines came with its end, if the container reported one."""
         tail = tuple(self._ends.get(status.handle.native, {}).get("tail", ()))
         if tail:
             return Result(status.handle, status.state, status.reason, status.exit_code, tail=tail)
@@ -225,7 +225,7 @@ class ModalExecutor(Executor):
         return sorted(handles, key=lambda handle: handle.attempt)
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        """Second calls of one launch whose containers were started."""
+        """Find second calls of one launch whose containers were started."""
         try:
             new = self._twins.new(run, self._apps.register_of(run))
         except sdk().exception.NotFoundError:  # nothing was ever launched, or it was purged
@@ -237,7 +237,7 @@ class ModalExecutor(Executor):
         return [h for h in new if h.native not in {k.native for k in known}]
 
     def sweep(self, run: str) -> list[str]:
-        """Noted calls are cancelled; if there are calls that nobody noted, the app is stopped, and they end with it."""
+        """Cancel noted calls; if there are calls without a note, stop the app, and they end with it."""
         with translated_errors():
             try:
                 register = Register.open(app_name(run), create=False)
@@ -254,7 +254,7 @@ class ModalExecutor(Executor):
         return [*found, *([f"{nameless} calls of {app_name(run)} that no launch names"] if nameless > 0 else [])]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """All apps of ours in this environment."""
+        """End all apps of ours in this environment."""
         names = [name for name in live_apps() if name.startswith(PREFIX)]
         with translated_errors():
             for name in () if dry_run else names:
@@ -263,14 +263,14 @@ class ModalExecutor(Executor):
         return [f"the app {name} on {self.name}, with all that runs in it" for name in names]
 
     def shutdown(self, run: str) -> None:
-        """End everything of a run, also calls that nobody noted: its app is stopped."""
+        """End everything of a run, also calls without a note: its app is stopped."""
         _at_once(self._threads, lambda h: self._apps.register_of(run).ask(h.slot, h.attempt), self.find(run))
         with translated_errors(), suppress(sdk().exception.NotFoundError):
             ask_patiently(lambda: sdk().App.lookup(app_name(run)).stop(), self._clock)
         self._apps.doubt(run)
 
     def purge(self, run: str) -> list[str]:
-        """The app, with everything that may still run in it, and then its register."""
+        """Remove the app, with everything that may still run in it, and then its register."""
         name = app_name(run)
         e = sdk().exception
         removed = list[str]()
@@ -291,7 +291,7 @@ class ModalExecutor(Executor):
 
 
 def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
-    with suppress(Exception):  # who cannot be reached ends at a later poll, or by its lease
+    with suppress(Exception):  # a call that cannot be reached ends at a later poll, or by its lease
         register = apps.register_of(handle.run)
         if not register.names(handle):  # a log named it: it is another's
             return True
@@ -302,7 +302,7 @@ def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
 
 
 def _at_once(threads: ThreadPoolExecutor, act: Callable[[Handle], T], handles: Iterable[Handle]) -> list[T | None]:
-    """For each; None where there was no answer in time."""
+    """The answer for each handle; None where there was none in time."""
     futures: list[Future[T]] = [threads.submit(act, h) for h in handles]
     wait(futures, timeout=ANSWER_S)
     return [f.result() if f.done() else (f.cancel(), None)[1] for f in futures]

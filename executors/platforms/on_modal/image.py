@@ -52,7 +52,7 @@ def _with_packages(base: Any, pip: Sequence[str], ours: Sequence[str]) -> Any:
 
 
 def fingerprint(base: Any, pip: Sequence[str], entrypoints: Iterable[str], *, vllm: bool = False) -> str:
-    """Of an image and the source that is mounted in it; "" for a modal.Image, which does not say what it is."""
+    """The digest of an image and the source that is mounted in it; "" for a modal.Image, whose contents are unknown."""
     if base is not None and not isinstance(base, str):
         return ""
     packages = [*pinned_requirements(), *(vllm_requirements() if vllm else ())]
@@ -77,7 +77,7 @@ def _foreign_packages(entrypoints: Iterable[str]) -> list[str]:
 
 
 def with_source(image: Any, entrypoints: Iterable[str]) -> Any:
-    """And the project, as it is here; and the packages of entry points that are not the project's."""
+    """Add the project, as it is here, and the packages of entry points that are not the project's."""
     others = _foreign_packages(entrypoints)
     image = image.add_local_python_source(*PACKAGES, ignore=NO_SOURCE)
     return image.add_local_python_source(*others) if others else image

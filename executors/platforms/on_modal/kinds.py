@@ -2,12 +2,12 @@
 
     usd_per_hour = Σ (price of the GPU × how many) + cores × 0.047 + GiB × 0.008        at the hard limits
 
-Modal bills what is reserved, or what is used where that is more; without a limit nobody knows how much that may be.
+Modal bills what is reserved, or what is used where that is more; without a limit the latter may be any amount.
 
 A table with a date: `modal billing rates` tells today's, but under names that Modal does not document, so that a
 person has to read them.  `ModalExecutor(prices={…})` corrects the table.
 
-Not promised: that it is today's.  A chosen region costs 1.5 to 1.75 times as much: counted 1.75.
+Not promised: that the table is today's.  A chosen region costs 1.5 to 1.75 times as much: counted 1.75.
 """
 
 import hashlib
@@ -51,11 +51,11 @@ HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, 8 whi
 
 @dataclass(frozen=True)
 class Kind(Plain):
-    """One kind of container.   gpu: in order of preference; Modal takes what is free.
+    """One kind of container.   gpu: in order of preference; Modal takes a free one.
 
-    region: "" for any.   cores, memory_mib: what is reserved, and paid for in any case.
-    max_cores, max_memory_mib: hard limits of what may be used, which is paid for too; 0: the same.
-    hub_cache: the Volume in which what was taken from the Hugging Face Hub is kept; "" for none.
+    region: "" for any.   cores, memory_mib: reserved, and paid for in any case.
+    max_cores, max_memory_mib: hard limits of the use, which is paid for too; 0: the same.
+    hub_cache: the Volume that keeps downloads from the Hugging Face Hub; "" for none.
     """
 
     gpu: tuple[str, ...]
@@ -70,7 +70,7 @@ class Kind(Plain):
 
     @property
     def most(self) -> tuple[float, int]:
-        """(cores, MiB) that may be used at all."""
+        """The (cores, MiB) that may be used at all."""
         return max(self.cores, self.max_cores), max(self.memory_mib, self.max_memory_mib)
 
     @property
@@ -93,12 +93,12 @@ class Kind(Plain):
 
     @property
     def small(self) -> "Kind":
-        """For a supervisor."""
+        """The kind of a supervisor's container."""
         size = {"cores": 0.5, "memory_mib": 1024, "max_cores": 0.5, "max_memory_mib": 2048}
         return replace(self, gpu=(), timeout_s=DAY_S, hub_cache="", **size)
 
     def usd_per_hour(self, prices: Mapping[str, float]) -> float | None:
-        """Of a list of GPUs the dearest, for nobody knows which one it will be; None if one has no known price."""
+        """The price; of a list of GPUs the dearest counts, as any of them may come.  None if one has no known price."""
         known = {**USD_PER_HOUR, **{name.upper(): price for name, price in prices.items()}}
         kinds = [_split_gpu(g) for g in self.gpu]
         if any(kind not in known for kind, _ in kinds):
@@ -115,7 +115,7 @@ class Kind(Plain):
         return f"a container on Modal, {size} {self.timeout_s / 3600:g} h, {cost}"
 
     def options(self) -> dict[str, Any]:
-        """For app.function.  No retries: what we run does not raise, and the register bounds its crashes."""
+        """Options of app.function.  No retries: our function does not raise, and the register bounds its crashes."""
         gpu: Any = list(self.gpu) if len(self.gpu) > 1 else self.gpu[0] if self.gpu else None
         return {
             "gpu": gpu,
@@ -131,7 +131,7 @@ class Kind(Plain):
         }
 
     def _hub_cache_options(self) -> dict[str, Any]:
-        """The cache alone, and not HF_HOME: a token that somebody saves there is not for every container to read.
+        """Mount the cache alone, and not HF_HOME: a token that is saved there is not for every container to read.
 
         Writers cannot hurt each other: a file is downloaded under a name of its own and renamed (huggingface_hub 2),
         and what two of them bring is the same.  Version 2, since version 1 is for five writers.
@@ -143,13 +143,14 @@ class Kind(Plain):
 
 
 def memory_limit_mib(parameters: int, trained: int | None = None) -> int:
-    """Of a replica with so many parameters, in whole GiB.   trained: of an adapter, if the rest is only loaded."""
+    """The limit in MiB, whole GiB, of a replica with so many parameters.   trained: those of an adapter, if the rest is
+    only loaded."""
     held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
     return 1024 * math.ceil((BASE_MIB + held / 2**20) / 1024)
 
 
 def gpu_fault(gpu: str) -> str:
-    """Why Modal cannot give that, or ""."""
+    """Why Modal cannot give that GPU, or ""."""
     kind, count = _split_gpu(gpu)
     if kind not in USD_PER_HOUR:
         return f"Modal has no GPU called {gpu!r}. It has {', '.join(USD_PER_HOUR)}; several of one kind: H100:8"

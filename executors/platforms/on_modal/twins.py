@@ -1,4 +1,4 @@
-"""Calls of a Modal app that no launch names: their reply was lost, and the client or somebody else called again.
+"""Calls of a Modal app that no launch names: their reply was lost, and the client or another launcher called again.
 
     register: launch/r00.1 ─▶ the one call that runs it
               twin/r00.1/CALL ◀── a container that finds another call there, notes itself and goes
@@ -46,7 +46,7 @@ def _twin_handle(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) ->
 
 
 def count_inputs(run: str, register: Register) -> int:
-    """How many calls of the run's app wait or run, whoever made them."""
+    """The number of calls of the run's app that wait or run, of any caller."""
     functions = [*(kind.function for kind in register.kinds()), SUPERVISE]
     return sum(_count_function_inputs(app_name(run), name) for name in functions)
 

@@ -13,7 +13,7 @@ The folder must be on a file system that every node sees, as must a run that is 
 code, so it lies where its owner alone may write, and never in the run.  A job is cancelled by its id and its name
 together: an id that a log names counts only if Slurm calls that job by this run's name.  Slurm is told not to start
 a job again after a preemption, and submitit not to after a time-out: the supervisor does.  A secret is an environment
-variable of whoever launches; sbatch hands it on.
+variable of the launcher; sbatch hands it on.
 
 Not promised: a price (give `usd_per_hour` if your site bills), nor how fast Slurm kills after the grace (KillWait).
 """
@@ -88,7 +88,7 @@ WHY_GONE = {
 
 
 class SlurmExecutor(Executor):
-    """folder: where jobs keep their files (default: ~/.diloco/slurm); nobody else may write there.
+    """folder: where jobs keep their files (default: ~/.diloco/slurm); no other user may write there.
 
     sbatch: submitit's names for sbatch's options.   timeout_s: of jobs whose spec has none.
     """
@@ -145,7 +145,7 @@ class SlurmExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
-        """Submit it unless somebody has; -> the handle on its card."""
+        """Submit it unless another launcher has; -> the handle on its card."""
         folder = self._folder_of(spec)
         try:
             with launches_wait("the jobs' files"):
@@ -154,7 +154,7 @@ class SlurmExecutor(Executor):
                 while not create_exclusively(folder / f"submit.{turn}"):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
-                    turn += 1  # who had the turn died over it; its job, if there is one, finds no input and ends
+                    turn += 1  # the launcher with that turn died; its job, if there is one, finds no input and ends
             return self._submit_job(spec, folder)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             return NotStarted(str(error))
@@ -216,13 +216,13 @@ class SlurmExecutor(Executor):
         return root / _plain_name(str(Path(rest if colon else run).absolute()) if local else run)
 
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
-        """Where its files are, whatever a handle that was read says of that."""
+        """The folder of its files, never taken from a handle that was read."""
         return self._run_folder(one.run) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """One call of squeue for all that have not ended, and one of sacct for those that it has forgotten."""
+        """Call squeue once for all that have not ended, and sacct once for those that it has forgotten."""
         open_ones = [h for h in handles if written_end(self._folder_of(h)) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
@@ -264,7 +264,7 @@ class SlurmExecutor(Executor):
         return Status(handle, state, "gone, and it left no result")
 
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
-        """(job id -> what Slurm tells of those that it knows; why there is no answer)"""
+        """Return (job id -> Slurm's words about a job that it knows, why there is no answer)."""
         ids = [h.native for h in handles]
         told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T|%j", "-j", ",".join(ids)])
         if left := [i for i in ids if i not in told]:  # it forgets them some minutes after their end
@@ -282,7 +282,7 @@ class SlurmExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """One that has ended by itself is not marked as cancelled, so all are polled first."""
+        """Cancel.  A job that has ended by itself is not marked as cancelled, so all are polled first."""
         super().cancel([s.handle for s in self.poll(handles) if not s.state.ended], grace_s)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
@@ -321,12 +321,12 @@ def _import_submitit() -> Any:
 
 
 def _job_name(one: ReplicaSpec | Handle) -> str:
-    """As Slurm knows it: one run's launch, and no other's."""
+    """The job's name in Slurm: one run's launch, and no other's."""
     return f"diloco-{short_name(one.run.rstrip('/'))}-{one.slot}.{one.attempt}"
 
 
 def _scancel(handle: Handle, kill: bool) -> None:
-    """Slurm itself compares the name: a job of this id that is called otherwise is left alone."""
+    """Cancel by id and name.  Slurm compares the name: a job of this id that is called otherwise is left alone."""
     one = [f"--name={_job_name(handle)}", "--", handle.native]
     if kill:
         _run_quietly(["scancel", *one])
@@ -345,7 +345,7 @@ def _gpu_kind(gpu: str) -> str:
 
 
 def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError | None]:
-    """("id|state|name" lines as a dict, why there was no answer)"""
+    """Return ("id|state|name" lines as a dict, why there was no answer)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -363,6 +363,6 @@ def _no_answer(command: str, said: str) -> ExecutorError:
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """A job that is gone already is no error."""
+    """Run a command; a job that is gone already is no error."""
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=sys.stderr, check=False, timeout=60)

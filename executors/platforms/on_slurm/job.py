@@ -1,4 +1,4 @@
-"""One Slurm job: what it runs on its node, and the files by which it is known.
+"""One Slurm job: its function on its node, and the files by which it is known.
 
     r00.1/  submit.1   who submits; made by one process only
             card.json  the handle
@@ -33,7 +33,7 @@ LOCAL_JOB = "submitit.local._local"  # the module that submitit's local mode run
 
 
 class Asked(BaseException):
-    """Somebody wants this job to go."""
+    """A signal has asked this job to leave."""
 
 
 def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def read_card(folder: Path, known: Handle | None = None) -> Handle | None:
 
 
 def runs_here(handle: Handle, folder: Path) -> bool:
-    """Is its process of this machine submitit's, for the job of this very folder?  Its command line tells."""
+    """Whether its process of this machine is submitit's, for the job of this very folder.  Its command line tells."""
     words = processes.command_line(handle.pid)
     return LOCAL_JOB in words and str(folder) in words and processes.is_alive(handle.pid, handle.started)
 
@@ -112,7 +112,7 @@ def stop_here(handle: Handle, folder: Path, kill: bool) -> None:
 
 
 def kill_tree(pid: int, started: int) -> None:
-    """SIGKILL to a process of this machine and all that it started (submitit's local jobs share our process group)."""
+    """Kill a process of this machine and all that it started (submitit's local jobs share our process group)."""
     if not processes.is_alive(pid, started):
         return
     family = [pid]

@@ -78,7 +78,7 @@ class ReplicaPlan:
         return InnerConfig.from_dict(self.config)
 
     def check(self) -> None:
-        """Raise InnerError for what would end an actor, before one is started."""
+        """Raise InnerError for a plan that would end an actor, before one is started."""
         config = self.inner
         config.check()
         refuse_unrepeatable(config, self.steps)
@@ -129,7 +129,7 @@ class SDPOTeacherActor(RoleActor):
 
     @endpoint
     def logits(self, asked: Teaching) -> Tensor:
-        """(N, V), on the CPU."""
+        """Return the teacher's logits, (N, V), on the CPU."""
         device = next(self._model.parameters()).device
         with products(device, asked.casts):
             return self._teacher.logits(asked.rows, asked.turns, device).cpu()
@@ -178,7 +178,7 @@ class TrainerActor(RoleActor):
 
 
 def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
-    """From now on the loop's completions and its teacher's logits come from other actors."""
+    """Take the loop's completions and its teacher's logits from other actors from now on."""
     trainer: Any = loop.trainer  # type: ignore[attr-defined]
     config = plan.inner
     casts = casts_products(config.autocast, config.dtype, gpu_has_bfloat16())
@@ -188,7 +188,7 @@ def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
 
 
 class RemoteGenerator:
-    """In the place of TRL's `_generate_single_turn`.  Weights go along once per inner step."""
+    """Stand-in for TRL's `_generate_single_turn`.  Weights go along once per inner step."""
 
     def __init__(self, trainer: Any, member: Member, casts: bool) -> None:
         self._trainer = trainer

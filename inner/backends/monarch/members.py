@@ -1,11 +1,11 @@
-"""An actor by its role: whichever process has it now.
+"""An actor by its role, in any process that has it now.
 
     ask(question) ─▶ the actor ─▶ its answer
                      └ its process is gone ─▶ the ReplicaActor has, or soon has, the next incarnation ─▶ ask it
 
 Monarch says that a process is gone (SupervisionError), about five seconds later.  Where it says nothing (an exit with 0
-is no failure to it), whoever waits for an answer looks for the process itself, and tells the ReplicaActor.  An error
-that an actor raises is an answer, and comes out.
+is no failure to it), the waiting caller looks for the process itself, and tells the ReplicaActor.  An error that an
+actor raises is an answer, and comes out.
 
 Not promised: an end to a question that an actor never answers though it lives.
 """
@@ -26,7 +26,7 @@ from inner.errors import InnerError
 
 TRAINER, GENERATOR, SDPO_TEACHER = "trainer", "generator", "sdpo_teacher"
 PAUSE_S = 0.1
-LOOK_EVERY_S = 5.0  # at the process of whoever has not answered
+LOOK_EVERY_S = 5.0  # at the process that has not answered
 TELL_AFTER_S = 20.0  # that an incarnation is lost, if no other one has come by then
 START_S = 600.0  # for a new process to load its model
 PATIENCE_S = 120.0  # for the next incarnation to be there
@@ -70,7 +70,7 @@ class Member:
             self._actor = None
 
     def wait(self, future: Any) -> Any:
-        """The answer, however long it takes.   Raises ProcessLookupError if nobody is there who could give one."""
+        """Return the answer, however long it takes.   Raises ProcessLookupError if the process ended without one."""
         while True:
             with suppress(TimeoutError):
                 return future.get(timeout=LOOK_EVERY_S)

@@ -62,7 +62,7 @@ class ReplicaActor(RoleActor):
 
     @endpoint
     def member(self, role: str, lost: int = 0) -> tuple[int, Any]:
-        """Its incarnation, and the actor.   Raises InnerError for a role that has died too often.
+        """Return the role's incarnation, and its actor.   Raises InnerError for a role that has died too often.
 
         lost: the incarnation of which the caller knows that it is gone, though no failure was reported."""
         if lost and lost == self._incarnations[role]:
@@ -164,5 +164,5 @@ class Replica:
 
 
 def _say_fault(failure: Any) -> None:
-    """After the end of a Replica: a process of its that Monarch misses is no fault of the script's."""
+    """Print a fault after the end of a Replica: a process that Monarch misses then is no fault of the script's."""
     print(f"monarch, after the replica's end: {last_line(str(failure))}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A round of H inner steps as a function of what survives the process that computes it.
+"""A round of H inner steps as a function of the state that survives the process that computes it.
 
     (t, θ_t, carried) ── H inner steps ──▶ Round(θ, carried, numbers)
 
@@ -44,7 +44,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Round:
-    """How a round of `t` ended."""
+    """Result of the round of `t`."""
 
     t: int
     weights: Weights
@@ -154,7 +154,7 @@ class _Session:
             self._answers.put(error)
 
     def _stop(self) -> bool:
-        """After every inner step."""
+        """Seed the next inner step, or end the round; asked after every inner step.   -> whether the loop stops."""
         self._done += 1
         if self._done < self._steps:
             self._seed_step()
@@ -229,7 +229,7 @@ def read_weights(model: nn.Module) -> Weights:
 
 @torch.no_grad()
 def write_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises InnerError where they are not those of this model."""
+    """Copy the weights into the model.   Raises InnerError where they are not those of this model."""
     mine = trained_parameters(model)
     if wrong := sorted(set(mine) ^ set(weights)):
         raise InnerError(

@@ -3,8 +3,8 @@
     Generation   prompts as token ids, sampling settings, the random state  ─▶  completions, the random state after it
     Teaching     rows of token ids, the positions that count                ─▶  logits (N, V)
 
-The random state travels in the question and comes back in the answer: the same question has the same answer whoever is
-asked, and a trainer that asks draws the very tokens that it would have drawn itself.
+The random state travels in the question and comes back in the answer: the same question has the same answer from every
+process, and a trainer that asks draws the very tokens that it would have drawn itself.
 
 Not promised: images; continuous batching, which TRL does by another way.
 """
@@ -49,7 +49,7 @@ class Completions:
 
 @torch.no_grad()
 def generate(model: Any, asked: Generation) -> Completions:
-    """As TRL 1.16 generates without an engine (`_generate_single_turn`), token by token."""
+    """Generate as TRL 1.16 does without an engine (`_generate_single_turn`), token by token."""
     device = next(model.parameters()).device
     pad_id = asked.sampling["pad_token_id"]
     ids_B_T, mask_B_T = pad_left(asked.prompt_ids, pad_id, asked.pad_to)

@@ -1,4 +1,4 @@
-"""Tasks out of small repositories: a feature's functions lose their bodies, and tests are sorted by what that breaks.
+"""Tasks out of small repositories: a feature's functions lose their bodies, and tests are sorted by the effect.
 
     repos/NAME/…/*.py          the package                     python -m inner.worlds.deletion.generate \\
     repos/NAME/feature.toml    features and hidden tests           --repos repos --to tasks --prompts prompts.jsonl
@@ -13,7 +13,7 @@
 A body becomes `raise NotImplementedError`; signature and docstring stay, as the description. Helpers that only the
 feature used stay too, unless they are named.
 
-Not promised: a feature that cannot be rebuilt from what is left; how hard a task is.
+Not promised: that every feature can be rebuilt from the remaining code; how hard a task is.
 """
 
 import argparse

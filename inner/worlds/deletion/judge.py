@@ -1,4 +1,4 @@
-"""A task, and the verdict on it: what the code answers is compared outside, as bytes, with what it cannot see.
+"""A task, and the verdict on it: the code's answers are compared outside, as bytes, with values that it cannot see.
 
     for each hidden test   a fresh sandbox: the agent's files and this one test's program        inside.py
                            its output, byte for byte == canonical JSON of the expected value     here
@@ -8,7 +8,7 @@
 
 The expected values never enter a sandbox, and no output is parsed here. To forge a pass means to write the right
 value, and the one way to know it is to compute it. Not promised: that a value of few possibilities cannot be guessed
-(generate.py refuses tests that expect true, false or null), or that the tests say all that the feature was.
+(generate.py refuses tests that expect true, false or null), or that the tests cover the whole feature.
 """
 
 import json

@@ -1,16 +1,16 @@
-"""Names of what looks like an attack on the tests: in the files that the agent changed, and in the programs it ran.
+"""Names of likely attacks on the tests: in the files that the agent changed, and in the programs that it ran.
 
     files before ─┐
     files after  ─┴▶ changed texts ─┐
     programs that it ran ───────────┴▶ patterns ──▶ ["test files: conftest.py", "exits early: os._exit(", …]
 
 A program runs in a sandbox of its own and changes nothing, so that tests of the agent's own, exits and prints in it are
-honest work: only what it looks for counts (SEARCHES).
+honest work: only its searches count (SEARCHES).
 
 A flag makes the reward 0. It is not the wall: each attack scores 0 without it (tests/test_inner_deletion_attacks.py),
-because of what is mounted and where values are compared. It says in the log what a model has begun to try.
+by the mounts and by the comparison outside of the sandbox. It says in the log what a model has begun to try.
 
-Not promised: to find what is hidden behind getattr and string arithmetic.
+Not promised: to find attacks that are hidden behind getattr and string arithmetic.
 """
 
 import re
@@ -48,7 +48,7 @@ SEARCHES = (
 
 
 def find_flags(before: Mapping[str, str], after: Mapping[str, str], programs: Sequence[str] = ()) -> list[str]:
-    """One flag per kind, with what was seen first."""
+    """Return one flag per kind, with the first text that matched."""
     changed = {path: text for path, text in after.items() if before.get(path) != text}
     flags = [_named(kind, pattern, changed) for kind, pattern in PATHS.items()]
     texts = [_added(before.get(path, ""), text) for path, text in changed.items()]

@@ -110,7 +110,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def checked_path(name: str) -> str:
-    """The same relative path; ValueError for one that leaves the folder or is no plain name."""
+    """Return the same relative path.   Raises ValueError for one that leaves the folder or is no plain name."""
     parts = name.split("/")
     if not name.isprintable() or any(p in ("", ".", "..") or p.startswith(".git") for p in parts):
         raise ValueError(f"{name!r} is no path inside the repository. Give one like `package/module.py`.")

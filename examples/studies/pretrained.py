@@ -1,0 +1,104 @@
+"""A pretrained model with LoRA: what is a fleet worth at rates of its own, on two tasks?
+
+    python examples/studies/pretrained.py sums tune --to studies         about 100 minutes of one core
+    python examples/studies/pretrained.py sums judge --to studies        about four hours
+    python examples/studies/pretrained.py products judge --to studies    about three; needs reasoning-gym
+
+    tune     on sums, seed 104:   alone × ½, 1, 2, 4      fleet-4-5: plain × 1, 2, 4, and the default at × 1
+    judge    seeds 8 … 11:        alone and fleet-4-5 at what was chosen, the default, fleet-2-5 and fleet-8-5 at the
+                                  fleet's rate · √(N/4) (sums); on products what was chosen on sums
+
+SmolLM2-135M-Instruct, LoRA of rank 8, GRPO (examples/real/run.toml); 80 inner steps of 16 completions in every arm.
+
+Not promised: an interval that is narrow: four seeds, of which each trial takes twelve minutes of a core.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from replicas import by_seed
+from trials import Curve, Row, Trial, area, paired, read_rows, run_missing
+from tuned import Setting, fixed, run_setting
+from worlds import WORLDS, World
+
+EVERY = 5
+TUNED_ON, JUDGED_ON = (104,), range(8, 12)
+ALONE = [Setting(1, 0, scale) for scale in (0.5, 1.0, 2.0, 4.0)]
+FLEET = [Setting(4, EVERY, scale, fixed(1.0), 0.0) for scale in (1.0, 2.0, 4.0)]
+DEFAULT = Setting(4, EVERY, 1.0, fixed(0.7), 0.5)
+
+
+def name_of(one: Setting) -> str:
+    arm = f"fleet-{one.machines}-{one.every}" if one.every else "alone"
+    return f"{arm} x{one.scale:.3g}" + (" default" if one.mu else "")
+
+
+def tunings() -> dict[str, Setting]:
+    return {name_of(one): one for one in (*ALONE, *FLEET, DEFAULT)}
+
+
+def judged(chosen: dict[str, Setting], task: str) -> dict[str, Setting]:
+    """The best of each kind and the default; on sums, two other sizes at rates that follow from the fleet's."""
+    found = [chosen["alone"], chosen["fleet"], DEFAULT]
+    best = replace(chosen["fleet"], rate=fixed(1.0), mu=0.0)
+    others = [replace(best, machines=n, scale=best.scale * (n / 4) ** 0.5) for n in (2, 8)]
+    return {name_of(one): one for one in (*found, *(others if task == "sums" else []))}
+
+
+def choose(rows: Sequence[Row]) -> dict[str, Setting]:
+    """Kind -> its setting with the best mean over the run."""
+    means = {row["arm"]: area(row["curve"]) for row in rows}
+    kinds = {"alone": ALONE, "fleet": [*FLEET, DEFAULT]}
+    return {
+        kind: max((one for one in of if name_of(one) in means), key=lambda one: means[name_of(one)])
+        for kind, of in kinds.items()
+    }
+
+
+def main() -> None:
+    given = arguments()
+    world = WORLDS[given.world]
+    world.prepare(given.to)
+    tuning = given.to / "pretrained-tuning.jsonl"
+    settings = tunings() if given.part == "tune" else judged(choose(read_rows(tuning)), world.name)
+    trials = [Trial(name, seed) for seed in (TUNED_ON if given.part == "tune" else JUDGED_ON) for name in settings]
+    path = tuning if given.part == "tune" else given.to / f"pretrained-{world.name}.jsonl"
+    print(table(run_missing(trials, partial(run, world, given.to, tuning, given.part), path, given.workers)))
+
+
+def run(world: World, folder: Path, tuning: Path, part: str, trial: Trial) -> Curve | tuple[Curve, Row]:
+    settings = tunings() if part == "tune" else judged(choose(read_rows(tuning)), world.name)
+    return run_setting(world, folder, trial, settings[trial.arm])
+
+
+def table(rows: list[Row]) -> str:
+    """Differences are paired over seeds, positive where the setting is better than the machine alone."""
+    names = list(dict.fromkeys(row["arm"] for row in rows))
+    alone = next(name for name in names if name.startswith("alone"))
+    lines = ["| setting | mean over the run | at the end | − alone, mean | − alone, end |", "|---|---|---|---|---|"]
+    for name in names:
+        curves, against = ([row["curve"] for row in by_seed(rows, one)] for one in (name, alone))
+        values = [[area(c) for c in curves], [c[-1][1] for c in curves]]
+        cells = ["", ""]
+        if len(curves) == len(against) > 1 and name != alone:
+            other = [[area(c) for c in against], [c[-1][1] for c in against]]
+            cells = [str(paired(*both)) for both in zip(values, other, strict=True)]
+        lines.append(f"| {' | '.join([name, *(f'{fmean(v):.3f}' for v in values), *cells])} |")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", choices=["sums", "products"])
+    parser.add_argument("part", choices=["tune", "judge"])
+    parser.add_argument("--to", type=Path, default=Path("studies"), help="the folder for everything")
+    parser.add_argument("--workers", type=int, default=1, help="processes, a core each")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
