@@ -204,7 +204,7 @@ def test_who_hangs_in_a_request_cannot_put_anything_back_meanwhile() -> None:
     assert {(False, True), (True, False)} <= excused and (False, False) not in excused
 
 
-# ---------------------------------------------------------------------- the length of a wait, and the replicas it is for
+# -------------------------------------------------------------------- the length of a wait, and the replicas it is for
 
 
 def share(schedule: Schedule) -> dict[str, float]:
