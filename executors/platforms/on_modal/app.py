@@ -9,7 +9,7 @@
                                    twin/r00.1/… a call that was one too many, and when its container began
                                    newest/r00    the highest attempt
                                    start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
-                                   asked/r00.1   a launcher cancelled it
+                                   asked/r00.1   an executor asked for its cancel
                                    until         how long the word of its launcher counts (short_form.py)
                                    kinds         the functions that were deployed
                                    fingerprint   of the image and the source that they were deployed with
